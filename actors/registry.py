@@ -42,7 +42,7 @@ def actor_type(role: Role, topology: Topology | None = None) -> type[Actor]:
         case "filter":
             from actors.filter.actor import FilterActor as chosen
         case "trainer" if topology is not None and topology.run.only == "rollout":
-            from actors.trainer.no_op import TrainerStandIn as chosen
+            from actors.trainer.no_op import NoOpTrainer as chosen
         case "trainer":
             from actors.trainer.actor import TrainerActor as chosen
     return chosen
@@ -77,9 +77,9 @@ def _build(role: Role, topology: Topology, run_dir: Path, bus: Bus) -> Actor:
 
             return FilterActor(topology, bus)
         case "trainer" if topology.run.only == "rollout":
-            from actors.trainer.no_op import TrainerStandIn
+            from actors.trainer.no_op import NoOpTrainer
 
-            return TrainerStandIn(topology, bus, run_dir=run_dir)
+            return NoOpTrainer(topology, bus, run_dir=run_dir)
         case "trainer":
             from actors.trainer.actor import TrainerActor
 

@@ -37,7 +37,7 @@ from actors.trainer.models.files import copy_small_files, set_dtype
 from actors.trainer.models.gathering import own_parts
 from actors.trainer.models.publish import NOT_WRITTEN, WEIGHTS, Begun, Published, Versions, Written
 from actors.trainer.models.shapes import hf_shapes, num_weights
-from actors.trainer.models.weight_export import Against, Handover, copied
+from actors.trainer.models.weight_export import Against, WeightExport, copied
 from actors.trainer.orders import (
     AdvanceExport,
     Begin,
@@ -103,7 +103,7 @@ class TrainerRank:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._saving: Saving | None = None
         self._set_aside: list[SetAside] = []  # since the last take_set_aside
-        self._handover: Handover | None = None
+        self._weight_export: WeightExport | None = None
         self._routed_experts: ExpertIds | None = None  # of the batch to train; only on rank 0
         device = ranks.device_of(topology.trainer.device, self._ranks)
         ranks.join(self._ranks, topology.trainer.megatron, device, seed=topology.run.seed)
@@ -236,8 +236,8 @@ class TrainerRank:
             Whether more buckets may remain, and the pending write of this rank; None: it writes nothing now.
         """
         has_more: bool = self._lead(AdvanceExport())
-        assert self._handover is not None
-        return has_more, self._handover.writing
+        assert self._weight_export is not None
+        return has_more, self._weight_export.writing
 
     def finish_publish(self, begun: Unpublished, *, confirmed: int) -> Published:
         """Gather and write the remaining buckets, as `publish` does. `took_s` includes the time of the copy."""
@@ -345,17 +345,17 @@ class TrainerRank:
                 return path
             case Export():
                 with self._replica.memory.phase("export"):
-                    self._handover = self._begin_export(command)
+                    self._weight_export = self._begin_export(command)
                 return None
             case AdvanceExport():
-                assert self._handover is not None
-                return self._handover.advance()
+                assert self._weight_export is not None
+                return self._weight_export.advance()
             case FinishExport():
-                assert self._handover is not None
-                handover, self._handover = self._handover, None
+                assert self._weight_export is not None
+                export, self._weight_export = self._weight_export, None
                 self._replica.between = nothing
                 with self._replica.memory.phase("export"):
-                    written = handover.finish()
+                    written = export.finish()
                 self._checksums = written.checksums
                 return written
             case Offload():
@@ -384,11 +384,11 @@ class TrainerRank:
             said=self._said(command),
         )
 
-    def _begin_export(self, command: Export) -> Handover:
+    def _begin_export(self, command: Export) -> WeightExport:
         replica = self._replica
         parts = own_parts(replica.complete_chunks(), replica.hf)
         bucket_bytes = self._topology.trainer.export_bucket_bytes
-        handover = Handover(
+        export = WeightExport(
             copied(parts) if command.copy else parts,
             replica.hf,
             Path(command.directory),
@@ -398,8 +398,8 @@ class TrainerRank:
             against=Against(Path(command.delta), Path(command.base), self._checksums) if command.delta else None,
         )
         if command.copy:
-            replica.between = handover.advance
-        return handover
+            replica.between = export.advance
+        return export
 
     def _said(self, command: Save) -> SavedRun:
         topology = self._topology

@@ -123,7 +123,7 @@ def _write_weights(path: Path, unfinished: Path, topology: Topology, device: "to
     from actors.trainer.megatron.imports import quiet
     from actors.trainer.models.config import read_hf_config
     from actors.trainer.models.gathering import own_parts
-    from actors.trainer.models.weight_export import Handover
+    from actors.trainer.models.weight_export import WeightExport
 
     alone = MegatronConfig(mtp_num_layers=topology.trainer.megatron.mtp_num_layers)
     groups.join(groups.Ranks(), alone, device, seed=topology.run.seed)
@@ -135,7 +135,7 @@ def _write_weights(path: Path, unfinished: Path, topology: Topology, device: "to
         )
     load_model(chunks, path)
     parts, bucket_bytes = own_parts(chunks, model), topology.trainer.export_bucket_bytes
-    Handover(parts, model, unfinished, device=device, bucket_bytes=bucket_bytes).finish()
+    WeightExport(parts, model, unfinished, device=device, bucket_bytes=bucket_bytes).finish()
 
 
 def _copy_published(path: Path, unfinished: Path, topology: Topology) -> None:

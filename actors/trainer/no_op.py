@@ -39,11 +39,11 @@ log = structlog.get_logger()
 
 DRAWN: Final = Path("weights", "drawn")  # in the run directory: random weights, for a model directory without weights
 
-StandInEvent = BatchReady | BatchTrained | CheckpointRequested | GroupCompleted | TrainerStarted | WeightsAnnounced
+NoOpTrainerEvent = BatchReady | BatchTrained | CheckpointRequested | GroupCompleted | TrainerStarted | WeightsAnnounced
 FOLLOWED: Final = (BatchReady, BatchTrained, CheckpointRequested, GroupCompleted, TrainerStarted, WeightsAnnounced)
 
 
-class TrainerStandIn(Actor):
+class NoOpTrainer(Actor):
     """No-op trainer: announces the initial weights and reports each batch as trained.
 
     A crash loses nothing: the log says which batches are done.
@@ -90,7 +90,7 @@ class TrainerStandIn(Actor):
                     await self._pass_all(events, path, checksum, task_status)
 
     async def _pass_all(
-        self, events: Events[StandInEvent], path: Path, checksum: str, task_status: TaskStatus[None]
+        self, events: Events[NoOpTrainerEvent], path: Path, checksum: str, task_status: TaskStatus[None]
     ) -> None:
         """Complete every remaining batch of the log, then stay until cancelled."""
         self._step, self._version = self._history.frontier, self._history.version
@@ -113,7 +113,7 @@ class TrainerStandIn(Actor):
         started = TrainerStarted(incarnation=incarnation, step=self._step, start=self._start)
         self._started_seq = await self._bus.publish(started)
         self._incarnation = incarnation
-        log.info("stand_in_started", incarnation=incarnation, step=self._step)
+        log.info("no_op_trainer_started", incarnation=incarnation, step=self._step)
 
     async def _announce(self, path: Path, checksum: str) -> None:
         self._version += 1
@@ -129,14 +129,14 @@ class TrainerStandIn(Actor):
         )
         await self._bus.publish(announced)
 
-    async def _next_batch(self, events: Events[StandInEvent], path: Path) -> Batch:
+    async def _next_batch(self, events: Events[NoOpTrainerEvent], path: Path) -> Batch:
         while self._step not in self._history.batches:
             await self._fold_next(events)
             if self._saved_step < self._history.requested_step <= self._step:
                 await self._save(path)
         return self._history.batches[self._step]
 
-    async def _fold_next(self, events: Events[StandInEvent]) -> None:
+    async def _fold_next(self, events: Events[NoOpTrainerEvent]) -> None:
         received = await events.next()
         if received is None:
             return

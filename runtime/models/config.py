@@ -11,7 +11,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from runtime.models.experts import EXPERT_KEYS, DeepseekV3Keys, ExpertKeys, Experts, Glm4MoeKeys
-from runtime.models.mla import LATENT_KEYS, DeepseekV3Attention, Latent
+from runtime.models.mla import MLA_KEYS, DeepseekV3Attention, MlaConfig
 from runtime.models.rope import Rope, RopeKeys, read_rope
 
 MAX_CONTEXT: Final = 1 << 20  # tokens; a larger value is taken for a mistake in the config
@@ -96,7 +96,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     mlp_bias: bool
     qk_norm: bool
     experts: Experts | None = None  # None: every layer has one dense MLP
-    latent: Latent | None = None  # MLA; None: queries, keys and values are projected directly
+    mla: MlaConfig | None = None  # None: queries, keys and values are projected directly
 
 
 class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
@@ -137,11 +137,11 @@ def read_model(directory: Path) -> ModelDescription:
         architecture = _architecture(kind)
         _refuse_unknown(keys, architecture)
         raw = _decode(directory / "config.json", ConfigKeys)
-        of_experts, of_latent = EXPERT_KEYS.get(architecture), LATENT_KEYS.get(architecture)
+        of_experts, of_mla = EXPERT_KEYS.get(architecture), MLA_KEYS.get(architecture)
         experts = None if of_experts is None else _decode(directory / "config.json", of_experts)
-        latent = None if of_latent is None else _decode(directory / "config.json", of_latent)
+        mla = None if of_mla is None else _decode(directory / "config.json", of_mla)
         return ModelDescription(
-            shape=_shape(raw, architecture, experts, latent),
+            shape=_shape(raw, architecture, experts, mla),
             max_context=raw.max_position_embeddings,
             eos_token_ids=_ids(raw.eos_token_id) | _ids(eos),
             dtype=raw.dtype or raw.torch_dtype or "float32",
@@ -161,7 +161,7 @@ def read_dense_model(directory: Path) -> ModelDescription:
         ModelError: as `read_model`, or the model has experts or MLA.
     """
     model = read_model(directory)
-    if model.shape.latent is not None:
+    if model.shape.mla is not None:
         raise ModelError(
             f"{directory / 'config.json'}: the tiny engine has no multi-latent attention "
             f"({model.shape.architecture}): SGLang has"
@@ -193,10 +193,10 @@ def _ids(value: int | tuple[int, ...] | None) -> frozenset[int]:
 
 
 def _shape(
-    raw: ConfigKeys, architecture: str, of_experts: ExpertKeys | None, of_latent: DeepseekV3Attention | None
+    raw: ConfigKeys, architecture: str, of_experts: ExpertKeys | None, of_mla: DeepseekV3Attention | None
 ) -> ModelShape:
     _refuse_unsupported(raw)
-    latent = None if of_latent is None else of_latent.read()
+    mla = None if of_mla is None else of_mla.read()
     glm = isinstance(of_experts, Glm4MoeKeys)
     qwen2 = architecture == "Qwen2ForCausalLM"
     return ModelShape(
@@ -208,16 +208,16 @@ def _shape(
         num_layers=raw.num_hidden_layers,
         num_heads=raw.num_attention_heads,
         num_kv_heads=raw.num_key_value_heads or raw.num_attention_heads,
-        head_dim=_head_dim(raw, architecture) if latent is None else latent.head_dim,
+        head_dim=_head_dim(raw, architecture) if mla is None else mla.head_dim,
         rms_norm_eps=(1e-5 if glm else 1e-6) if raw.rms_norm_eps is None else raw.rms_norm_eps,
-        rope=read_rope(raw, share=0.5 if glm else 1.0, stretching="llama3" if latent is None else "yarn"),
+        rope=read_rope(raw, share=0.5 if glm else 1.0, stretching="llama3" if mla is None else "yarn"),
         tie_word_embeddings=raw.tie_word_embeddings,
         qkv_bias=qwen2 or raw.attention_bias,
         output_bias=not (qwen2 or glm) and raw.attention_bias,
         mlp_bias=architecture == "LlamaForCausalLM" and raw.mlp_bias,
         qk_norm=of_experts.use_qk_norm if isinstance(of_experts, Glm4MoeKeys) else architecture in WITH_QK_NORM,
         experts=None if of_experts is None else of_experts.read(),
-        latent=latent,
+        mla=mla,
     )
 
 
@@ -237,7 +237,7 @@ def _architecture(raw: _Kind) -> str:
 
 def _refuse_unknown(keys: Mapping[str, Any], architecture: str) -> None:
     """Refuse keys that have a value and that no reader here knows."""
-    further = (EXPERT_KEYS.get(architecture), LATENT_KEYS.get(architecture))
+    further = (EXPERT_KEYS.get(architecture), MLA_KEYS.get(architecture))
     read = {*ConfigKeys.__struct_fields__, *(key for keys in further if keys for key in keys.__struct_fields__)}
     for key, value in keys.items():
         known = key in read or key in WITHOUT_EFFECT or key.startswith(NOTES)

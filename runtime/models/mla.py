@@ -5,7 +5,7 @@ from typing import Final
 import msgspec
 
 
-class Latent(msgspec.Struct, frozen=True, kw_only=True):
+class MlaConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Dimensions of MLA: low-rank queries, low-rank keys and values, and a rotated part of each head."""
 
     query_rank: int | None  # None: queries are projected from the hidden state directly
@@ -34,7 +34,7 @@ class DeepseekV3Attention(msgspec.Struct, frozen=True):
     v_head_dim: int = 128
     rope_interleave: bool = True
 
-    def read(self) -> Latent:
+    def read(self) -> MlaConfig:
         """Read as transformers does: DeepseekV3Attention.
 
         Raises:
@@ -54,7 +54,7 @@ class DeepseekV3Attention(msgspec.Struct, frozen=True):
                 raise ValueError(f"{key} {size} is not positive")
         if self.qk_rope_head_dim % 2:
             raise ValueError(f"qk_rope_head_dim {self.qk_rope_head_dim} is not even")
-        return Latent(
+        return MlaConfig(
             query_rank=self.q_lora_rank,
             key_value_rank=self.kv_lora_rank,
             plain_dim=self.qk_nope_head_dim,
@@ -63,4 +63,4 @@ class DeepseekV3Attention(msgspec.Struct, frozen=True):
         )
 
 
-LATENT_KEYS: Final[dict[str, type[DeepseekV3Attention]]] = {"DeepseekV3ForCausalLM": DeepseekV3Attention}
+MLA_KEYS: Final[dict[str, type[DeepseekV3Attention]]] = {"DeepseekV3ForCausalLM": DeepseekV3Attention}

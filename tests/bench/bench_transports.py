@@ -153,14 +153,14 @@ class Rig:
     def export(self) -> "Mapping[str, FileSum]":
         """The files of a version, and what is announced of them."""
         from actors.trainer.models.gathering import own_parts
-        from actors.trainer.models.weight_export import Handover
+        from actors.trainer.models.weight_export import WeightExport
 
         out = self.place / "out"
         shutil.rmtree(out, ignore_errors=True)
         out.mkdir()
         (out / "config.json").write_bytes((self.place / "config.json").read_bytes())
         parts = own_parts(self.chunks, self.hf)
-        return Handover(parts, self.hf, out, device=self._device, bucket_bytes=BUCKET_BYTES).finish().files
+        return WeightExport(parts, self.hf, out, device=self._device, bucket_bytes=BUCKET_BYTES).finish().files
 
     def buckets(self) -> Iterator[Any]:
         """The bytes of each bucket, as they are sent; what is told of it goes to `steps`."""

@@ -41,7 +41,7 @@ def measure(place: Path, shape: dict[str, Any], num_runs: int) -> dict[str, Any]
     from actors.trainer.megatron.imports import quiet
     from actors.trainer.models.config import read_hf_config
     from actors.trainer.models.gathering import own_parts
-    from actors.trainer.models.weight_export import Handover
+    from actors.trainer.models.weight_export import WeightExport
     from runtime.settings.topology import MegatronConfig, TrainerConfig
     from tests.actors.trainer.tiny import TINY
 
@@ -56,7 +56,7 @@ def measure(place: Path, shape: dict[str, Any], num_runs: int) -> dict[str, Any]
             shutil.rmtree(place / "out", ignore_errors=True)
             (place / "out").mkdir()
             bucket_bytes = TrainerConfig().export_bucket_bytes
-            Handover(own_parts(chunks, hf), hf, place / "out", device=device, bucket_bytes=bucket_bytes).finish()
+            WeightExport(own_parts(chunks, hf), hf, place / "out", device=device, bucket_bytes=bucket_bytes).finish()
 
         export()
         (file,) = (place / "out").glob("*.safetensors")

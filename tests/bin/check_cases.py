@@ -194,7 +194,7 @@ REFUSED = {
         "needs trainer.optimizer.use_distributed_optimizer",
     ),
     "a further layer of no model": Case(
-        ("trainer.megatron.mtp_num_layers=1",), "model.hf_checkpoint", "the model has 0 layers for further tokens"
+        ("trainer.megatron.mtp_num_layers=1",), "model.hf_checkpoint", "the model has 0 MTP layers"
     ),
     "expert parallel": Case(
         ("trainer.num_processes=2", "trainer.megatron.expert_model_parallel_size=2"),

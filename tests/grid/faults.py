@@ -15,7 +15,7 @@ from actors.trainer.data.context import Context
 from actors.trainer.megatron import groups
 from actors.trainer.megatron.groups import data_parallel_rank
 from actors.trainer.megatron.imports import DistributedDataParallel, MLASelfAttention, TopKRouter
-from actors.trainer.megatron.layers import attention, mla, router
+from actors.trainer.megatron.layers import attention, router
 from actors.trainer.models import sharding
 from actors.trainer.step import train_step
 
@@ -58,16 +58,16 @@ def _finalize(name: str) -> Any:
 
 def _own_count() -> Any:
     """Of about the samples that are a replica's own."""
-    right = train_step.num_further
+    right = train_step.num_mtp_tokens
     return mock.patch.object(
-        train_step, "num_further", lambda batch, samples: right(batch, samples[data_parallel_rank() :: 2])
+        train_step, "num_mtp_tokens", lambda batch, samples: right(batch, samples[data_parallel_rank() :: 2])
     )
 
 
 def _next_of_part(batch: Any, micro_batch: Any) -> Any:
     """The tokens of a part, which is no stretch of its sequence, moved by one."""
-    right = mtp.with_further(batch, micro_batch)
-    return replace(right, further=replace(right.further, tokens=np.roll(micro_batch.tokens, -1, axis=1)))
+    right = mtp.with_mtp(batch, micro_batch)
+    return replace(right, mtp=replace(right.mtp, tokens=np.roll(micro_batch.tokens, -1, axis=1)))
 
 
 def _experts_of_others() -> Any:
@@ -107,10 +107,10 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "losses of the router are divided by their ranks": lambda: mock.patch.object(
         router.Router, "apply_z_loss", _megatrons_z_loss
     ),
-    "tokens of a further layer are counted by replica": _own_count,
-    "a further layer reads its rank's next token": lambda: mock.patch.object(train_step, "with_further", _next_of_part),
-    "projections to latents are cut": lambda: mock.patch.object(
-        mla.LatentAttention, "__init__", MLASelfAttention.__init__
+    "tokens of an MTP layer are counted by replica": _own_count,
+    "an MTP layer reads its rank's next token": lambda: mock.patch.object(train_step, "with_mtp", _next_of_part),
+    "MLA down projections are sharded": lambda: mock.patch.object(
+        attention.MlaAttention, "__init__", MLASelfAttention.__init__
     ),
     "sequences are cut plainly": lambda: mock.patch.object(Context, "kept", _plain_cut),
     "keys take their own rank's gradient": lambda: mock.patch.object(

@@ -88,7 +88,7 @@ class Row:
     dtype: str = "float32"
     kind: str = "qwen3"  # of model
     replay: bool = False  # of the experts of a pass before
-    further: bool = False  # with a layer for the token after the next one
+    mtp: bool = False  # with a layer for the token after the next one
     spoilt: bool = False  # some rewards are NaN: single samples, and all of an optimizer step
     ahead: bool = False  # log-probs are computed group by group, of every second one before its batch
     told: bool = False  # routed experts of all tokens come with the samples
@@ -123,7 +123,7 @@ class Row:
             kind=self.kind,
             replay=self.replay,
             told=self.told,
-            further=self.further,
+            mtp=self.mtp,
             balance=self.balance,
             spoilt=self.spoilt,
         )
@@ -140,7 +140,7 @@ class Row:
         parts += [NAMES[self.kind]] if self.kind in NAMES else []
         parts += ["replay"] if self.replay else []
         parts += ["told experts"] if self.told else []
-        parts += ["MTP"] if self.further else []
+        parts += ["MTP"] if self.mtp else []
         parts += ["ahead"] if self.ahead else []
         parts += [self.balance.replace("_", " "), "z loss"] if self.balance else []
         parts += ["masked samples"] if self.spoilt else []
@@ -159,7 +159,7 @@ class Row:
             megatron = megatron | {"moe_router_bias_update_rate": 1e-2}
         if self.balance:
             megatron = megatron | {"moe_router_load_balancing_type": self.balance, **ROUTER_LOSSES}
-        if self.further:
+        if self.mtp:
             megatron = megatron | {"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.2}
         return {
             "num_processes": layout.world,
@@ -190,9 +190,9 @@ EXPERTS = (
         for kind in ("qwen3_moe", "glm4_moe")
     ),
 )
-# a further layer, in each kind of layout that has one
+# an MTP layer, in each kind of layout that has one
 FURTHER = tuple(
-    Row(layout, packed=packed, recompute=recompute, kind="glm4_moe", replay=True, further=True)
+    Row(layout, packed=packed, recompute=recompute, kind="glm4_moe", replay=True, mtp=True)
     for layout, packed, recompute in (
         ("1", True, True),
         ("TP2+SP", False, True),
@@ -208,8 +208,8 @@ FURTHER = tuple(
         ("PP4xVPP2", False, False),
     )
 )
-# multi-latent attention, in what shares attention or the sequence out
-LATENTS = (
+# MLA, in layouts that shard attention or the sequence
+MLA = (
     Row("1", packed=True, kind="deepseek_v3", replay=True),
     Row("TP2+SP", kind="deepseek_v3", replay=True),
     Row("TP2+SP", packed=True, recompute=True, kind="deepseek_v3", replay=True),
@@ -231,7 +231,7 @@ AHEAD = (
     Row("PP4xVPP2", ahead=True),
     Row("DP2+DO, overlapped", packed=True, ahead=True),
     Row("EP2", kind="qwen3_moe", replay=True, ahead=True),
-    Row("DP2", kind="glm4_moe", replay=True, further=True, ahead=True),
+    Row("DP2", kind="glm4_moe", replay=True, mtp=True, ahead=True),
 )
 # experts of the engine, of which each replica gets those of its tokens
 TOLD = tuple(
@@ -260,7 +260,7 @@ SPOILT = (
     Row("PP4xVPP2", spoilt=True),
     Row("DP2+DO, overlapped", packed=True, spoilt=True),
     Row("EP2xTP2+SP", kind="glm4_moe", replay=True, spoilt=True),
-    Row("DP2", kind="glm4_moe", replay=True, further=True, spoilt=True),
+    Row("DP2", kind="glm4_moe", replay=True, mtp=True, spoilt=True),
     Row("CP2", kind="qwen3_moe", balance="seq_aux_loss", spoilt=True),
 )
 FEW += AHEAD[:1]
@@ -270,11 +270,11 @@ FEW += tuple(  # those of two ranks, and one model of each kind
     row for row in EXPERTS if (row.layout, row.kind) in (("EP2xTP2+SP", "qwen3_moe"), ("EP2xCP2", "qwen3_moe"))
 )
 FEW += tuple(row for row in FURTHER if row.layout == "EP2")
-FEW += tuple(row for row in LATENTS if row.layout == "EP2xTP2+SP")
+FEW += tuple(row for row in MLA if row.layout == "EP2xTP2+SP")
 ALL = (
     *EXPERTS,
     *FURTHER,
-    *LATENTS,
+    *MLA,
     *AHEAD,
     *BALANCED,
     *TOLD,
@@ -322,8 +322,8 @@ FAULTY = (
         (row, fault)
         for row in FURTHER
         for layout, fault in (
-            ("EP2", "tokens of a further layer are counted by replica"),
-            ("CP2", "a further layer reads its rank's next token"),
+            ("EP2", "tokens of an MTP layer are counted by replica"),
+            ("CP2", "an MTP layer reads its rank's next token"),
             ("PP2", "the tied embedding's gradients are not reduced"),
         )
         if row.layout == layout
@@ -332,7 +332,7 @@ FAULTY = (
     (BALANCED[0], "losses of the router count a rank's own tokens"),
     (BALANCED[9], "losses of the router are divided by their ranks"),
     (Row("TP2+SP", kind="deepseek_v3", replay=True), "gradients of norms are not reduced"),
-    (Row("TP2+SP", kind="deepseek_v3", replay=True), "projections to latents are cut"),
+    (Row("TP2+SP", kind="deepseek_v3", replay=True), "MLA down projections are sharded"),
     (Row("TP2+SP", kind="deepseek_v3", replay=True), "every rank has the first part of a matrix"),
     (Row("EP2xCP2", kind="deepseek_v3", replay=True), "keys take their own rank's gradient"),
 )

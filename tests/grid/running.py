@@ -18,7 +18,7 @@ from runtime.models.checksums import safetensors_files
 from runtime.node.supervisor.ports import free_port
 from runtime.settings.devices import HIDDEN
 from runtime.settings.topology import Topology, encode_topology
-from tests.actors.trainer.hf import write_further_model, write_model
+from tests.actors.trainer.hf import write_model, write_mtp_model
 from tests.build.topology import trainer_topology
 from tests.grid.rows import Row
 from tests.support.checkpoint_tensors import tensors_of
@@ -60,8 +60,8 @@ def train(place: Path, jobs: Sequence[Job], *, timeout_s: float, device: str = "
     for row in {_model(place, job.row): job.row for job in jobs}.values():
         spread = CALM.get(row.kind, SPREAD[row.num_layers])
         sizes = MODEL | {"num_hidden_layers": row.num_layers, "initializer_range": spread}
-        if row.further:
-            write_further_model(_model(place, row), noise=NOISE, **sizes)
+        if row.mtp:
+            write_mtp_model(_model(place, row), noise=NOISE, **sizes)
         else:
             write_model(_model(place, row), row.kind, tied=row.tied, noise=NOISE, **sizes)
     for job in jobs:
@@ -100,8 +100,8 @@ def published(directory: Path) -> dict[str, torch.Tensor]:
 
 
 def _model(place: Path, row: Row) -> Path:
-    further = "-further" if row.further else ""
-    return place / f"{row.kind}-{row.num_layers}-{'tied' if row.tied else 'untied'}{further}"
+    mtp = "-mtp" if row.mtp else ""
+    return place / f"{row.kind}-{row.num_layers}-{'tied' if row.tied else 'untied'}{mtp}"
 
 
 def _topology(place: Path, row: Row, device: str) -> Topology:

@@ -78,7 +78,7 @@ def why_not(model: HfConfig, layout: Layout) -> str | None:
     experts = model.experts
     if model.model_type not in FAMILIES:
         return f"model_type {model.model_type}: checksums are predicted of {', '.join(FAMILIES)}"
-    if model.latent is not None or (experts is not None and experts.shared_intermediate_size):
+    if model.mla is not None or (experts is not None and experts.shared_intermediate_size):
         return f"model_type {model.model_type} with MLA or shared experts"
     if model.num_mtp_layers:
         return "MTP layers, which the engine does not load"

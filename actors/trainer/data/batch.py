@@ -96,7 +96,7 @@ class TrainBatch:
 
 
 @dataclass(frozen=True)
-class Further:
+class MtpInputs:
     """MTP inputs of a micro-batch: F tokens are predicted from two positions before."""
 
     tokens: Ints  # shaped like the micro-batch's tokens: the token after each input token; 0 in padding
@@ -117,7 +117,7 @@ class MicroBatch:
     bounds: NDArray[np.int32] | None = None  # packed: start of each whole sequence, then the end (cu_seqlens)
     experts: dict[int, Any] = field(default_factory=dict[int, Any])  # by layer, of an earlier forward pass
     routed_experts: ExpertIds | None = None  # [b, s, E], for all layers, as the engine chose
-    further: Further | None = None  # MTP inputs; None: the model has no MTP layer
+    mtp: MtpInputs | None = None  # MTP inputs; None: the model has no MTP layer
     context: Context = WHOLE  # context-parallel rank that holds this part of each sequence
 
     @property

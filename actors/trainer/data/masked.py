@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from actors.trainer.data.batch import Further, Ints, MicroBatch, TrainBatch, only_where
+from actors.trainer.data.batch import Ints, MicroBatch, MtpInputs, TrainBatch, only_where
 
 Flags = NDArray[np.bool_]
 
@@ -36,7 +36,7 @@ def without(batch: TrainBatch, micro_batch: MicroBatch, masked_B: Flags) -> Micr
     masked_N = np.repeat(masked_B, batch.lengths_B)
     gone = (micro_batch.sources >= 0) & masked_N[micro_batch.sources]
     kept_M = ~masked_N[micro_batch.columns_M]
-    routed, further = micro_batch.routed_experts, micro_batch.further
+    routed, mtp = micro_batch.routed_experts, micro_batch.mtp
     return replace(
         micro_batch,
         tokens=np.where(gone, 0, micro_batch.tokens),
@@ -45,13 +45,13 @@ def without(batch: TrainBatch, micro_batch: MicroBatch, masked_B: Flags) -> Micr
         targets_M=micro_batch.targets_M[kept_M],
         columns_M=micro_batch.columns_M[kept_M],
         routed_experts=None if routed is None else only_where(~gone, routed),
-        further=None if further is None else _further_without(further, gone),
+        mtp=None if mtp is None else _mtp_without(mtp, gone),
     )
 
 
-def _further_without(further: Further, gone: Flags) -> Further:
-    kept_F = ~gone.ravel()[further.rows_F]
-    return Further(np.where(gone, 0, further.tokens), further.rows_F[kept_F], further.targets_F[kept_F])
+def _mtp_without(mtp: MtpInputs, gone: Flags) -> MtpInputs:
+    kept_F = ~gone.ravel()[mtp.rows_F]
+    return MtpInputs(np.where(gone, 0, mtp.tokens), mtp.rows_F[kept_F], mtp.targets_F[kept_F])
 
 
 def names_of(batch: TrainBatch, samples: Ints) -> Sequence[str]:

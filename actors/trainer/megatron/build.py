@@ -16,12 +16,10 @@ from actors.trainer.megatron.imports import (
     get_gpt_mtp_block_spec,
     parallel_state,
 )
-from actors.trainer.megatron.layers.attention import CoreAttention
+from actors.trainer.megatron.layers.attention import CoreAttention, MlaAttention
 from actors.trainer.megatron.layers.experts import GroupedExperts
 from actors.trainer.megatron.layers.fused import rms_norm
-from actors.trainer.megatron.layers.head import Model
-from actors.trainer.megatron.layers.mla import LatentAttention
-from actors.trainer.megatron.layers.mtp import FurtherLayer
+from actors.trainer.megatron.layers.head import Model, MtpLayer
 from actors.trainer.megatron.layers.router import Router
 from actors.trainer.models.config import HfConfig
 from runtime.models.rope import Rope
@@ -42,7 +40,7 @@ class RmsNorm(nn.RMSNorm):
         return rms_norm(x, self.weight, self._eps)
 
 
-class LatentNorm(RmsNorm):
+class MlaNorm(RmsNorm):
     """RMSNorm of MLA latents. Transformers does not take its epsilon from config.json."""
 
     def __init__(self, config: Any, hidden_size: int, **_options: Any) -> None:
@@ -69,7 +67,7 @@ def _build(model: HfConfig, config: Any, virtual_stage: int | None) -> Any:
     built = Model(
         config=config,
         transformer_layer_spec=layers,
-        mtp_block_spec=_further_layer_spec(config, layers, virtual_stage),
+        mtp_block_spec=_mtp_layer_spec(config, layers, virtual_stage),
         vocab_size=model.vocab_size,
         max_sequence_length=model.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(**where),
@@ -116,21 +114,21 @@ def _layer_spec(config: Any, virtual_stage: int | None) -> Any:
             layer.mlp.submodules.router = Router
             layer.mlp.submodules.experts.module = GroupedExperts
         if config.multi_latent_attention:
-            layer.self_attention.module = LatentAttention
-            attention.q_layernorm = attention.kv_layernorm = LatentNorm
+            layer.self_attention.module = MlaAttention
+            attention.q_layernorm = attention.kv_layernorm = MlaNorm
         elif config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = RmsNorm
     block.layer_norm = RmsNorm
     return block
 
 
-def _further_layer_spec(config: Any, layers: Any, virtual_stage: int | None) -> Any:
+def _mtp_layer_spec(config: Any, layers: Any, virtual_stage: int | None) -> Any:
     """Build the spec of the MTP layer, whose inner layer is like the last of `layers`. None: there is no MTP layer."""
     if not config.mtp_num_layers:
         return None
     block = get_gpt_mtp_block_spec(config, layers, use_transformer_engine=False, vp_stage=virtual_stage)
     for spec in () if block is None else block.layer_specs:  # None except on the last pipeline stage
-        spec.module = FurtherLayer
+        spec.module = MtpLayer
         spec.submodules.enorm = spec.submodules.hnorm = spec.submodules.layer_norm = RmsNorm
     return block
 

@@ -11,7 +11,7 @@ from actors.trainer.megatron.imports import MLATransformerConfig, OptimizerConfi
 from actors.trainer.models.config import HfConfig
 from actors.trainer.models.layout import check_layout
 from runtime.models.experts import Experts
-from runtime.models.mla import Latent
+from runtime.models.mla import MlaConfig
 from runtime.models.rope import Rope
 from runtime.settings.topology import MegatronConfig, Topology
 
@@ -26,7 +26,7 @@ def transformer_config(model: HfConfig, layout: MegatronConfig, *, dtype: torch.
     """
     check_layout(model, layout)
     pipeline = layout.pipeline_model_parallel_size
-    config_type = TransformerConfig if model.latent is None else MLATransformerConfig
+    config_type = TransformerConfig if model.mla is None else MLATransformerConfig
     return config_type(
         num_layers=model.num_hidden_layers,
         hidden_size=model.hidden_size,
@@ -48,7 +48,7 @@ def transformer_config(model: HfConfig, layout: MegatronConfig, *, dtype: torch.
         bf16=dtype is torch.bfloat16,
         **_named(layout),
         **_experts(model.experts),
-        **({} if model.latent is None else _latent(model.latent, model.rope)),
+        **({} if model.mla is None else _mla(model.mla, model.rope)),
         calculate_per_token_loss=True,  # the loss function returns a sum and its divisor, for both reductions
         variable_seq_lengths=pipeline > 1,  # micro-batches differ in length
         use_cpu_initialization=device.type == "cpu",
@@ -82,14 +82,14 @@ def _experts(experts: Experts | None) -> dict[str, Any]:
     }
 
 
-def _latent(latent: Latent, rope: Rope) -> dict[str, Any]:
+def _mla(mla: MlaConfig, rope: Rope) -> dict[str, Any]:
     """Settings of MLA. Megatron applies its rotary embedding in each layer."""
     named: dict[str, Any] = {
-        "q_lora_rank": latent.query_rank,
-        "kv_lora_rank": latent.key_value_rank,
-        "qk_head_dim": latent.plain_dim,
-        "qk_pos_emb_head_dim": latent.rotated_dim,
-        "v_head_dim": latent.value_dim,
+        "q_lora_rank": mla.query_rank,
+        "kv_lora_rank": mla.key_value_rank,
+        "qk_head_dim": mla.plain_dim,
+        "qk_pos_emb_head_dim": mla.rotated_dim,
+        "v_head_dim": mla.value_dim,
         "rotary_base": rope.theta,
         "rope_type": "rope",
         "rotary_scaling_factor": 1.0,

@@ -98,8 +98,8 @@ def _without_transformer_engine() -> None:
     experts: Any = import_module("megatron.core.transformer.moe.moe_utils")
     if not hasattr(experts, "te_general_gemm"):
         experts.te_general_gemm = None
-    latent: Any = import_module("megatron.core.transformer.multi_latent_attention")
-    latent.HAVE_TE = isinstance(latent.TELinear, type)  # without the package, TELinear is no class
+    mla: Any = import_module("megatron.core.transformer.multi_latent_attention")
+    mla.HAVE_TE = isinstance(mla.TELinear, type)  # without the package, TELinear is no class
 
 
 _parts = _import()

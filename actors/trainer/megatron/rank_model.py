@@ -24,7 +24,7 @@ from actors.trainer.megatron.imports import (
     get_megatron_optimizer,
     quiet,
 )
-from actors.trainer.megatron.layers.head import Asked, AskedFurther
+from actors.trainer.megatron.layers.head import Asked, AskedMtp
 from actors.trainer.megatron.layers.router import Routers
 from actors.trainer.megatron.layers.rows import own_context, packing
 from actors.trainer.megatron.memory import Offloaded, PeakMemory, host_copy
@@ -46,7 +46,7 @@ class TokenOutputs:
     log_probs: Tensor
     entropy: Tensor
     columns_M: Tensor  # positions of those tokens in the batch's columns
-    further: Tensor | None = None  # log-probs [F] by the MTP layer
+    mtp: Tensor | None = None  # log-probs [F] by the MTP layer
 
 
 TokenLoss = Callable[[MicroBatch, TokenOutputs], Tensor]  # loss summed over the tokens of a micro-batch
@@ -333,21 +333,21 @@ class Replica:
         tokens, rows, targets, columns, num_tokens = on_device(
             [micro_batch.tokens, micro_batch.rows_M, micro_batch.targets_M, micro_batch.columns_M, read], self.device
         )
-        asked = Asked(rows, targets, temperature, self._asked_further(micro_batch))
+        asked = Asked(rows, targets, temperature, self._asked_mtp(micro_batch))
         packed = packing(micro_batch.bounds, self.device)
         output = model(tokens, None, None, labels=asked, packed_seq_params=packed)
         return output, partial(self._token_loss, loss, micro_batch, columns, num_tokens)
 
-    def _asked_further(self, micro_batch: MicroBatch) -> AskedFurther | None:
-        further = micro_batch.further
-        if further is None:
+    def _asked_mtp(self, micro_batch: MicroBatch) -> AskedMtp | None:
+        mtp = micro_batch.mtp
+        if mtp is None:
             return None
-        return AskedFurther(*on_device([further.tokens, further.rows_F, further.targets_F], self.device))
+        return AskedMtp(*on_device([mtp.tokens, mtp.rows_F, mtp.targets_F], self.device))
 
     def _token_loss(
         self, loss: TokenLoss, micro_batch: MicroBatch, columns: Tensor, num_tokens: Tensor, outputs: tuple[Tensor, ...]
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Compute the loss from the head's outputs. The schedule calls this on the last pipeline stage."""
-        log_probs, entropy, *further = outputs
-        total = loss(micro_batch, TokenOutputs(log_probs, entropy, columns, *further))
+        log_probs, entropy, *mtp = outputs
+        total = loss(micro_batch, TokenOutputs(log_probs, entropy, columns, *mtp))
         return total, num_tokens.int(), {}

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from runtime.models.config import ModelError, read_model
 from runtime.models.experts import Experts
-from runtime.models.mla import Latent
+from runtime.models.mla import MlaConfig
 from runtime.models.rope import Rope
 
 
@@ -31,7 +31,7 @@ class HfConfig:
     experts: Experts | None = None
     num_mtp_layers: int = 0  # trained MTP layers, built like the last decoder layer; 0 or 1
     num_unused_mtp_layers: int = 0  # further MTP layers that the files may hold, not trained
-    latent: Latent | None = None  # MLA
+    mla: MlaConfig | None = None  # None: queries, keys and values are projected directly
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer, counted from 0, has experts instead of a dense MLP."""
@@ -50,7 +50,7 @@ def read_hf_config(directory: Path, mtp_num_layers: int | None = None) -> HfConf
     """
     model = read_model(directory)
     shape = model.shape
-    if mtp_num_layers and shape.latent is not None:
+    if mtp_num_layers and shape.mla is not None:
         raise ModelError(
             f"{directory / 'config.json'}: trainer.megatron.mtp_num_layers = {mtp_num_layers} is not built yet for "
             f"a model with multi-latent attention"
@@ -58,7 +58,7 @@ def read_hf_config(directory: Path, mtp_num_layers: int | None = None) -> HfConf
     if mtp_num_layers and mtp_num_layers != model.num_mtp_layers:
         raise ModelError(
             f"{directory / 'config.json'}: trainer.megatron.mtp_num_layers = {mtp_num_layers}, and the model has "
-            f"{model.num_mtp_layers} layers for further tokens (num_nextn_predict_layers)"
+            f"{model.num_mtp_layers} MTP layers (num_nextn_predict_layers)"
         )
     for key, asked in {"attention_bias": shape.output_bias, "mlp_bias": shape.mlp_bias}.items():
         if asked:
@@ -82,5 +82,5 @@ def read_hf_config(directory: Path, mtp_num_layers: int | None = None) -> HfConf
         experts=shape.experts,
         num_mtp_layers=mtp_num_layers or 0,
         num_unused_mtp_layers=model.num_mtp_layers - (mtp_num_layers or 0),
-        latent=shape.latent,
+        mla=shape.mla,
     )

@@ -20,7 +20,7 @@ def train_flops(model: HfConfig, lengths: Iterable[int]) -> float:
         model: configuration of the model.
         lengths: lengths of the sequences, in tokens.
     """
-    values = model.head_dim if model.latent is None else model.latent.value_dim
+    values = model.head_dim if model.mla is None else model.mla.value_dim
     width = model.num_attention_heads * (model.head_dim + values)
     weights = _weights_of_a_token(model)
     tokens, pairs = 0, 0.0

@@ -14,9 +14,9 @@ def check_layout(model: HfConfig, layout: MegatronConfig) -> None:
     """
     tensor = layout.tensor_model_parallel_size
     sizes = {"num_key_value_heads": model.num_key_value_heads, "vocab_size": model.vocab_size}
-    if model.latent is not None:  # Megatron-core shards them unless it is configured not to
-        sizes["kv_lora_rank + qk_rope_head_dim"] = model.latent.key_value_rank + model.latent.rotated_dim
-        sizes["q_lora_rank"] = model.latent.query_rank or 0
+    if model.mla is not None:  # Megatron-core shards them unless it is configured not to
+        sizes["kv_lora_rank + qk_rope_head_dim"] = model.mla.key_value_rank + model.mla.rotated_dim
+        sizes["q_lora_rank"] = model.mla.query_rank or 0
     if model.experts is None or not all(model.experts.layers):
         sizes["intermediate_size"] = model.intermediate_size
     if model.num_mtp_layers:

@@ -34,7 +34,7 @@ _LAYER = {
     "eh_proj.weight": "eh_proj.weight",
     "final_layernorm.weight": "shared_head.norm.weight",
 }
-_LATENT = {  # MLA
+_MLA = {  # MLA
     "self_attention.q_layernorm.weight": "self_attn.q_a_layernorm.weight",
     "self_attention.kv_layernorm.weight": "self_attn.kv_a_layernorm.weight",
     "self_attention.linear_q_proj.weight": "self_attn.q_proj.weight",
@@ -104,7 +104,7 @@ def split_for_hf(name: str, model: HfConfig, whole: Tensor, *, parts: int = 1) -
 
 def _same_in_both(rest: str, model: HfConfig) -> str | None:
     """Return the Hugging Face name of a layer's tensor that is equal in both formats. None: it is a fused tensor."""
-    return (_LAYER if model.latent is None else _LAYER | _LATENT).get(rest)
+    return (_LAYER if model.mla is None else _LAYER | _MLA).get(rest)
 
 
 def _layer_prefix(name: str) -> tuple[str, str]:

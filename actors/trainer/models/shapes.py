@@ -3,7 +3,7 @@
 import math
 
 from actors.trainer.models.config import HfConfig
-from runtime.models.mla import Latent
+from runtime.models.mla import MlaConfig
 
 QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
@@ -14,10 +14,10 @@ def hf_shapes(model: HfConfig) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (model.vocab_size, hidden)}
     for index in range(model.num_hidden_layers + model.num_mtp_layers):
         layer: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (hidden,)}
-        layer |= _attention(model) if model.latent is None else _latent(model, model.latent)
+        layer |= _attention(model) if model.mla is None else _mla(model, model.mla)
         layer["post_attention_layernorm.weight"] = (hidden,)
         layer |= _of_experts(model, hidden) if model.has_experts(index) else _mlp("mlp", hidden, inner)
-        layer |= _of_further_tokens(hidden) if index == model.num_hidden_layers else {}
+        layer |= _mtp_tensors(hidden) if index == model.num_hidden_layers else {}
         shapes |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
     shapes["model.norm.weight"] = (hidden,)
     if not model.tie_word_embeddings:
@@ -43,7 +43,7 @@ def copies_of(name: str, model: HfConfig) -> list[str]:
     return copies.get(name, [])
 
 
-def _of_further_tokens(hidden: int) -> dict[str, tuple[int, ...]]:
+def _mtp_tensors(hidden: int) -> dict[str, tuple[int, ...]]:
     norms = ("enorm.weight", "hnorm.weight", "shared_head.norm.weight")
     return {**dict.fromkeys(norms, (hidden,)), "eh_proj.weight": (hidden, 2 * hidden)}
 
@@ -61,22 +61,22 @@ def _attention(model: HfConfig) -> dict[str, tuple[int, ...]]:
     return shapes | {"self_attn.o_proj.weight": (model.hidden_size, query)}
 
 
-def _latent(model: HfConfig, latent: Latent) -> dict[str, tuple[int, ...]]:
+def _mla(model: HfConfig, mla: MlaConfig) -> dict[str, tuple[int, ...]]:
     """Tensor shapes of multi-latent attention (MLA)."""
-    heads, hidden, rank = model.num_attention_heads, model.hidden_size, latent.key_value_rank
-    query = heads * latent.head_dim
+    heads, hidden, rank = model.num_attention_heads, model.hidden_size, mla.key_value_rank
+    query = heads * mla.head_dim
     shapes: dict[str, tuple[int, ...]] = {"self_attn.q_proj.weight": (query, hidden)}
-    if latent.query_rank is not None:
+    if mla.query_rank is not None:
         shapes = {
-            "self_attn.q_a_proj.weight": (latent.query_rank, hidden),
-            "self_attn.q_a_layernorm.weight": (latent.query_rank,),
-            "self_attn.q_b_proj.weight": (query, latent.query_rank),
+            "self_attn.q_a_proj.weight": (mla.query_rank, hidden),
+            "self_attn.q_a_layernorm.weight": (mla.query_rank,),
+            "self_attn.q_b_proj.weight": (query, mla.query_rank),
         }
     return shapes | {
-        "self_attn.kv_a_proj_with_mqa.weight": (rank + latent.rotated_dim, hidden),
+        "self_attn.kv_a_proj_with_mqa.weight": (rank + mla.rotated_dim, hidden),
         "self_attn.kv_a_layernorm.weight": (rank,),
-        "self_attn.kv_b_proj.weight": (heads * (latent.plain_dim + latent.value_dim), rank),
-        "self_attn.o_proj.weight": (hidden, heads * latent.value_dim),
+        "self_attn.kv_b_proj.weight": (heads * (mla.plain_dim + mla.value_dim), rank),
+        "self_attn.o_proj.weight": (hidden, heads * mla.value_dim),
     }
 
 

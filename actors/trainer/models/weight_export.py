@@ -167,7 +167,7 @@ class WeightFlow:
         return [result for _, result in ended]
 
 
-class Handover:
+class WeightExport:
     """Weight export to files. As with `WeightFlow`, all ranks act together.
 
     The first rank of each pipeline stage writes its stage's tensors on a separate thread.

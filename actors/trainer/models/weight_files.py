@@ -31,7 +31,7 @@ def check_weights(directory: Path, model: HfConfig) -> None:
             _check_tensor(directory, name, shape, found.get(name), model)
     for name, tensor in found.items():
         if name not in expected:
-            _check_further(directory, name, tensor, found, model)
+            _check_mtp(directory, name, tensor, found, model)
 
 
 def _check_tensor(
@@ -50,7 +50,7 @@ def _check_tensor(
         raise ValueError(f"{found.file}: {name} is {list(found.shape)}, and {list(shape)} in the model of config.json")
 
 
-def _check_further(
+def _check_mtp(
     directory: Path, name: str, tensor: StoredTensor, found: Mapping[str, StoredTensor], model: HfConfig
 ) -> None:
     """Check a tensor that is not part of the model."""

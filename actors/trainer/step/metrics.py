@@ -1,5 +1,6 @@
-"""Metrics of a train step: batch sizes, losses, speed, memory, and the engine/trainer mismatch."""
+"""Metrics of a train step: times, batch sizes, losses, speed, memory, and the engine/trainer mismatch."""
 
+import time
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -26,6 +27,34 @@ SFT_SUMS = ("train/loss", "train/sft_loss", "train/entropy_loss")
 MTP_LOSS = "train/mtp_loss"  # a mean over the tokens that the MTP layer predicts
 DIFF = "train/train_rollout_logprob_abs_diff"
 DIFF_MAX = "train/train_rollout_logprob_abs_diff_max"
+
+
+class StepTimer:
+    """Wall time of a train step by part.
+
+    A lap is the time since the previous lap or the start, so the laps add up to the total.
+    """
+
+    def __init__(self) -> None:
+        """Start the timer."""
+        self._last = self._begin = time.perf_counter()
+        self._seconds: dict[str, float] = {}
+
+    def lap(self, name: str) -> float:
+        """Add the time since the previous lap to a part, and return it in seconds."""
+        now = time.perf_counter()
+        took, self._last = now - self._last, now
+        self._seconds[name] = self._seconds.get(name, 0.0) + took
+        return took
+
+    @property
+    def total(self) -> float:
+        """Seconds from the start to the last lap."""
+        return self._last - self._begin
+
+    def metrics(self) -> dict[str, float]:
+        """Seconds by metric name."""
+        return dict(self._seconds)
 
 
 def reduced_sums(names: Sequence[str], sums: Sequence[Tensor]) -> dict[str, float]:

@@ -19,7 +19,7 @@ from actors.trainer.algorithms.losses import Reduction, kl_divergence, policy_lo
 from actors.trainer.algorithms.schedules import entropy_coef, learning_rate
 from actors.trainer.data.batch import ExpertIds, Floats32, Ints, MicroBatch, TrainBatch, only_where
 from actors.trainer.data.masked import Flags, names_of, samples_with, with_masked, without
-from actors.trainer.data.mtp import num_further, with_further
+from actors.trainer.data.mtp import num_mtp_tokens, with_mtp
 from actors.trainer.data.plan import split_steps
 from actors.trainer.data.precomputed import LogProbs
 from actors.trainer.megatron import groups as ranks
@@ -30,6 +30,7 @@ from actors.trainer.step.metrics import (
     MTP_LOSS,
     SFT_SUMS,
     SUMS,
+    StepTimer,
     difference_metrics,
     memory_metrics,
     reduced_sums,
@@ -39,7 +40,6 @@ from actors.trainer.step.metrics import (
 )
 from actors.trainer.step.reference import ReferenceModel
 from actors.trainer.step.skips import too_many
-from actors.trainer.step.timer import Laps
 from runtime.process.actor import InputError
 from runtime.settings.placement import max_sample_tokens
 from runtime.settings.recipe import computes_old_ahead, measures_all, replays_experts, trains_demonstrations
@@ -62,7 +62,7 @@ class _OptimizerStep:
     num_tokens: int  # input tokens on all replicas
     reduction: Reduction  # over the step's samples on all replicas
     share_B: Ints  # the reduction's shares, by sample of the batch
-    num_further: int  # tokens that the MTP layer predicts
+    num_mtp_tokens: int  # tokens that the MTP layer predicts
 
     @property
     def num_shares(self) -> int:
@@ -75,9 +75,9 @@ class _OptimizerStep:
         return self.num_tokens / self.num_shares
 
     @property
-    def shares_per_further(self) -> float:
+    def shares_per_mtp_token(self) -> float:
         """Factor from the reduction to the mean over the tokens that the MTP layer predicts."""
-        return self.num_shares / max(self.num_further, 1)
+        return self.num_shares / max(self.num_mtp_tokens, 1)
 
 
 @dataclass(frozen=True)
@@ -145,8 +145,8 @@ class TrainStep:
         self._demonstrations = trains_demonstrations(topology)
         self._measures_all = measures_all(topology)
         self._replays_experts = not self._demonstrations and replays_experts(self._algorithm)
-        self._has_further_layer = replica.hf.num_mtp_layers > 0
-        self._sums = (SFT_SUMS if self._demonstrations else SUMS) + ((MTP_LOSS,) if self._has_further_layer else ())
+        self._has_mtp_layer = replica.hf.num_mtp_layers > 0
+        self._sums = (SFT_SUMS if self._demonstrations else SUMS) + ((MTP_LOSS,) if self._has_mtp_layer else ())
         self._normalize = _normalizes_rewards(topology)
         ref_load = topology.model.ref_load
         self._reference = ReferenceModel(replica, ref_load) if self._algorithm.kl_loss_coef > 0 else None
@@ -165,22 +165,22 @@ class TrainStep:
                 train.max_skipped_share ends the run. The weights are unchanged by this optimizer step. A restart would
                 fail on the same batch.
         """
-        laps, memory = Laps(), self._replica.memory
+        timer, memory = StepTimer(), self._replica.memory
         steps = self._plan(batch)
-        laps.lap("perf/plan_time")
+        timer.lap("perf/plan_time")
         with memory.phase("prepare"):
-            columns = self._prepare(batch, steps, laps)
-        before = laps.total
+            columns = self._prepare(batch, steps, timer)
+        before = timer.total
         done: list[_Done] = []
         with memory.phase("train"):
             for step in steps:
                 gradients = self._gradients(batch, step, columns)
-                laps.lap("perf/forward_backward_time")
+                timer.lap("perf/forward_backward_time")
                 done.append(self._optimizer_step(batch.step, gradients))
-                laps.lap("perf/optimizer_time")
+                timer.lap("perf/optimizer_time")
         steps, taken = [one.step for one in done], [one for one in done if one.is_taken]
         masked_B = np.logical_or.reduce([one.masked_B for one in done])
-        metrics = speed_metrics(self._replica.hf, batch.lengths_B.tolist(), laps.total - before, self._replica.device)
+        metrics = speed_metrics(self._replica.hf, batch.lengths_B.tolist(), timer.total - before, self._replica.device)
         metrics |= memory_metrics(memory.take())
         metrics |= self._reduced([one.sums for one in taken]) | size_metrics(batch)
         if not self._demonstrations:
@@ -191,8 +191,8 @@ class TrainStep:
         metrics["train/num_skipped_steps"] = len(done) - len(taken)
         metrics["train/grad_norm"] = float(np.mean([one.norm for one in taken or done]))
         metrics["train/lr-pg_0"] = self._learning_rate(batch.step, steps[-1].number)
-        laps.lap("perf/metrics_time")
-        metrics |= laps.metrics() | {"perf/actor_train_time": laps.total - before, "perf/train_time": laps.total}
+        timer.lap("perf/metrics_time")
+        metrics |= timer.metrics() | {"perf/actor_train_time": timer.total - before, "perf/train_time": timer.total}
         skipped = np.concatenate([NO_SAMPLES, *(one.step.samples for one in done if not one.is_taken)])
         return Trained(metrics, skipped, np.flatnonzero(masked_B))
 
@@ -230,8 +230,8 @@ class TrainStep:
         share_B = np.zeros(len(batch.lengths_B), dtype=np.int64)
         share_B[samples] = reduced.shares
         num_tokens = int(np.maximum(batch.lengths_B[read] - 1, 0).sum())
-        further = num_further(batch, samples) if self._has_further_layer else 0
-        return _OptimizerStep(number, samples, micro_batches, num_tokens, reduced, share_B, further)
+        mtp = num_mtp_tokens(batch, samples) if self._has_mtp_layer else 0
+        return _OptimizerStep(number, samples, micro_batches, num_tokens, reduced, share_B, mtp)
 
     def _with_more(self, batch: TrainBatch, micro_batch: MicroBatch, routed: _Routed | None) -> MicroBatch:
         """Add the inputs of routing replay and of the MTP layer to a micro-batch."""
@@ -239,7 +239,7 @@ class TrainStep:
             place = np.searchsorted(routed.tokens, np.maximum(micro_batch.sources, routed.tokens[0]))
             known = only_where(micro_batch.sources >= 0, routed.experts[place])
             micro_batch = replace(micro_batch, routed_experts=known)
-        return with_further(batch, micro_batch) if self._has_further_layer else micro_batch
+        return with_mtp(batch, micro_batch) if self._has_mtp_layer else micro_batch
 
     def _routed_experts(self, batch: TrainBatch, steps: Sequence[list[list[Ints]]]) -> _Routed | None:
         """Return the engine's experts for this replica's tokens if routing replay is on. A collective of all ranks.
@@ -264,7 +264,7 @@ class TrainStep:
             )
         return _Routed(tokens[ranks.data_parallel_rank()], routed)
 
-    def _prepare(self, batch: TrainBatch, steps: list[_OptimizerStep], laps: Laps) -> _Columns:
+    def _prepare(self, batch: TrainBatch, steps: list[_OptimizerStep], timer: StepTimer) -> _Columns:
         """Compute all inputs of the loss except the policy's own forward pass."""
         advantages = grpo_advantages(
             batch.rewards_B,
@@ -273,9 +273,9 @@ class TrainStep:
             normalize=self._normalize,
             normalize_std=not self._algorithm.disable_grpo_std_normalization,
         )
-        laps.lap("perf/plan_time")
+        timer.lap("perf/plan_time")
         trainer_log_probs_N = self._old_log_probs(batch, steps[1:])
-        laps.lap("perf/log_probs_time")
+        timer.lap("perf/log_probs_time")
         ref_log_probs_N = None
         if self._reference is not None:
             by_group = self._by_group
@@ -284,7 +284,7 @@ class TrainStep:
                 if by_group is None
                 else by_group.reference(batch)
             )
-            laps.lap("perf/ref_log_probs_time")
+            timer.lap("perf/ref_log_probs_time")
         weights_B = np.concatenate([step.reduction.token_weights for step in steps])
         device = self._replica.device
         advantages_N, weights_N, rollout_N, trainer_N = (
@@ -297,7 +297,7 @@ class TrainStep:
             )
         )
         ref_N = None if ref_log_probs_N is None else torch.tensor(ref_log_probs_N, device=device)
-        laps.lap("perf/plan_time")
+        timer.lap("perf/plan_time")
         return _Columns(advantages_N, weights_N, rollout_N, trainer_N, ref_N)
 
     def _old_log_probs(self, batch: TrainBatch, later: Sequence[_OptimizerStep]) -> Floats32:
@@ -366,13 +366,13 @@ class TrainStep:
             bad_N[where_M] = ~(terms_KM.abs() < LARGEST_LOSS).all(dim=0)  # a comparison with NaN is false
             weights_M = columns.weights_N[where_M]
             total, terms = loss_M @ weights_M, terms_KM @ weights_M
-            if outputs.further is not None:
-                assert micro_batch.further is not None
-                read_F = torch.from_numpy(micro_batch.sources.ravel()[micro_batch.further.rows_F]).to(device)
-                bad_N[read_F] |= ~(outputs.further.detach().abs() < LARGEST_LOSS)
-                further = -outputs.further.sum() * step.shares_per_further
-                total = total + self._topology.trainer.megatron.mtp_loss_scaling_factor * further
-                terms = torch.cat([terms, further.detach()[None]])
+            if outputs.mtp is not None:
+                assert micro_batch.mtp is not None
+                read_F = torch.from_numpy(micro_batch.sources.ravel()[micro_batch.mtp.rows_F]).to(device)
+                bad_N[read_F] |= ~(outputs.mtp.detach().abs() < LARGEST_LOSS)
+                mtp = -outputs.mtp.sum() * step.shares_per_mtp_token
+                total = total + self._topology.trainer.megatron.mtp_loss_scaling_factor * mtp
+                terms = torch.cat([terms, mtp.detach()[None]])
             sums[:-1] += terms
             if self._replica.context.rank == 0:  # context-parallel ranks have parts of the same samples
                 sums[-1] += int(step.share_B[micro_batch.samples].sum())

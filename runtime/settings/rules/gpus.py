@@ -141,7 +141,7 @@ def _recomputation(layout: MegatronConfig) -> Iterator[Problem]:
 def _further_tokens(trainer: TrainerConfig) -> Iterator[Problem]:
     key, number = "trainer.megatron.mtp_num_layers", trainer.megatron.mtp_num_layers or 0
     if number > 1:
-        yield Problem.of(key, number, "one layer for further tokens is all that is trained: 1, or unset")
+        yield Problem.of(key, number, "more than one MTP layer cannot be trained: set 1, or leave it unset")
     if number and trainer.megatron.pipeline_model_parallel_size > 1 and trainer.ddp.overlap_grad_reduce:
         message = (
             "with several pipeline stages needs trainer.ddp.overlap_grad_reduce = false: the last stage's copy of the "

@@ -53,8 +53,8 @@ def write_model(directory: Path, kind: str = "qwen3", *, tied: bool = False, noi
     return model
 
 
-def write_further_model(directory: Path, *, num_hidden_layers: int = 2, noise: float = 0.1, **changes: Any) -> Any:
-    """Write a GLM-4-MoE with a layer for further tokens, laid out as those that are published; return its parts.
+def write_mtp_model(directory: Path, *, num_hidden_layers: int = 2, noise: float = 0.1, **changes: Any) -> Any:
+    """Write a GLM-4-MoE with an MTP layer, laid out as those that are published; return its parts.
 
     Returns:
         A model of transformers with one layer more than its decoder has, and the tensors that it has no place for.

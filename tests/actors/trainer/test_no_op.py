@@ -1,4 +1,4 @@
-"""The trainer's stand-in on a real bus: the same weights for every step, and every batch passes."""
+"""The no-op trainer on a real bus: the same weights for every step, and every batch passes."""
 
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
@@ -42,7 +42,7 @@ def topology_of(model: Path, *, random_init: bool = False, save_interval: int | 
 
 
 @asynccontextmanager
-async def stand_in(bus: Bus, topology: Topology, run_dir: Path) -> AsyncGenerator[None]:
+async def no_op_trainer(bus: Bus, topology: Topology, run_dir: Path) -> AsyncGenerator[None]:
     async with anyio.create_task_group() as group:
         group.start_soon(host, bus, [hosted("trainer", topology, run_dir)])
         yield
@@ -57,7 +57,7 @@ async def put_batch(bus: Bus, step: int) -> None:
 async def test_every_batch_passes_and_every_step_announces_the_same_weights(bus: Bus, tmp_path: Path) -> None:
     model = write_model(tmp_path / "model")
     async with (
-        stand_in(bus, topology_of(model), tmp_path),
+        no_op_trainer(bus, topology_of(model), tmp_path),
         bus.read(TrainerStarted, BatchTrained, WeightsAnnounced, CheckpointSaved) as events,
     ):
         told: list[str] = []
@@ -84,10 +84,10 @@ async def test_every_batch_passes_and_every_step_announces_the_same_weights(bus:
 
 async def two_starts(bus: Bus, topology: Topology, run_dir: Path) -> None:
     """The second while the first is at work, and until that one ends."""
-    async with stand_in(bus, topology, run_dir), bus.read(BatchTrained) as trained:
+    async with no_op_trainer(bus, topology, run_dir), bus.read(BatchTrained) as trained:
         await put_batch(bus, 0)
         assert await trained.next(15) is not None
-        async with stand_in(bus, topology, run_dir), bus.read(TrainerStarted) as starts:
+        async with no_op_trainer(bus, topology, run_dir), bus.read(TrainerStarted) as starts:
             await starts.next(15)
             second = await starts.next(15)
             assert second is not None
@@ -105,7 +105,7 @@ async def test_a_second_start_goes_on_behind_the_log_and_fences_the_first(bus: B
 
 async def test_a_checkpoint_is_told_when_a_stream_fills_up(bus: Bus, tmp_path: Path) -> None:
     topology = topology_of(write_model(tmp_path / "model"), save_interval=None)
-    async with stand_in(bus, topology, tmp_path), bus.read(BatchTrained, CheckpointSaved) as events:
+    async with no_op_trainer(bus, topology, tmp_path), bus.read(BatchTrained, CheckpointSaved) as events:
         await put_batch(bus, 0)
         await events.next(15)
         await bus.publish(CheckpointRequested(step=1, stream="data", used=0.7))
@@ -117,12 +117,12 @@ async def test_a_checkpoint_is_told_when_a_stream_fills_up(bus: Bus, tmp_path: P
 
 async def test_a_start_goes_on_behind_a_log_whose_older_part_is_gone(bus: Bus, tmp_path: Path) -> None:
     topology = topology_of(write_model(tmp_path / "model"))
-    async with stand_in(bus, topology, tmp_path), bus.read(CheckpointSaved) as saved:
+    async with no_op_trainer(bus, topology, tmp_path), bus.read(CheckpointSaved) as saved:
         await put_batch(bus, 0)
         assert await saved.next(15) is not None
     state, covers = await take_snapshot(bus)
     assert await trim(bus, state, covers) > 1
-    async with stand_in(bus, topology, tmp_path), bus.read(TrainerStarted, from_seq=covers + 1) as starts:
+    async with no_op_trainer(bus, topology, tmp_path), bus.read(TrainerStarted, from_seq=covers + 1) as starts:
         second = await starts.next(15)
     assert second is not None
     assert (second.message.incarnation, second.message.step) == (2, 1)
@@ -133,7 +133,7 @@ async def test_weights_are_drawn_as_the_trainer_would_draw_them(bus: Bus, tmp_pa
 
     topology = topology_of(MODEL, random_init=True)
     for _ in range(2):  # the second start finds them
-        async with stand_in(bus, topology, tmp_path), bus.read(WeightsAnnounced) as events:
+        async with no_op_trainer(bus, topology, tmp_path), bus.read(WeightsAnnounced) as events:
             received = await events.next(30)
             assert received is not None
             path = Path(received.message.path)

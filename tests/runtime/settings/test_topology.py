@@ -313,7 +313,7 @@ def test_rules_of_the_laptop_topology(overrides: tuple[str, ...], key: str, mess
             "trainer.megatron.sequence_parallel",
             "tensor_model_parallel_size above 1",
         ),
-        (("trainer.megatron.mtp_num_layers=2",), "trainer.megatron.mtp_num_layers", "one layer for further tokens"),
+        (("trainer.megatron.mtp_num_layers=2",), "trainer.megatron.mtp_num_layers", "more than one MTP layer"),
         (
             (
                 "trainer.megatron.mtp_num_layers=1",

@@ -1,4 +1,4 @@
-"""Core attention on torch's kernels, with the interface of Megatron's layers."""
+"""Core attention on torch's kernels, with the interface of Megatron's layers, and MLA (multi-latent attention)."""
 
 import inspect
 from functools import lru_cache
@@ -14,7 +14,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 from actors.trainer.data.context import Context
 from actors.trainer.megatron.columns import on_device
-from actors.trainer.megatron.imports import parallel_state
+from actors.trainer.megatron.imports import MLASelfAttention, parallel_state
 from actors.trainer.megatron.layers.rows import PackedRow, Stretch, own_context
 
 SHORT: Final = 16  # positions up to which torch's CPU kernel, made for long sequences, is slower than the plain formula
@@ -180,3 +180,32 @@ def _gathered(key: Tensor, value: Tensor, order: Tensor) -> tuple[Tensor, Tensor
     both = _Gather.apply(torch.cat([key, value], dim=-1), group)
     ordered = both.flatten(0, 1)[order]  # pyright: ignore[reportOptionalMemberAccess]
     return ordered[..., :size], ordered[..., size:]
+
+
+class _Down(nn.Module):
+    """Down projection that is replicated on tensor-parallel ranks.
+
+    Under sequence parallelism its input is this rank's positions. Megatron's local layers shard the projection and
+    gather its output. The shared part of all heads' keys then gets the gradient of one rank's heads alone.
+    """
+
+    def __init__(self, config: Any, columns: int, rows: int) -> None:
+        super().__init__()
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        self.weight = nn.Parameter(torch.empty(rows, columns, dtype=config.params_dtype, device=device))
+        self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, None]:
+        """Project [s, b, columns] to [s, b, rows]; return it and no bias."""
+        return F.linear(hidden, self.weight), None
+
+
+class MlaAttention(MLASelfAttention):
+    """Megatron's MLA with replicated down projections."""
+
+    def __init__(self, config: Any, *args: Any, **options: Any) -> None:
+        super().__init__(config, *args, **options)
+        hidden = config.hidden_size
+        if config.q_lora_rank is not None:
+            self.linear_q_down_proj = _Down(config, hidden, config.q_lora_rank)
+        self.linear_kv_down_proj = _Down(config, hidden, config.kv_lora_rank + config.qk_pos_emb_head_dim)

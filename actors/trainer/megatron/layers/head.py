@@ -1,6 +1,7 @@
-"""Output head: log-probs from the hidden states of trained positions, without logits of any other position."""
+"""Output head and MTP layer: log-probs from hidden states of trained positions, without logits of other positions."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,13 +11,15 @@ from actors.trainer.algorithms.log_probs import log_probs_and_entropy
 from actors.trainer.megatron.imports import (
     ColumnParallelLinear,
     GPTModel,
+    MultiTokenPredictionLayer,
     gather_from_sequence_parallel_region,
     parallel_state,
+    recomputed,
 )
 
 
 @dataclass(frozen=True)
-class AskedFurther:
+class AskedMtp:
     """Request to the MTP layer."""
 
     tokens: Tensor  # [b, s], the token after each input token
@@ -31,7 +34,7 @@ class Asked:
     rows_M: Tensor  # positions in the flattened tokens [b, s]
     targets_M: Tensor  # token ids
     temperature: float
-    further: AskedFurther | None = None
+    mtp: AskedMtp | None = None
 
 
 class Head(ColumnParallelLinear):
@@ -111,13 +114,31 @@ class Model(GPTModel):
             return super()._postprocess(hidden_states, *args, labels=labels, **options)
         shared = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         answer = self.output_layer(hidden_states, shared, asked=labels)
-        if labels.further is None:
+        if labels.mtp is None:
             return answer
         with torch.no_grad():
-            embedded = self.embedding(input_ids=labels.further.tokens, position_ids=None)
-        further = self.mtp.layers[0](
+            embedded = self.embedding(input_ids=labels.mtp.tokens, position_ids=None)
+        mtp = self.mtp.layers[0](
             hidden_states.detach(), embedded, options["rotary_pos_emb"], options["packed_seq_params"]
         )
-        asked = Asked(labels.further.rows_F, labels.further.targets_F, temperature=1.0)
+        asked = Asked(labels.mtp.rows_F, labels.mtp.targets_F, temperature=1.0)
         weight = self.output_layer.weight if shared is None else shared
-        return (*answer, self.output_layer(further, weight.detach(), asked=asked)[0])
+        return (*answer, self.output_layer(mtp, weight.detach(), asked=asked)[0])
+
+
+class MtpLayer(MultiTokenPredictionLayer):
+    """MTP layer: computes hidden states from the decoder's hidden states and the embeddings of the next tokens."""
+
+    def forward(self, hidden: Tensor, embedded: Tensor, rotary: Any, packed: Any) -> Tensor:
+        """Return hidden states for the output layer, [s, b, h]; under sequence parallelism this rank's part of s.
+
+        Args:
+            hidden: Final hidden states of the decoder, shaped like the result, detached.
+            embedded: Embeddings of the token after each input token, shaped like the result.
+            rotary: Megatron's rotary_pos_emb.
+            packed: Megatron's packed_seq_params.
+        """
+        layer = partial(self._proj_and_transformer_layer, rotary_pos_emb=rotary, packed_seq_params=packed)
+        if self.config.recompute_granularity == "full" and self.training:  # Megatron's checkpoint takes only tensors
+            return recomputed(layer, self.config.distribute_saved_activations, hidden.requires_grad_(), embedded)
+        return layer(hidden, embedded)

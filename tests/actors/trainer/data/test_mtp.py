@@ -1,11 +1,11 @@
-"""What a further layer reads and predicts, against a walk over the samples, token by token."""
+"""What an MTP layer reads and predicts, against a walk over the samples, token by token."""
 
 import numpy as np
 import pytest
 
 from actors.trainer.data.batch import make_micro_batch
 from actors.trainer.data.context import Context
-from actors.trainer.data.mtp import num_further, with_further
+from actors.trainer.data.mtp import num_mtp_tokens, with_mtp
 from tests.actors.trainer.tiny import random_batch
 
 
@@ -23,19 +23,19 @@ def test_each_token_that_trains_is_predicted_from_two_before_it(packed: bool, si
     for rank in range(size):
         context = Context(rank, size)
         part = make_micro_batch(batch, samples, packed=packed, multiple=context.multiple, context=context)
-        further = with_further(batch, part).further
-        assert further is not None
-        assert further.tokens.shape == part.tokens.shape
-        sources, tokens = part.sources.ravel()[further.rows_F], further.tokens.ravel()[further.rows_F]
-        found |= set(zip(sources.tolist(), tokens.tolist(), further.targets_F.tolist(), strict=True))
+        mtp = with_mtp(batch, part).mtp
+        assert mtp is not None
+        assert mtp.tokens.shape == part.tokens.shape
+        sources, tokens = part.sources.ravel()[mtp.rows_F], mtp.tokens.ravel()[mtp.rows_F]
+        found |= set(zip(sources.tolist(), tokens.tolist(), mtp.targets_F.tolist(), strict=True))
     assert found == expected
-    assert num_further(batch, samples) == len(expected)
+    assert num_mtp_tokens(batch, samples) == len(expected)
 
 
 def test_an_empty_micro_batch_predicts_nothing() -> None:
     batch = random_batch()
     empty = make_micro_batch(batch, np.arange(0), packed=True, multiple=4)
-    further = with_further(batch, empty).further
-    assert further is not None
-    assert further.tokens.tolist() == [[0, 0, 0, 0]]
-    assert len(further.rows_F) == len(further.targets_F) == num_further(batch, np.arange(0)) == 0
+    mtp = with_mtp(batch, empty).mtp
+    assert mtp is not None
+    assert mtp.tokens.tolist() == [[0, 0, 0, 0]]
+    assert len(mtp.rows_F) == len(mtp.targets_F) == num_mtp_tokens(batch, np.arange(0)) == 0

@@ -15,7 +15,7 @@ from actors.trainer.models.gathering import Part
 from actors.trainer.models.shapes import hf_shapes
 from actors.trainer.models.sharding import rank_part
 from actors.trainer.models.sources import Cut
-from actors.trainer.models.weight_export import Handover, copied
+from actors.trainer.models.weight_export import WeightExport, copied
 from runtime.settings.topology import MegatronConfig
 from tests.actors.trainer.measured import Peak
 from tests.actors.trainer.tiny import TINY
@@ -62,7 +62,7 @@ def peak_of(hf: HfConfig, out: Path, ranks: int, bucket_bytes: int, *, copies: b
     ranks_of = mock.patch.object(dist, "get_process_group_ranks", return_value=list(range(ranks)))
     with ranks_of, mock.patch.object(dist, "gather", gather), Peak() as peak:
         taken = copied(parts) if copies else parts
-        Handover(taken, hf, out, device=CPU, bucket_bytes=bucket_bytes).finish()
+        WeightExport(taken, hf, out, device=CPU, bucket_bytes=bucket_bytes).finish()
     written = sum(file.stat().st_size for file in out.iterdir())
     return {"peak": peak.bytes / MB, "own": own / MB, "written": written / MB}
 

@@ -177,9 +177,9 @@ def test_keys_of_deepseeks_own_configs_are_read(tmp_path: Path) -> None:
     config = config_of("deepseek_v3", **own, q_lora_rank=None, n_group=1, scoring_func="sigmoid", rope_theta=5e4)
     (tmp_path / "config.json").write_text(json.dumps(config | {"rope_parameters": None, "head_dim": None}))
     read = read_hf_config(tmp_path)
-    assert read.latent is not None
+    assert read.mla is not None
     assert read.experts is not None
-    assert (read.latent.query_rank, read.experts.num_groups, read.rope.theta, read.head_dim) == (None, None, 5e4, 10)
+    assert (read.mla.query_rank, read.experts.num_groups, read.rope.theta, read.head_dim) == (None, None, 5e4, 10)
 
 
 def test_further_layers_with_latents_are_not_built(tmp_path: Path) -> None:

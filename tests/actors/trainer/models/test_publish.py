@@ -9,7 +9,7 @@ from actors.trainer.commands import TrainerRank
 from actors.trainer.models.gathering import own_parts
 from actors.trainer.models.publish import Published, Versions, Written, newest_whole
 from actors.trainer.models.shards import write_weights
-from actors.trainer.models.weight_export import Against, Handover
+from actors.trainer.models.weight_export import Against, WeightExport
 from runtime.models.checksums import checksums_of
 from runtime.models.copies import make_copy
 from runtime.models.delta import Version
@@ -117,8 +117,8 @@ def test_a_damaged_base_or_other_tensors_make_a_version_go_whole(tmp_path: Path)
     def written(name: str, against: Against | None) -> Written:
         (tmp_path / name).mkdir()
         parts = own_parts([built], hf)
-        handover = Handover(parts, hf, tmp_path / name, device=torch.device("cpu"), bucket_bytes=3000, against=against)
-        return handover.finish()
+        device = torch.device("cpu")
+        return WeightExport(parts, hf, tmp_path / name, device=device, bucket_bytes=3000, against=against).finish()
 
     checksums = written("one", None).checksums
     name = "model.norm.weight"

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from actors.trainer.models.gathering import own_parts
-from actors.trainer.models.weight_export import Handover, copied
+from actors.trainer.models.weight_export import WeightExport, copied
 from actors.trainer.sending.cast import FORMS
 from runtime.models.checksums import checksums_of, tensors_in
 from runtime.models.file_sums import sum_of
@@ -27,7 +27,7 @@ def test_files_have_all_tensors_and_the_checksum_that_is_told(tmp_path: Path, bu
     built, hf = load(tmp_path)
     out = tmp_path / "out"
     out.mkdir()
-    told = Handover(own_parts([built], hf), hf, out, device=CPU, bucket_bytes=bucket_bytes).finish()
+    told = WeightExport(own_parts([built], hf), hf, out, device=CPU, bucket_bytes=bucket_bytes).finish()
     assert told.checksum == checksums_of(out).total == checksums_of(tmp_path).total
     assert told.files == {file.name: sum_of(file) for file in out.iterdir()}
     assert {name: tensor.shape for name, tensor in tensors_in(out).items()} == {
@@ -38,9 +38,9 @@ def test_files_have_all_tensors_and_the_checksum_that_is_told(tmp_path: Path, bu
 def test_a_directory_that_cannot_be_written_fails_with_the_rank_and_the_reason(tmp_path: Path) -> None:
     write_model(tmp_path)
     built, hf = load(tmp_path)
-    handover = Handover(own_parts([built], hf), hf, tmp_path / "gone", device=CPU, bucket_bytes=3000)
+    export = WeightExport(own_parts([built], hf), hf, tmp_path / "gone", device=CPU, bucket_bytes=3000)
     with pytest.raises(OSError, match=r"could not be written to .*/gone: rank 0: FileNotFoundError: .*gone"):
-        handover.finish()
+        export.finish()
 
 
 def test_a_copy_is_written_as_it_was_while_the_model_changes(tmp_path: Path) -> None:
@@ -48,16 +48,16 @@ def test_a_copy_is_written_as_it_was_while_the_model_changes(tmp_path: Path) -> 
     built, hf = load(tmp_path)
     out = tmp_path / "out"
     out.mkdir()
-    handover = Handover(copied(own_parts([built], hf)), hf, out, device=CPU, bucket_bytes=3000)
+    export = WeightExport(copied(own_parts([built], hf)), hf, out, device=CPU, bucket_bytes=3000)
     steps = 0
-    while handover.advance():
+    while export.advance():
         with torch.no_grad():
             built.decoder.final_layernorm.weight.add_(1.0)
-        if handover.writing is not None:
-            handover.writing.result(10)
+        if export.writing is not None:
+            export.writing.result(10)
         steps += 1
     assert steps > 3
-    assert handover.finish().checksum == checksums_of(out).total == checksums_of(tmp_path).total
+    assert export.finish().checksum == checksums_of(out).total == checksums_of(tmp_path).total
 
 
 def test_numbers_that_a_form_has_not_are_refused_by_name_after_all_buckets(tmp_path: Path) -> None:
@@ -68,11 +68,11 @@ def test_numbers_that_a_form_has_not_are_refused_by_name_after_all_buckets(tmp_p
     with torch.no_grad():
         built.decoder.layers[0].self_attention.linear_qkv.weight[0, 0] = float("inf")
     for advances in (False, True):
-        handover = Handover(own_parts([built], hf), hf, out, device=CPU, bucket_bytes=3000, form=FORMS["bfloat16"])
-        while advances and handover.advance():
+        export = WeightExport(own_parts([built], hf), hf, out, device=CPU, bucket_bytes=3000, form=FORMS["bfloat16"])
+        while advances and export.advance():
             pass
         with pytest.raises(ValueError, match=r"to engines: model.layers.0.self_attn.q_proj.weight .* at \[0, 0\]"):
-            handover.finish()
+            export.finish()
 
 
 @pytest.mark.slow

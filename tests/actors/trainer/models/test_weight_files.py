@@ -12,7 +12,7 @@ from actors.trainer.megatron.rank_model import Replica
 from actors.trainer.models.config import read_hf_config
 from actors.trainer.models.weight_files import check_weights
 from runtime.models.checksums import SINGLE_FILE
-from tests.actors.trainer.hf import write_further_model, write_model
+from tests.actors.trainer.hf import write_model, write_mtp_model
 from tests.build.topology import MakeTopology
 
 PROJECTION = "model.layers.1.self_attn.q_proj.weight"
@@ -76,7 +76,7 @@ def test_a_copy_of_the_tied_head_and_rope_buffers_are_accepted(model_dir: Path) 
 
 
 def test_unused_further_layers_are_accepted_as_many_as_the_config_names(model_dir: Path) -> None:
-    write_further_model(model_dir)
+    write_mtp_model(model_dir)
     check_weights(model_dir, read_hf_config(model_dir))
     check_weights(model_dir, read_hf_config(model_dir, 1))
     config = json.loads((model_dir / "config.json").read_text())

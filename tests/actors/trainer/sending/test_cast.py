@@ -16,7 +16,7 @@ from actors.trainer.models.gathering import own_parts
 from actors.trainer.models.publish import Versions
 from actors.trainer.models.shapes import hf_shapes
 from actors.trainer.models.shards import Entry, entry_of, write_weights
-from actors.trainer.models.weight_export import Handover
+from actors.trainer.models.weight_export import WeightExport
 from actors.trainer.sending.cast import (
     FORMS,
     entries_in_bfloat16,
@@ -209,7 +209,7 @@ def test_transformers_reads_a_published_version_as_we_do(
     versions = Versions(tmp_path / "weights", model, weight_format=weight_format, shapes=hf_shapes(hf))
     begun = versions.begin(7)
     cpu = torch.device("cpu")
-    told = Handover(
+    told = WeightExport(
         own_parts([built], hf), hf, begun.whole, device=cpu, bucket_bytes=100_000, form=FORMS[weight_format]
     ).finish()
     published = versions.complete(begun, told)

@@ -25,7 +25,7 @@ from actors.trainer.models.sources import random_source
 from actors.trainer.step.train_step import TrainStep
 from runtime.models.checksums import SINGLE_FILE
 from runtime.settings.topology import MegatronConfig, Topology
-from tests.actors.trainer.hf import state_of, whole_weights, write_further_model
+from tests.actors.trainer.hf import state_of, whole_weights, write_mtp_model
 from tests.actors.trainer.tiny import random_batch
 from tests.build.topology import MakeTopology
 
@@ -90,7 +90,7 @@ def normed(hidden: Tensor, weight: Tensor) -> Tensor:
 
 
 def gradients_of(model: Any, own: dict[str, Tensor]) -> dict[str, Tensor]:
-    """By Hugging Face name, of the layer for further tokens; transformers has its experts in one tensor."""
+    """By Hugging Face name, of the MTP layer; transformers has its experts in one tensor."""
     of_gradients = deepcopy(model)
     for copy, parameter in zip(of_gradients.parameters(), model.parameters(), strict=True):
         copy.data = torch.zeros_like(copy) if parameter.grad is None else parameter.grad
@@ -111,14 +111,14 @@ def test_loss_and_gradient_are_those_of_transformers_parts(
     make_topology: MakeTopology, tmp_path: Path, form: dict[str, Any]
 ) -> None:
     """In both reductions alike: the loss is a mean over the tokens that it is of."""
-    model, own = write_further_model(tmp_path / "hf")
+    model, own = write_mtp_model(tmp_path / "hf")
     for tensor in own.values():
         tensor.requires_grad_()
     loss = expected_loss(model, own, random_batch())
     (0.3 * loss).backward()
     expected = gradients_of(model, own)
-    further = {"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.3}
-    metrics, found = trained(topology_of(make_topology, tmp_path / "hf", **further, **form))
+    mtp = {"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.3}
+    metrics, found = trained(topology_of(make_topology, tmp_path / "hf", **mtp, **form))
     assert metrics["train/mtp_loss"] == pytest.approx(loss.item(), abs=1e-5)
     of_layer = {name: gradient for name, gradient in found.items() if name.startswith(OWN)}
     expected = {name: gradient for name, gradient in expected.items() if not name.endswith("correction_bias")}
@@ -132,7 +132,7 @@ def test_loss_and_gradient_are_those_of_transformers_parts(
 def test_the_policys_loss_and_gradient_are_those_without_the_layer(
     make_topology: MakeTopology, tmp_path: Path, per_token: bool
 ) -> None:
-    write_further_model(tmp_path / "hf")
+    write_mtp_model(tmp_path / "hf")
     plain, gradient = trained(topology_of(make_topology, tmp_path / "hf", per_token=per_token))
     metrics, found = trained(topology_of(make_topology, tmp_path / "hf", per_token=per_token, mtp_num_layers=1))
     assert "train/mtp_loss" not in plain
@@ -151,7 +151,7 @@ def loaded(directory: Path, megatron: MegatronConfig) -> tuple[Any, HfConfig]:
 
 def test_weights_come_back_bit_for_bit(tmp_path: Path) -> None:
     """And without the setting the layer is left out."""
-    write_further_model(tmp_path)
+    write_mtp_model(tmp_path)
     reference = load_file(tmp_path / SINGLE_FILE)
     built, hf = loaded(tmp_path, MegatronConfig(mtp_num_layers=1))
     exported = whole_weights([built], hf)
@@ -163,7 +163,7 @@ def test_weights_come_back_bit_for_bit(tmp_path: Path) -> None:
 
 
 def test_a_layer_is_drawn_with_the_models_embedding_and_head(tmp_path: Path) -> None:
-    write_further_model(tmp_path)
+    write_mtp_model(tmp_path)
     hf = read_hf_config(tmp_path, 1)
     drawn = random_source(hf, 1)
     for copy, name in zip(COPIES, ("model.embed_tokens.weight", "lm_head.weight"), strict=True):
@@ -173,7 +173,7 @@ def test_a_layer_is_drawn_with_the_models_embedding_and_head(tmp_path: Path) -> 
 
 def test_weights_without_the_layer_are_refused(make_topology: MakeTopology, tmp_path: Path) -> None:
     """By --check and by the trainer; its copies of embedding and head need not be there."""
-    write_further_model(tmp_path / "hf")
+    write_mtp_model(tmp_path / "hf")
     file, shape = tmp_path / "hf" / SINGLE_FILE, read_hf_config(tmp_path / "hf", 1)
     state = {name: tensor for name, tensor in load_file(file).items() if name not in COPIES}
     save_file(state, file)
@@ -186,5 +186,5 @@ def test_weights_without_the_layer_are_refused(make_topology: MakeTopology, tmp_
 
 
 def test_a_model_without_the_layer_is_refused(model_dir: Path) -> None:
-    with pytest.raises(ValueError, match=r"mtp_num_layers = 1, and the model has 0 layers for further tokens"):
+    with pytest.raises(ValueError, match=r"mtp_num_layers = 1, and the model has 0 MTP layers"):
         read_hf_config(model_dir, 1)
