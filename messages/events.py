@@ -176,7 +176,7 @@ class BatchTrained(Message, kw_only=True, tag="batch_trained"):
     num_groups: int  # that contributed a gradient; likewise num_samples and num_tokens
     num_samples: int
     num_tokens: int  # prompt and response tokens
-    metrics: dict[str, float]  # names of docs/metrics: train/loss, train/grad_norm, perf/train_time, ...
+    metrics: dict[str, float]  # names of docs/reference/metrics.md, such as train/loss
     not_finite: tuple[str, ...] = ()  # names of metrics that are NaN or infinite, which JSON cannot represent
     untrained: tuple[UntrainedSamples, ...] = ()  # samples of the batch that contributed no gradient
     skipped_groups: tuple[int, ...] = ()  # groups without any sample that contributed a gradient
