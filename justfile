@@ -41,9 +41,9 @@ chaos: setup
 kills *args="--minutes 30": setup
     .venv/bin/python -m tests.chaos.random_kills {{ args }}
 
-# all that is asked of SGLang's own server; ends with the matrix of docs/results
+# all that is asked of SGLang's own server; ends with a matrix, which is also a page in docs/results
 sglang *args: setup setup-sglang
-    .venv/bin/python -m pytest -m "sglang or nightly" -n 0 tests/sglang tests/test_sglang_lock.py {{ args }}
+    .venv/bin/python -m pytest -m "sglang or nightly" -n 0 --results docs/results tests/sglang tests/test_sglang_lock.py {{ args }}
 
 # the trainer in every parallel layout and form; writes docs/results
 grid *args: setup

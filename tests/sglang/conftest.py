@@ -171,4 +171,4 @@ class Noting:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    config.stash[MATRIX].report(terminalreporter.write_line)
+    config.stash[MATRIX].report(terminalreporter.write_line, config.getoption("--results"))

@@ -2,6 +2,7 @@
 
 import datetime
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Final
 
 from tests.sglang.server import TINY, TP1, TWO_PROCESSES
@@ -26,13 +27,18 @@ class Matrix:
         if layout not in row or row[layout] == PASSED:
             row[layout] = outcome
 
-    def report(self, write: Callable[[str], None]) -> None:
-        """Write the matrix as a Markdown table, if any contract test ran."""
+    def report(self, write: Callable[[str], None], results: Path | None = None) -> None:
+        """Write the matrix as a Markdown table, if any contract test ran; also a dated page into `results`."""
         if not self._rows:
             return
         write("")
         for line in self.lines():
             write(line)
+        if results is not None:
+            results.mkdir(parents=True, exist_ok=True)
+            today = datetime.datetime.now(datetime.UTC).date()
+            text = "\n".join(self.lines())
+            (results / f"{today}-sglang.md").write_text(f"# Behaviours of engines, {today}\n\n{text}\n")
 
     def lines(self) -> Iterable[str]:
         """Yield a line per behaviour, with a column per engine. The heading has the versions and the day."""
