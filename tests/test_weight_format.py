@@ -33,7 +33,7 @@ async def test_engines_get_bfloat16_of_what_is_trained_in_float32(topology: Path
     apart = [row["train/train_rollout_logprob_abs_diff"] for row in rows if row["step"] > 0]
     assert all(1e-6 < each < 2e-2 for each in apart), apart  # rounded, and no more than that
     assert dtypes_in(run.directory / "hf") == ({"F32"}, "float32")  # what is kept is as it was trained
-    proven = [line for line in said(run.directory, "rollout") if line["event"] == "weights_proven"]
+    proven = [line for line in said(run.directory, "rollout") if line["event"] == "weights_verified"]
     assert len(proven) >= NUM_STEPS
     published = sorted((run.directory / "weights").glob("v*"))
     if topology == LAPTOP:

@@ -22,12 +22,12 @@ from actors.rollout.engines.memory.share import Tenure
 from actors.rollout.engines.rate_limited_events import Notices
 from actors.rollout.engines.target import TargetWeights
 from actors.rollout.engines.weight_sync_calls import SESSION_CALLS, take_part
-from actors.rollout.engines.weights.copies import AsAnnounced, AtHand, NodeCopies
+from actors.rollout.engines.weights.copies import FileSource, NodeCopies, PublishedFiles
 from actors.rollout.engines.weights.files import FileChecks
 from actors.rollout.engines.weights.pauses import Pauses
 from actors.rollout.engines.weights.updater import Updater
-from actors.rollout.engines.weights.updates import Loads
-from actors.rollout.engines.weights.verifier import Prover
+from actors.rollout.engines.weights.updates import UpdateTracker
+from actors.rollout.engines.weights.verifier import WeightVerifier
 from actors.rollout.groups.endings import Ending, Endings, publish_eval
 from actors.rollout.groups.inheritance import Inheritance
 from actors.rollout.groups.open_samples import fresh_samples
@@ -187,17 +187,17 @@ class RolloutActor(Actor):
             pauses = Pauses(self._bus.kv, self._pool, pool.urls)
             await pauses.inherit()
             updater = Updater(client, rollout.on_weight_update, pauses, timeout_s=pool.update_timeout_s)
-            loads, dtype = Loads(settle_timeout_s=pool.update_timeout_s), self._topology.model.dtype
-            prover = Prover(
+            tracker, dtype = UpdateTracker(settle_timeout_s=pool.update_timeout_s), self._topology.model.dtype
+            verifier = WeightVerifier(
                 client,
                 updater,
-                loads,
+                tracker,
                 verify=pool.verify,
                 trainer_dtype=dtype,
                 weight_format=pool.weight_format,
                 start_weights=pool.start_weights,
             )
-            fleet = Fleet(client, prover, Notices(self._bus.name), update_groups=pool.update_groups)
+            fleet = Fleet(client, verifier, Notices(self._bus.name), update_groups=pool.update_groups)
             tools = self._tools(client, fleet)
             updater.interrupt_by(tools.generator.running.interrupt)
             fleet.give_up_by(partial(self._gives_up, fleet))
@@ -268,13 +268,13 @@ class RolloutActor(Actor):
         notes = MemoryNotes(self._bus.kv, name, address.pid)
         return Tenure(client, name, address.url, pid=address.pid, is_shown=shown, notes=notes)
 
-    def _at_hand(self, agent: str = "") -> AtHand:
+    def _files(self, agent: str = "") -> FileSource:
         """Choose where an engine reads weight files; `agent` is the address of its node daemon, if it has one."""
         pool = self._topology.engines[self._pool]
         are_checked = pool.verify != "never"
         if reads_copies(self._topology, pool) and agent:
             return NodeCopies(self._bus, agent, pool.update_timeout_s, are_checked=are_checked)
-        return AsAnnounced(self._file_checks if are_checked else None)
+        return PublishedFiles(self._file_checks if are_checked else None)
 
     async def _watch_engines(self, fleet: Fleet, client: SglangClient, follower: Follower | None) -> None:
         if follower is not None:
@@ -284,9 +284,7 @@ class RolloutActor(Actor):
             for index, url in enumerate(pool.urls):
                 wanted = Wanted.by(self._topology, pool)
                 group.start_soon(
-                    partial(
-                        fleet.run_engine, f"external-{index}", url, ours=False, wanted=wanted, at_hand=self._at_hand()
-                    )
+                    partial(fleet.run_engine, f"external-{index}", url, ours=False, wanted=wanted, files=self._files())
                 )
 
             async def attend(name: str, address: Address) -> None:
@@ -297,7 +295,7 @@ class RolloutActor(Actor):
                     pid=address.pid,
                     kill=kill,
                     tenure=self._tenure(client, name, address),
-                    at_hand=self._at_hand(address.agent),
+                    files=self._files(address.agent),
                 )
 
             await attend_servers(self._bus, "engine", self._pool, attend)

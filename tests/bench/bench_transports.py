@@ -189,12 +189,12 @@ class Rig:
     async def in_turns(self, least: "Least", num_runs: int) -> Seconds:
         """Each once for nothing, then so many times."""
         from actors.rollout.sglang.client import SglangClient
-        from tests.support.weight_line import Halves, prover_of
+        from tests.support.weight_line import Halves, verifier_of
 
         seconds: Seconds = {}
         async with aiohttp.ClientSession() as session:
             client = SglangClient(session)
-            prover = prover_of(client, "retract", verify="never")
+            verifier = verifier_of(client, "retract", verify="never")
             halves = {
                 name: Halves(client, self.url, self.place, transport=transport, verify=verify)
                 for name, transport, verify in (
@@ -205,10 +205,10 @@ class Rig:
             }
             for run in range(num_runs + 1):
                 found = {name: await asyncio.to_thread(call) for name, call in least.calls.items()}
-                found |= await self._from_files(prover)
+                found |= await self._from_files(verifier)
                 for name, half in halves.items():
                     begin = time.perf_counter()
-                    assert await half.bring({}, send=self.send) == {}
+                    assert await half.sync({}, send=self.send) == {}
                     found[name], found[f"{name}, pause"] = time.perf_counter() - begin, half.pause_s
                     assert half.sent.size_bytes == self.size_bytes
                 gc.collect()
@@ -218,7 +218,7 @@ class Rig:
                 await half.leave()
         return seconds
 
-    async def _from_files(self, prover: Any) -> dict[str, float]:
+    async def _from_files(self, verifier: Any) -> dict[str, float]:
         """Files that are compared before the engine reads them and after, as a rollout actor does."""
         from actors.rollout.engines.weights.files import FileChecks
         from tests.support.rollout import announcement
@@ -236,9 +236,9 @@ class Rig:
             comparing_s += time.perf_counter() - began
 
         await check()
-        brought = await prover.bring("engine-0", self.url, told, first=False, check_read=check)
+        result = await verifier.update("engine-0", self.url, told, first=False, check_read=check)
         took_s = time.perf_counter() - begin
-        return {"disk": took_s, "disk, pause": brought.pause_s, "disk, comparing files twice": comparing_s}
+        return {"disk": took_s, "disk, pause": result.pause_s, "disk, comparing files twice": comparing_s}
 
 
 class Least:

@@ -13,8 +13,8 @@ import anyio
 
 from actors.rollout.engines.fleet import Fleet
 from actors.rollout.engines.weights.updater import Mode, Updater
-from actors.rollout.engines.weights.updates import Loads
-from actors.rollout.engines.weights.verifier import Prover
+from actors.rollout.engines.weights.updates import UpdateTracker
+from actors.rollout.engines.weights.verifier import WeightVerifier
 from actors.rollout.requests.request import Generated, GenerateRequest
 from actors.rollout.requests.sending import Generator
 from actors.rollout.sglang.answers import Answer
@@ -119,7 +119,10 @@ async def rig_of(
         )
         updater = Updater(client, mode)
         fleet = Fleet(
-            client, Prover(client, updater, Loads(settle_timeout_s=READY_S), verify=None, trainer_dtype="float32")
+            client,
+            WeightVerifier(
+                client, updater, UpdateTracker(settle_timeout_s=READY_S), verify=None, trainer_dtype="float32"
+            ),
         )
         generator = Generator(client, fleet, model)
         updater.interrupt_by(generator.running.interrupt)

@@ -18,10 +18,10 @@ pytestmark = [pytest.mark.anyio, pytest.mark.timeout(900)]
 async def test_corruptions_are_found(client: SglangClient, server: Server, contract_model: Path) -> None:
     version = Version(now=drawn(contract_model, 2), before=drawn(contract_model, 1))
     halves = Halves(client, server.url, contract_model)
-    assert await halves.bring(version.now) == {}
+    assert await halves.sync(version.now) == {}
     for kind, case in cases(version).items():
-        assert await halves.bring(version.before) == {}, kind
-        failed = await halves.bring(version.now, case.corruption)
+        assert await halves.sync(version.before) == {}, kind
+        failed = await halves.sync(version.now, case.corruption)
         if not case.says:
             assert failed == {}, kind
             assert await halves.holds(version.now, LAYOUTS[server.layout]), kind
@@ -29,6 +29,6 @@ async def test_corruptions_are_found(client: SglangClient, server: Server, contr
         assert list(failed) == [ENGINE], kind
         assert [part for part in case.says if part not in failed[ENGINE]] == [], kind
         assert isinstance(halves.refused, WeightsMismatch) == case.is_by_tensors, kind
-    assert await halves.bring(version.now) == {}
+    assert await halves.sync(version.now) == {}
     assert await halves.holds(version.now, LAYOUTS[server.layout])
     await halves.leave()

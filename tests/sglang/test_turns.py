@@ -12,8 +12,8 @@ from actors.rollout.engines.fleet import Fleet
 from actors.rollout.engines.memory.levels import Stage
 from actors.rollout.engines.memory.share import Tenure
 from actors.rollout.engines.weights.updater import Updater
-from actors.rollout.engines.weights.updates import Loads
-from actors.rollout.engines.weights.verifier import Prover
+from actors.rollout.engines.weights.updates import UpdateTracker
+from actors.rollout.engines.weights.verifier import WeightVerifier
 from actors.rollout.sglang.client import SglangClient
 from actors.rollout.sglang.memory import Tag
 from messages import WeightsAnnounced
@@ -48,10 +48,10 @@ class Notes:
 @asynccontextmanager
 async def rollout(client: SglangClient, url: str, router: str, notes: Notes) -> AsyncGenerator[tuple[Fleet, Tenure]]:
     """A rollout actor's half, whose engine has nothing yet to do."""
-    prover = Prover(
-        client, Updater(client, "drain"), Loads(settle_timeout_s=READY_S), verify=None, trainer_dtype="float32"
+    verifier = WeightVerifier(
+        client, Updater(client, "drain"), UpdateTracker(settle_timeout_s=READY_S), verify=None, trainer_dtype="float32"
     )
-    fleet, tenure = Fleet(client, prover), Tenure(client, "engine-0", url, notes=notes)
+    fleet, tenure = Fleet(client, verifier), Tenure(client, "engine-0", url, notes=notes)
     await fleet.allow(Stage.NOTHING)
     async with anyio.create_task_group() as group:
 

@@ -20,7 +20,7 @@ from tests.sglang.server import start as start_server
 from tests.support.rollout import announcement
 from tests.support.tiny_engine import post, write_config
 from tests.support.tiny_models import QWEN2, QWEN3, QWEN3_MOE, teacher_forced, write_tokenizer
-from tests.support.weight_line import ENGINE, Halves, Tensors, Transport, drawn, prover_of
+from tests.support.weight_line import ENGINE, Halves, Tensors, Transport, drawn, verifier_of
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(1200)]
 
@@ -145,7 +145,7 @@ def test_each_version_is_another(case: Case) -> None:
 
 
 async def test_twenty_updates_from_files(case: Case, client: SglangClient) -> None:
-    provers = [prover_of(client, mode) for mode in MODES]
+    verifiers = [verifier_of(client, mode) for mode in MODES]
     for version in case.versions:
         told = announcement(
             version.number,
@@ -153,7 +153,7 @@ async def test_twenty_updates_from_files(case: Case, client: SglangClient) -> No
             checksum=checksums_of(version.directory).total,
             probe=version.probe,
         )
-        label, _ = await provers[version.number % len(MODES)].bring(ENGINE, case.server.url, told, first=False)
+        label, _ = await verifiers[version.number % len(MODES)].update(ENGINE, case.server.url, told, first=False)
         await check(client, case, version, label)
 
 
@@ -163,7 +163,7 @@ async def test_twenty_updates_in_sessions(case: Case, client: SglangClient, tran
     log_before = case.server.log.read_text()
     halves = Halves(client, case.server.url, case.model, transport=transport)
     for version in case.versions:
-        assert await halves.bring(version.tensors, probe=version.probe) == {}
+        assert await halves.sync(version.tensors, probe=version.probe) == {}
         assert halves.sent.size_bytes == sum(tensor.nbytes for tensor in version.tensors.values())
         await check(client, case, version, halves.label)
     await halves.leave()

@@ -14,8 +14,8 @@ import anyio
 from actors.rollout.engines.fleet import Fleet
 from actors.rollout.engines.rate_limited_events import Notices
 from actors.rollout.engines.weights.updater import Updater
-from actors.rollout.engines.weights.updates import Loads
-from actors.rollout.engines.weights.verifier import Prover
+from actors.rollout.engines.weights.updates import UpdateTracker
+from actors.rollout.engines.weights.verifier import WeightVerifier
 from actors.rollout.requests.request import Generated, GenerateRequest
 from actors.rollout.requests.sending import Generator
 from actors.rollout.requests.watching import Patience, Watchdog
@@ -157,9 +157,11 @@ async def behind_proxies(
         ]
         session = await stack.enter_async_context(aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)))
         client = SglangClient(session, update_timeout_s=START_S)
-        prover = Prover(client, Updater(client, "drain"), Loads(), verify="never", trainer_dtype="float32")
+        verifier = WeightVerifier(
+            client, Updater(client, "drain"), UpdateTracker(), verify="never", trainer_dtype="float32"
+        )
         told: list[Message] = []
-        fleet = Fleet(client, prover, TellingNotices(told))
+        fleet = Fleet(client, verifier, TellingNotices(told))
         killed: list[str] = []
         generator = Generator(client, fleet, ServedModel.read(model), give_up_after_s=give_up_after_s)
         async with anyio.create_task_group() as group:

@@ -128,8 +128,8 @@ def wrong_dtype(name: str) -> Corruption:
 
 def lost_case(index: int) -> Case:
     """Drop a bucket."""
-    got = f"got {LAST} of {NUM_BUCKETS} buckets of session"
-    says = got if index == LAST else f"bucket {index + 1} of stage 0 came, bucket {index} was due"
+    got = f"received {LAST} of {NUM_BUCKETS} buckets of weight sync"
+    says = got if index == LAST else f"received bucket {index + 1} of stage 0, expected bucket {index}"
     return Case(lambda sending: [] if sending.step.index == index else [sending], (says,), is_by_tensors=False)
 
 
@@ -143,7 +143,7 @@ def duplicate_case(index: int, version: Version) -> Case:
         seen[sending.step.index] = sending
         return [sending, seen[index]._replace(flat=old)] if sending.step.index == LAST else [sending]
 
-    return Case(corrupt, (f"bucket {index} of stage 0 came, bucket {NUM_BUCKETS} was due",), is_by_tensors=False)
+    return Case(corrupt, (f"received bucket {index} of stage 0, expected bucket {NUM_BUCKETS}",), is_by_tensors=False)
 
 
 def truncated(sending: Sending) -> Sequence[Sending]:

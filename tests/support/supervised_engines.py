@@ -11,8 +11,8 @@ import anyio.abc
 
 from actors.rollout.engines.fleet import Fleet
 from actors.rollout.engines.weights.updater import Updater
-from actors.rollout.engines.weights.updates import Loads
-from actors.rollout.engines.weights.verifier import Prover
+from actors.rollout.engines.weights.updates import UpdateTracker
+from actors.rollout.engines.weights.verifier import WeightVerifier
 from actors.rollout.requests.request import GenerateRequest
 from actors.rollout.requests.sending import Generator
 from actors.rollout.sglang.client import SglangClient
@@ -73,7 +73,7 @@ async def generating(
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
         client = SglangClient(session)
         updater = Updater(client, "drain")
-        fleet = Fleet(client, Prover(client, updater, Loads(), verify="never", trainer_dtype="float32"))
+        fleet = Fleet(client, WeightVerifier(client, updater, UpdateTracker(), verify="never", trainer_dtype="float32"))
         generator = Generator(client, fleet, ServedModel.read(believed))
         async with anyio.create_task_group() as group:
             engines = Engines(fleet, group)

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from actors.rollout.engines.target import FleetTarget
-from actors.rollout.engines.weights.sync import WeightSessions, new_key
+from actors.rollout.engines.weights.sync import WeightSyncs, new_key
 from actors.rollout.engines.weights.updater import Mode, Updater
-from actors.rollout.engines.weights.updates import Loads
-from actors.rollout.engines.weights.verifier import Prover
+from actors.rollout.engines.weights.updates import UpdateTracker
+from actors.rollout.engines.weights.verifier import WeightVerifier
 from actors.rollout.sglang.client import SglangClient
 from actors.rollout.sglang.errors import EngineError, EngineUnavailable
 from actors.rollout.sglang.updates import WeightUpdates
@@ -124,12 +124,12 @@ class Halves:
         timeout_s: float = LIMIT_S,
     ) -> None:
         self._client = client
-        self._prover = prover_of(client, mode, verify=verify, timeout_s=timeout_s)
+        self._verifier = verifier_of(client, mode, verify=verify, timeout_s=timeout_s)
         self._updates = WeightUpdates(client)
         self._url = url
         self._model = read_hf_config(model)
         self._target = FleetTarget()
-        self._sessions = WeightSessions(self._target, lambda: (ENGINE,))
+        self._syncs = WeightSyncs(self._target, lambda: (ENGINE,))
         self._transport: Transport = transport
         self._timeout_s = timeout_s
         self._group: StageGroup | None = None  # reused as long as syncs succeed
@@ -139,7 +139,7 @@ class Halves:
         self.sent = Sent()  # what the trainer sent in the last sync
         self.refused: EngineError | None = None  # error of the rollout side in the last sync
 
-    async def bring(
+    async def sync(
         self,
         tensors: Tensors,
         corrupt: Corruption = as_it_is,
@@ -197,12 +197,14 @@ class Halves:
                 await self._updates.destroy_group(self._url, group.spec.name, timeout_s=self._timeout_s)
 
     async def _take(self, told: WeightsAnnounced) -> None:
-        place = await self._prover.place(self._url, told, first=False)
+        shape = await self._verifier.shape(self._url, told, first=False)
         try:
-            async with self._sessions.part(ENGINE, new_key(ENGINE), place, told.version) as part:
-                while not part.session:  # noqa: ASYNC110 - set by `offered`, without an event
+            async with self._syncs.member(ENGINE, new_key(ENGINE), shape, told.version) as member:
+                while not member.session:  # noqa: ASYNC110 - set by `offered`, without an event
                     await anyio.sleep(0.001)
-                self.label, self.pause_s = await self._prover.bring(ENGINE, self._url, told, first=False, part=part)
+                self.label, self.pause_s = await self._verifier.update(
+                    ENGINE, self._url, told, first=False, member=member
+                )
         except EngineError as error:
             self.refused = error
 
@@ -211,7 +213,7 @@ class Halves:
     ) -> dict[str, str]:
         session = f"1.{self._version}"
         offer = WeightSyncOffered(session=session, incarnation=1, version=self._version, deadline_s=self._timeout_s)
-        membership = Membership.of({"rollout.0": await self._sessions.offered(offer)})
+        membership = Membership.of({"rollout.0": await self._syncs.offered(offer)})
         assert membership.engines == (ENGINE,)
         assert await self._ask(WeightSyncPrepared(session=session)) == {}
         loop = asyncio.get_running_loop()
@@ -237,7 +239,7 @@ class Halves:
 
     async def _end(self, session: str, sent: Sent) -> dict[str, str]:
         if sent.failed:
-            await self._sessions.closed(WeightSyncClosed(session=session, reason="; ".join(sent.failed.values())))
+            await self._syncs.closed(WeightSyncClosed(session=session, reason="; ".join(sent.failed.values())))
             return sent.failed
         finish = WeightSyncFinished(session=session, checksum=str(sent.fingerprints), num_buckets=sent.num_buckets)
         return await self._ask(finish)
@@ -251,14 +253,16 @@ class Halves:
         self._group = group
 
     async def _ask(self, step: Any) -> dict[str, str]:
-        return (await self._sessions.step(step)).failed
+        return (await self._syncs.step(step)).failed
 
 
-def prover_of(client: SglangClient, mode: Mode, *, verify: Verify = "always", timeout_s: float = LIMIT_S) -> Prover:
+def verifier_of(
+    client: SglangClient, mode: Mode, *, verify: Verify = "always", timeout_s: float = LIMIT_S
+) -> WeightVerifier:
     """Make the verifier of a rollout actor without requests."""
     updater = Updater(client, mode, timeout_s=timeout_s)
     updater.interrupt_by(_nothing_to_interrupt)
-    return Prover(client, updater, Loads(), verify=verify, trainer_dtype="float32")
+    return WeightVerifier(client, updater, UpdateTracker(), verify=verify, trainer_dtype="float32")
 
 
 async def _nothing_to_interrupt(_: str) -> None:

@@ -19,12 +19,12 @@ from actors.rollout.engines.registration import Registration
 from actors.rollout.engines.router import RouterWorkers
 from actors.rollout.engines.states import Happening, is_asked, is_told, may_continue, next_state
 from actors.rollout.engines.target import FleetTarget
-from actors.rollout.engines.weights.copies import UNCHECKED, AtHand
+from actors.rollout.engines.weights.copies import UNCHECKED, FileSource
 from actors.rollout.engines.weights.files import WeightsDamaged
 from actors.rollout.engines.weights.rolling import Rolling
-from actors.rollout.engines.weights.sync import Part, WeightSessions, new_key
+from actors.rollout.engines.weights.sync import SyncMember, WeightSyncs, new_key
 from actors.rollout.engines.weights.verification import WeightsMismatch
-from actors.rollout.engines.weights.verifier import Prover, nothing
+from actors.rollout.engines.weights.verifier import WeightVerifier, nothing
 from actors.rollout.sglang.client import SglangClient
 from actors.rollout.sglang.errors import EngineError, EngineSilent, is_away
 from messages import EngineState, WeightsAnnounced
@@ -43,7 +43,7 @@ class Engine:
         workers: the router's worker API; one for all engines of a fleet.
         ours: the run started it. Pauses of an external engine are ended only if a rollout actor of the run began them.
         pid: of its process, as reported by its node daemon; 0: unknown.
-        sessions: weight syncs, for weights that are not in files.
+        syncs: weight syncs, for weights that are not in files.
         deaths: records a crash of the engine while it accepted requests.
         wanted: properties that an external engine must have; None: not checked.
         tenure: its memory, if it shares memory with the trainer (colocation); None: it has its own.
@@ -56,25 +56,25 @@ class Engine:
         name: str,
         url: str,
         client: SglangClient,
-        prover: Prover,
+        verifier: WeightVerifier,
         target: FleetTarget,
         *,
         workers: RouterWorkers,
         notices: Notices,
-        sessions: WeightSessions,
+        syncs: WeightSyncs,
         ours: bool = True,
         pid: int = 0,
         deaths: Deaths | None = None,
         wanted: Wanted | None = None,
         tenure: Tenure | None = None,
-        at_hand: AtHand = UNCHECKED,
+        files: FileSource = UNCHECKED,
         rolling: Rolling | None = None,
     ) -> None:
         self.name = name
         self.url = url
         self.state = EngineState.STARTING
         self.version = 0  # verified weight version; 0: none yet
-        self.pause_s = self.brought_at = 0.0  # seconds it was paused for that version, and time of its verification
+        self.pause_s = self.updated_at = 0.0  # seconds it was paused for that version, and time of its verification
         self.reason = ""  # why it is in its state
         self.served_at = -math.inf  # send time of the newest request that got a token
         self._quarantines = 0  # so far, for the backoff
@@ -90,16 +90,16 @@ class Engine:
         )
         self.answers = False  # it has responded since it was last down
         self._is_loaded = False  # it holds the target weights, possibly unverified
-        self._at_hand = at_hand
+        self._files = files
         self.failed_version = 0  # the last version that it failed to load, or that could not be supplied
-        self._sessions = sessions
+        self._syncs = syncs
         self._key = new_key(name)
         self._deaths = deaths or Deaths()
         self._rolling = rolling or Rolling(1, tuple)
         self._wanted = wanted
         self._label = ""  # of the verified weights
         self._client = client
-        self._prover = prover
+        self._verifier = verifier
         self._target = target
         self._notices = notices
 
@@ -136,7 +136,7 @@ class Engine:
                 return False
             self._happened(Happening.TRIED_AGAIN, "it is tried again")
         if await self._client.ready(self.url):
-            await self._prover.forget_pause(self.url)
+            await self._verifier.forget_pause(self.url)
         elif not await self._continued():
             return False
         if self.state is EngineState.PAUSED:
@@ -166,10 +166,10 @@ class Engine:
                     await self._target.announced()
                     with suppress(TurnLost):
                         await self._adopt_first_weights()
-                        await self._bring_current()
+                        await self._update_weights()
                         await self.registration.enter(unless=lambda: self.is_behind)
                     if not self.is_behind and self._target.allowed is Stage.EVERYTHING:
-                        self._happened(Happening.ADMITTED, f"proved weights {self.version}")
+                        self._happened(Happening.ADMITTED, f"verified weights {self.version}")
                     else:
                         await self._target.until(lambda: self.is_behind or self._target.is_settled)
             except EngineError as error:
@@ -189,14 +189,14 @@ class Engine:
                 await self._give_back_or_leave()
                 return
             try:
-                await self._bring_current()
+                await self._update_weights()
             except TurnLost:
                 continue
             except EngineError as error:
                 await self._note_failure(error)
                 await self.registration.leave_unless_asked()
                 if isinstance(error, WeightsMismatch) or not self._target.is_in_files:  # it may hold part of them
-                    await self._prover.clear(self.url)
+                    await self._verifier.clear(self.url)
             else:
                 self._happened(Happening.UPDATED, "")
             await self._target.notify()
@@ -283,10 +283,10 @@ class Engine:
 
     async def _continued(self) -> bool:
         """Whether it is ready after we ended a pause that we may end."""
-        if not may_continue(self.state, ours=self.ours, paused_by_us=self._prover.is_paused(self.url)):
+        if not may_continue(self.state, ours=self.ours, paused_by_us=self._verifier.is_paused(self.url)):
             return False
         try:
-            await self._prover.proceed(self.url)
+            await self._verifier.proceed(self.url)
         except EngineError:
             return False
         return await self._client.ready(self.url)
@@ -314,7 +314,7 @@ class Engine:
         except EngineError as error:
             return Happening.LOST, str(error)
         if label != self._label and not updating and self.state is not EngineState.UPDATING:
-            return Happening.LOST, f"calls its weights {label!r}, it proved {self._label!r}"
+            return Happening.LOST, f"calls its weights {label!r}, it verified {self._label!r}"
         if await self.registration.is_missing():
             return Happening.REROUTED, "the router does not know it any more"
         return None
@@ -328,7 +328,7 @@ class Engine:
             self._happened(Happening.STALLED, str(error))
         elif isinstance(error, EngineSilent) and not await makes_tokens(self._client, self.url, SUSPECT_LOOK_S):
             self._happened(Happening.STALLED, str(error))
-        elif self._prover.is_paused(self.url):
+        elif self._verifier.is_paused(self.url):
             self._happened(Happening.LEFT_PAUSED, str(error))
         elif is_away(error):
             log.warning("engine_not_admitted", engine=self.name, error=str(error))
@@ -361,53 +361,53 @@ class Engine:
         announced = self._target.weights
         if announced is None or self.version > 0:
             return
-        label = await self._prover.adopt(self.name, self.url, announced)
+        label = await self._verifier.adopt(self.name, self.url, announced)
         if label is not None:
-            self._label, self.pause_s, self.brought_at = label, 0.0, anyio.current_time()
+            self._label, self.pause_s, self.updated_at = label, 0.0, anyio.current_time()
             self.version = announced.version
 
-    async def _bring_current(self) -> None:
+    async def _update_weights(self) -> None:
         """Update it to the target weights; repeat if the target changed meanwhile."""
         state = self.state
         while self.is_behind and self.state in (state, EngineState.UPDATING):
             announced = self._target.weights
             assert announced is not None
             if self._target.is_in_files:
-                announced = await self._at_hand_for(announced)
+                announced = await self._provide_files(announced)
             async with self._group_turn():
                 if self.state not in (state, EngineState.UPDATING):
                     return  # its state changed meanwhile
-                async with self._taking_part(announced) as part:
-                    if part is None or await self._is_member(part):
-                        await self._bring(announced, part)
+                async with self._joining_sync(announced) as member:
+                    if member is None or await self._is_member(member):
+                        await self._update_once(announced, member)
 
-    async def _at_hand_for(self, announced: WeightsAnnounced) -> WeightsAnnounced:
+    async def _provide_files(self, announced: WeightsAnnounced) -> WeightsAnnounced:
         """Return the weights at the place where it reads them."""
         try:
-            return await self._at_hand.bring(announced, doubted=announced.version == self.failed_version)
+            return await self._files.provide(announced, doubted=announced.version == self.failed_version)
         except EngineError:
             self.failed_version = announced.version
             raise
 
-    async def _bring(self, announced: WeightsAnnounced, part: Part | None) -> None:
+    async def _update_once(self, announced: WeightsAnnounced, member: SyncMember | None) -> None:
         if self.state is EngineState.CURRENT:
             self._happened(Happening.UPDATE_BEGAN, "")
         self._is_loaded = False
         first, others_serve = self.version == 0, self._rolling.is_on and self.is_asked
         try:
             async with self.registration.apart() if others_serve else nullcontext():
-                check_read = nothing if part is not None else partial(self._at_hand.check_read, announced)
-                brought = await self._prover.bring(
+                check_read = nothing if member is not None else partial(self._files.check_read, announced)
+                result = await self._verifier.update(
                     self.name,
                     self.url,
                     announced,
                     first=first,
                     loaded=self._take_rest,
                     check_read=check_read,
-                    part=part,
+                    member=member,
                 )
-                self._label = brought.label
-                self.pause_s, self.brought_at = brought.pause_s, anyio.current_time()
+                self._label = result.label
+                self.pause_s, self.updated_at = result.pause_s, anyio.current_time()
         except EngineError:
             self.failed_version = announced.version
             self._key = new_key(self.name)  # it may be a new process, outside of its earlier torch process groups
@@ -433,16 +433,16 @@ class Engine:
                 await self._target.notify()
 
     @asynccontextmanager
-    async def _taking_part(self, announced: WeightsAnnounced) -> AsyncGenerator[Part | None]:
+    async def _joining_sync(self, announced: WeightsAnnounced) -> AsyncGenerator[SyncMember | None]:
         """Its membership in a weight sync; None for weights in files."""
         if self._target.is_in_files:
             yield None
             return
-        place = await self._prover.place(self.url, announced, first=self.version == 0)
-        async with self._sessions.part(self.name, self._key, place, announced.version) as part:
-            yield part
+        shape = await self._verifier.shape(self.url, announced, first=self.version == 0)
+        async with self._syncs.member(self.name, self._key, shape, announced.version) as member:
+            yield member
 
-    async def _is_member(self, part: Part) -> bool:
+    async def _is_member(self, member: SyncMember) -> bool:
         """Wait until a weight sync includes it; False if its state or the target changed first.
 
         Raises:
@@ -451,12 +451,12 @@ class Engine:
         state = self.state
         await self._target.until(
             lambda: (
-                bool(part.session)
+                bool(member.session)
                 or self.state is not state
-                or self._target.version != part.version
+                or self._target.version != member.version
                 or self._turn.is_over
             )
         )
         if self._turn.is_over:
             raise TurnLost
-        return bool(part.session)
+        return bool(member.session)

@@ -20,12 +20,12 @@ from actors.rollout.engines.refusing import RefusedBy, Step
 from actors.rollout.engines.registration import wait_until
 from actors.rollout.engines.router import RouterWorkers
 from actors.rollout.engines.target import FleetTarget
-from actors.rollout.engines.weights.copies import UNCHECKED, AtHand, CopyRefused
+from actors.rollout.engines.weights.copies import UNCHECKED, CopyRefused, FileSource
 from actors.rollout.engines.weights.files import WeightsDamaged
 from actors.rollout.engines.weights.rolling import Rolling
-from actors.rollout.engines.weights.sync import WeightSessions
-from actors.rollout.engines.weights.updates import Loads
-from actors.rollout.engines.weights.verifier import Prover
+from actors.rollout.engines.weights.sync import WeightSyncs
+from actors.rollout.engines.weights.updates import UpdateTracker
+from actors.rollout.engines.weights.verifier import WeightVerifier
 from actors.rollout.sglang.client import SglangClient
 from actors.rollout.sglang.errors import EngineError, is_away
 from messages import EngineState, EngineUpdate, WeightsAnnounced
@@ -53,11 +53,11 @@ class Fleet:
     """
 
     def __init__(
-        self, client: SglangClient, prover: Prover, notices: Notices | None = None, *, update_groups: int = 1
+        self, client: SglangClient, verifier: WeightVerifier, notices: Notices | None = None, *, update_groups: int = 1
     ) -> None:
         self._client = client
         self._workers = RouterWorkers(client)
-        self._prover = prover
+        self._verifier = verifier
         self.notices = notices or Notices()
         self.deaths = Deaths()
         self.conduct = Conduct()
@@ -66,7 +66,7 @@ class Fleet:
         self._target = FleetTarget()
         self.is_held = False  # requests wait although engines are up
         self._rolling = Rolling(update_groups, lambda: self._engines)
-        self.sessions = WeightSessions(self._target, self._lacking, self._rolling.group_of)
+        self.syncs = WeightSyncs(self._target, self._lacking, self._rolling.group_of)
         self._check: anyio.Event | None = None  # a running health check of all engines that accept requests
         self._refusals: dict[str, RefusedBy] = {}  # by engine
         self._give_up_lost: Callable[[], Awaitable[object]] = anyio.lowlevel.checkpoint
@@ -78,9 +78,9 @@ class Fleet:
         return self._target.router
 
     @property
-    def loads(self) -> Loads:
+    def update_tracker(self) -> UpdateTracker:
         """The weight updates and their verification status."""
-        return self._prover.loads
+        return self._verifier.updates
 
     @property
     def engine_urls(self) -> list[str]:
@@ -181,7 +181,7 @@ class Fleet:
             since: when the version became the target, on the event loop's clock.
         """
         return tuple(
-            EngineUpdate(engine=engine.name, pause_s=engine.pause_s, took_s=max(0.0, engine.brought_at - since))
+            EngineUpdate(engine=engine.name, pause_s=engine.pause_s, took_s=max(0.0, engine.updated_at - since))
             for engine in self._admitted()
             if engine.version == version
         )
@@ -205,7 +205,7 @@ class Fleet:
         """Set the allowed memory level; NOTHING only while no request is running. Does not wait for the engines."""
         self._target.allowed = stage
         if stage is Stage.NOTHING:  # a trainer that died during a weight sync will not continue it
-            self.sessions.end("the trainer has its memory back")
+            self.syncs.end("the trainer has its memory back")
         await self.notify()
 
     async def until(self, true: Callable[[], bool]) -> None:
@@ -252,7 +252,7 @@ class Fleet:
         kill: Kill | None = None,
         wanted: Wanted | None = None,
         tenure: Tenure | None = None,
-        at_hand: AtHand = UNCHECKED,
+        files: FileSource = UNCHECKED,
     ) -> None:
         """Keep one engine ready: wait for it, update and register it, and repeat when it is lost. Never returns.
 
@@ -272,7 +272,7 @@ class Fleet:
             WeightsMismatch, RequestRefused, CopyRefused: it refuses the weights for too long, even after restarts, and
                 no other engine accepts them.
         """
-        engine = await self._replace(name, url, ours=ours, pid=pid, wanted=wanted, tenure=tenure, at_hand=at_hand)
+        engine = await self._replace(name, url, ours=ours, pid=pid, wanted=wanted, tenure=tenure, files=files)
         refusals, failures = self._refusals.setdefault(name, RefusedBy()), 0
         while True:
             await wait_until(engine.is_up)
@@ -328,7 +328,7 @@ class Fleet:
         pid: int,
         wanted: Wanted | None,
         tenure: Tenure | None,
-        at_hand: AtHand,
+        files: FileSource,
     ) -> Engine:
         """Create the engine, replacing an earlier one of that name, which is removed from the router."""
         self.conduct.forget(name)
@@ -337,17 +337,17 @@ class Fleet:
             name,
             url,
             self._client,
-            self._prover,
+            self._verifier,
             self._target,
             workers=self._workers,
             notices=self.notices,
-            sessions=self.sessions,
+            syncs=self.syncs,
             deaths=self.deaths,
             ours=ours,
             pid=pid,
             wanted=wanted,
             tenure=tenure,
-            at_hand=at_hand,
+            files=files,
             rolling=self._rolling,
         )
         if old is not None:
@@ -451,7 +451,7 @@ class Fleet:
 
     def engine_of(self, label: str) -> Engine | None:
         """Return the engine that a weight label was given to, if it still exists."""
-        return self._engines.get(self.loads.engine_of(label))
+        return self._engines.get(self.update_tracker.engine_of(label))
 
     def note_token(self, label: str, sent_at: float) -> None:
         """Record a token under a weight label, of a request sent at `sent_at`: its engine is alive."""

@@ -36,9 +36,9 @@ async def take_part(bus: Bus, fleet: Fleet, is_given_up: Callable[[], Awaitable[
     Args:
         is_given_up: whether engines move on to newer weights because no process has the target's any more.
     """
-    sessions = fleet.sessions
-    handlers: dict[type[Message], Handler] = {WeightSyncOffered: sessions.offered, WeightSyncClosed: sessions.closed}
-    async with bus.serve(handlers | dict.fromkeys(STEPS, sessions.step)):
+    syncs = fleet.syncs
+    handlers: dict[type[Message], Handler] = {WeightSyncOffered: syncs.offered, WeightSyncClosed: syncs.closed}
+    async with bus.serve(handlers | dict.fromkeys(STEPS, syncs.step)):
         while True:
             await anyio.sleep(ASK_EVERY_S)
             await _ask(bus, fleet, is_given_up)
@@ -46,7 +46,7 @@ async def take_part(bus: Bus, fleet: Fleet, is_given_up: Callable[[], Awaitable[
 
 async def _ask(bus: Bus, fleet: Fleet, is_given_up: Callable[[], Awaitable[bool]]) -> None:
     """Request a weight sync if engines wait for one. The trainer may be down or busy: the next poll retries."""
-    announced, engines = fleet.weights, fleet.sessions.wanted()
+    announced, engines = fleet.weights, fleet.syncs.wanted()
     if announced is None or not announced.sender or not engines:
         return
     request = WeightSyncRequested(version=announced.version, engines=engines)

@@ -25,7 +25,7 @@ from actors.rollout.sglang.errors import (
     EnginesUnwilling,
     EngineUnavailable,
     RequestRefused,
-    TokensUnproven,
+    TokensUnverified,
 )
 from actors.rollout.sglang.served_model import ServedModel
 from actors.rollout.sglang.streams import Stream
@@ -131,7 +131,7 @@ class Generator:
                     died = await self._note_death(sample, place, stream, sent_at)
                     if died or not self._fleet.serves:
                         failures.lost = 0
-                    elif not isinstance(error, TokensUnproven):
+                    elif not isinstance(error, TokensUnverified):
                         await self._note_failure(sample.rpartition("-")[0], place, failures, error)
             await anyio.sleep(RESEND.pause_s(failures.lost))
             if stream is not None and (kept := await self._kept(stream, request.min_version)) is not None:
@@ -221,7 +221,7 @@ class Generator:
             record = record.after_death(alone=True, killed=autopsy.killed)
         else:
             await self._fleet.report_unavailable()
-            engine = "" if stream is None else self._fleet.loads.engine_of(stream.last_label)
+            engine = "" if stream is None else self._fleet.update_tracker.engine_of(stream.last_label)
             if place.engine is not None:
                 engine = place.engine.name
             if not self._fleet.deaths.any_since(sent_at, engine):
@@ -234,14 +234,14 @@ class Generator:
         if show is None or request.max_new_tokens <= STREAM_ABOVE:
             return None
         (asked,) = asked_of(self._body(request, rid), self._model.vocab_size)
-        stream = Stream(self._fleet.version, self._fleet.loads.trust_from_now_on(), asked)
+        stream = Stream(self._fleet.version, self._fleet.update_tracker.trust_from_now_on(), asked)
         show(stream)
         return stream
 
     async def _kept(self, stream: Stream, min_version: int) -> Answer | None:
         """Return the usable tokens of a lost request; None if there are none, so the original request can be resent."""
-        await self._fleet.loads.settled(stream.labels)
-        stream.drop_untrusted(self._fleet.loads.is_proven)
+        await self._fleet.update_tracker.settled(stream.labels)
+        stream.drop_untrusted(self._fleet.update_tracker.is_verified)
         rest = stream.rest()
         if not is_recent(rest, min_version):
             rest = NOTHING
@@ -271,8 +271,8 @@ class Generator:
         labels = stream.labels if stream is not None else [label for answer in answers for label in labels_of(answer)]
         for label in labels:
             self._fleet.note_token(label, sent.sent_at)
-        if not await self._fleet.loads.settled(set(labels)):
-            raise TokensUnproven(f"sampled by weights that were not proven: {', '.join(sorted(set(labels)))}")
+        if not await self._fleet.update_tracker.settled(set(labels)):
+            raise TokensUnverified(f"sampled by unverified weights: {', '.join(sorted(set(labels)))}")
         if not all(is_recent(answer, request.min_version) for answer in answers):
             raise EngineFailed(f"sampled by weights older than {request.min_version}, which it was asked of")
         interrupted = (

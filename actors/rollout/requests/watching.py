@@ -78,7 +78,7 @@ class Watchdog:
         if len(engines) != self._fleet.num_admitted():
             return  # one of them is being updated, or must first show a sign of life
         served = {engine.name: engine.served_at for engine in engines}
-        begun_at = max((engine.brought_at for engine in engines), default=now)
+        begun_at = max((engine.updated_at for engine in engines), default=now)
         requests = self._running.open.items()
         overdue = [rid for rid, sent in requests if is_overdue(sent, begun_at, now, self._limits)]
         lost = [rid for rid in overdue if is_overtaken(self._running.open[rid], served)]
@@ -126,7 +126,7 @@ class Watchdog:
             if stream is None or stream.num_tokens == sent.num_tokens:
                 continue
             sent.num_tokens, sent.token_at = stream.num_tokens, anyio.current_time()
-            sent.engine = self._fleet.loads.engine_of(stream.last_label)
+            sent.engine = self._fleet.update_tracker.engine_of(stream.last_label)
             self._fleet.note_token(stream.last_label, sent.sent_at)
 
 

@@ -48,7 +48,7 @@ class BadAnswer(EngineFailed):
         self.problem = problem
 
 
-class TokensUnproven(EngineUnavailable):
+class TokensUnverified(EngineUnavailable):
     """The tokens were sampled from unverified weights. The request is resent to another engine."""
 
 

@@ -157,15 +157,15 @@ class Stream:
         """Return what `take` would return, without taking it."""
         return cut(self._so_far(), self._taken_tokens, self._taken_characters)
 
-    def drop_untrusted(self, is_proven: Callable[[str], bool]) -> None:
+    def drop_untrusted(self, is_verified: Callable[[str], bool]) -> None:
         """Truncate the stream before the first token from unverified weights, rounded down to the end of a chunk.
 
         Args:
-            is_proven: whether a label is verified; used for the exact labels of a finished stream.
+            is_verified: whether a label is verified; used for the exact labels of a finished stream.
         """
         exact = self._exact_spans()
         if exact:
-            starts = [span.start for span in exact if not is_proven(span.version)]
+            starts = [span.start for span in exact if not is_verified(span.version)]
         else:
             starts = [mark.num_tokens for mark in self._marks if not self._trusts(mark.label)]
         if not starts:

@@ -29,10 +29,10 @@ class CopyDamaged(EngineError):
     """The node's copy was damaged when an engine had read it; the next copy is made from scratch."""
 
 
-class AtHand(Protocol):
+class FileSource(Protocol):
     """Makes weight files available where an engine reads them."""
 
-    async def bring(self, announced: WeightsAnnounced, *, doubted: bool) -> WeightsAnnounced:
+    async def provide(self, announced: WeightsAnnounced, *, doubted: bool) -> WeightsAnnounced:
         """Return the announced weights at the path that the engine reads, verified.
 
         Args:
@@ -48,7 +48,7 @@ class AtHand(Protocol):
         """Verify the files again after an engine has read them.
 
         Args:
-            announced: as `bring` returned it.
+            announced: as `provide` returned it.
 
         Raises:
             EngineError: they differ from the announcement.
@@ -56,7 +56,7 @@ class AtHand(Protocol):
         ...
 
 
-class AsAnnounced:
+class PublishedFiles:
     """Engines read the published directory.
 
     Args:
@@ -66,7 +66,7 @@ class AsAnnounced:
     def __init__(self, checks: FileChecks | None = None) -> None:
         self._checks = checks
 
-    async def bring(self, announced: WeightsAnnounced, *, doubted: bool) -> WeightsAnnounced:
+    async def provide(self, announced: WeightsAnnounced, *, doubted: bool) -> WeightsAnnounced:
         """Return the announcement unchanged, after verifying its files."""
         await self.check_read(announced)
         return announced
@@ -77,7 +77,7 @@ class AsAnnounced:
             await self._checks.check(announced)
 
 
-UNCHECKED: Final = AsAnnounced()
+UNCHECKED: Final = PublishedFiles()
 
 
 class NodeCopies:
@@ -96,7 +96,7 @@ class NodeCopies:
         self._timeout_s = timeout_s
         self._are_checked = are_checked
 
-    async def bring(self, announced: WeightsAnnounced, *, doubted: bool) -> WeightsAnnounced:
+    async def provide(self, announced: WeightsAnnounced, *, doubted: bool) -> WeightsAnnounced:
         """Return the announced weights at the node's own copy, once that exists. Idempotent.
 
         Raises:

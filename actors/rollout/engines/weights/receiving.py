@@ -12,7 +12,7 @@ import structlog
 
 from actors.rollout.engines.weights.collective import UpdateGroups
 from actors.rollout.engines.weights.ipc import read_segments
-from actors.rollout.engines.weights.sync import Part
+from actors.rollout.engines.weights.sync import SyncMember
 from actors.rollout.sglang.client import SglangClient
 from actors.rollout.sglang.errors import EngineError, EngineFailed, EngineSilent, RequestRefused
 from actors.rollout.sglang.updates import WeightUpdates
@@ -35,14 +35,14 @@ class Receiver:
         self._timeout_s = timeout_s
         self._groups = UpdateGroups(self._updates, timeout_s)
 
-    async def receive(self, url: str, part: Part, label: str) -> WeightSyncFinished:
+    async def receive(self, url: str, member: SyncMember, label: str) -> WeightSyncFinished:
         """Receive all tensors of a weight sync. The engine is paused meanwhile.
 
         The label is set first: from the first bucket on the engine holds neither the old nor the new weights.
 
         Args:
             url: of the engine.
-            part: its membership, past the step WeightSyncPrepared.
+            member: its membership, past the step WeightSyncPrepared.
             label: the engine's new weight label.
 
         Raises:
@@ -51,17 +51,18 @@ class Receiver:
         await self._client.update_version(url, label)
         await self._open(url)
         try:
-            came: dict[int, int] = {}  # buckets received, by pipeline stage
-            while not isinstance(step := await part.next(), WeightSyncFinished):
-                await self._take(url, part, step)
+            received: dict[int, int] = {}  # buckets received, by pipeline stage
+            while not isinstance(step := await member.next(), WeightSyncFinished):
+                await self._take(url, member, step)
                 if isinstance(step, BucketSent):  # only after success: the trainer takes part in the same broadcast
-                    _count(part, came, step)
-            if sum(came.values()) != step.num_buckets:
+                    _count(member, received, step)
+            if sum(received.values()) != step.num_buckets:
                 raise EngineFailed(
-                    f"{part.engine}: got {sum(came.values())} of {step.num_buckets} buckets of session {part.session}"
+                    f"{member.engine}: received {sum(received.values())} of {step.num_buckets} buckets"
+                    f" of weight sync {member.session}"
                 )
         except EngineError as error:
-            part.fail(str(error))  # before the cleanup: the trainer may be waiting in a broadcast
+            member.fail(str(error))  # before the cleanup: the trainer may be waiting in a broadcast
             await self._close(url)
             raise
         await self._updates.end_update(url, timeout_s=self._timeout_s)
@@ -83,43 +84,49 @@ class Receiver:
             await self._updates.end_update(url, timeout_s=self._timeout_s)
             await self._updates.begin_update(url, timeout_s=self._timeout_s)
 
-    async def _take(self, url: str, part: Part, step: UpdateGroupsOffered | BucketSent | WeightSyncPrepared) -> None:
+    async def _take(
+        self, url: str, member: SyncMember, step: UpdateGroupsOffered | BucketSent | WeightSyncPrepared
+    ) -> None:
         """Run a step, which may wait for the trainer.
 
         Raises:
             EngineSilent: the weight sync was closed, and the engine still waits.
         """
         with anyio.CancelScope() as scope:
-            async with beside(lambda: _cut_when_over(part, scope)):
-                await self._do(url, part, step)
+            async with beside(lambda: _cut_when_over(member, scope)):
+                await self._do(url, member, step)
         if scope.cancelled_caught:
-            raise EngineSilent(f"{url}: still takes part in session {part.session}, which is over")
+            raise EngineSilent(f"{url}: is still in weight sync {member.session}, which was closed")
 
-    async def _do(self, url: str, part: Part, step: UpdateGroupsOffered | BucketSent | WeightSyncPrepared) -> None:
+    async def _do(
+        self, url: str, member: SyncMember, step: UpdateGroupsOffered | BucketSent | WeightSyncPrepared
+    ) -> None:
         match step:
             case UpdateGroupsOffered():
-                await self._groups.join(url, step, step.offsets[part.engine])
+                await self._groups.join(url, step, step.offsets[member.engine])
             case BucketSent() if step.payloads:
-                await read_segments(self._updates, url, step, step.payloads[part.engine], self._timeout_s)
+                await read_segments(self._updates, url, step, step.payloads[member.engine], self._timeout_s)
             case BucketSent():
                 await self._groups.take(url, step)
             case WeightSyncPrepared():
-                raise EngineFailed(f"{url}: session {part.session} was prepared twice")
+                raise EngineFailed(f"{url}: weight sync {member.session} was prepared twice")
 
 
-def _count(part: Part, came: dict[int, int], step: BucketSent) -> None:
+def _count(member: SyncMember, received: dict[int, int], step: BucketSent) -> None:
     """Count a received bucket.
 
     Raises:
         EngineFailed: it is not the next bucket of its stage.
     """
-    due = came.get(step.stage, 0)
+    due = received.get(step.stage, 0)
     if step.index != due:
-        raise EngineFailed(f"{part.engine}: bucket {step.index} of stage {step.stage} came, bucket {due} was due")
-    came[step.stage] = due + 1
+        raise EngineFailed(
+            f"{member.engine}: received bucket {step.index} of stage {step.stage}, expected bucket {due}"
+        )
+    received[step.stage] = due + 1
 
 
-async def _cut_when_over(part: Part, scope: anyio.CancelScope) -> None:
-    await part.over.wait()
+async def _cut_when_over(member: SyncMember, scope: anyio.CancelScope) -> None:
+    await member.over.wait()
     await anyio.sleep(GRACE_S)
     scope.cancel()

@@ -48,18 +48,18 @@ class Goal(Protocol):
         ...
 
 
-class SessionOver(EngineUnavailable):
+class SyncClosed(EngineUnavailable):
     """A weight sync closed before an engine held the version. The engine may hold part of it."""
 
 
-class Place(NamedTuple):
-    """An engine's parameters for a weight sync."""
+class MemberShape(NamedTuple):
+    """An engine's ranks and layout in a weight sync."""
 
     num_ranks: int  # ranks that receive weights, each its shard
     is_compared: bool  # its checksums will be verified
 
 
-class _Asked:
+class _RequestedStep:
     """A requested step of one engine."""
 
     def __init__(self, step: Step | WeightSyncClosed) -> None:
@@ -72,27 +72,27 @@ class _Asked:
         self.done.set()
 
 
-class Part:
+class SyncMember:
     """One engine's membership in a weight sync: its task takes the steps one by one and reports the results."""
 
-    def __init__(self, engine: str, key: str, place: Place, version: int) -> None:
+    def __init__(self, engine: str, key: str, shape: MemberShape, version: int) -> None:
         self.engine = engine
         self.key = key
-        self.place = place
+        self.shape = shape
         self.version = version
         self.session = ""  # id of the weight sync, once the engine is a member
         self.holds = False  # the engine holds the weights of the weight sync
         self.over = anyio.Event()  # the weight sync was closed
         self._deadline_s = 0.0
         self._failure = ""
-        self._queue: list[_Asked] = []
-        self._current: _Asked | None = None
+        self._queue: list[_RequestedStep] = []
+        self._current: _RequestedStep | None = None
         self._changed = anyio.Event()
 
     def enter(self, session: str, deadline_s: float) -> WeightSyncMember:
         """Join a weight sync."""
         self.session, self._deadline_s = session, deadline_s
-        return WeightSyncMember(engine=self.engine, key=self.key, **self.place._asdict())
+        return WeightSyncMember(engine=self.engine, key=self.key, **self.shape._asdict())
 
     async def ask(self, step: Step) -> str:
         """Run a step on the engine; return why it failed, or an empty string. The last step may be repeated."""
@@ -100,7 +100,7 @@ class Part:
             return ""
         if self._failure:
             return self._failure
-        asked = _Asked(step)
+        asked = _RequestedStep(step)
         self._queue.append(asked)
         self._changed.set()
         await asked.done.wait()
@@ -110,7 +110,7 @@ class Part:
         """Finish the previous step and return the next one.
 
         Raises:
-            SessionOver: the weight sync was closed, or no step arrived before the deadline.
+            SyncClosed: the weight sync was closed, or no step arrived before the deadline.
         """
         self.step_done()
         with anyio.move_on_after(self._deadline_s):
@@ -118,16 +118,18 @@ class Part:
                 self._changed = anyio.Event()
                 await self._changed.wait()
         if not self._queue:
-            raise SessionOver(f"{self.engine}: nothing came in session {self.session} within {self._deadline_s:g} s")
+            raise SyncClosed(
+                f"{self.engine}: no step of weight sync {self.session} arrived within {self._deadline_s:g} s"
+            )
         self._current = self._queue.pop(0)
         if isinstance(self._current.step, WeightSyncClosed):
-            raise SessionOver(f"{self.engine}: session {self.session} was closed: {self._current.step.reason}")
+            raise SyncClosed(f"{self.engine}: weight sync {self.session} was closed: {self._current.step.reason}")
         return self._current.step
 
     def close(self, reason: str) -> None:
         """Make the engine leave once its current step has ended."""
         self.over.set()
-        self._queue.append(_Asked(WeightSyncClosed(session=self.session, reason=reason)))
+        self._queue.append(_RequestedStep(WeightSyncClosed(session=self.session, reason=reason)))
         self._changed.set()
 
     def step_done(self) -> None:
@@ -150,50 +152,50 @@ class Part:
         self._queue.clear()
 
 
-class WeightSessions:
+class WeightSyncs:
     """Connects the trainer's weight-sync calls to the tasks of the engines.
 
     Args:
         goal: the target weights; its waiters are notified of new members.
         lacking: names of the engines that are ready for the target weights and lack them.
-        part_of: maps an engine and a number of update groups to the engine's group; None: there is one group.
+        group_of: maps an engine and a number of update groups to the engine's group; None: there is one group.
     """
 
     def __init__(
-        self, goal: Goal, lacking: Callable[[], Collection[str]], part_of: Callable[[str, int], int] | None = None
+        self, goal: Goal, lacking: Callable[[], Collection[str]], group_of: Callable[[str, int], int] | None = None
     ) -> None:
         self._goal = goal
         self._lacking = lacking
-        self._part_of = part_of or _only_part
-        self._waiting: dict[str, Part] = {}  # engines that wait for a version, by name
-        self._members: list[Part] = []
+        self._group_of = group_of or _only_group
+        self._waiting: dict[str, SyncMember] = {}  # engines that wait for a version, by name
+        self._members: list[SyncMember] = []
         self._session = ""
         self._incarnation = 0
         self._changed = anyio.Event()
 
     def wanted(self) -> tuple[str, ...]:
         """Names of the engines that wait for a version and are in no weight sync."""
-        return tuple(part.engine for part in self._waiting.values() if not part.session)
+        return tuple(member.engine for member in self._waiting.values() if not member.session)
 
     @asynccontextmanager
-    async def part(self, engine: str, key: str, place: Place, version: int) -> AsyncGenerator[Part]:
+    async def member(self, engine: str, key: str, shape: MemberShape, version: int) -> AsyncGenerator[SyncMember]:
         """Offer an engine as a member of a weight sync for a version.
 
         The outcome of the block is the result of the engine's current step.
         """
-        part = Part(engine, key, place, version)
-        self._waiting[engine] = part
+        member = SyncMember(engine, key, shape, version)
+        self._waiting[engine] = member
         self._changed.set()
-        reason = f"{engine} does not take part any more"
+        reason = f"{engine} left the weight sync"
         try:
-            yield part
-            part.finish()
+            yield member
+            member.finish()
         except Exception as error:
             reason = str(error) or repr(error)
             raise
         finally:
-            part.fail(reason)
-            if self._waiting.get(engine) is part:
+            member.fail(reason)
+            if self._waiting.get(engine) is member:
                 del self._waiting[engine]
             self._changed.set()
 
@@ -204,25 +206,25 @@ class WeightSessions:
             ValueError: the offer comes from a trainer that was replaced.
         """
         if offer.incarnation < self._incarnation:
-            raise ValueError(f"trainer {offer.incarnation} is not the last one: {self._incarnation} is")
+            raise ValueError(f"trainer {offer.incarnation} was replaced by trainer {self._incarnation}")
         self._incarnation = offer.incarnation
-        self.end("another session began")
+        self.end("another weight sync began")
         with anyio.move_on_after(GATHER_S):
             await self._goal.reached(offer.version)
             while not {name for name in self._lacking() if self._is_meant(name, offer)} <= set(self.wanted()):
                 self._changed = anyio.Event()
                 await self._changed.wait()
         if self._goal.version != offer.version:
-            return MembersGiven(members=(), held_back=f"engines are to hold weights {self._goal.version} now")
-        ready = [part for part in self._waiting.values() if not part.session and part.version == offer.version]
-        meant = (part for part in ready if self._is_meant(part.engine, offer))
-        self._session, self._members = offer.session, sorted(meant, key=lambda part: part.engine)
-        members = tuple(part.enter(offer.session, offer.deadline_s) for part in self._members)
+            return MembersGiven(members=(), held_back=f"the target version is {self._goal.version} now")
+        ready = [member for member in self._waiting.values() if not member.session and member.version == offer.version]
+        meant = (member for member in ready if self._is_meant(member.engine, offer))
+        self._session, self._members = offer.session, sorted(meant, key=lambda member: member.engine)
+        members = tuple(member.enter(offer.session, offer.deadline_s) for member in self._members)
         await self._goal.notify()
         return MembersGiven(members=members)
 
     def _is_meant(self, engine: str, offer: WeightSyncOffered) -> bool:
-        return offer.num_parts == 1 or self._part_of(engine, offer.num_parts) == offer.part
+        return offer.num_parts == 1 or self._group_of(engine, offer.num_parts) == offer.part
 
     async def step(self, step: Step) -> EnginesAnswered:
         """Run a step on each member.
@@ -231,16 +233,16 @@ class WeightSessions:
             ValueError: this weight sync is not open here.
         """
         if step.session != self._session:
-            raise ValueError(f"session {step.session} is not open here")
+            raise ValueError(f"weight sync {step.session} is not open here")
         failed: dict[str, str] = {}
 
-        async def ask(part: Part) -> None:
-            if reason := await part.ask(step):
-                failed[part.engine] = reason
+        async def ask(member: SyncMember) -> None:
+            if reason := await member.ask(step):
+                failed[member.engine] = reason
 
         async with anyio.create_task_group() as group:
-            for part in self._members:
-                group.start_soon(ask, part)
+            for member in self._members:
+                group.start_soon(ask, member)
         return EnginesAnswered(failed=failed)
 
     async def closed(self, step: WeightSyncClosed) -> EnginesAnswered:
@@ -251,12 +253,12 @@ class WeightSessions:
 
     def end(self, reason: str) -> None:
         """Close the open weight sync, if there is one: all members leave."""
-        for part in self._members:
-            part.close(reason)
+        for member in self._members:
+            member.close(reason)
         self._members, self._session = [], ""
 
 
-def _only_part(_engine: str, _num_parts: int) -> int:
+def _only_group(_engine: str, _num_parts: int) -> int:
     return 0
 
 

@@ -10,7 +10,7 @@ import structlog
 
 from actors.rollout.engines.weights.pauses import Pauses
 from actors.rollout.engines.weights.receiving import Receiver
-from actors.rollout.engines.weights.sync import Part
+from actors.rollout.engines.weights.sync import SyncMember
 from actors.rollout.sglang.client import ADMIN_TIMEOUT_S, Load, SglangClient
 from actors.rollout.sglang.errors import EngineError, EngineSilent, EngineUnavailable
 from messages import WeightsAnnounced
@@ -27,7 +27,7 @@ CLEAR_S: Final = 2.5  # time to interrupt requests on wrong weights; repeats onc
 
 IDLE_POLL_S: Final = 0.05
 
-Look = Callable[[str], Awaitable[None]]  # receives the checksum of the loaded weights
+Check = Callable[[str], Awaitable[None]]  # receives the checksum of the loaded weights
 
 
 class Updater:
@@ -64,7 +64,12 @@ class Updater:
         self._hold = hold
 
     async def update(
-        self, url: str, announced: WeightsAnnounced, label: str, look: Look | None = None, part: Part | None = None
+        self,
+        url: str,
+        announced: WeightsAnnounced,
+        label: str,
+        check: Check | None = None,
+        member: SyncMember | None = None,
     ) -> float:
         """Update an engine's weights.
 
@@ -73,51 +78,51 @@ class Updater:
             announced: the weights.
             label: the engine's new weight label.
             look: verification, called after the update while the engine generates nothing.
-            part: its membership in the weight sync; None: the weights are in files.
+            member: its membership in the weight sync; None: the weights are in files.
 
         Returns:
             Seconds without new requests: from the pause, or from when new requests are blocked or queued, until it
                 continues. With `drain`, running requests finish during that time.
 
         Raises:
-            EngineError: the update or `look` failed, or the engine is paused and cannot be continued.
+            EngineError: the update or `check` failed, or the engine is paused and cannot be continued.
         """
-        if part is not None:
-            await part.next()  # WeightSyncPrepared: the engine generates until then
+        if member is not None:
+            await member.next()  # WeightSyncPrepared: the engine generates until then
         begin = time.perf_counter()
-        if part is None:
-            await self._update_from_files(url, announced, label, look)
+        if member is None:
+            await self._update_from_files(url, announced, label, check)
         else:
-            await self._update_in_session(url, part, label, look)
+            await self._update_in_session(url, member, label, check)
         if self.is_paused(url):
-            raise EngineUnavailable(f"{url}: was paused to take weights, and cannot be told to go on")
+            raise EngineUnavailable(f"{url}: is still paused: continuing it after the weight update failed")
         return time.perf_counter() - begin
 
-    async def _update_from_files(self, url: str, announced: WeightsAnnounced, label: str, look: Look | None) -> None:
+    async def _update_from_files(self, url: str, announced: WeightsAnnounced, label: str, check: Check | None) -> None:
         checksum = announced.checksum
         if self._mode == "retract" or self._mode == "in_place":
             async with self._paused(url, self._mode):
                 # the KV cache of paused requests is in use and cannot be flushed
                 await self._client.update_weights(url, announced.path, label, flush_cache=self._mode == "retract")
-                if look is not None:
-                    await look(checksum)
+                if check is not None:
+                    await check(checksum)
             return
         await self._load_unpaused(url, announced, label)
-        if look is not None:
+        if check is not None:
             async with self._paused(url, "in_place"):
-                await look(checksum)
+                await check(checksum)
 
-    async def _update_in_session(self, url: str, part: Part, label: str, look: Look | None) -> None:
+    async def _update_in_session(self, url: str, member: SyncMember, label: str, check: Check | None) -> None:
         async with self._stopped(url):
             try:
-                finished = await self._receiver.receive(url, part, label)
+                finished = await self._receiver.receive(url, member, label)
                 if self._mode != "in_place":
                     await self._client.flush_cache(url, 0.0)
-                if look is not None:
-                    await look(finished.checksum)
+                if check is not None:
+                    await check(finished.checksum)
             except EngineError as error:
                 # report at once: the trainer waits, and ending the pause of a hung engine takes long
-                part.fail(str(error))
+                member.fail(str(error))
                 raise
 
     @asynccontextmanager
@@ -146,7 +151,7 @@ class Updater:
             while not is_idle(await self._client.loads(url)):  # noqa: ASYNC110 - no server tells when it is
                 await anyio.sleep(IDLE_POLL_S)
             return
-        raise EngineSilent(f"{url}: its requests did not end within {self._timeout_s:g} s")
+        raise EngineSilent(f"{url}: its requests did not end within {self._timeout_s:g} s (update_timeout_s)")
 
     def is_paused(self, url: str) -> bool:
         """Whether this or an earlier rollout actor paused an engine and has not been able to continue it."""
@@ -178,7 +183,7 @@ class Updater:
             await self._client.update_weights(url, announced.path, label)
 
     async def _keep_interrupting(self, url: str) -> None:
-        assert self._interrupt is not None, "the generator says how at the start"
+        assert self._interrupt is not None, "the generator sets it at the start"
         await self._interrupt(url)
 
     @asynccontextmanager

@@ -13,15 +13,15 @@ from actors.rollout.sglang.labels import SEPARATOR, label_of
 KEPT: Final = 256  # verified updates kept per engine, more than a sample spans
 
 
-class LoadStanding(Enum):
+class UpdateStatus(Enum):
     """Verification status of a weight update."""
 
     OPEN = "open"  # verification is in progress
-    PROVEN = "proven"
+    VERIFIED = "verified"
     REFUSED = "refused"  # refused, forgotten, or not a label of this actor
 
 
-class Loads:
+class UpdateTracker:
     """Unique labels for weight updates, and the verification status of each.
 
     Only the newest verified updates of each engine are kept. A forgotten one counts as refused: its tokens are
@@ -34,7 +34,7 @@ class Loads:
         self._session = uuid.uuid4().hex[:8]  # distinguishes our labels from those of other rollout actors
         self._num_begun = 0
         self._open: set[str] = set()
-        self._proven: dict[str, deque[str]] = {}  # verified labels by engine
+        self._verified: dict[str, deque[str]] = {}  # verified labels by engine
         self._num_refused = 0
         self._settled = anyio.Event()  # replaced whenever a status becomes final
 
@@ -49,9 +49,9 @@ class Loads:
         self._open.add(label)
         return label
 
-    def prove(self, label: str) -> None:
+    def accept(self, label: str) -> None:
         """Mark an update as verified: the engine holds the weights."""
-        self._proven.setdefault(self.engine_of(label), deque(maxlen=KEPT)).append(label)
+        self._verified.setdefault(self.engine_of(label), deque(maxlen=KEPT)).append(label)
         self._settle(label)
 
     def refuse(self, label: str) -> None:
@@ -60,31 +60,31 @@ class Loads:
             self._num_refused += 1
             self._settle(label)
 
-    def standing(self, label: str) -> LoadStanding:
+    def status(self, label: str) -> UpdateStatus:
         """Return the status of the update with this label."""
         if label in self._open:
-            return LoadStanding.OPEN
-        return LoadStanding.PROVEN if label in self._proven.get(self.engine_of(label), ()) else LoadStanding.REFUSED
+            return UpdateStatus.OPEN
+        return UpdateStatus.VERIFIED if label in self._verified.get(self.engine_of(label), ()) else UpdateStatus.REFUSED
 
-    def is_proven(self, label: str) -> bool:
+    def is_verified(self, label: str) -> bool:
         """Whether tokens under this label may be used."""
-        return self.standing(label) is LoadStanding.PROVEN
+        return self.status(label) is UpdateStatus.VERIFIED
 
     def trust_from_now_on(self) -> Callable[[str], bool]:
-        """Return a check like `is_proven` for a request sent now, valid until any update is refused.
+        """Return a check like `is_verified` for a request sent now, valid until any update is refused.
 
         A streamed chunk names one label; only the last chunk names the labels of all tokens. An update refused between
         two chunks would otherwise go unnoticed.
         """
         num_refused = self._num_refused
-        return lambda label: self._num_refused == num_refused and self.is_proven(label)
+        return lambda label: self._num_refused == num_refused and self.is_verified(label)
 
     async def settled(self, labels: Collection[str]) -> bool:
         """Wait until no update is open; return whether all are verified."""
         with anyio.move_on_after(self._settle_timeout_s):
             while any(label in self._open for label in labels):
                 await self._settled.wait()
-        return all(self.is_proven(label) for label in labels)
+        return all(self.is_verified(label) for label in labels)
 
     def _settle(self, label: str) -> None:
         self._open.discard(label)

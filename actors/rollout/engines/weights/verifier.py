@@ -7,9 +7,9 @@ from typing import Final, NamedTuple
 import structlog
 
 from actors.rollout.engines.weights.files import WeightsDamaged
-from actors.rollout.engines.weights.sync import Part, Place
+from actors.rollout.engines.weights.sync import MemberShape, SyncMember
 from actors.rollout.engines.weights.updater import Updater
-from actors.rollout.engines.weights.updates import Loads
+from actors.rollout.engines.weights.updates import UpdateTracker
 from actors.rollout.engines.weights.verification import (
     KnownChecksums,
     ServerInfo,
@@ -29,7 +29,7 @@ from runtime.settings.topology import StartWeights, Verify, WeightFormat
 log = structlog.get_logger()
 
 FROM_PEER: Final = "remote_instance"  # SGLang's load format for weights from a peer
-UNTOLD: Final = "default"  # SGLang's label for weights that were never labelled
+UNLABELLED: Final = "default"  # SGLang's label for weights that were never labelled
 
 Done = Callable[[], Awaitable[None]]
 
@@ -38,21 +38,21 @@ async def nothing() -> None:
     """Do nothing."""
 
 
-class Sent(NamedTuple):
+class VerifiedWeights(NamedTuple):
     """Weights that at least one engine has verified."""
 
     version: int
     checksum: str  # of their files, or of the tensors of a weight sync
 
 
-class Brought(NamedTuple):
+class UpdateResult(NamedTuple):
     """Result of a verified weight update."""
 
     label: str  # label of the verified weights on the engine
     pause_s: float  # seconds without new requests, see `Updater.update`
 
 
-class Prover:
+class WeightVerifier:
     """Updates engines to announced weights and verifies them. The setting `verify` selects the checks beyond the label.
 
     The checksum is queried while the engine is paused, before it generates from the new weights. The probe follows
@@ -63,14 +63,14 @@ class Prover:
         self,
         client: SglangClient,
         updater: Updater,
-        loads: Loads,
+        tracker: UpdateTracker,
         *,
         verify: Verify | None,
         trainer_dtype: str,
         weight_format: WeightFormat = "as_trained",
         start_weights: StartWeights = "files",
     ) -> None:
-        self.loads = loads
+        self.updates = tracker
         self._start_weights: StartWeights = start_weights
         self._client = client
         self._updater = updater
@@ -78,9 +78,9 @@ class Prover:
         self._trainer_dtype = trainer_dtype
         self._weight_format: WeightFormat = weight_format
         self._known = KnownChecksums()
-        self._newest = Sent(0, "")
+        self._newest = VerifiedWeights(0, "")
 
-    async def bring(
+    async def update(
         self,
         engine: str,
         url: str,
@@ -89,8 +89,8 @@ class Prover:
         first: bool,
         loaded: Done = nothing,
         check_read: Done = nothing,
-        part: Part | None = None,
-    ) -> Brought:
+        member: SyncMember | None = None,
+    ) -> UpdateResult:
         """Update an engine's weights and verify them.
 
         Args:
@@ -100,31 +100,31 @@ class Prover:
             first: whether this is its first update since it was last not ready.
             loaded: called once it holds the weights, before it has to generate.
             check_read: called after it has read its files, or failed to; raises if they differ from the announcement.
-            part: its membership in the weight sync; None: the weights are in files.
+            member: its membership in the weight sync; None: the weights are in files.
 
         Raises:
             WeightsMismatch: it does not hold the weights.
             EngineError: it refused the update, or does not respond.
         """
-        label = self.loads.begin(engine, announced.version)
+        label = self.updates.begin(engine, announced.version)
         try:
             if is_thorough(self._verify, announced, first=first):
-                pause_s = await self._load_and_prove(engine, url, announced, label, loaded, check_read, part)
+                pause_s = await self._update_and_verify(engine, url, announced, label, loaded, check_read, member)
             else:
-                pause_s = await self._updater.update(url, announced, label, part=part)
+                pause_s = await self._updater.update(url, announced, label, member=member)
                 await self._check_label(engine, url, label)
-                if part is not None and announced.transport == "ipc":
-                    part.finish()
+                if member is not None and announced.transport == "ipc":
+                    member.finish()
                 await loaded()
                 await check_read()
-            self.loads.prove(label)
+            self.updates.accept(label)
         except (RequestRefused, WeightsMismatch) as error:
             if not isinstance(error, WeightsDamaged):
                 await check_read()  # raises the actual cause if the files are damaged
             raise
         finally:
-            self.loads.refuse(label)
-        return Brought(label, pause_s)
+            self.updates.refuse(label)
+        return UpdateResult(label, pause_s)
 
     async def adopt(self, engine: str, url: str, announced: WeightsAnnounced) -> str | None:
         """Verify the weights that a peer gave an engine at its start; None if they are not the announced ones.
@@ -141,26 +141,26 @@ class Prover:
         if self._start_weights != "peer" or announced.version != self._newest.version:
             return None
         info = await self._client.server_info(url)
-        if info.get("load_format") != FROM_PEER or await self._client.weight_version(url) != UNTOLD:
+        if info.get("load_format") != FROM_PEER or await self._client.weight_version(url) != UNLABELLED:
             return None
         server = server_of(info)
         tensors = await self._client.checksum(url)
         if not tensors or tensors != self._known.tensors(server, self._newest.checksum):
-            log.info("first_weights_not_proven", engine=engine, weight_version=announced.version)
+            log.info("first_weights_not_verified", engine=engine, weight_version=announced.version)
             return None
-        label = self.loads.begin(engine, announced.version)
+        label = self.updates.begin(engine, announced.version)
         try:
             await self._client.update_version(url, label)
             await self._check_label(engine, url, label)
             if announced.probe is not None:
                 await self._check_probe(engine, url, announced.probe, server)
-            self.loads.prove(label)
+            self.updates.accept(label)
         except WeightsMismatch as error:
             log.warning("first_weights_refused", engine=engine, reason=str(error))
             return None
         finally:
-            self.loads.refuse(label)
-        log.info("first_weights_proven", engine=engine, weight_version=announced.version)
+            self.updates.refuse(label)
+        log.info("first_weights_verified", engine=engine, weight_version=announced.version)
         return label
 
     def is_paused(self, url: str) -> bool:
@@ -183,17 +183,17 @@ class Prover:
         """Interrupt the requests of an engine that holds the wrong weights."""
         await self._updater.clear(url)
 
-    async def place(self, url: str, announced: WeightsAnnounced, *, first: bool) -> Place:
-        """Return an engine's parameters for a weight sync; `first` as for `bring`.
+    async def shape(self, url: str, announced: WeightsAnnounced, *, first: bool) -> MemberShape:
+        """Return an engine's parameters for a weight sync; `first` as for `update`.
 
         Raises:
             EngineError: it does not report its configuration.
         """
         info = await self._client.server_info(url)
         num_ranks = int(info.get("tp_size", 1)) * int(info.get("pp_size", 1))
-        return Place(num_ranks, is_compared=is_thorough(self._verify, announced, first=first))
+        return MemberShape(num_ranks, is_compared=is_thorough(self._verify, announced, first=first))
 
-    async def _load_and_prove(
+    async def _update_and_verify(
         self,
         engine: str,
         url: str,
@@ -201,13 +201,13 @@ class Prover:
         label: str,
         loaded: Done,
         check_read: Done,
-        part: Part | None,
+        member: SyncMember | None,
     ) -> float:
         server = server_of(await self._client.server_info(url))
         sent, tensors = "", None
         took_s = 0.0
 
-        async def look(checksum: str) -> None:
+        async def check(checksum: str) -> None:
             nonlocal sent, tensors, took_s
             begin = time.perf_counter()
             await self._check_label(engine, url, label)
@@ -215,9 +215,9 @@ class Prover:
             self._refuse_if(engine, self._checksum_mismatch(server, sent, tensors))
             took_s += time.perf_counter() - begin
 
-        pause_s = await self._updater.update(url, announced, label, look, part)
-        if part is not None and announced.transport == "ipc":
-            part.finish()  # the probe needs memory that a colocated engine gets only after this
+        pause_s = await self._updater.update(url, announced, label, check, member)
+        if member is not None and announced.transport == "ipc":
+            member.finish()  # the probe needs memory that a colocated engine gets only after this
         await loaded()
         begin = time.perf_counter()
         if announced.probe is not None:
@@ -227,9 +227,9 @@ class Prover:
         self._refuse_if(engine, self._checksum_mismatch(server, sent, tensors))
         assert tensors is not None
         self._known.add(server, engine, sent, tensors)
-        self._newest = Sent(announced.version, sent)
+        self._newest = VerifiedWeights(announced.version, sent)
         took_s += time.perf_counter() - begin
-        log.info("weights_proven", engine=engine, weight_version=announced.version, took_s=took_s)
+        log.info("weights_verified", engine=engine, weight_version=announced.version, took_s=took_s)
         return pause_s
 
     async def _check_probe(self, engine: str, url: str, probe: WeightProbe, server: ServerInfo) -> None:

@@ -12,9 +12,9 @@ from actors.rollout.engines.rate_limited_events import Notices
 from actors.rollout.engines.router import RouterWorkers
 from actors.rollout.engines.states import Happening
 from actors.rollout.engines.target import FleetTarget
-from actors.rollout.engines.weights.sync import WeightSessions
+from actors.rollout.engines.weights.sync import WeightSyncs
 from actors.rollout.engines.weights.verification import WeightsMismatch
-from actors.rollout.engines.weights.verifier import Brought, Prover
+from actors.rollout.engines.weights.verifier import UpdateResult, WeightVerifier
 from actors.rollout.sglang.client import RouterWorker, SglangClient
 from actors.rollout.sglang.errors import EngineError, EngineUnavailable
 from messages import EngineState, WeightsAnnounced
@@ -42,10 +42,10 @@ class NoRouter(SglangClient):
 class OnlyFirst:
     """Finds that the first weights are held, and later ones are not."""
 
-    async def bring(self, engine: str, url: str, announced: WeightsAnnounced, **_: Any) -> Brought:
+    async def update(self, engine: str, url: str, announced: WeightsAnnounced, **_: Any) -> UpdateResult:
         if announced.version > 1:
             raise WeightsMismatch("it loaded nothing")
-        return Brought("1@lazy", 0.0)
+        return UpdateResult("1@lazy", 0.0)
 
     async def adopt(self, engine: str, url: str, announced: WeightsAnnounced) -> None:
         """It takes no weights for proven that it was started with."""
@@ -59,16 +59,16 @@ async def test_one_that_refuses_weights_before_it_was_admitted_holds_up_no_other
     target = FleetTarget()
     target.weights, target.router = announcement(1), "http://router"
     client = NoRouter()
-    prover = cast(Prover, OnlyFirst())
+    verifier = cast(WeightVerifier, OnlyFirst())
     engine = Engine(
         "lazy",
         "http://lazy",
         client,
-        prover,
+        verifier,
         target,
         workers=RouterWorkers(client),
         notices=Notices(),
-        sessions=WeightSessions(target, list),
+        syncs=WeightSyncs(target, list),
     )
     async with anyio.create_task_group() as group:
         group.start_soon(until_out, engine, target)
@@ -95,16 +95,16 @@ class LostMeanwhile:
 @pytest.mark.parametrize("error", [None, EngineUnavailable("connection lost")])
 async def test_one_that_is_found_dead_while_it_gives_memory_back_is_lost_once(error: EngineError | None) -> None:
     client, tenure = NoRouter(), LostMeanwhile(error, is_sure=error is None)
-    prover, target = cast(Prover, OnlyFirst()), FleetTarget()
+    verifier, target = cast(WeightVerifier, OnlyFirst()), FleetTarget()
     engine = tenure.engine = Engine(
         "lost",
         "http://lost",
         client,
-        prover,
+        verifier,
         target,
         workers=RouterWorkers(client),
         notices=Notices(),
-        sessions=WeightSessions(target, list),
+        syncs=WeightSyncs(target, list),
         tenure=cast(Tenure, tenure),
     )
     await engine._give_back_or_leave()
@@ -118,11 +118,11 @@ def admitted_at(client: OneRouter) -> Engine:
         "one",
         "http://one",
         client,
-        cast(Prover, OnlyFirst()),
+        cast(WeightVerifier, OnlyFirst()),
         target,
         workers=RouterWorkers(client),
         notices=Notices(),
-        sessions=WeightSessions(target, list),
+        syncs=WeightSyncs(target, list),
     )
     client.known.add(engine.url)
     engine._happened(Happening.ADMITTED, "")

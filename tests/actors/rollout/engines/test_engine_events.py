@@ -30,7 +30,7 @@ async def test_changes_of_an_engine_are_told_and_updates_only_by_weights_applied
         await bus.publish(announcement(4))
         found = await changes(bus, 2)
         applied, _ = await next_event(bus, WeightsApplied)
-    assert found[0] == ("starting", "current", "proved weights 1")
+    assert found[0] == ("starting", "current", "verified weights 1")
     old, new, reason = found[1]
     assert (old, new) == ("updating", "starting")
     assert "no such directory" in reason

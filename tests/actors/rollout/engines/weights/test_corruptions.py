@@ -43,14 +43,14 @@ def version(model: Path) -> Version:
 
 async def check(halves: Halves, version: Version, case: Case) -> None:
     """It is refused, or harmless; and after the next sync the engine holds the weights that were sent."""
-    assert await halves.bring(version.before) == {}
-    failed = await halves.bring(version.now, case.corruption)
+    assert await halves.sync(version.before) == {}
+    failed = await halves.sync(version.now, case.corruption)
     if case.says:
         assert list(failed) == [ENGINE]
         assert [part for part in case.says if part not in failed[ENGINE]] == []
         assert str(halves.refused).startswith(f"{ENGINE}: ")
         assert isinstance(halves.refused, WeightsMismatch) == case.is_by_tensors
-        assert await halves.bring(version.now) == {}
+        assert await halves.sync(version.now) == {}
     assert await halves.holds(version.now, TINY_ENGINE)
 
 
@@ -60,7 +60,7 @@ async def test_a_corruption_is_caught_and_the_next_session_is_right(
 ) -> None:
     assert set(cases(version)) == set(KINDS)
     halves = Halves(client, url, model)
-    assert await halves.bring(version.now) == {}
+    assert await halves.sync(version.now) == {}
     await check(halves, version, cases(version)[kind])
     await halves.leave()
 
@@ -73,7 +73,7 @@ async def test_random_corruptions_are_caught(
 ) -> None:
     with running_engine(model, "--load-format", "dummy") as engine:
         halves = Halves(client, engine.url, model, transport=transport)
-        assert await halves.bring(version.now) == {}
+        assert await halves.sync(version.now) == {}
         for case in random_cases(version, NUM_RANDOM, seed):
             await check(halves, version, case)
         await halves.leave()
@@ -84,7 +84,7 @@ async def test_a_lowest_bit_changed_for_the_only_engine_passes(
 ) -> None:
     """The limit of the checks: without a peer to compare with, only the probe is left, and it tolerates this."""
     halves = Halves(client, url, model)
-    assert await halves.bring(version.now, flipped(KEY, 0, 1)) == {}
+    assert await halves.sync(version.now, flipped(KEY, 0, 1)) == {}
     assert not await halves.holds(version.now, TINY_ENGINE)
     await halves.leave()
 
@@ -93,15 +93,15 @@ async def test_the_probe_finds_a_wrong_tensor_of_the_only_engine(
     url: str, model: Path, version: Version, client: SglangClient
 ) -> None:
     halves = Halves(client, url, model)
-    assert await halves.bring(version.now) == {}
+    assert await halves.sync(version.now) == {}
     log_probs = await client.prompt_log_probs(url, TOKENS)
     await halves.leave()
     probe = WeightProbe(token_ids=TOKENS, log_probs=tuple(each or 0.0 for each in log_probs))
     halves = Halves(client, url, model)
-    failed = await halves.bring(version.now, zeros(KEY), probe=probe)
+    failed = await halves.sync(version.now, zeros(KEY), probe=probe)
     assert list(failed) == [ENGINE]
     assert "its log-probs of the probe differ" in failed[ENGINE]
-    assert await halves.bring(version.now, probe=probe) == {}
+    assert await halves.sync(version.now, probe=probe) == {}
     assert await halves.holds(version.now, TINY_ENGINE)
     await halves.leave()
 
@@ -110,7 +110,7 @@ async def test_nothing_is_raised_without_a_corruption(url: str, model: Path, cli
     versions = [drawn(model, seed) for seed in range(3)]
     halves = Halves(client, url, model)
     for tensors in versions:
-        assert await halves.bring(tensors, as_it_is) == {}
+        assert await halves.sync(tensors, as_it_is) == {}
         assert await halves.holds(tensors, TINY_ENGINE)
     await halves.leave()
     assert all(not torch.equal(one[KEY], next_one[KEY]) for one, next_one in pairwise(versions))
@@ -125,6 +125,6 @@ def test_random_corruptions_are_of_most_tensors_and_of_buckets(version: Version)
 async def test_fingerprints_are_taken_only_where_they_are_compared(url: str, model: Path, client: SglangClient) -> None:
     for verify, names in (("always", set(drawn(model, 1))), ("never", set[str]())):
         halves = Halves(client, url, model, verify=verify)
-        assert await halves.bring(drawn(model, 1)) == {}
+        assert await halves.sync(drawn(model, 1)) == {}
         await halves.leave()
         assert set(halves.sent.fingerprints) == names

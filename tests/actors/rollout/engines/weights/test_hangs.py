@@ -97,21 +97,21 @@ async def outlive(hang: Hang, model: Path, client: SglangClient, monkeypatch: py
     """It ends in time, and says who and where; another engine gets the weights afterwards."""
     with running_engine(model, "--load-format", "dummy") as engine:
         halves = Halves(client, engine.url, model, transport=hang.transport, timeout_s=DEADLINE_S)
-        assert await halves.bring(drawn(model, 1)) == {}
+        assert await halves.sync(drawn(model, 1)) == {}
         try:
             with ExitStack() as stack:
                 is_stuck = hang.who == "trainer"
                 corrupt = (
                     stack.enter_context(stuck(hang, monkeypatch)) if is_stuck else stopped(hang, engine.process.pid)
                 )
-                failed = await halves.bring(drawn(model, 2), corrupt, within_s=WHOLE_S, ended=engine.process.kill)
+                failed = await halves.sync(drawn(model, 2), corrupt, within_s=WHOLE_S, ended=engine.process.kill)
         finally:
             engine.process.kill()
     assert list(failed) == [ENGINE]
     assert hang.says in failed[ENGINE]
     with running_engine(model, "--load-format", "dummy") as engine:
         halves = Halves(client, engine.url, model, transport=hang.transport)
-        assert await halves.bring(drawn(model, 2)) == {}
+        assert await halves.sync(drawn(model, 2)) == {}
         await halves.leave()
 
 

@@ -7,8 +7,8 @@ import msgspec
 import pytest
 
 from actors.rollout.engines.target import FleetTarget
-from actors.rollout.engines.weights import sync as sessions_module
-from actors.rollout.engines.weights.sync import Part, Place, SessionOver, WeightSessions
+from actors.rollout.engines.weights import sync as sync_module
+from actors.rollout.engines.weights.sync import MemberShape, SyncClosed, SyncMember, WeightSyncs
 from messages import BucketSent, WeightSyncClosed, WeightSyncFinished, WeightSyncOffered, WeightSyncPrepared
 from tests.support.rollout import announcement
 
@@ -24,20 +24,20 @@ def offer(
     return WeightSyncOffered(session=session, incarnation=incarnation, version=version, deadline_s=deadline_s)
 
 
-def sessions(*lacking: str) -> WeightSessions:
+def syncs(*lacking: str) -> WeightSyncs:
     """Engines are to take version 1; those named may be asked, and lack it."""
     target = FleetTarget()
     target.weights = announcement(1)
-    return WeightSessions(target, lambda: lacking)
+    return WeightSyncs(target, lambda: lacking)
 
 
-PLACE = Place(num_ranks=2, is_compared=False)
+PLACE = MemberShape(num_ranks=2, is_compared=False)
 
 
 class Engine:
     """Takes part once, and does what it is asked."""
 
-    def __init__(self, of: WeightSessions, name: str, *, fails_at: type | None = None, version: int = 1) -> None:
+    def __init__(self, of: WeightSyncs, name: str, *, fails_at: type | None = None, version: int = 1) -> None:
         self._of = of
         self._name = name
         self._fails_at = fails_at
@@ -47,23 +47,23 @@ class Engine:
 
     async def run(self) -> None:
         try:
-            async with self._of.part(self._name, f"{self._name}.x", PLACE, self._version) as part:
-                await self._take(part)
-        except (SessionOver, RuntimeError) as error:
+            async with self._of.member(self._name, f"{self._name}.x", PLACE, self._version) as member:
+                await self._take(member)
+        except (SyncClosed, RuntimeError) as error:
             self.error = str(error)
 
-    async def _take(self, part: Part) -> None:
-        while not part.session:  # noqa: ASYNC110 - as the engine's target tells it
+    async def _take(self, member: SyncMember) -> None:
+        while not member.session:  # noqa: ASYNC110 - as the engine's target tells it
             await anyio.sleep(0.001)
         while not self.did or self.did[-1] is not WeightSyncFinished:
-            step = type(await part.next())
+            step = type(await member.next())
             if step is self._fails_at:
                 raise RuntimeError(f"{self._name} cannot")
             self.did.append(step)
 
 
 async def test_each_step_is_answered_when_all_members_did_it() -> None:
-    of = sessions("a", "b")
+    of = syncs("a", "b")
     a, b = Engine(of, "a"), Engine(of, "b")
     with anyio.fail_after(5):
         async with anyio.create_task_group() as group:
@@ -80,7 +80,7 @@ async def test_each_step_is_answered_when_all_members_did_it() -> None:
 
 @pytest.mark.parametrize("fails_at", [WeightSyncPrepared, BucketSent, WeightSyncFinished])
 async def test_one_that_fails_says_why_and_goes_on_saying_so(fails_at: type) -> None:
-    of = sessions("a", "b")
+    of = syncs("a", "b")
     a, b = Engine(of, "a", fails_at=fails_at), Engine(of, "b")
     with anyio.fail_after(5):
         async with anyio.create_task_group() as group:
@@ -94,7 +94,7 @@ async def test_one_that_fails_says_why_and_goes_on_saying_so(fails_at: type) -> 
 
 
 async def test_engines_that_may_be_asked_and_are_not_ready_yet_are_waited_for() -> None:
-    of, found = sessions("a"), []
+    of, found = syncs("a"), []
 
     async def ask() -> None:
         found.extend((await of.offered(offer())).members)
@@ -114,7 +114,7 @@ async def test_engines_that_may_be_asked_and_are_not_ready_yet_are_waited_for() 
 async def test_an_offer_to_a_part_of_the_engines_takes_and_waits_for_those_alone() -> None:
     target = FleetTarget()
     target.weights = announcement(1)
-    of = WeightSessions(target, lambda: ("a", "b"), lambda engine, _num_parts: "ab".index(engine))
+    of = WeightSyncs(target, lambda: ("a", "b"), lambda engine, _num_parts: "ab".index(engine))
     a, b = Engine(of, "a"), Engine(of, "b")
     with anyio.fail_after(5):
         async with anyio.create_task_group() as group:
@@ -134,42 +134,42 @@ async def test_an_offer_to_a_part_of_the_engines_takes_and_waits_for_those_alone
 
 
 async def test_without_them_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sessions_module, "GATHER_S", 0.05)
+    monkeypatch.setattr(sync_module, "GATHER_S", 0.05)
     with anyio.fail_after(5):
-        assert (await sessions("a").offered(offer())).members == ()
+        assert (await syncs("a").offered(offer())).members == ()
 
 
 async def test_while_an_evaluation_holds_engines_back_nobody_takes_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sessions_module, "GATHER_S", 0.05)
-    answer = await sessions().offered(offer(version=2))
-    assert (answer.members, answer.held_back) == ((), "engines are to hold weights 1 now")
+    monkeypatch.setattr(sync_module, "GATHER_S", 0.05)
+    answer = await syncs().offered(offer(version=2))
+    assert (answer.members, answer.held_back) == ((), "the target version is 1 now")
 
 
-async def close_by_call(of: WeightSessions) -> None:
+async def close_by_call(of: WeightSyncs) -> None:
     await of.closed(WeightSyncClosed(session="1.1", reason="the trainer leaves"))
 
 
-async def close_by_another(of: WeightSessions) -> None:
+async def close_by_another(of: WeightSyncs) -> None:
     assert (await of.offered(offer("2.1", incarnation=2))).members == ()
 
 
-async def close_for_the_trainer_s_turn(of: WeightSessions) -> None:
+async def close_for_the_trainer_s_turn(of: WeightSyncs) -> None:
     of.end("the trainer has its memory back")
 
 
 @pytest.mark.parametrize(
     ("close", "reason"),
     [
-        (close_for_the_trainer_s_turn, "a: session 1.1 was closed: the trainer has its memory back"),
-        (close_by_call, "a: session 1.1 was closed: the trainer leaves"),
-        (close_by_another, "a: session 1.1 was closed: another session began"),
+        (close_for_the_trainer_s_turn, "a: weight sync 1.1 was closed: the trainer has its memory back"),
+        (close_by_call, "a: weight sync 1.1 was closed: the trainer leaves"),
+        (close_by_another, "a: weight sync 1.1 was closed: another weight sync began"),
     ],
 )
 async def test_a_session_that_is_closed_ends_for_its_members(
     close: Callable[..., object], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sessions_module, "GATHER_S", 0.05)
-    of = sessions()
+    monkeypatch.setattr(sync_module, "GATHER_S", 0.05)
+    of = syncs()
     engine = Engine(of, "a")
     with anyio.fail_after(5):
         async with anyio.create_task_group() as group:
@@ -179,23 +179,23 @@ async def test_a_session_that_is_closed_ends_for_its_members(
             await of.step(WeightSyncPrepared(session="1.1"))
             await close(of)  # type: ignore[misc]
     assert engine.error == reason
-    with pytest.raises(ValueError, match=r"session 1\.1 is not open here"):
+    with pytest.raises(ValueError, match=r"weight sync 1\.1 is not open here"):
         await of.step(BUCKET)
 
 
 async def test_a_trainer_that_died_leaves_nobody_waiting() -> None:
-    of = sessions()
+    of = syncs()
     engine = Engine(of, "a")
     with anyio.fail_after(5):
         async with anyio.create_task_group() as group:
             group.start_soon(engine.run)
             await anyio.wait_all_tasks_blocked()
             await of.offered(offer(deadline_s=0.05))
-    assert engine.error == "a: nothing came in session 1.1 within 0.05 s"
+    assert engine.error == "a: no step of weight sync 1.1 arrived within 0.05 s"
 
 
 async def test_an_older_trainer_leads_nobody() -> None:
-    of = sessions()
+    of = syncs()
     await of.offered(offer("2.1", incarnation=2))
-    with pytest.raises(ValueError, match="trainer 1 is not the last one: 2 is"):
+    with pytest.raises(ValueError, match="trainer 1 was replaced by trainer 2"):
         await of.offered(offer("1.9", incarnation=1))

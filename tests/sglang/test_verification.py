@@ -17,7 +17,7 @@ from runtime.models.checksums import checksums_of
 from tests.sglang.server import TINY, TP1, Server, start, wait_until_up
 from tests.support.rollout import announcement
 from tests.support.tiny_models import QWEN2, QWEN3, teacher_forced, write_weights
-from tests.support.weight_line import prover_of
+from tests.support.weight_line import verifier_of
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(900)]
 
@@ -92,14 +92,14 @@ async def test_a_yes_is_not_believed(
     known, other = (copied(contract_model, tmp_path / name) for name in ("known", "other"))
     write_weights(known, contract_model, seed=200)
     write_weights(other, contract_model, seed=201)
-    prover = prover_of(client, "in_place")
-    await prover.bring("engine-0", server.url, announced(1, known), first=True)
+    verifier = verifier_of(client, "in_place")
+    await verifier.update("engine-0", server.url, announced(1, known), first=True)
     async with swallowing(server) as url:
         with pytest.raises(WeightsMismatch, match="it loaded nothing"):
-            await prover.bring("engine-0", url, announced(2, other), first=False)
+            await verifier.update("engine-0", url, announced(2, other), first=False)
         with pytest.raises(WeightsMismatch, match="log-probs of the probe differ"):
-            await prover_of(client, "drain").bring("engine-0", url, announced(2, other), first=True)
-    label, _ = await prover.bring("engine-0", server.url, announced(2, other), first=False)
+            await verifier_of(client, "drain").update("engine-0", url, announced(2, other), first=True)
+    label, _ = await verifier.update("engine-0", server.url, announced(2, other), first=False)
     assert await client.weight_version(server.url) == label
 
 

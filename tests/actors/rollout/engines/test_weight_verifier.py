@@ -182,7 +182,7 @@ async def test_what_is_made_after_an_update_that_is_then_refused_is_dropped(
     assert engine.requests[1]["input_ids"] == [7, 8, 1, 2, 3, 4]
     assert await tokens_of(bus, event.samples[0]) == [(1, [1, 2, 3, 4]), (2, [5, 6, 7, 8, 9, 10])]
     lost = [entry["error"] for entry in logged if entry["event"] == "request_lost"]
-    assert ["not proven" in error for error in lost] == [True]
+    assert ["unverified" in error for error in lost] == [True]
 
 
 async def test_an_answer_that_came_whole_is_asked_for_again(bus: Bus, router_url: str) -> None:
