@@ -34,6 +34,8 @@ def test_a_label_that_was_not_given_out_here_is_not_proven() -> None:
     session = ours.split(".")[1]
     for label in ("default", "", "1", "1@", foreign, f"1@e.{session}.2", f"1@e.{session}.0", f"1@e.{session}.x"):
         assert tracker.status(label) is UpdateStatus.REFUSED, label
+        assert tracker.engine_of(label) == "", label
+    assert tracker.engine_of(ours) == "e"
 
 
 def test_a_request_trusts_no_label_once_a_load_was_refused_beside_it() -> None:
