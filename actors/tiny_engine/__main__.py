@@ -12,8 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from runtime.bus.addresses import ENGINE_KEY_VARIABLE
-from runtime.models.checksums import safetensors_files
 from runtime.models.config import MAX_CONTEXT, ModelDescription, ModelError, read_dense_model
+from runtime.models.safetensors import safetensors_files
 from runtime.util.exit_codes import EXIT_INPUT_ERROR
 
 

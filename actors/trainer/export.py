@@ -140,7 +140,8 @@ def _write_weights(path: Path, unfinished: Path, topology: Topology, device: "to
 
 def _copy_published(path: Path, unfinished: Path, topology: Topology) -> None:
     from actors.trainer.models.publish import BASE
-    from runtime.models.checksums import INDEX_FILE, checksums_of, safetensors_files
+    from runtime.models.checksums import checksums_of
+    from runtime.models.safetensors import INDEX_FILE, safetensors_files
     from runtime.models.versions import name_of, on_disk
 
     for file in safetensors_files(path):

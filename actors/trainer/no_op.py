@@ -30,7 +30,8 @@ from runtime.bus.errors import Fenced
 from runtime.bus.events import Events
 from runtime.ledger.archive import newest_snapshot
 from runtime.ledger.steps import Batch
-from runtime.models.checksums import checksums_of, safetensors_files
+from runtime.models.checksums import checksums_of
+from runtime.models.safetensors import safetensors_files
 from runtime.process.actor import Actor
 from runtime.settings.topology import Topology
 from runtime.util.files import atomic_directory

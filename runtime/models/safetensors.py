@@ -1,14 +1,20 @@
-"""Tensors of safetensors files, memory-mapped one at a time."""
+"""Reads safetensors checkpoints: their files, headers and tensors. Tensors are memory-mapped one at a time."""
 
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+import msgspec
 import numpy as np
 
-from runtime.models.checksums import MAX_HEADER_BYTES, safetensors_files
+from runtime.util.files import path_inside
 
+SINGLE_FILE: Final = "model.safetensors"
+INDEX_FILE: Final = "model.safetensors.index.json"
+MAX_HEADER_BYTES: Final = 100_000_000  # the limit of the safetensors format
+METADATA: Final = "__metadata__"  # an entry of the header that is no tensor
+_LENGTH_BYTES: Final = 8  # of the header's length at the start of a file
 ITEM_BYTES: Final = {  # bytes per number, by safetensors dtype
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
     "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1,
@@ -40,14 +46,53 @@ class StoredFile(NamedTuple):
     tensors: tuple[StoredTensor, ...]  # in file order
 
 
+def safetensors_files(directory: Path) -> list[Path]:
+    """The safetensors files of a checkpoint: one file, or the shards in its index.
+
+    Raises:
+        FileNotFoundError: the directory has neither a file nor an index, or a shard is missing.
+        ValueError: the index is malformed, or a file is outside the directory.
+    """
+    if (directory / INDEX_FILE).is_file():
+        return sorted(set(shards_by_tensor(directory).values()))
+    if not (directory / SINGLE_FILE).is_file():
+        raise FileNotFoundError(f"{directory}: neither {SINGLE_FILE} nor {INDEX_FILE} is there")
+    return [path_inside(directory, SINGLE_FILE)]
+
+
+def shards_by_tensor(directory: Path) -> dict[str, Path]:
+    """The file of each tensor, from the index of a checkpoint.
+
+    Raises:
+        FileNotFoundError: a shard is missing.
+        ValueError: the index is malformed, or names a file outside the directory.
+    """
+    index = path_inside(directory, INDEX_FILE)
+    try:
+        weight_map: dict[str, Any] = dict(json.loads(index.read_bytes())["weight_map"].items())
+        if not all(isinstance(name, str) for name in weight_map.values()):
+            raise TypeError("weight_map names files by their names")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{index}: not an index of safetensors shards: {error!r}") from error
+    files: dict[str, Path] = {}
+    for name in sorted(set(weight_map.values())):
+        try:
+            files[name] = path_inside(directory, name)
+        except ValueError as error:
+            raise ValueError(f"{index}: {error}") from error
+        if not files[name].is_file():
+            raise FileNotFoundError(f"{files[name]}: named by {INDEX_FILE} and missing")
+    return {tensor: files[name] for tensor, name in weight_map.items()}
+
+
 def read_files(directory: Path) -> list[StoredFile]:
     """Read the headers of a checkpoint's files.
 
     Raises:
         FileNotFoundError: a file is missing.
-        ValueError: a file is not in the safetensors format; names the file.
+        ValueError: a file is not in the safetensors format, or is truncated; names the file.
     """
-    return [_read(file) for file in safetensors_files(directory)]
+    return [read_file(file) for file in safetensors_files(directory)]
 
 
 def read_tensors(directory: Path) -> dict[str, StoredTensor]:
@@ -55,26 +100,47 @@ def read_tensors(directory: Path) -> dict[str, StoredTensor]:
     return {tensor.name: tensor for file in read_files(directory) for tensor in file.tensors}
 
 
-def _read(file: Path) -> StoredFile:
-    with file.open("rb") as opened:
-        size = int.from_bytes(opened.read(8), "little")
-        text = opened.read(min(size, MAX_HEADER_BYTES))
+def read_file(file: Path) -> StoredFile:
+    """Read the header of a file. Its tensors must cover the rest of the file without gaps.
+
+    Raises:
+        ValueError: the file is not in the safetensors format, or is truncated; names the file.
+    """
+    size_bytes = file.stat().st_size
     try:
-        tensors = sorted(_tensors(file, 8 + size, json.loads(text)), key=lambda tensor: (tensor.begin, tensor.name))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{file}: not a safetensors file: {error!r}") from error
-    end = 8 + size
+        with file.open("rb") as opened:
+            start = _LENGTH_BYTES + int.from_bytes(opened.read(_LENGTH_BYTES), "little")
+            if not _LENGTH_BYTES < start <= min(size_bytes, MAX_HEADER_BYTES):
+                raise ValueError("no header")
+            header = msgspec.json.decode(opened.read(start - _LENGTH_BYTES), type=dict[str, msgspec.Raw])
+        tensors = sorted(_tensors(file, start, header), key=lambda tensor: (tensor.begin, tensor.name))
+        _check_offsets(tensors, start, size_bytes)
+    except (ValueError, msgspec.MsgspecError) as error:
+        raise ValueError(f"{file}: not a safetensors file: {error}") from error
+    return StoredFile(file, start, tuple(tensors))
+
+
+class _Entry(msgspec.Struct, frozen=True):
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]  # from the end of the header
+
+
+def _tensors(file: Path, start: int, header: dict[str, msgspec.Raw]) -> Iterator[StoredTensor]:
+    for name, raw in header.items():
+        if name != METADATA:
+            entry = msgspec.json.decode(raw, type=_Entry)
+            begin, end = entry.data_offsets
+            yield StoredTensor(name, entry.dtype, entry.shape, file, start + begin, end - begin)
+
+
+def _check_offsets(tensors: list[StoredTensor], start: int, size_bytes: int) -> None:
+    end = start
     for tensor in tensors:
-        if tensor.begin != end:
-            raise ValueError(f"{file}: {tensor.name} begins at byte {tensor.begin}, not at {end}")
+        if tensor.begin != end or tensor.size_bytes < 0:
+            raise ValueError(f"{tensor.name} begins at byte {tensor.begin}, not at {end}")
         end += tensor.size_bytes
-    if end != file.stat().st_size:
-        raise ValueError(f"{file}: {file.stat().st_size} bytes, its header says {end}")
-    return StoredFile(file, 8 + size, tuple(tensors))
-
-
-def _tensors(file: Path, start: int, header: dict[str, Any]) -> Iterator[StoredTensor]:
-    for name, entry in header.items():
-        if name != "__metadata__":
-            begin, end = entry["data_offsets"]
-            yield StoredTensor(name, entry["dtype"], tuple(entry["shape"]), file, start + begin, end - begin)
+        if end > size_bytes:
+            raise ValueError(f"shorter than its header says ({tensor.name})")
+    if end != size_bytes:
+        raise ValueError(f"{size_bytes} bytes, its header says {end}")

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from actors.trainer.checkpoints import checkpoints_in
-from runtime.models.checksums import safetensors_files
+from runtime.models.safetensors import safetensors_files
 from runtime.node.supervisor.ports import free_port
 from runtime.settings.devices import HIDDEN
 from runtime.settings.topology import Topology, encode_topology

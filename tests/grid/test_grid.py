@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from actors.trainer.export import export_run
-from runtime.models.checksums import SINGLE_FILE
+from runtime.models.safetensors import SINGLE_FILE
 from runtime.settings.devices import HIDDEN
 from tests.grid import table
 from tests.grid.rows import ALL, FAULTY, FEW, FEW_FAULTY, SAVED, Row

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from actors.trainer.models.shards import write_weights
 from actors.trainer.models.sources import Cut, WeightSource
-from runtime.models.checksums import INDEX_FILE, SINGLE_FILE, safetensors_files, shards_by_tensor
 from runtime.models.fp8 import quantization_config
+from runtime.models.safetensors import INDEX_FILE, SINGLE_FILE, safetensors_files, shards_by_tensor
 from runtime.settings.topology import WeightFormat
 
 _COPIED = ("config.json", "generation_config.json")

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from messages import FileSum
-from runtime.models.checksums import INDEX_FILE, SINGLE_FILE, tensor_checksum
+from runtime.models.checksums import tensor_checksum
 from runtime.models.file_sums import RunningSum
+from runtime.models.safetensors import INDEX_FILE, SINGLE_FILE
 
 SHARD_BYTES: Final = 5_000_000_000  # maximum bytes of tensors in a file
 _DTYPES: Final = {

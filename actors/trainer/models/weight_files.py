@@ -8,7 +8,7 @@ import numpy as np
 
 from actors.trainer.models.config import HfConfig
 from actors.trainer.models.shapes import copies_of, hf_shapes
-from runtime.models.checksums import StoredTensor, tensors_in
+from runtime.models.safetensors import StoredTensor, read_tensors
 
 FLOATS: Final = ("F64", "F32", "BF16", "F16")  # dtypes of weights, as safetensors spells them
 EMBEDDING: Final = "model.embed_tokens.weight"
@@ -24,7 +24,7 @@ def check_weights(directory: Path, model: HfConfig) -> None:
         ValueError: names the tensor that is missing, unsupported or unexpected.
         OSError: a file is missing or cannot be read.
     """
-    found, expected = tensors_in(directory), hf_shapes(model)
+    found, expected = read_tensors(directory), hf_shapes(model)
     copies = {copy for name in expected for copy in copies_of(name, model)}  # MTP duplicates are never read
     for name, shape in expected.items():
         if name not in copies:
@@ -72,6 +72,6 @@ def _is_same(one: StoredTensor, other: StoredTensor) -> bool:
     """Whether two tensors hold the same bytes."""
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
-    ours, theirs = one.data, other.data
+    ours, theirs = one.data(), other.data()
     starts = range(0, len(ours), _COMPARED_BYTES)
     return all(np.array_equal(ours[at : at + _COMPARED_BYTES], theirs[at : at + _COMPARED_BYTES]) for at in starts)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from actors.trainer.models.config import HfConfig
 from actors.trainer.models.gathering import own_parts, whole_tensors
-from runtime.models.checksums import SINGLE_FILE
+from runtime.models.safetensors import SINGLE_FILE
 from tests.actors.trainer.tiny import EXPERTS, TINY
 
 MODELS: dict[str, tuple[Any, Any]] = {

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from runtime.models.checksums import INDEX_FILE, SINGLE_FILE, checksums_of, combined, tensor_checksum, tensors_in
+from runtime.models.checksums import checksums_of, combined, tensor_checksum
+from runtime.models.safetensors import INDEX_FILE, SINGLE_FILE, read_tensors
 
 A, B = bytes(range(8)), bytes(range(100, 112))
 
@@ -72,7 +73,7 @@ def test_an_index_opens_no_file_outside_its_directory(tmp_path: Path, way: str) 
         (directory / SINGLE_FILE).symlink_to(outside)
     else:
         (directory / INDEX_FILE).write_text(json.dumps({"weight_map": {"a": name}}))
-    for read in (checksums_of, tensors_in):
+    for read in (checksums_of, read_tensors):
         with pytest.raises(ValueError, match=f"leads out of {directory}, to {outside}"):
             read(directory)
 
@@ -90,9 +91,9 @@ def test_a_snapshot_in_the_cache_of_hugging_face_is_links(tmp_path: Path) -> Non
     write_safetensors(blobs / "77aa", {"a": ("F32", [2], A)})
     snapshot.mkdir(parents=True)
     (snapshot / SINGLE_FILE).symlink_to(Path("..", "..", "blobs", "77aa"))
-    assert {name: tensor.shape for name, tensor in tensors_in(snapshot).items()} == {"a": (2,)}
+    assert {name: tensor.shape for name, tensor in read_tensors(snapshot).items()} == {"a": (2,)}
     (tmp_path / "here").symlink_to(snapshot)
-    assert {name: tensor.shape for name, tensor in tensors_in(tmp_path / "here").items()} == {"a": (2,)}
+    assert {name: tensor.shape for name, tensor in read_tensors(tmp_path / "here").items()} == {"a": (2,)}
 
 
 def write_safetensors(file: Path, tensors: dict[str, tuple[str, list[int], bytes]]) -> None:

@@ -11,8 +11,9 @@ import torch
 from actors.trainer.models.gathering import own_parts
 from actors.trainer.models.weight_export import WeightExport, copied
 from actors.trainer.sending.cast import FORMS
-from runtime.models.checksums import checksums_of, tensors_in
+from runtime.models.checksums import checksums_of
 from runtime.models.file_sums import sum_of
+from runtime.models.safetensors import read_tensors
 from tests.actors.trainer.hf import write_model
 from tests.actors.trainer.models.export_peaks import BUCKET, COPY_BUCKET, LARGEST, MB
 from tests.actors.trainer.models.test_model_parity import load
@@ -30,7 +31,7 @@ def test_files_have_all_tensors_and_the_checksum_that_is_told(tmp_path: Path, bu
     told = WeightExport(own_parts([built], hf), hf, out, device=CPU, bucket_bytes=bucket_bytes).finish()
     assert told.checksum == checksums_of(out).total == checksums_of(tmp_path).total
     assert told.files == {file.name: sum_of(file) for file in out.iterdir()}
-    assert {name: tensor.shape for name, tensor in tensors_in(out).items()} == {
+    assert {name: tensor.shape for name, tensor in read_tensors(out).items()} == {
         name: tuple(tensor.shape) for name, tensor in reference.state_dict().items()
     }
 
