@@ -34,7 +34,7 @@ def actor_type(role: Role, topology: Topology | None = None) -> type[Actor]:
         case "buffer":
             from actors.buffer.actor import BufferActor as chosen
         case "rollout" if topology is not None and answers_are_recorded(topology):
-            from actors.rollout.offline.actor import RecordedRolloutActor as chosen
+            from actors.rollout.offline.actor import OfflineRolloutActor as chosen
         case "rollout":
             from actors.rollout.actor import RolloutActor as chosen
         case "reward":
@@ -55,15 +55,15 @@ def _build(role: Role, topology: Topology, run_dir: Path, bus: Bus) -> Actor:
 
             return BufferActor(topology, bus, run_dir)
         case "rollout" if topology.run.load is not None:
-            from actors.rollout.offline.actor import RecordedRolloutActor
+            from actors.rollout.offline.actor import OfflineRolloutActor
             from actors.rollout.offline.dump import Dumped
 
-            return RecordedRolloutActor(bus, Dumped(Path(topology.run.load), _vocab_size(topology)))
+            return OfflineRolloutActor(bus, Dumped(Path(topology.run.load), _vocab_size(topology)))
         case "rollout" if answers_are_recorded(topology):
-            from actors.rollout.offline.actor import RecordedRolloutActor
+            from actors.rollout.offline.actor import OfflineRolloutActor
             from actors.rollout.offline.demonstrations import Demonstrations
 
-            return RecordedRolloutActor(bus, Demonstrations(_vocab_size(topology)))
+            return OfflineRolloutActor(bus, Demonstrations(_vocab_size(topology)))
         case "rollout":
             from actors.rollout.actor import RolloutActor
 

@@ -16,10 +16,10 @@ from anyio.abc import TaskStatus
 from actors.rollout.engines.discovery import attend_servers, kill_server
 from actors.rollout.engines.external import Wanted
 from actors.rollout.engines.fleet import Fleet
-from actors.rollout.engines.memory.follower import Follower
+from actors.rollout.engines.memory.follower import PhaseFollower
 from actors.rollout.engines.memory.notes import MemoryNotes
-from actors.rollout.engines.memory.share import Tenure
-from actors.rollout.engines.rate_limited_events import Notices
+from actors.rollout.engines.memory.share import MemoryShare
+from actors.rollout.engines.rate_limited_events import RateLimitedEvents
 from actors.rollout.engines.target import TargetWeights
 from actors.rollout.engines.weight_sync_calls import SESSION_CALLS, take_part
 from actors.rollout.engines.weights.copies import FileSource, NodeCopies, PublishedFiles
@@ -197,7 +197,7 @@ class RolloutActor(Actor):
                 weight_format=pool.weight_format,
                 start_weights=pool.start_weights,
             )
-            fleet = Fleet(client, verifier, Notices(self._bus.name), update_groups=pool.update_groups)
+            fleet = Fleet(client, verifier, RateLimitedEvents(self._bus.name), update_groups=pool.update_groups)
             tools = self._tools(client, fleet)
             updater.interrupt_by(tools.generator.running.interrupt)
             fleet.give_up_by(partial(self._gives_up, fleet))
@@ -215,7 +215,7 @@ class RolloutActor(Actor):
             group.start_soon(self._report_versions, fleet)
             limits = Patience(first_s=pool.first_token_after_s, next_s=pool.next_token_after_s)
             group.start_soon(Watchdog(client, fleet, tools.generator.running, limits).run)
-            group.start_soon(fleet.notices.run, self._bus)
+            group.start_soon(fleet.events.run, self._bus)
             group.start_soon(self._spill_long_runs)
             group.start_soon(self._pull_groups, tools)
             group.start_soon(self._pull_evals, tools)
@@ -247,26 +247,26 @@ class RolloutActor(Actor):
             conversations=self._conversations,
         )
 
-    async def _follower(self, fleet: Fleet, running: RunningRequests) -> Follower | None:
+    async def _follower(self, fleet: Fleet, running: RunningRequests) -> PhaseFollower | None:
         """Create the follower of the colocation phases; None without colocation."""
         pool = self._topology.engines[self._pool]
         if pool.colocate is None:
             return None
         await fleet.hold(True)
-        return Follower(fleet, running, num_engines(pool))
+        return PhaseFollower(fleet, running, num_engines(pool))
 
-    async def _follow_phases(self, follower: Follower | None) -> None:
+    async def _follow_phases(self, follower: PhaseFollower | None) -> None:
         if follower is not None:
             async with self._bus.serve({PhaseRequested: follower.answer}):
                 await follower.run()
 
-    def _tenure(self, client: SglangClient, name: str, address: Address) -> Tenure | None:
+    def _memory_share(self, client: SglangClient, name: str, address: Address) -> MemoryShare | None:
         pool = self._topology.engines[self._pool]
         if pool.colocate is None:
             return None
         shown = pool.kind == "tiny"  # SGLang frees no memory on a CPU
         notes = MemoryNotes(self._bus.kv, name, address.pid)
-        return Tenure(client, name, address.url, pid=address.pid, is_shown=shown, notes=notes)
+        return MemoryShare(client, name, address.url, pid=address.pid, is_shown=shown, notes=notes)
 
     def _files(self, agent: str = "") -> FileSource:
         """Choose where an engine reads weight files; `agent` is the address of its node daemon, if it has one."""
@@ -276,7 +276,7 @@ class RolloutActor(Actor):
             return NodeCopies(self._bus, agent, pool.update_timeout_s, are_checked=are_checked)
         return PublishedFiles(self._file_checks if are_checked else None)
 
-    async def _watch_engines(self, fleet: Fleet, client: SglangClient, follower: Follower | None) -> None:
+    async def _watch_engines(self, fleet: Fleet, client: SglangClient, follower: PhaseFollower | None) -> None:
         if follower is not None:
             await follower.known.wait()
         async with anyio.create_task_group() as group:
@@ -294,7 +294,7 @@ class RolloutActor(Actor):
                     address.url,
                     pid=address.pid,
                     kill=kill,
-                    tenure=self._tenure(client, name, address),
+                    memory_share=self._memory_share(client, name, address),
                     files=self._files(address.agent),
                 )
 
@@ -303,7 +303,7 @@ class RolloutActor(Actor):
     async def _watch_router(self, fleet: Fleet) -> None:
         await attend_servers(self._bus, "router", self._pool, lambda _, address: fleet.run_router(address.url))
 
-    async def _follow_log(self, fleet: Fleet, running: RunningRequests, follower: Follower | None) -> None:
+    async def _follow_log(self, fleet: Fleet, running: RunningRequests, follower: PhaseFollower | None) -> None:
         """Follow the log: pass halts, weights, exits and phases on, without waiting for their effects.
 
         At startup only the last target matters.

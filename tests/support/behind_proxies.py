@@ -12,7 +12,7 @@ import aiohttp
 import anyio
 
 from actors.rollout.engines.fleet import Fleet
-from actors.rollout.engines.rate_limited_events import Notices
+from actors.rollout.engines.rate_limited_events import RateLimitedEvents
 from actors.rollout.engines.weights.updater import Updater
 from actors.rollout.engines.weights.updates import UpdateTracker
 from actors.rollout.engines.weights.verifier import WeightVerifier
@@ -161,7 +161,7 @@ async def behind_proxies(
             client, Updater(client, "drain"), UpdateTracker(), verify="never", trainer_dtype="float32"
         )
         told: list[Message] = []
-        fleet = Fleet(client, verifier, TellingNotices(told))
+        fleet = Fleet(client, verifier, RecordedEvents(told))
         killed: list[str] = []
         generator = Generator(client, fleet, ServedModel.read(model), give_up_after_s=give_up_after_s)
         async with anyio.create_task_group() as group:
@@ -180,7 +180,7 @@ async def behind_proxies(
                 group.cancel_scope.cancel()
 
 
-class TellingNotices(Notices):
+class RecordedEvents(RateLimitedEvents):
     """Keeps the events instead of publishing them."""
 
     def __init__(self, told: list[Message]) -> None:

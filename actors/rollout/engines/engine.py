@@ -11,13 +11,13 @@ import structlog
 from actors.rollout.engines.crashes import Deaths
 from actors.rollout.engines.external import Wanted
 from actors.rollout.engines.liveness import answered, check_engine, makes_tokens
-from actors.rollout.engines.memory.levels import Stage
-from actors.rollout.engines.memory.share import Tenure, TurnLost
-from actors.rollout.engines.memory.switching import Turn
-from actors.rollout.engines.rate_limited_events import Notices
+from actors.rollout.engines.memory.levels import MemoryLevel
+from actors.rollout.engines.memory.share import MemoryReclaimed, MemoryShare
+from actors.rollout.engines.memory.switching import MemorySwitch
+from actors.rollout.engines.rate_limited_events import RateLimitedEvents
 from actors.rollout.engines.registration import Registration
 from actors.rollout.engines.router import RouterWorkers
-from actors.rollout.engines.states import Happening, is_asked, is_told, may_continue, next_state
+from actors.rollout.engines.states import Trigger, accepts_requests, is_published, may_continue, next_state
 from actors.rollout.engines.target import FleetTarget
 from actors.rollout.engines.weights.copies import UNCHECKED, FileSource
 from actors.rollout.engines.weights.files import WeightsDamaged
@@ -46,7 +46,7 @@ class Engine:
         syncs: weight syncs, for weights that are not in files.
         deaths: records a crash of the engine while it accepted requests.
         wanted: properties that an external engine must have; None: not checked.
-        tenure: its memory, if it shares memory with the trainer (colocation); None: it has its own.
+        memory_share: its memory, if it shares memory with the trainer (colocation); None: it has its own.
         at_hand: makes weight files available where the engine reads them, while it serves.
         rolling: schedules updates of engines that serve; None: updates at any time.
     """
@@ -60,13 +60,13 @@ class Engine:
         target: FleetTarget,
         *,
         workers: RouterWorkers,
-        notices: Notices,
+        events: RateLimitedEvents,
         syncs: WeightSyncs,
         ours: bool = True,
         pid: int = 0,
         deaths: Deaths | None = None,
         wanted: Wanted | None = None,
-        tenure: Tenure | None = None,
+        memory_share: MemoryShare | None = None,
         files: FileSource = UNCHECKED,
         rolling: Rolling | None = None,
     ) -> None:
@@ -82,11 +82,11 @@ class Engine:
         self.sign_at = 0.0  # time of its last sign of life: a token, or the start of accepting requests
         self.ours = ours
         self.pid = pid
-        self.registration = Registration(url, workers, target, lambda: self.is_asked)
-        self.shares_memory = tenure is not None
-        self.tenure = tenure or Tenure(client, name, url)
-        self._turn = Turn(
-            url, self.tenure, target, state=lambda: self.state, happened=self._happened, emptied=self._note_emptied
+        self.registration = Registration(url, workers, target, lambda: self.accepts_requests)
+        self.shares_memory = memory_share is not None
+        self.memory_share = memory_share or MemoryShare(client, name, url)
+        self._memory_switch = MemorySwitch(
+            url, self.memory_share, target, state=lambda: self.state, apply=self._apply, emptied=self._note_emptied
         )
         self.answers = False  # it has responded since it was last down
         self._is_loaded = False  # it holds the target weights, possibly unverified
@@ -101,26 +101,26 @@ class Engine:
         self._client = client
         self._verifier = verifier
         self._target = target
-        self._notices = notices
+        self._events = events
 
     @property
-    def is_asked(self) -> bool:
+    def accepts_requests(self) -> bool:
         """Whether it accepts requests: it is current and registered at the router."""
-        return is_asked(self.state)
+        return accepts_requests(self.state)
 
     @property
-    def stage(self) -> Stage:
+    def memory_level(self) -> MemoryLevel:
         """Its level of the memory that it shares with the trainer."""
-        room = self.tenure.room
-        if room is Stage.NOTHING or (self.is_asked and room is Stage.EVERYTHING):
+        room = self.memory_share.room
+        if room is MemoryLevel.NOTHING or (self.accepts_requests and room is MemoryLevel.EVERYTHING):
             return room
-        return Stage.LOADED if self._is_loaded else Stage.WEIGHTS
+        return MemoryLevel.LOADED if self._is_loaded else MemoryLevel.WEIGHTS
 
     @property
     def may_load(self) -> bool:
         """Whether it is ready for a weight update: it accepts requests, or was allowed memory for weights."""
         starts = self.state is EngineState.STARTING and self.answers
-        return self.is_asked or (starts and self._target.allowed in (Stage.WEIGHTS, Stage.LOADED))
+        return self.accepts_requests or (starts and self._target.allowed in (MemoryLevel.WEIGHTS, MemoryLevel.LOADED))
 
     @property
     def is_behind(self) -> bool:
@@ -130,19 +130,19 @@ class Engine:
     async def is_up(self) -> bool:
         """Whether it is ready for a weight update. Ends a pause left by this or an earlier rollout actor."""
         if self.state is EngineState.SUSPECT:
-            return self.tenure.is_sure and await self._recovered()
+            return self.memory_share.is_sure and await self._recovered()
         if self.state is EngineState.QUARANTINED:
             if anyio.current_time() < self._tried_again_at:
                 return False
-            self._happened(Happening.TRIED_AGAIN, "it is tried again")
+            self._apply(Trigger.TRIED_AGAIN, "it is tried again")
         if await self._client.ready(self.url):
             await self._verifier.forget_pause(self.url)
         elif not await self._continued():
             return False
         if self.state is EngineState.PAUSED:
-            self._happened(Happening.CONTINUED, "it goes on")
+            self._apply(Trigger.CONTINUED, "it goes on")
         elif self.state is EngineState.GONE:
-            self._happened(Happening.FOUND, "it answers")
+            self._apply(Trigger.FOUND, "it answers")
         self.answers = True
         return True
 
@@ -159,17 +159,17 @@ class Engine:
             self.version = 0  # it may have been restarted
             try:
                 await self._check_server()
-                await self._turn.inherit()
-                while not self.is_asked:
-                    await self._turn.take()
+                await self._memory_switch.inherit()
+                while not self.accepts_requests:
+                    await self._memory_switch.take()
                     # otherwise it would register without weights, and all would wait for its first version
                     await self._target.announced()
-                    with suppress(TurnLost):
+                    with suppress(MemoryReclaimed):
                         await self._adopt_first_weights()
                         await self._update_weights()
                         await self.registration.enter(unless=lambda: self.is_behind)
-                    if not self.is_behind and self._target.allowed is Stage.EVERYTHING:
-                        self._happened(Happening.ADMITTED, f"verified weights {self.version}")
+                    if not self.is_behind and self._target.allowed is MemoryLevel.EVERYTHING:
+                        self._apply(Trigger.ADMITTED, f"verified weights {self.version}")
                     else:
                         await self._target.until(lambda: self.is_behind or self._target.is_settled)
             except EngineError as error:
@@ -181,16 +181,16 @@ class Engine:
 
     async def keep_current(self) -> None:
         """Apply newer target weights as they come, until it no longer accepts requests."""
-        while self.is_asked:
-            await self._target.until(lambda: not self.is_asked or self.is_behind or self._turn.is_over)
-            if not self.is_asked:
+        while self.accepts_requests:
+            await self._target.until(lambda: not self.accepts_requests or self.is_behind or self._memory_switch.is_over)
+            if not self.accepts_requests:
                 return
-            if self._turn.is_over:
+            if self._memory_switch.is_over:
                 await self._give_back_or_leave()
                 return
             try:
                 await self._update_weights()
-            except TurnLost:
+            except MemoryReclaimed:
                 continue
             except EngineError as error:
                 await self._note_failure(error)
@@ -198,7 +198,7 @@ class Engine:
                 if isinstance(error, WeightsMismatch) or not self._target.is_in_files:  # it may hold part of them
                     await self._verifier.clear(self.url)
             else:
-                self._happened(Happening.UPDATED, "")
+                self._apply(Trigger.UPDATED, "")
             await self._target.notify()
 
     async def doubt(self, reason: str, within_s: float) -> None:
@@ -218,7 +218,7 @@ class Engine:
         if self.state is not EngineState.CURRENT:
             return
         log.warning("engine_suspect", engine=self.name, url=self.url, reason=reason)
-        self._happened(Happening.STALLED, reason)
+        self._apply(Trigger.STALLED, reason)
         await self.registration.leave_unless_asked()
 
     async def quarantine(self, reason: str) -> None:
@@ -228,42 +228,42 @@ class Engine:
         self._tried_again_at = anyio.current_time() + pause_s
         reason = f"{self.url}: {reason}; it is tried again in {pause_s:.0f} s"
         log.warning("engine_quarantined", engine=self.name, url=self.url, reason=reason)
-        self._happened(Happening.QUARANTINED, reason)
+        self._apply(Trigger.QUARANTINED, reason)
         await self.registration.leave_unless_asked()
 
     async def condemn(self, reason: str) -> None:
         """Mark it for a restart and send it no requests: its answers are unusable."""
         log.warning("engine_suspect", engine=self.name, url=self.url, reason=reason)
-        self._happened(Happening.CONDEMNED, reason)
+        self._apply(Trigger.CONDEMNED, reason)
         await self.registration.leave_unless_asked()
 
     def replaced(self) -> None:
         """Its server was restarted: a new Engine replaces this one."""
-        self._happened(Happening.LOST, "it was started again")
+        self._apply(Trigger.LOST, "it was started again")
 
     def reroute(self) -> None:
         """The router changed: accept requests again once the new router lists this engine."""
         self.registration.is_known = False
-        self._happened(Happening.REROUTED, "another router")
+        self._apply(Trigger.REROUTED, "another router")
 
     async def is_dead(self) -> bool:
         """Check its health; whether it no longer accepts requests."""
         await self.check_or_expel()
-        return not self.is_asked
+        return not self.accepts_requests
 
     async def check_or_expel(self) -> None:
         """Check its health, and stop sending it requests if the check fails."""
         loss = await self._loss()
         if loss is None:
             return
-        happening, reason = loss
+        trigger, reason = loss
         log.warning("engine_lost", engine=self.name, url=self.url, reason=reason)
-        self._happened(happening, reason)
+        self._apply(trigger, reason)
         await self.registration.leave_unless_asked()
 
     async def _give_back_or_leave(self) -> None:
         try:
-            await self._turn.give_back()
+            await self._memory_switch.give_back()
         except EngineError:  # reported by its state change
             await self.registration.leave_unless_asked()
 
@@ -271,12 +271,12 @@ class Engine:
         """After a weight update, wait until it may resume all memory, then resume it.
 
         Raises:
-            TurnLost: the trainer reclaims the memory that it already holds.
+            MemoryReclaimed: the trainer reclaims the memory that it already holds.
         """
         self._is_loaded = True
         await self._target.notify()
         if self.state is not EngineState.UPDATING:  # while updating it holds all memory already
-            await self._turn.take_rest()
+            await self._memory_switch.take_rest()
 
     def _note_emptied(self) -> None:
         self.version, self._is_loaded = 0, False
@@ -298,25 +298,25 @@ class Engine:
     async def _recovered(self) -> bool:
         if not await makes_tokens(self._client, self.url, SUSPECT_LOOK_S):
             return False
-        self._happened(Happening.MOVED, "it makes tokens")
+        self._apply(Trigger.MOVED, "it makes tokens")
         return True
 
-    async def _loss(self) -> tuple[Happening, str] | None:
+    async def _loss(self) -> tuple[Trigger, str] | None:
         """Return the trigger and reason of a failed health check.
 
         None if it responds, holds the weights that it verified, and is registered at the router.
         """
         updating = self.state is EngineState.UPDATING
         if not updating and not await self._client.ready(self.url):
-            return Happening.LOST, "it is not ready"
+            return Trigger.LOST, "it is not ready"
         try:
             label = await self._client.weight_version(self.url)
         except EngineError as error:
-            return Happening.LOST, str(error)
+            return Trigger.LOST, str(error)
         if label != self._label and not updating and self.state is not EngineState.UPDATING:
-            return Happening.LOST, f"calls its weights {label!r}, it verified {self._label!r}"
+            return Trigger.LOST, f"calls its weights {label!r}, it verified {self._label!r}"
         if await self.registration.is_missing():
-            return Happening.REROUTED, "the router does not know it any more"
+            return Trigger.REROUTED, "the router does not know it any more"
         return None
 
     async def _note_failure(self, error: EngineError) -> None:
@@ -324,37 +324,37 @@ class Engine:
         if self.state in (EngineState.SUSPECT, EngineState.GONE, EngineState.QUARANTINED):
             return  # reported by its state change
         # without all its memory it cannot generate a token as a sign of life
-        if isinstance(error, EngineSilent) and self.tenure.room is not Stage.EVERYTHING:
-            self._happened(Happening.STALLED, str(error))
+        if isinstance(error, EngineSilent) and self.memory_share.room is not MemoryLevel.EVERYTHING:
+            self._apply(Trigger.STALLED, str(error))
         elif isinstance(error, EngineSilent) and not await makes_tokens(self._client, self.url, SUSPECT_LOOK_S):
-            self._happened(Happening.STALLED, str(error))
+            self._apply(Trigger.STALLED, str(error))
         elif self._verifier.is_paused(self.url):
-            self._happened(Happening.LEFT_PAUSED, str(error))
+            self._apply(Trigger.LEFT_PAUSED, str(error))
         elif is_away(error):
             log.warning("engine_not_admitted", engine=self.name, error=str(error))
             self.answers = False
-            if self.is_asked:  # otherwise it is still starting
-                self._happened(Happening.LOST, str(error))
+            if self.accepts_requests:  # otherwise it is still starting
+                self._apply(Trigger.LOST, str(error))
         else:
             log.warning("weights_refused", engine=self.name, weight_version=self._target.version, reason=str(error))
             unusable = isinstance(error, WeightsDamaged)
-            self._notices.refused(self.name, self._target.version, str(error), unusable=unusable)
-            self._happened(Happening.REFUSED, f"refused weights {self._target.version}: {error}")
+            self._events.refused(self.name, self._target.version, str(error), unusable=unusable)
+            self._apply(Trigger.REFUSED, f"refused weights {self._target.version}: {error}")
 
-    def _happened(self, happening: Happening, reason: str) -> None:
-        old, self.state = self.state, next_state(self.state, happening)
+    def _apply(self, trigger: Trigger, reason: str) -> None:
+        old, self.state = self.state, next_state(self.state, trigger)
         if old is not self.state:
             self.reason = reason
         if self.state in (EngineState.GONE, EngineState.SUSPECT):
             self.answers = False
-        died = self.state in (EngineState.GONE, EngineState.SUSPECT) and happening is not Happening.CONDEMNED
-        if is_asked(old) and died:
+        died = self.state in (EngineState.GONE, EngineState.SUSPECT) and trigger is not Trigger.CONDEMNED
+        if accepts_requests(old) and died:
             self._deaths.note(self.name)
         if self.state is EngineState.CURRENT:
             self.sign_at = anyio.current_time()
-        if is_told(old, self.state):
+        if is_published(old, self.state):
             log.info("engine_state_changed", engine=self.name, old=old, new=self.state, reason=reason)
-            self._notices.changed(self.name, old, self.state, reason, self.version)
+            self._events.changed(self.name, old, self.state, reason, self.version)
 
     async def _adopt_first_weights(self) -> None:
         """Keep the weights that a peer gave it at its start, if they verify as the target."""
@@ -374,7 +374,7 @@ class Engine:
             assert announced is not None
             if self._target.is_in_files:
                 announced = await self._provide_files(announced)
-            async with self._group_turn():
+            async with self._update_slot():
                 if self.state not in (state, EngineState.UPDATING):
                     return  # its state changed meanwhile
                 async with self._joining_sync(announced) as member:
@@ -391,9 +391,9 @@ class Engine:
 
     async def _update_once(self, announced: WeightsAnnounced, member: SyncMember | None) -> None:
         if self.state is EngineState.CURRENT:
-            self._happened(Happening.UPDATE_BEGAN, "")
+            self._apply(Trigger.UPDATE_BEGAN, "")
         self._is_loaded = False
-        first, others_serve = self.version == 0, self._rolling.is_on and self.is_asked
+        first, others_serve = self.version == 0, self._rolling.is_on and self.accepts_requests
         try:
             async with self.registration.apart() if others_serve else nullcontext():
                 check_read = nothing if member is not None else partial(self._files.check_read, announced)
@@ -415,17 +415,17 @@ class Engine:
         self.version = announced.version  # set once it is registered again: then all engines count as serving it
 
     @asynccontextmanager
-    async def _group_turn(self) -> AsyncGenerator[None]:
+    async def _update_slot(self) -> AsyncGenerator[None]:
         """Wait until its update group may be updated, or until it is lost.
 
         No wait where updates are not rolling, or the weights are not in files.
         """
-        if not (self._rolling.is_on and self.is_asked and self._target.is_in_files):
+        if not (self._rolling.is_on and self.accepts_requests and self._target.is_in_files):
             yield
             return
         self._rolling.wait(self.name)
         try:
-            await self._target.until(lambda: not self.is_asked or self._rolling.take(self.name))
+            await self._target.until(lambda: not self.accepts_requests or self._rolling.take(self.name))
             yield
         finally:
             self._rolling.leave(self.name)
@@ -446,7 +446,7 @@ class Engine:
         """Wait until a weight sync includes it; False if its state or the target changed first.
 
         Raises:
-            TurnLost: it has to release its memory, e.g. the trainer died before the weight sync.
+            MemoryReclaimed: it has to release its memory, e.g. the trainer died before the weight sync.
         """
         state = self.state
         await self._target.until(
@@ -454,9 +454,9 @@ class Engine:
                 bool(member.session)
                 or self.state is not state
                 or self._target.version != member.version
-                or self._turn.is_over
+                or self._memory_switch.is_over
             )
         )
-        if self._turn.is_over:
-            raise TurnLost
+        if self._memory_switch.is_over:
+            raise MemoryReclaimed
         return bool(member.session)

@@ -13,9 +13,9 @@ from actors.rollout.engines.crashes import Deaths, was_killed
 from actors.rollout.engines.engine import Engine
 from actors.rollout.engines.external import Wanted
 from actors.rollout.engines.health import Conduct
-from actors.rollout.engines.memory.levels import Stage
-from actors.rollout.engines.memory.share import Tenure
-from actors.rollout.engines.rate_limited_events import Notices
+from actors.rollout.engines.memory.levels import MemoryLevel
+from actors.rollout.engines.memory.share import MemoryShare
+from actors.rollout.engines.rate_limited_events import RateLimitedEvents
 from actors.rollout.engines.refusing import RefusedBy, Step
 from actors.rollout.engines.registration import wait_until
 from actors.rollout.engines.router import RouterWorkers
@@ -38,7 +38,7 @@ Kill = Callable[[str], Awaitable[None]]
 RELOOK_S = 60.0  # retry interval for damaged weight files: their disk may recover
 
 
-class Autopsy(NamedTuple):
+class CrashCause(NamedTuple):
     """The cause of an engine crash."""
 
     killed: bool  # killed from outside
@@ -53,12 +53,17 @@ class Fleet:
     """
 
     def __init__(
-        self, client: SglangClient, verifier: WeightVerifier, notices: Notices | None = None, *, update_groups: int = 1
+        self,
+        client: SglangClient,
+        verifier: WeightVerifier,
+        events: RateLimitedEvents | None = None,
+        *,
+        update_groups: int = 1,
     ) -> None:
         self._client = client
         self._workers = RouterWorkers(client)
         self._verifier = verifier
-        self.notices = notices or Notices()
+        self.events = events or RateLimitedEvents()
         self.deaths = Deaths()
         self.conduct = Conduct()
         self._num_direct = 0  # requests sent past the router, for round-robin
@@ -110,7 +115,7 @@ class Fleet:
     def waits_for(self) -> str:
         """Describe for people what blocks requests; empty if nothing does."""
         if self.is_held:
-            return "its turn: the trainer has the memory, or engines give it back or take it"
+            return "a colocation phase: the trainer holds the GPU memory, or engines release or resume it"
         if self._target.router is None:
             return "the router"
         if self._target.weights is None:
@@ -124,7 +129,7 @@ class Fleet:
 
     def is_held_by_any(self, version: int) -> bool:
         """Whether an engine that accepts requests holds this version or a newer one."""
-        return any(engine.is_asked and engine.version >= version for engine in self._engines.values())
+        return any(engine.accepts_requests and engine.version >= version for engine in self._engines.values())
 
     async def wait_ready(self, min_version: int, *, unless: Callable[[], bool]) -> bool:
         """Wait until the router and an engine are up, and all ready engines hold at least min_version.
@@ -192,7 +197,7 @@ class Fleet:
         return list(self._engines.values())
 
     @property
-    def allowed(self) -> Stage:
+    def allowed(self) -> MemoryLevel:
         """The allowed level of the memory shared with the trainer."""
         return self._target.allowed
 
@@ -201,10 +206,10 @@ class Fleet:
         self.is_held = held
         await self.notify()
 
-    async def allow(self, stage: Stage) -> None:
+    async def allow(self, memory_level: MemoryLevel) -> None:
         """Set the allowed memory level; NOTHING only while no request is running. Does not wait for the engines."""
-        self._target.allowed = stage
-        if stage is Stage.NOTHING:  # a trainer that died during a weight sync will not continue it
+        self._target.allowed = memory_level
+        if memory_level is MemoryLevel.NOTHING:  # a trainer that died during a weight sync will not continue it
             self.syncs.end("the trainer has its memory back")
         await self.notify()
 
@@ -251,7 +256,7 @@ class Fleet:
         pid: int = 0,
         kill: Kill | None = None,
         wanted: Wanted | None = None,
-        tenure: Tenure | None = None,
+        memory_share: MemoryShare | None = None,
         files: FileSource = UNCHECKED,
     ) -> None:
         """Keep one engine ready: wait for it, update and register it, and repeat when it is lost. Never returns.
@@ -265,14 +270,16 @@ class Fleet:
             pid: of its process, as reported by its node daemon; 0: unknown.
             wanted: properties that an external engine must have; None: not checked.
             kill: kills and restarts it, for a reason; None: the run cannot restart it.
-            tenure: its memory, if it shares memory with the trainer (colocation); None: it has its own.
+            memory_share: its memory, if it shares memory with the trainer (colocation); None: it has its own.
             at_hand: makes weight files available where it reads them.
 
         Raises:
             WeightsMismatch, RequestRefused, CopyRefused: it refuses the weights for too long, even after restarts, and
                 no other engine accepts them.
         """
-        engine = await self._replace(name, url, ours=ours, pid=pid, wanted=wanted, tenure=tenure, files=files)
+        engine = await self._replace(
+            name, url, ours=ours, pid=pid, wanted=wanted, memory_share=memory_share, files=files
+        )
         refusals, failures = self._refusals.setdefault(name, RefusedBy()), 0
         while True:
             await wait_until(engine.is_up)
@@ -327,7 +334,7 @@ class Fleet:
         ours: bool,
         pid: int,
         wanted: Wanted | None,
-        tenure: Tenure | None,
+        memory_share: MemoryShare | None,
         files: FileSource,
     ) -> Engine:
         """Create the engine, replacing an earlier one of that name, which is removed from the router."""
@@ -340,13 +347,13 @@ class Fleet:
             self._verifier,
             self._target,
             workers=self._workers,
-            notices=self.notices,
+            events=self.events,
             syncs=self.syncs,
             deaths=self.deaths,
             ours=ours,
             pid=pid,
             wanted=wanted,
-            tenure=tenure,
+            memory_share=memory_share,
             files=files,
             rolling=self._rolling,
         )
@@ -425,7 +432,11 @@ class Fleet:
         If no other engine answers, restart it if the run started it; otherwise keep using it.
         """
         now = anyio.current_time()
-        if not self.conduct.keeps_failing(engine.name, now) or not engine.is_asked or engine.registration.is_apart:
+        if (
+            not self.conduct.keeps_failing(engine.name, now)
+            or not engine.accepts_requests
+            or engine.registration.is_apart
+        ):
             return
         others = [each.name for each in self._admitted() if each is not engine]
         reason = self.conduct.reason(engine.name)
@@ -437,7 +448,7 @@ class Fleet:
             await engine.condemn(reason)
         await self.notify()
 
-    async def autopsy(self, engine: Engine) -> Autopsy | None:
+    async def crash_cause(self, engine: Engine) -> CrashCause | None:
         """Return the crash cause of an engine that lost a request; None if it is alive.
 
         A kill is undetectable for an external engine, and without a report of the node daemon.
@@ -446,8 +457,8 @@ class Fleet:
             return None
         exit = await self.deaths.exit_of(engine.name, engine.pid) if engine.pid else None
         if exit is None:
-            return Autopsy(killed=False, reason=engine.reason)
-        return Autopsy(killed=was_killed(exit), reason=exit.reason)
+            return CrashCause(killed=False, reason=engine.reason)
+        return CrashCause(killed=was_killed(exit), reason=exit.reason)
 
     def engine_of(self, label: str) -> Engine | None:
         """Return the engine that a weight label was given to, if it still exists."""
@@ -483,7 +494,9 @@ class Fleet:
         await self.notify()
 
     def _admitted(self) -> list[Engine]:
-        return [engine for engine in self._engines.values() if engine.is_asked and not engine.registration.is_apart]
+        return [
+            engine for engine in self._engines.values() if engine.accepts_requests and not engine.registration.is_apart
+        ]
 
     def _asked_or_known(self) -> list[Engine]:
-        return [each for each in self._engines.values() if each.registration.is_known or each.is_asked]
+        return [each for each in self._engines.values() if each.registration.is_known or each.accepts_requests]

@@ -62,7 +62,7 @@ class Refusals:
         return True
 
 
-class Notices:
+class RateLimitedEvents:
     """Publishes rate-limited engine events, in the order in which they occurred."""
 
     def __init__(self, instance: str = "") -> None:
@@ -131,7 +131,7 @@ class Notices:
                 try:
                     await bus.publish(event)
                 except BusError as error:
-                    log.warning("engine_event_not_told", engine=event.engine, error=str(error))
+                    log.warning("engine_event_not_published", engine=event.engine, error=str(error))
 
     def _put(self, event: EngineStateChanged | WeightsRefused | EngineRequestsFailed) -> None:
         self._waiting.append(event)

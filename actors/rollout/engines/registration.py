@@ -25,17 +25,19 @@ class Registration:
         url: of the engine.
         workers: the router's worker API; one for all engines of a fleet.
         target: has the router's URL, and notifies waiters of changes.
-        is_asked: whether the engine accepts requests.
+        accepts_requests: whether the engine accepts requests.
     """
 
-    def __init__(self, url: str, workers: RouterWorkers, target: FleetTarget, is_asked: Callable[[], bool]) -> None:
+    def __init__(
+        self, url: str, workers: RouterWorkers, target: FleetTarget, accepts_requests: Callable[[], bool]
+    ) -> None:
         self.is_known = False  # the router may list it
         self.moving = anyio.Lock()  # serializes registering and unregistering; held during `enter` and `leave`
         self._num_apart = 0  # reasons to keep it unregistered: an isolation run, a rolling update
         self._url = url
         self._workers = workers
         self._target = target
-        self._is_asked = is_asked
+        self._accepts_requests = accepts_requests
 
     @property
     def is_apart(self) -> bool:
@@ -54,12 +56,14 @@ class Registration:
         If that is cancelled or the router refuses it, the next health check finds the engine missing at the router.
         """
         # it stays isolated until it is registered, so that its absence at the router does not count as a loss
-        if self._is_asked() and self._num_apart == 1:
+        if self._accepts_requests() and self._num_apart == 1:
             with anyio.move_on_after(REGISTER_TIMEOUT_S, shield=True):
                 async with self.moving:
                     self.is_known = True
                     await wait_until(self._entered_or_lost)
-                    if not self._is_asked():  # a concurrent check found it lost and left the unregistering to this call
+                    if (
+                        not self._accepts_requests()
+                    ):  # a concurrent check found it lost and left the unregistering to this call
                         await self.leave()
         self._num_apart -= 1
         await self._target.notify()
@@ -100,7 +104,7 @@ class Registration:
     async def leave_unless_asked(self) -> None:
         """Unregister the engine, unless it accepts requests again by then or is isolated anyway."""
         async with self.moving:
-            if not self._is_asked() and not self.is_apart:
+            if not self._accepts_requests() and not self.is_apart:
                 await self.leave()
 
     async def forget(self) -> None:
@@ -124,7 +128,7 @@ class Registration:
         return await self._workers.lacks(self._target.router, self._url) and not self.is_apart
 
     async def _entered_or_lost(self) -> bool:
-        return not self._is_asked() or await self._is_healthy_there()
+        return not self._accepts_requests() or await self._is_healthy_there()
 
     async def _is_healthy_there(self) -> bool:
         return self._target.router is not None and await self._workers.has(self._target.router, self._url)

@@ -10,7 +10,7 @@ PAUSED, RELEASED = EngineState.PAUSED, EngineState.RELEASED
 SUSPECT, GONE, QUARANTINED = EngineState.SUSPECT, EngineState.GONE, EngineState.QUARANTINED
 
 
-class Happening(Enum):
+class Trigger(Enum):
     """Triggers of engine state transitions."""
 
     ADMITTED = "admitted"  # it holds verified target weights and is registered at the router
@@ -35,47 +35,47 @@ class ImpossibleTransition(ValueError):
     """A trigger that the current state does not allow: a bug in this code."""
 
 
-_NEXT: Final[dict[Happening, dict[EngineState, EngineState]]] = {
-    Happening.ADMITTED: {STARTING: CURRENT},
-    Happening.UPDATE_BEGAN: {CURRENT: UPDATING},
-    Happening.UPDATED: {UPDATING: CURRENT},
-    Happening.REFUSED: {UPDATING: STARTING, STARTING: STARTING, CURRENT: STARTING},
-    Happening.REROUTED: {CURRENT: STARTING, UPDATING: STARTING},
-    Happening.LEFT_PAUSED: {STARTING: PAUSED, CURRENT: PAUSED, UPDATING: PAUSED},
-    Happening.CONTINUED: {PAUSED: STARTING},
-    Happening.RELEASED: {STARTING: RELEASED, CURRENT: RELEASED},
-    Happening.RESUMED: {RELEASED: STARTING},
-    Happening.STALLED: {STARTING: SUSPECT, CURRENT: SUSPECT, UPDATING: SUSPECT, RELEASED: SUSPECT},
-    Happening.MOVED: {SUSPECT: STARTING},
-    Happening.CONDEMNED: {CURRENT: SUSPECT, UPDATING: SUSPECT},
-    Happening.QUARANTINED: {CURRENT: QUARANTINED, UPDATING: QUARANTINED},
-    Happening.TRIED_AGAIN: {QUARANTINED: STARTING},
-    Happening.LOST: {state: GONE for state in EngineState},
-    Happening.FOUND: {GONE: STARTING},
+_NEXT: Final[dict[Trigger, dict[EngineState, EngineState]]] = {
+    Trigger.ADMITTED: {STARTING: CURRENT},
+    Trigger.UPDATE_BEGAN: {CURRENT: UPDATING},
+    Trigger.UPDATED: {UPDATING: CURRENT},
+    Trigger.REFUSED: {UPDATING: STARTING, STARTING: STARTING, CURRENT: STARTING},
+    Trigger.REROUTED: {CURRENT: STARTING, UPDATING: STARTING},
+    Trigger.LEFT_PAUSED: {STARTING: PAUSED, CURRENT: PAUSED, UPDATING: PAUSED},
+    Trigger.CONTINUED: {PAUSED: STARTING},
+    Trigger.RELEASED: {STARTING: RELEASED, CURRENT: RELEASED},
+    Trigger.RESUMED: {RELEASED: STARTING},
+    Trigger.STALLED: {STARTING: SUSPECT, CURRENT: SUSPECT, UPDATING: SUSPECT, RELEASED: SUSPECT},
+    Trigger.MOVED: {SUSPECT: STARTING},
+    Trigger.CONDEMNED: {CURRENT: SUSPECT, UPDATING: SUSPECT},
+    Trigger.QUARANTINED: {CURRENT: QUARANTINED, UPDATING: QUARANTINED},
+    Trigger.TRIED_AGAIN: {QUARANTINED: STARTING},
+    Trigger.LOST: {state: GONE for state in EngineState},
+    Trigger.FOUND: {GONE: STARTING},
 }
 # Updates, requests and health checks end on their own; the engine may be in any state by then.
-_LATE: Final = {Happening.UPDATED, Happening.REFUSED, Happening.REROUTED, Happening.LEFT_PAUSED}
+_LATE: Final = {Trigger.UPDATED, Trigger.REFUSED, Trigger.REROUTED, Trigger.LEFT_PAUSED}
 _UPDATES: Final = {(CURRENT, UPDATING), (UPDATING, CURRENT)}
 
 
-def next_state(state: EngineState, happening: Happening) -> EngineState:
+def next_state(state: EngineState, trigger: Trigger) -> EngineState:
     """Return the state of an engine after a trigger.
 
     Raises:
         ImpossibleTransition: the trigger is not allowed in this state.
     """
-    after = _NEXT[happening].get(state)
-    if after is None and happening not in _LATE:
-        raise ImpossibleTransition(f"{happening.value}: not in state {state}")
+    after = _NEXT[trigger].get(state)
+    if after is None and trigger not in _LATE:
+        raise ImpossibleTransition(f"{trigger.value}: not in state {state}")
     return after or state
 
 
-def is_told(old: EngineState, new: EngineState) -> bool:
+def is_published(old: EngineState, new: EngineState) -> bool:
     """Whether a state change is published as an event. Updates are not: weights.applied reports them."""
     return old is not new and (old, new) not in _UPDATES
 
 
-def is_asked(state: EngineState) -> bool:
+def accepts_requests(state: EngineState) -> bool:
     """Whether an engine in this state accepts requests."""
     return state in (CURRENT, UPDATING)
 

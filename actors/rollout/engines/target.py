@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import anyio
 
-from actors.rollout.engines.memory.levels import Stage
+from actors.rollout.engines.memory.levels import MemoryLevel
 from messages import EvalEnded, EvalIssued, TrainerStarted, WeightsAnnounced
 
 
@@ -69,7 +69,7 @@ class FleetTarget:
     def __init__(self) -> None:
         self.weights: WeightsAnnounced | None = None
         self.router: str | None = None  # URL; None: the router is not up
-        self.allowed = Stage.EVERYTHING  # memory level allowed to engines that share memory with the trainer
+        self.allowed = MemoryLevel.EVERYTHING  # memory level allowed to engines that share memory with the trainer
         self.changed = anyio.Condition()
         self.num_holds = 0  # requests are blocked while this is above 0
 
@@ -92,7 +92,7 @@ class FleetTarget:
     @property
     def is_settled(self) -> bool:
         """Whether engines may hold all memory or none, rather than an intermediate memory level."""
-        return self.allowed in (Stage.NOTHING, Stage.EVERYTHING)
+        return self.allowed in (MemoryLevel.NOTHING, MemoryLevel.EVERYTHING)
 
     async def announced(self) -> None:
         """Wait for the first announced weights."""

@@ -13,7 +13,7 @@ from anyio.abc import TaskStatus
 
 from actors.rollout.groups.endings import Endings
 from actors.rollout.groups.storing import label_of, store, text_of
-from actors.rollout.offline.source import AnswerSource, RecordedSample
+from actors.rollout.offline.source import AnswerSource, OfflineSample
 from messages import (
     GroupCompleted,
     GroupFailed,
@@ -37,7 +37,7 @@ DURABLE = "rollout-policy"  # the same durable consumer as the rollout actor wit
 ANSWERED_AT_ONCE = 16
 
 
-class RecordedRolloutActor(Actor):
+class OfflineRolloutActor(Actor):
     """Answers prompt groups from a source instead of engines. Stateless.
 
     A crash loses nothing: unacked tasks are redelivered after the ack wait and get the same answer. Tasks of a halted
@@ -91,11 +91,11 @@ class RecordedRolloutActor(Actor):
             ending = endings.failed(str(error))
         await endings.publish(self._bus, ending)
 
-    def _ask(self, task: RolloutRequested) -> tuple[Sequence[RecordedSample], Prompt]:
+    def _ask(self, task: RolloutRequested) -> tuple[Sequence[OfflineSample], Prompt]:
         return self._source.answer(task), self._source.prompt(task)
 
     async def _store(
-        self, task: RolloutRequested, lease: str, samples: Sequence[RecordedSample], prompt: Prompt
+        self, task: RolloutRequested, lease: str, samples: Sequence[OfflineSample], prompt: Prompt
     ) -> tuple[SampleSummary, ...]:
         """Publish all segments of a group; return the summaries that refer to them."""
         segments = [segment for sample in samples for segment in sample.segments]

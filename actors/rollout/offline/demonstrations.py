@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from actors.rollout.offline.source import RecordedSample
+from actors.rollout.offline.source import OfflineSample
 from messages import (
     Float32Array,
     Prompt,
@@ -28,7 +28,7 @@ class Demonstrations:
         """Check tokens against a vocabulary size; None: any token id is valid."""
         self._vocab_size = vocab_size
 
-    def answer(self, task: RolloutRequested) -> Sequence[RecordedSample]:
+    def answer(self, task: RolloutRequested) -> Sequence[OfflineSample]:
         """Return one identical sample per index."""
         samples = [_demonstration(task, index) for index in range(task.num_samples)]
         for sample in samples[:1]:
@@ -41,7 +41,7 @@ class Demonstrations:
         return task.prompt
 
 
-def _demonstration(task: RolloutRequested, index: int) -> RecordedSample:
+def _demonstration(task: RolloutRequested, index: int) -> OfflineSample:
     prompt = task.prompt
     if prompt.response_ids is None or prompt.loss_mask is None:
         raise ValueError(f"prompt {prompt.row} of {prompt.data} has no demonstration")
@@ -64,4 +64,4 @@ def _demonstration(task: RolloutRequested, index: int) -> RecordedSample:
         first_version=task.min_version,
         last_version=task.min_version,
     )
-    return RecordedSample((segment,), summary)
+    return OfflineSample((segment,), summary)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import msgspec
 
-from actors.rollout.offline.source import RecordedSample
+from actors.rollout.offline.source import OfflineSample
 from messages import Prompt, RolloutRequested, SampleKey, Segment
 from runtime.data.dumped_run import DumpedGroups
 from runtime.data.dumps import DumpedGroup, summary_of
@@ -20,7 +20,7 @@ class Dumped:
         """Open a dump. Raises DumpError, a ValueError, if there is no readable dump."""
         self._groups = DumpedGroups(directory, vocab_size)
 
-    def answer(self, task: RolloutRequested) -> Sequence[RecordedSample]:
+    def answer(self, task: RolloutRequested) -> Sequence[OfflineSample]:
         """Return the dumped group at the task's position in issue order.
 
         Raises:
@@ -42,13 +42,13 @@ class Dumped:
             raise ValueError(EXHAUSTED) from error
 
 
-def samples_for(task: RolloutRequested, group: DumpedGroup) -> list[RecordedSample]:
+def samples_for(task: RolloutRequested, group: DumpedGroup) -> list[OfflineSample]:
     """Return a dumped group with its sample keys replaced by those of the task."""
-    found: list[RecordedSample] = []
+    found: list[OfflineSample] = []
     for sample, segments in zip(group.samples, group.segments, strict=True):
         key = SampleKey(group_id=task.group_id, attempt=task.attempt, index=sample.index, part=sample.part)
         renamed = tuple(_renamed(segment, key) for segment in segments)
-        found.append(RecordedSample(renamed, summary_of(sample)))
+        found.append(OfflineSample(renamed, summary_of(sample)))
     return found
 
 

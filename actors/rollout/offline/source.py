@@ -8,7 +8,7 @@ from messages import Prompt, RolloutRequested, SampleSummary, Segment
 
 
 @dataclass(frozen=True)
-class RecordedSample:
+class OfflineSample:
     """An existing sample: its segments in order, and its summary for the event."""
 
     segments: tuple[Segment, ...]  # carry the task's sample key (group_id, attempt, index, part)
@@ -18,7 +18,7 @@ class RecordedSample:
 class AnswerSource(Protocol):
     """A source of samples for tasks."""
 
-    def answer(self, task: RolloutRequested) -> Sequence[RecordedSample]:
+    def answer(self, task: RolloutRequested) -> Sequence[OfflineSample]:
         """Return the scored samples of a task's group.
 
         Runs on a thread, one call at a time. The same task always gets the same samples.

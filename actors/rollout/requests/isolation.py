@@ -13,13 +13,13 @@ from actors.rollout.requests.interrupting import RunningRequests
 log = structlog.get_logger()
 
 
-class Trials:
+class IsolationRuns:
     """Runs one quarantined request at a time. Its engine stays isolated until no other quarantined request waits."""
 
     def __init__(self, fleet: Fleet, running: RunningRequests) -> None:
         self._fleet = fleet
         self._running = running
-        self._turn = anyio.Lock()
+        self._lock = anyio.Lock()
         self._num_waiting = 0
         self._engine: Engine | None = None  # the isolated engine
 
@@ -28,21 +28,21 @@ class Trials:
         """Yield an engine that serves no other request of this run; None if `unless` became true first."""
         self._num_waiting += 1
         try:
-            await self._turn.acquire()
+            await self._lock.acquire()
         finally:
             self._num_waiting -= 1
         try:
             yield await self._set_apart(min_version, unless)
         finally:
             try:
-                if not self._num_waiting or (self._engine is not None and not self._engine.is_asked):
+                if not self._num_waiting or (self._engine is not None and not self._engine.accepts_requests):
                     await self._join()
             finally:
-                self._turn.release()
+                self._lock.release()
 
     async def _set_apart(self, min_version: int, unless: Callable[[], bool]) -> Engine | None:
         engine = self._engine
-        if engine is not None and engine.is_asked and engine.version >= min_version and not self._fleet.is_held:
+        if engine is not None and engine.accepts_requests and engine.version >= min_version and not self._fleet.is_held:
             return None if unless() else engine
         await self._join()
         while await self._fleet.wait_ready(min_version, unless=unless):
@@ -52,7 +52,7 @@ class Trials:
             self._engine = engine
             await engine.registration.set_apart()
             await self._until_alone(engine)
-            if engine.is_asked:
+            if engine.accepts_requests:
                 log.info("engine_set_apart", engine=engine.name)
                 return engine
             await self._join()
@@ -61,7 +61,7 @@ class Trials:
     async def _until_alone(self, engine: Engine) -> None:
         """Wait until all requests that may be on the engine have ended; the router sends it no new ones."""
         before = [sent for sent in self._running.open.values() if sent.engine in ("", engine.name)]
-        while engine.is_asked and any(
+        while engine.accepts_requests and any(
             sent in self._running.open.values() and sent.engine in ("", engine.name) for sent in before
         ):
             await self._running.any_ended(1.0)

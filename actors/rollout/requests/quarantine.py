@@ -8,15 +8,15 @@ without an external kill, is poison. Its group fails, and all others go on.
 from enum import Enum
 from typing import Final, NamedTuple
 
-SUSPECT_AFTER: Final = 2  # engine crashes while the engine may have had the request
+QUARANTINE_AFTER: Final = 2  # engine crashes while the engine may have had the request
 POISON_AFTER: Final = 2  # engine crashes in isolation runs
 
 
-class Standing(Enum):
+class RequestStatus(Enum):
     """Status of a request."""
 
     ORDINARY = "ordinary"  # it runs with others
-    SUSPECT = "suspect"  # quarantined: it runs in isolation
+    QUARANTINED = "quarantined"  # it runs in isolation
     POISON = "poison"  # it is never sent again
 
 
@@ -36,8 +36,8 @@ class DeathRecord(NamedTuple):
         return DeathRecord(self.deaths + 1, self.alone + (alone and not killed))
 
     @property
-    def standing(self) -> Standing:
+    def status(self) -> RequestStatus:
         """The request's status."""
         if self.alone >= POISON_AFTER:
-            return Standing.POISON
-        return Standing.SUSPECT if self.deaths >= SUSPECT_AFTER else Standing.ORDINARY
+            return RequestStatus.POISON
+        return RequestStatus.QUARANTINED if self.deaths >= QUARANTINE_AFTER else RequestStatus.ORDINARY

@@ -12,8 +12,8 @@ import structlog
 from actors.rollout.engines.engine import Engine
 from actors.rollout.engines.fleet import Fleet
 from actors.rollout.requests.interrupting import RunningRequests
-from actors.rollout.requests.isolation import Trials
-from actors.rollout.requests.quarantine import DeathRecord, Standing
+from actors.rollout.requests.isolation import IsolationRuns
+from actors.rollout.requests.quarantine import DeathRecord, RequestStatus
 from actors.rollout.requests.request import Generated, GenerateRequest
 from actors.rollout.sglang.answers import NOTHING, Answer, is_aborted, labels_of, oldest_version
 from actors.rollout.sglang.body import generate_body
@@ -77,7 +77,7 @@ class Generator:
         self._model = model
         self._give_up_after_s = give_up_after_s
         self.running = RunningRequests(client, fleet)
-        self._trials = Trials(fleet, self.running)
+        self._isolation_runs = IsolationRuns(fleet, self.running)
         self._records: dict[str, DeathRecord] = {}  # crash records of samples whose engines crashed
 
     async def generate(
@@ -153,7 +153,7 @@ class Generator:
         who = f"{engine.name} ({engine.url})" if engine is not None else self._fleet.admitted_names()
         problem = error.problem if isinstance(error, BadAnswer) else str(error)
         reason = problem.removeprefix(f"{place.url}/generate: ")
-        self._fleet.notices.failed(who, type(error).__name__, reason)
+        self._fleet.events.failed(who, type(error).__name__, reason)
         if engine is not None:
             await self._fleet.note_failure(engine, group, reason, counts=counts)
         conduct = self._fleet.conduct
@@ -197,13 +197,13 @@ class Generator:
             return self.running.halted(request.round)
 
         record = self._records.get(sample, DeathRecord())
-        match record.standing:
-            case Standing.POISON:
+        match record.status:
+            case RequestStatus.POISON:
                 raise RequestRefused(f"engines die of it: {record.alone} that had nothing else to do")
-            case Standing.SUSPECT:
-                async with self._trials.alone(request.min_version, halted) as engine:
+            case RequestStatus.QUARANTINED:
+                async with self._isolation_runs.alone(request.min_version, halted) as engine:
                     yield None if engine is None else Destination(engine.url, engine, alone=True)
-            case Standing.ORDINARY:
+            case RequestStatus.ORDINARY:
                 if not await self._wait_ready(request, halted):
                     yield None
                     return
@@ -214,11 +214,11 @@ class Generator:
         """Determine whether a request was lost by an engine crash, and record that."""
         record = self._records.get(sample, DeathRecord())
         if place.engine is not None and place.alone:
-            autopsy = await self._fleet.autopsy(place.engine)
-            if autopsy is None:
+            crash_cause = await self._fleet.crash_cause(place.engine)
+            if crash_cause is None:
                 return False
-            log.warning("engine_died_of", sample=sample, reason=autopsy.reason, killed=autopsy.killed)
-            record = record.after_death(alone=True, killed=autopsy.killed)
+            log.warning("engine_died_of", sample=sample, reason=crash_cause.reason, killed=crash_cause.killed)
+            record = record.after_death(alone=True, killed=crash_cause.killed)
         else:
             await self._fleet.report_unavailable()
             engine = "" if stream is None else self._fleet.update_tracker.engine_of(stream.last_label)

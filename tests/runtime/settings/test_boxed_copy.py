@@ -10,7 +10,7 @@ import pytest
 
 from actors.processes import process_specs
 from actors.registry import actor_type
-from actors.rollout.offline.actor import RecordedRolloutActor
+from actors.rollout.offline.actor import OfflineRolloutActor
 from messages import Int32Array, Prompt, RolloutRequested, SamplingParams, UInt8Array, encode
 from runtime.node.checks.check import check_here
 from runtime.settings.load import load_topology
@@ -111,7 +111,7 @@ def test_neither_engines_nor_graders_are_started_for_demonstrations() -> None:
 
 
 def test_the_role_of_rollout_is_played_by_whom_the_loss_asks_for() -> None:
-    assert actor_type("rollout", load_topology(SFT).topology) is RecordedRolloutActor
+    assert actor_type("rollout", load_topology(SFT).topology) is OfflineRolloutActor
     assert actor_type("rollout", load_topology(RL).topology) is actor_type("rollout")
 
 

@@ -9,7 +9,7 @@ import structlog
 
 from actors.rollout.engines.engine import Engine
 from actors.rollout.engines.fleet import Fleet
-from actors.rollout.engines.memory.levels import SENDS, STAGE_OF, Stage, is_awaited, is_there
+from actors.rollout.engines.memory.levels import LEVEL_OF, SENDS, MemoryLevel, is_awaited, is_there
 from actors.rollout.requests.interrupting import RunningRequests
 from messages import EnginePhase, PhaseChanged, PhaseReached, PhaseRequested
 from runtime.ledger.phases import CurrentPhase, fold_phase
@@ -19,7 +19,7 @@ log = structlog.get_logger()
 QUIET_LOOK_S = 1.0  # between two checks for running requests
 
 
-class Follower:
+class PhaseFollower:
     """Brings a rollout actor's engines to the memory level of each phase.
 
     Args:
@@ -32,7 +32,7 @@ class Follower:
         self._fleet = fleet
         self._num_engines = num_engines
         self._running = running
-        self._turn: CurrentPhase | None = None  # the phase at the current position in the log
+        self._logged: CurrentPhase | None = None  # the phase at the current position in the log
         self._followed: CurrentPhase | None = None  # the phase that the engines are moving to
         self._changed = anyio.Event()  # replaced after each wait
         # set once the engines' memory level is known from the log; no calls to engines before
@@ -40,12 +40,12 @@ class Follower:
 
     def fold(self, event: PhaseChanged, seq: int) -> None:
         """Apply the next event of the log."""
-        self._turn = fold_phase(self._turn, event, seq)
+        self._logged = fold_phase(self._logged, event, seq)
 
     def follow(self) -> None:
         """Act on the folded events: the end of the log is reached for now."""
-        if self._turn is not self._followed:
-            self._followed = self._turn
+        if self._logged is not self._followed:
+            self._followed = self._logged
             self._changed.set()
 
     async def run(self) -> None:
@@ -53,14 +53,14 @@ class Follower:
         while True:
             await self._changed.wait()
             self._changed = anyio.Event()
-            turn = self._followed
-            if turn is not None:
-                await self._bring(turn)
+            phase = self._followed
+            if phase is not None:
+                await self._bring_to(phase)
 
-    async def _bring(self, turn: CurrentPhase) -> None:
-        wanted = STAGE_OF[turn.phase]
-        await self._fleet.hold(turn.phase not in SENDS)
-        if wanted is Stage.NOTHING:
+    async def _bring_to(self, phase: CurrentPhase) -> None:
+        wanted = LEVEL_OF[phase.phase]
+        await self._fleet.hold(phase.phase not in SENDS)
+        if wanted is MemoryLevel.NOTHING:
             while self._running.open and not self._changed.is_set():
                 await self._running.any_ended(QUIET_LOOK_S)
             if self._changed.is_set():
@@ -75,46 +75,46 @@ class Follower:
             if not self._objection(request):
                 await self._fleet.until(lambda: self._is_reached(request))
         objection = self._objection(request)
-        engines = tuple(turn_of(engine, STAGE_OF[request.phase]) for engine in self._fleet.engines)
+        engines = tuple(phase_report(engine, LEVEL_OF[request.phase]) for engine in self._fleet.engines)
         if objection:
             return PhaseReached(reached=False, engines=engines, reason=objection)
         reason = self._reason(request)
         return PhaseReached(reached=not reason, engines=engines, reason=reason)
 
     def _is_known(self, request: PhaseRequested) -> bool:
-        turn = self._followed
-        return turn is not None and (turn.seq >= request.seq or turn.incarnation > request.incarnation)
+        phase = self._followed
+        return phase is not None and (phase.seq >= request.seq or phase.incarnation > request.incarnation)
 
     def _objection(self, request: PhaseRequested) -> str:
         """Return why the requested phase is not the current one; empty if it is."""
-        turn = self._followed
-        if turn is None or not self._is_known(request):
-            return "the log is not read so far"
-        if turn.incarnation != request.incarnation:
-            return f"trainer incarnation {turn.incarnation} leads, not {request.incarnation}"
-        return "" if turn.phase is request.phase else f"the phase is {turn.phase} by now"
+        phase = self._followed
+        if phase is None or not self._is_known(request):
+            return "the rollout actor has not read the log that far yet"
+        if phase.incarnation != request.incarnation:
+            return f"trainer incarnation {phase.incarnation} leads, not {request.incarnation}"
+        return "" if phase.phase is request.phase else f"the phase is {phase.phase} by now"
 
     def _is_reached(self, request: PhaseRequested) -> bool:
         return bool(self._objection(request)) or not self._reason(request)
 
     def _reason(self, request: PhaseRequested) -> str:
         """Return what the phase still waits for; empty if it is complete."""
-        wanted = STAGE_OF[request.phase]
-        if wanted is Stage.NOTHING and self._fleet.allowed is not Stage.NOTHING:
-            return f"{len(self._running.open)} requests are under way"
-        if wanted is Stage.NOTHING and len(self._fleet.engines) < self._num_engines:
-            return f"{len(self._fleet.engines)} of {self._num_engines} engines have told where they are"
+        wanted = LEVEL_OF[request.phase]
+        if wanted is MemoryLevel.NOTHING and self._fleet.allowed is not MemoryLevel.NOTHING:
+            return f"{len(self._running.open)} requests are running"
+        if wanted is MemoryLevel.NOTHING and len(self._fleet.engines) < self._num_engines:
+            return f"{len(self._fleet.engines)} of {self._num_engines} engines have reported their memory level"
         left = [engine.name for engine in self._fleet.engines if is_missing(engine, wanted)]
         return f"awaited: {', '.join(left)}" if left else ""
 
 
-def is_missing(engine: Engine, wanted: Stage) -> bool:
+def is_missing(engine: Engine, wanted: MemoryLevel) -> bool:
     """Whether a phase still waits for an engine."""
-    return is_awaited(wanted, answers=engine.answers) and not is_there(engine.stage, wanted)
+    return is_awaited(wanted, answers=engine.answers) and not is_there(engine.memory_level, wanted)
 
 
-def turn_of(engine: Engine, wanted: Stage) -> EnginePhase:
+def phase_report(engine: Engine, wanted: MemoryLevel) -> EnginePhase:
     """Return an engine's part of the phase report."""
-    if is_there(engine.stage, wanted):
-        return engine.tenure.moved(wanted)
+    if is_there(engine.memory_level, wanted):
+        return engine.memory_share.moved(wanted)
     return EnginePhase(engine=engine.name, reached=False, reason=engine.reason or f"it is {engine.state}")

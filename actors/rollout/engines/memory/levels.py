@@ -6,7 +6,7 @@ from typing import Final
 from messages import Phase
 
 
-class Stage(IntEnum):
+class MemoryLevel(IntEnum):
     """Memory level of an engine; each level includes the lower ones."""
 
     NOTHING = 0
@@ -15,26 +15,26 @@ class Stage(IntEnum):
     EVERYTHING = 3  # memory for the KV cache too: it may be marked ready
 
 
-STAGE_OF: Final = {
-    Phase.GENERATE: Stage.EVERYTHING,
-    Phase.RELEASE: Stage.NOTHING,
-    Phase.TRAIN: Stage.NOTHING,
-    Phase.OFFLOAD: Stage.NOTHING,
-    Phase.RESUME_WEIGHTS: Stage.WEIGHTS,
-    Phase.UPDATE: Stage.LOADED,
-    Phase.RESUME_KV: Stage.EVERYTHING,
+LEVEL_OF: Final = {
+    Phase.GENERATE: MemoryLevel.EVERYTHING,
+    Phase.RELEASE: MemoryLevel.NOTHING,
+    Phase.TRAIN: MemoryLevel.NOTHING,
+    Phase.OFFLOAD: MemoryLevel.NOTHING,
+    Phase.RESUME_WEIGHTS: MemoryLevel.WEIGHTS,
+    Phase.UPDATE: MemoryLevel.LOADED,
+    Phase.RESUME_KV: MemoryLevel.EVERYTHING,
 }
 SENDS: Final = frozenset({Phase.GENERATE, Phase.RESUME_KV})  # phases in which ready engines get requests
 
 
-def is_there(stage: Stage, wanted: Stage) -> bool:
+def is_there(memory_level: MemoryLevel, wanted: MemoryLevel) -> bool:
     """Whether an engine has reached a level: exactly NOTHING, or at least the wanted one."""
-    return stage is Stage.NOTHING if wanted is Stage.NOTHING else stage >= wanted
+    return memory_level is MemoryLevel.NOTHING if wanted is MemoryLevel.NOTHING else memory_level >= wanted
 
 
-def is_awaited(wanted: Stage, *, answers: bool) -> bool:
+def is_awaited(wanted: MemoryLevel, *, answers: bool) -> bool:
     """Whether a phase waits for an engine.
 
     A phase with level NOTHING waits for all engines: one that is down may be starting and take memory.
     """
-    return answers or wanted is Stage.NOTHING
+    return answers or wanted is MemoryLevel.NOTHING

@@ -7,7 +7,7 @@ from typing import Final
 
 import structlog
 
-from actors.rollout.engines.memory.levels import Stage
+from actors.rollout.engines.memory.levels import MemoryLevel
 from actors.rollout.engines.memory.occupancy import anonymous_bytes, is_there
 from actors.rollout.sglang.client import SglangClient
 from actors.rollout.sglang.errors import EngineSilent, EngineUnavailable, RequestRefused
@@ -19,11 +19,11 @@ log = structlog.get_logger()
 IDLE_S: Final = 2.0  # time for an engine to become idle before its requests are aborted
 
 
-class TurnLost(Exception):
+class MemoryReclaimed(Exception):
     """The trainer has reclaimed the engine's memory."""
 
 
-class Tenure:
+class MemoryShare:
     """One engine's memory. A new process starts with all of it.
 
     Args:
@@ -51,7 +51,7 @@ class Tenure:
         self._pid = pid
         self._is_shown = is_shown
         self._memory = EngineMemory(client, url, notes)
-        self._moved: dict[Stage, EnginePhase] = {}
+        self._moved: dict[MemoryLevel, EnginePhase] = {}
 
     @property
     def is_sure(self) -> bool:
@@ -59,15 +59,15 @@ class Tenure:
         return self._memory.is_sure
 
     @property
-    def room(self) -> Stage:
+    def room(self) -> MemoryLevel:
         """The memory level that the engine has room for."""
         if "weights" in self._memory.released:
-            return Stage.NOTHING
-        return Stage.WEIGHTS if self._memory.released else Stage.EVERYTHING
+            return MemoryLevel.NOTHING
+        return MemoryLevel.WEIGHTS if self._memory.released else MemoryLevel.EVERYTHING
 
-    def moved(self, stage: Stage) -> EnginePhase:
+    def moved(self, memory_level: MemoryLevel) -> EnginePhase:
         """Return the report of the last move to a level."""
-        return self._moved.get(stage, EnginePhase(engine=self._name, reached=True))
+        return self._moved.get(memory_level, EnginePhase(engine=self._name, reached=True))
 
     async def inherit(self) -> None:
         """Take over the memory state left by an earlier rollout actor.
@@ -83,10 +83,10 @@ class Tenure:
         Raises:
             EngineError: it did not.
         """
-        if self.room is Stage.NOTHING:
+        if self.room is MemoryLevel.NOTHING:
             return
         await self._until_idle()
-        await self._move(Stage.NOTHING, self._memory.release)
+        await self._move(MemoryLevel.NOTHING, self._memory.release)
 
     async def take_weights(self) -> None:
         """Make the engine resume the memory for weights, which have to be updated after that.
@@ -94,7 +94,7 @@ class Tenure:
         Raises:
             EngineError: it did not.
         """
-        await self._move(Stage.WEIGHTS, partial(self._memory.resume, "weights"))
+        await self._move(MemoryLevel.WEIGHTS, partial(self._memory.resume, "weights"))
 
     async def take_rest(self) -> None:
         """Make the engine resume all other memory.
@@ -102,8 +102,8 @@ class Tenure:
         Raises:
             EngineError: it did not.
         """
-        if self.room is not Stage.EVERYTHING:
-            await self._move(Stage.EVERYTHING, self._memory.resume)
+        if self.room is not MemoryLevel.EVERYTHING:
+            await self._move(MemoryLevel.EVERYTHING, self._memory.resume)
 
     async def _until_idle(self) -> None:
         """Wait until the engine is idle, aborting requests that do not end.
@@ -121,14 +121,14 @@ class Tenure:
             else:
                 return
 
-    async def _move(self, stage: Stage, move: Callable[[], Awaitable[None]]) -> None:
+    async def _move(self, memory_level: MemoryLevel, move: Callable[[], Awaitable[None]]) -> None:
         if self._pid and not is_there(self._pid):
             raise EngineUnavailable(f"{self._url}: its process has ended, and another one may listen there")
         begin, before = time.perf_counter(), self._bytes()
         await move()
         took_s, after = time.perf_counter() - begin, self._bytes()
-        log.info("engine_memory_moved", engine=self._name, to=stage.name.lower(), took_s=took_s)
-        self._moved[stage] = EnginePhase(
+        log.info("engine_memory_moved", engine=self._name, to=memory_level.name.lower(), took_s=took_s)
+        self._moved[memory_level] = EnginePhase(
             engine=self._name, reached=True, took_s=took_s, bytes_before=before, bytes_after=after
         )
 

@@ -138,8 +138,8 @@ class NodeCopies:
             try:
                 return await retried(ask, on=BusError, times=FOR_EVER, failed=partial(_note, announced.version))
             except CallRefused as error:
-                raise CopyRefused(f"its agent {self._agent}: {error}") from error
-        return LocalCopyGiven(reason=f"its agent {self._agent} did not answer within {self._timeout_s:g} s")
+                raise CopyRefused(f"its node daemon {self._agent}: {error}") from error
+        return LocalCopyGiven(reason=f"its node daemon {self._agent} did not answer within {self._timeout_s:g} s")
 
 
 def _note(version: int, error: Exception, failures: int) -> None:

@@ -6,11 +6,11 @@ import anyio
 import pytest
 
 from actors.rollout.engines.engine import Engine
-from actors.rollout.engines.memory.levels import Stage
-from actors.rollout.engines.memory.share import Tenure
-from actors.rollout.engines.rate_limited_events import Notices
+from actors.rollout.engines.memory.levels import MemoryLevel
+from actors.rollout.engines.memory.share import MemoryShare
+from actors.rollout.engines.rate_limited_events import RateLimitedEvents
 from actors.rollout.engines.router import RouterWorkers
-from actors.rollout.engines.states import Happening
+from actors.rollout.engines.states import Trigger
 from actors.rollout.engines.target import FleetTarget
 from actors.rollout.engines.weights.sync import WeightSyncs
 from actors.rollout.engines.weights.verification import WeightsMismatch
@@ -67,7 +67,7 @@ async def test_one_that_refuses_weights_before_it_was_admitted_holds_up_no_other
         verifier,
         target,
         workers=RouterWorkers(client),
-        notices=Notices(),
+        events=RateLimitedEvents(),
         syncs=WeightSyncs(target, list),
     )
     async with anyio.create_task_group() as group:
@@ -81,7 +81,7 @@ class LostMeanwhile:
     """Memory of an engine that others find dead while it is told to give that back."""
 
     def __init__(self, error: EngineError | None, *, is_sure: bool) -> None:
-        self.room, self.is_sure = Stage.EVERYTHING, is_sure
+        self.room, self.is_sure = MemoryLevel.EVERYTHING, is_sure
         self.engine: Engine | None = None
         self._error = error
 
@@ -94,18 +94,18 @@ class LostMeanwhile:
 
 @pytest.mark.parametrize("error", [None, EngineUnavailable("connection lost")])
 async def test_one_that_is_found_dead_while_it_gives_memory_back_is_lost_once(error: EngineError | None) -> None:
-    client, tenure = NoRouter(), LostMeanwhile(error, is_sure=error is None)
+    client, memory_share = NoRouter(), LostMeanwhile(error, is_sure=error is None)
     verifier, target = cast(WeightVerifier, OnlyFirst()), FleetTarget()
-    engine = tenure.engine = Engine(
+    engine = memory_share.engine = Engine(
         "lost",
         "http://lost",
         client,
         verifier,
         target,
         workers=RouterWorkers(client),
-        notices=Notices(),
+        events=RateLimitedEvents(),
         syncs=WeightSyncs(target, list),
-        tenure=cast(Tenure, tenure),
+        memory_share=cast(MemoryShare, memory_share),
     )
     await engine._give_back_or_leave()
     assert engine.state is EngineState.GONE
@@ -121,11 +121,11 @@ def admitted_at(client: OneRouter) -> Engine:
         cast(WeightVerifier, OnlyFirst()),
         target,
         workers=RouterWorkers(client),
-        notices=Notices(),
+        events=RateLimitedEvents(),
         syncs=WeightSyncs(target, list),
     )
     client.known.add(engine.url)
-    engine._happened(Happening.ADMITTED, "")
+    engine._apply(Trigger.ADMITTED, "")
     return engine
 
 

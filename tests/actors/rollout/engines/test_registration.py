@@ -25,14 +25,14 @@ class Asked:
         return self.now
 
 
-def at(router: OneRouter, is_asked: Asked) -> Registration:
+def at(router: OneRouter, accepts_requests: Asked) -> Registration:
     target = FleetTarget()
     target.router = "http://router"
-    return Registration(URL, RouterWorkers(router), target, is_asked)
+    return Registration(URL, RouterWorkers(router), target, accepts_requests)
 
 
-async def entered(router: OneRouter, is_asked: Asked) -> Registration:
-    place = at(router, is_asked)
+async def entered(router: OneRouter, accepts_requests: Asked) -> Registration:
+    place = at(router, accepts_requests)
     async with place.moving:
         await place.enter(unless=lambda: False)
     return place

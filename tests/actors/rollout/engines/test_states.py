@@ -4,132 +4,139 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.rollout.engines.states import Happening, ImpossibleTransition, is_asked, is_told, may_continue, next_state
+from actors.rollout.engines.states import (
+    ImpossibleTransition,
+    Trigger,
+    accepts_requests,
+    is_published,
+    may_continue,
+    next_state,
+)
 from messages import EngineState
 
 STARTING, CURRENT, UPDATING = EngineState.STARTING, EngineState.CURRENT, EngineState.UPDATING
 PAUSED, RELEASED = EngineState.PAUSED, EngineState.RELEASED
 SUSPECT, GONE = EngineState.SUSPECT, EngineState.GONE
 
-LIVES: dict[str, list[tuple[Happening, EngineState]]] = {
+LIVES: dict[str, list[tuple[Trigger, EngineState]]] = {
     "an ordinary one": [
-        (Happening.ADMITTED, CURRENT),
-        (Happening.UPDATE_BEGAN, UPDATING),
-        (Happening.UPDATED, CURRENT),
+        (Trigger.ADMITTED, CURRENT),
+        (Trigger.UPDATE_BEGAN, UPDATING),
+        (Trigger.UPDATED, CURRENT),
     ],
     "one that refuses later weights": [
-        (Happening.ADMITTED, CURRENT),
-        (Happening.UPDATE_BEGAN, UPDATING),
-        (Happening.REFUSED, STARTING),
-        (Happening.REFUSED, STARTING),
-        (Happening.ADMITTED, CURRENT),
+        (Trigger.ADMITTED, CURRENT),
+        (Trigger.UPDATE_BEGAN, UPDATING),
+        (Trigger.REFUSED, STARTING),
+        (Trigger.REFUSED, STARTING),
+        (Trigger.ADMITTED, CURRENT),
     ],
     "one that dies during an update, which ends later": [
-        (Happening.ADMITTED, CURRENT),
-        (Happening.UPDATE_BEGAN, UPDATING),
-        (Happening.LOST, GONE),
-        (Happening.UPDATED, GONE),
-        (Happening.FOUND, STARTING),
+        (Trigger.ADMITTED, CURRENT),
+        (Trigger.UPDATE_BEGAN, UPDATING),
+        (Trigger.LOST, GONE),
+        (Trigger.UPDATED, GONE),
+        (Trigger.FOUND, STARTING),
     ],
     "one that could not be told to go on": [
-        (Happening.ADMITTED, CURRENT),
-        (Happening.UPDATE_BEGAN, UPDATING),
-        (Happening.LEFT_PAUSED, PAUSED),
-        (Happening.CONTINUED, STARTING),
-        (Happening.ADMITTED, CURRENT),
+        (Trigger.ADMITTED, CURRENT),
+        (Trigger.UPDATE_BEGAN, UPDATING),
+        (Trigger.LEFT_PAUSED, PAUSED),
+        (Trigger.CONTINUED, STARTING),
+        (Trigger.ADMITTED, CURRENT),
     ],
     "one that hangs": [
-        (Happening.ADMITTED, CURRENT),
-        (Happening.STALLED, SUSPECT),
-        (Happening.LOST, GONE),
+        (Trigger.ADMITTED, CURRENT),
+        (Trigger.STALLED, SUSPECT),
+        (Trigger.LOST, GONE),
     ],
     "one that hung for a while": [
-        (Happening.ADMITTED, CURRENT),
-        (Happening.STALLED, SUSPECT),
-        (Happening.MOVED, STARTING),
+        (Trigger.ADMITTED, CURRENT),
+        (Trigger.STALLED, SUSPECT),
+        (Trigger.MOVED, STARTING),
     ],
     "one that hangs while it takes weights": [
-        (Happening.ADMITTED, CURRENT),
-        (Happening.UPDATE_BEGAN, UPDATING),
-        (Happening.STALLED, SUSPECT),
-        (Happening.UPDATED, SUSPECT),
-        (Happening.LOST, GONE),
+        (Trigger.ADMITTED, CURRENT),
+        (Trigger.UPDATE_BEGAN, UPDATING),
+        (Trigger.STALLED, SUSPECT),
+        (Trigger.UPDATED, SUSPECT),
+        (Trigger.LOST, GONE),
     ],
     "one beside the trainer": [
-        (Happening.ADMITTED, CURRENT),
-        (Happening.RELEASED, RELEASED),
-        (Happening.RESUMED, STARTING),
-        (Happening.ADMITTED, CURRENT),
+        (Trigger.ADMITTED, CURRENT),
+        (Trigger.RELEASED, RELEASED),
+        (Trigger.RESUMED, STARTING),
+        (Trigger.ADMITTED, CURRENT),
     ],
     "one that starts while the trainer has the memory": [
-        (Happening.RELEASED, RELEASED),
-        (Happening.REROUTED, RELEASED),
-        (Happening.RESUMED, STARTING),
-        (Happening.RELEASED, RELEASED),
-        (Happening.RESUMED, STARTING),
-        (Happening.ADMITTED, CURRENT),
+        (Trigger.RELEASED, RELEASED),
+        (Trigger.REROUTED, RELEASED),
+        (Trigger.RESUMED, STARTING),
+        (Trigger.RELEASED, RELEASED),
+        (Trigger.RESUMED, STARTING),
+        (Trigger.ADMITTED, CURRENT),
     ],
     "one that does not take its memory again": [
-        (Happening.RELEASED, RELEASED),
-        (Happening.STALLED, SUSPECT),
-        (Happening.LOST, GONE),
+        (Trigger.RELEASED, RELEASED),
+        (Trigger.STALLED, SUSPECT),
+        (Trigger.LOST, GONE),
     ],
-    "one whose router is lost": [(Happening.ADMITTED, CURRENT), (Happening.REROUTED, STARTING)],
+    "one whose router is lost": [(Trigger.ADMITTED, CURRENT), (Trigger.REROUTED, STARTING)],
 }
 
 
 @pytest.mark.parametrize("life", list(LIVES))
 def test_the_life_of_an_engine(life: str) -> None:
     state = STARTING
-    for happening, expected in LIVES[life]:
-        state = next_state(state, happening)
-        assert (happening, state) == (happening, expected)
+    for trigger, expected in LIVES[life]:
+        state = next_state(state, trigger)
+        assert (trigger, state) == (trigger, expected)
 
 
 @pytest.mark.parametrize(
-    ("state", "happening"),
+    ("state", "trigger"),
     [
-        (CURRENT, Happening.ADMITTED),
-        (STARTING, Happening.UPDATE_BEGAN),
-        (PAUSED, Happening.ADMITTED),
-        (SUSPECT, Happening.ADMITTED),
-        (GONE, Happening.ADMITTED),
-        (GONE, Happening.STALLED),
-        (CURRENT, Happening.RESUMED),
-        (STARTING, Happening.CONTINUED),
+        (CURRENT, Trigger.ADMITTED),
+        (STARTING, Trigger.UPDATE_BEGAN),
+        (PAUSED, Trigger.ADMITTED),
+        (SUSPECT, Trigger.ADMITTED),
+        (GONE, Trigger.ADMITTED),
+        (GONE, Trigger.STALLED),
+        (CURRENT, Trigger.RESUMED),
+        (STARTING, Trigger.CONTINUED),
     ],
 )
-def test_what_cannot_happen_is_an_error(state: EngineState, happening: Happening) -> None:
+def test_what_cannot_happen_is_an_error(state: EngineState, trigger: Trigger) -> None:
     with pytest.raises(ImpossibleTransition, match=f"not in state {state}"):
-        next_state(state, happening)
+        next_state(state, trigger)
 
 
-@given(st.lists(st.sampled_from(list(Happening)), max_size=40))
-def test_only_an_admission_has_an_engine_asked_and_every_loss_ends_that(happenings: list[Happening]) -> None:
+@given(st.lists(st.sampled_from(list(Trigger)), max_size=40))
+def test_only_an_admission_has_an_engine_asked_and_every_loss_ends_that(triggers: list[Trigger]) -> None:
     state = STARTING
-    for happening in happenings:
+    for trigger in triggers:
         before = state
         try:
-            state = next_state(state, happening)
+            state = next_state(state, trigger)
         except ImpossibleTransition:
             continue
-        if is_asked(state) and not is_asked(before):
-            assert (before, happening) == (STARTING, Happening.ADMITTED)
-        if happening is Happening.LOST:
+        if accepts_requests(state) and not accepts_requests(before):
+            assert (before, trigger) == (STARTING, Trigger.ADMITTED)
+        if trigger is Trigger.LOST:
             assert state is GONE
-        assert is_told(before, state) == (before is not state and {before, state} != {CURRENT, UPDATING})
+        assert is_published(before, state) == (before is not state and {before, state} != {CURRENT, UPDATING})
 
 
-@given(st.lists(st.sampled_from(list(Happening)), max_size=40))
-def test_every_engine_can_come_back(happenings: list[Happening]) -> None:
+@given(st.lists(st.sampled_from(list(Trigger)), max_size=40))
+def test_every_engine_can_come_back(triggers: list[Trigger]) -> None:
     state = STARTING
-    for happening in happenings:
+    for trigger in triggers:
         try:
-            state = next_state(state, happening)
+            state = next_state(state, trigger)
         except ImpossibleTransition:
             continue
-    for happening in (Happening.LOST, Happening.FOUND, Happening.ADMITTED):
-        state = next_state(state, happening)
+    for trigger in (Trigger.LOST, Trigger.FOUND, Trigger.ADMITTED):
+        state = next_state(state, trigger)
     assert state is CURRENT
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.rollout.engines.crashes import was_killed
-from actors.rollout.requests.quarantine import DeathRecord, Standing
+from actors.rollout.requests.quarantine import DeathRecord, RequestStatus
 from actors.rollout.requests.request import GenerateRequest
 from messages import ActorExited, SamplingParams
 from runtime.settings.processes import PortRequest, ProcessSpec, Tier, WhenListening
@@ -22,12 +22,12 @@ NUM_TOKENS = 24
 
 def test_records_by_hand() -> None:
     record = DeathRecord()
-    standings = [record.standing]
+    statuses = [record.status]
     for alone, killed in [(False, False), (False, False), (True, True), (True, False), (True, False)]:
         record = record.after_death(alone=alone, killed=killed)
-        standings.append(record.standing)
-    ordinary, suspect, poison = Standing.ORDINARY, Standing.SUSPECT, Standing.POISON
-    assert standings == [ordinary, ordinary, suspect, suspect, suspect, poison]
+        statuses.append(record.status)
+    ordinary, suspect, poison = RequestStatus.ORDINARY, RequestStatus.QUARANTINED, RequestStatus.POISON
+    assert statuses == [ordinary, ordinary, suspect, suspect, suspect, poison]
 
 
 @given(st.lists(st.tuples(st.booleans(), st.booleans())))
@@ -36,8 +36,8 @@ def test_nothing_is_poison_but_what_two_engines_died_of_alone(deaths: list[tuple
     for alone, killed in deaths:
         record = record.after_death(alone=alone, killed=killed)
     of_it = sum(alone and not killed for alone, killed in deaths)
-    assert (record.standing is Standing.POISON) == (of_it >= 2)
-    assert (record.standing is Standing.ORDINARY) == (len(deaths) < 2)
+    assert (record.status is RequestStatus.POISON) == (of_it >= 2)
+    assert (record.status is RequestStatus.ORDINARY) == (len(deaths) < 2)
 
 
 @pytest.mark.parametrize(

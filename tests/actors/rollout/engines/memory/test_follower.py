@@ -153,7 +153,7 @@ async def test_new_requests_wait_while_those_under_way_end(bus: Bus, router_url:
         await trainer.begin(Phase.RELEASE)
         await bus.publish(task(1))
         answer = await trainer.ask(Phase.RELEASE)
-        assert (answer.reached, answer.reason) == (False, "2 requests are under way")
+        assert (answer.reached, answer.reason) == (False, "2 requests are running")
         assert engine.given_back == set()
         engine.release()
         await trainer.reach(Phase.RELEASE)

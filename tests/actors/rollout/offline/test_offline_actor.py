@@ -10,9 +10,9 @@ import msgspec
 import pytest
 
 from actors.registry import hosted
-from actors.rollout.offline.actor import RecordedRolloutActor
+from actors.rollout.offline.actor import OfflineRolloutActor
 from actors.rollout.offline.demonstrations import Demonstrations
-from actors.rollout.offline.source import AnswerSource, RecordedSample
+from actors.rollout.offline.source import AnswerSource, OfflineSample
 from messages import (
     GroupCompleted,
     GroupFailed,
@@ -55,13 +55,13 @@ def task(group_id: int, *, round: int = 0, **demonstration: Any) -> RolloutReque
 async def answering(bus: Bus, source: AnswerSource | None = None) -> AsyncGenerator[None]:
     """The actor as a topology of demonstrations has it, or on another source."""
 
-    def build(view: Bus) -> RecordedRolloutActor:
-        return RecordedRolloutActor(view, source or Demonstrations())
+    def build(view: Bus) -> OfflineRolloutActor:
+        return OfflineRolloutActor(view, source or Demonstrations())
 
     topology = topology_with(algorithm={"loss_type": "sft_loss"})
     chosen = hosted("rollout", topology, Path())
     if source is not None:
-        chosen = Hosted(name="rollout", role="rollout", actor_type=RecordedRolloutActor, build=build)
+        chosen = Hosted(name="rollout", role="rollout", actor_type=OfflineRolloutActor, build=build)
     async with anyio.create_task_group() as group:
         group.start_soon(host, bus, [chosen])
         yield
@@ -103,12 +103,12 @@ async def test_a_prompt_without_a_demonstration_fails_its_group_and_the_next_is_
 class Large:
     """Two samples, each of which fills most of a message."""
 
-    def answer(self, task: RolloutRequested) -> Sequence[RecordedSample]:
+    def answer(self, task: RolloutRequested) -> Sequence[OfflineSample]:
         (sample,) = Demonstrations().answer(task)
         (segment,) = sample.segments
         large = msgspec.structs.replace(segment, text="x" * 5_000_000)
         summaries = [msgspec.structs.replace(sample.summary, index=index) for index in (0, 1)]
-        return [RecordedSample((segment, large), summary) for summary in summaries]
+        return [OfflineSample((segment, large), summary) for summary in summaries]
 
     def prompt(self, task: RolloutRequested) -> Prompt:
         return task.prompt
@@ -131,7 +131,7 @@ class Interrupted:
     def __init__(self) -> None:
         self.calls = 0
 
-    def answer(self, task: RolloutRequested) -> Sequence[RecordedSample]:
+    def answer(self, task: RolloutRequested) -> Sequence[OfflineSample]:
         self.calls += 1
         if self.calls == 1:
             raise OSError("the disk is away")

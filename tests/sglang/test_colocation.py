@@ -9,8 +9,8 @@ import anyio
 import pytest
 
 from actors.rollout.engines.fleet import Fleet
-from actors.rollout.engines.memory.levels import Stage
-from actors.rollout.engines.memory.share import Tenure
+from actors.rollout.engines.memory.levels import MemoryLevel
+from actors.rollout.engines.memory.share import MemoryShare
 from actors.rollout.engines.weights.updater import Updater
 from actors.rollout.engines.weights.updates import UpdateTracker
 from actors.rollout.engines.weights.verifier import WeightVerifier
@@ -46,22 +46,24 @@ class Notes:
 
 
 @asynccontextmanager
-async def rollout(client: SglangClient, url: str, router: str, notes: Notes) -> AsyncGenerator[tuple[Fleet, Tenure]]:
+async def rollout(
+    client: SglangClient, url: str, router: str, notes: Notes
+) -> AsyncGenerator[tuple[Fleet, MemoryShare]]:
     """A rollout actor's half, whose engine has nothing yet to do."""
     verifier = WeightVerifier(
         client, Updater(client, "drain"), UpdateTracker(settle_timeout_s=READY_S), verify=None, trainer_dtype="float32"
     )
-    fleet, tenure = Fleet(client, verifier), Tenure(client, "engine-0", url, notes=notes)
-    await fleet.allow(Stage.NOTHING)
+    fleet, memory_share = Fleet(client, verifier), MemoryShare(client, "engine-0", url, notes=notes)
+    await fleet.allow(MemoryLevel.NOTHING)
     async with anyio.create_task_group() as group:
 
         async def run() -> None:
-            await fleet.run_engine("engine-0", url, tenure=tenure)
+            await fleet.run_engine("engine-0", url, memory_share=memory_share)
 
         group.start_soon(run)
         group.start_soon(fleet.run_router, router)
         try:
-            yield fleet, tenure
+            yield fleet, memory_share
         finally:
             group.cancel_scope.cancel()
 
@@ -75,12 +77,12 @@ def announced(weights: dict[int, Path], version: int) -> WeightsAnnounced:
     return announcement(version, path=str(path), checksum=checksums_of(path).total)
 
 
-async def to(fleet: Fleet, stage: Stage) -> None:
-    """Allow a stage and wait until the engine is there; twice, since that is to do no harm."""
+async def to(fleet: Fleet, memory_level: MemoryLevel) -> None:
+    """Allow a memory level and wait until the engine is there; twice, since that is to do no harm."""
     for _ in range(2):
-        await fleet.allow(stage)
+        await fleet.allow(memory_level)
         with anyio.fail_after(READY_S):
-            await fleet.until(lambda: bool(fleet.engines) and fleet.engines[0].stage is stage)
+            await fleet.until(lambda: bool(fleet.engines) and fleet.engines[0].memory_level is memory_level)
 
 
 async def test_memory_goes_and_comes_back_in_order_each_once_also_for_the_next_rollout_actor(
@@ -88,23 +90,23 @@ async def test_memory_goes_and_comes_back_in_order_each_once_also_for_the_next_r
 ) -> None:
     notes, router = Notes(), session_router.url
     async with recorded(server.url) as wire:
-        async with rollout(client, wire.url, router, notes) as (fleet, tenure):
-            await to(fleet, Stage.NOTHING)
-            moved = tenure.moved(Stage.NOTHING)
+        async with rollout(client, wire.url, router, notes) as (fleet, memory_share):
+            await to(fleet, MemoryLevel.NOTHING)
+            moved = memory_share.moved(MemoryLevel.NOTHING)
             assert (moved.reached, moved.bytes_before, moved.bytes_after) == (True, None, None)  # it is not shown
         assert sent(wire) == ["flush_cache", "release_memory_occupation"]
-        async with rollout(client, wire.url, router, notes) as (fleet, tenure):
-            await to(fleet, Stage.NOTHING)  # as its predecessor left it: nothing more is sent
-            await to(fleet, Stage.WEIGHTS)
+        async with rollout(client, wire.url, router, notes) as (fleet, memory_share):
+            await to(fleet, MemoryLevel.NOTHING)  # as its predecessor left it: nothing more is sent
+            await to(fleet, MemoryLevel.WEIGHTS)
             await fleet.set_target(announced(weights, 2))
-            await to(fleet, Stage.LOADED)
+            await to(fleet, MemoryLevel.LOADED)
         assert sent(wire)[2:] == ["resume_memory_occupation", "update_weights_from_disk"]
-        async with rollout(client, wire.url, router, notes) as (fleet, tenure):
+        async with rollout(client, wire.url, router, notes) as (fleet, memory_share):
             await fleet.set_target(announced(weights, 2))
-            await fleet.allow(Stage.LOADED)
-            await to(fleet, Stage.LOADED)
-            await to(fleet, Stage.EVERYTHING)
-            assert tenure.room is Stage.EVERYTHING
+            await fleet.allow(MemoryLevel.LOADED)
+            await to(fleet, MemoryLevel.LOADED)
+            await to(fleet, MemoryLevel.EVERYTHING)
+            assert memory_share.room is MemoryLevel.EVERYTHING
         assert sent(wire)[4:] == ["update_weights_from_disk", "resume_memory_occupation"]
         bodies = [body.decode() for body in re.findall(rb'\{"tags":\[[^]]*\]\}', bytes(wire.sent))]
     assert bodies == [
