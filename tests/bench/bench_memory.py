@@ -84,8 +84,9 @@ def be_rank(place: Path, name: str, rank: int, port: int) -> dict[str, float]:
 
     from actors.trainer.commands import TrainerRank
     from actors.trainer.megatron.groups import Ranks
-    from actors.trainer.megatron.memory import anonymous_bytes, give_back
+    from actors.trainer.megatron.memory import give_back
     from runtime.settings.topology import Topology
+    from runtime.util.memory import own_anonymous_bytes
 
     torch.set_num_threads(1)
     ctypes.CDLL(None).mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD: tensors that go are given back
@@ -97,7 +98,7 @@ def be_rank(place: Path, name: str, rank: int, port: int) -> dict[str, float]:
         "train": {"num_steps": 2, "max_tokens_per_gpu": 512},
     }
     store = dist.TCPStore("127.0.0.1", port, world, is_master=rank == 0)
-    imported = anonymous_bytes()
+    imported = own_anonymous_bytes()
     ranks = Ranks(rank=rank, world_size=world, store=store)
     engine = TrainerRank(msgspec.convert(tables, Topology), place, ranks)
     if rank:
@@ -106,10 +107,10 @@ def be_rank(place: Path, name: str, rank: int, port: int) -> dict[str, float]:
     engine.train(ragged_batch(0, vocabulary, 0.5))
     metrics = engine.train(ragged_batch(1, vocabulary, 0.5)).metrics
     give_back()
-    found = {"at rest": anonymous_bytes()}
+    found = {"at rest": own_anonymous_bytes()}
     engine.offload()
     give_back()
-    found["offloaded"] = anonymous_bytes()
+    found["offloaded"] = own_anonymous_bytes()
     engine.onload()
     engine.close()
     for phase in ("prepare", "train"):

@@ -32,12 +32,12 @@ class _GenerationConfig(msgspec.Struct, frozen=True):
     eos_token_id: Ids = None
 
 
-class _AddedToken(msgspec.Struct, frozen=True):
+class _EndToken(msgspec.Struct, frozen=True):
     content: str
 
 
 class _TokenizerConfig(msgspec.Struct, frozen=True):
-    eos_token: str | _AddedToken | None = None
+    eos_token: str | _EndToken | None = None
 
 
 class ServedModel:
@@ -163,7 +163,7 @@ class ServedModel:
         if not (self._directory / TOKENIZER).is_file():
             return frozenset()
         named = _read(config, _TokenizerConfig).eos_token if config.is_file() else None
-        texts = {*ALSO_ENDS, named.content if isinstance(named, _AddedToken) else named}
+        texts = {*ALSO_ENDS, named.content if isinstance(named, _EndToken) else named}
         ids = (self._tokenizer().token_to_id(text) for text in texts if text)
         return frozenset(token for token in ids if token is not None)
 

@@ -129,7 +129,7 @@ def on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) ->
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
-class _Gather(torch.autograd.Function):
+class _GatherParts(torch.autograd.Function):
     """All-gather of parts of different sizes, which gloo lacks. The backward pass sums the gradients."""
 
     @staticmethod
@@ -170,12 +170,12 @@ def _summed_part(whole: Tensor, group: Any, sizes: Sequence[int]) -> Tensor:
 
 
 def gather(general: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Wrap Megatron's gather_from_sequence_parallel_region: with split sizes, use `_Gather`."""
+    """Wrap Megatron's gather_from_sequence_parallel_region: with split sizes, use `_GatherParts`."""
 
     def apply(input_: Tensor, *args: Any, output_split_sizes: Sequence[int] | None = None, **options: Any) -> Any:
         if output_split_sizes is None:
             return general(input_, *args, **options)
-        return _Gather.apply(input_, options["group"], output_split_sizes)
+        return _GatherParts.apply(input_, options["group"], output_split_sizes)
 
     return apply
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from actors.trainer.megatron.imports import quiet
+from runtime.util.memory import own_anonymous_bytes
 
 _PERIOD_S: Final = 0.02  # seconds between samples of the host's memory
 
@@ -50,8 +51,8 @@ class PeakMemory:
 
     def _watch(self, name: str, end: Event) -> None:
         while not end.wait(_PERIOD_S):
-            self._add(name, anonymous_bytes())
-        self._add(name, anonymous_bytes())
+            self._add(name, own_anonymous_bytes())
+        self._add(name, own_anonymous_bytes())
 
     def _add(self, name: str, size: int) -> None:
         self._peaks[name] = max(size, self._peaks.get(name, 0))
@@ -62,17 +63,9 @@ class PeakMemory:
         return taken
 
 
-def anonymous_bytes() -> int:
-    """Return the anonymous memory of this process in bytes."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("RssAnon:"):
-            return int(line.split()[1]) * 1024
-    return 0
-
-
 def held_bytes(device: torch.device) -> int:
     """Return the memory that this rank reserves, in bytes: of its GPU, or anonymous memory of the host."""
-    return torch.cuda.memory_reserved(device) if device.type == "cuda" else anonymous_bytes()
+    return torch.cuda.memory_reserved(device) if device.type == "cuda" else own_anonymous_bytes()
 
 
 class Offloaded:

@@ -19,14 +19,14 @@ MAX_TOKENS: Final = 64
 DECIMALS: Final = 6  # of log-probs; engines are compared with a tolerance of 1e-3
 
 
-class _AddedToken(msgspec.Struct, frozen=True):
+class _SpecialToken(msgspec.Struct, frozen=True):
     id: int
 
 
 class _Tokenizer(msgspec.Struct, frozen=True):
     """The used part of tokenizer.json."""
 
-    added_tokens: tuple[_AddedToken, ...] = ()
+    added_tokens: tuple[_SpecialToken, ...] = ()
 
 
 def probe_tokens(topology: Topology, vocab_size: int, context: int) -> tuple[int, ...]:

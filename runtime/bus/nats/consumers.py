@@ -9,14 +9,12 @@ import msgspec
 
 from runtime.bus.errors import BusUnavailable
 from runtime.bus.nats.connection import Connection, Disconnected
-from runtime.bus.nats.pull import NANOSECONDS
-from runtime.bus.nats.store import API, ApiFailed, api_call
+from runtime.bus.nats.store import API, NANOSECONDS, STREAM_NOT_FOUND, ApiFailed, api_call
 
 ACK: Final = b"+ACK"
 TERM: Final = b"+TERM"  # ends redelivery of a message that was not processed
 IN_PROGRESS: Final = b"+WPI"
 _NAK: Final = b"-NAK"
-STREAM_NOT_FOUND: Final = 10059
 CONSUMER_DOES_NOT_EXIST: Final = 10149  # answer to a create request while a consumer of that name is being deleted
 PASSING: Final = (STREAM_NOT_FOUND, CONSUMER_DOES_NOT_EXIST)
 INACTIVE_S: Final = 60  # the server removes a consumer without requests for this long; its reader creates a new one

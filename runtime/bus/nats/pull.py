@@ -10,16 +10,14 @@ import anyio
 import msgspec
 
 from runtime.bus.errors import BusError
-from runtime.bus.nats.connection import STATUS, Connection, Disconnected, Listener, RawMessage
-from runtime.bus.nats.store import API
+from runtime.bus.nats.connection import NO_RESPONDERS, STATUS, Connection, Disconnected, Listener, RawMessage
+from runtime.bus.nats.store import API, NANOSECONDS
 
 DELIVERY: Final = "$JS.ACK."
 HEARTBEAT: Final = "100"
-NO_RESPONDERS: Final = "503"
 PENDING_MESSAGES: Final = "Nats-Pending-Messages"  # undelivered messages of a pull request at its end
 TOO_LARGE: Final = "exceeds maxbytes"  # the next message exceeds the byte limit of the request
 LOST_REASONS: Final = ("consumer deleted", "server shutdown", "leadership change", "consumer is push based")
-NANOSECONDS: Final = 1_000_000_000
 GRACE_S: Final = 1.0  # added to a request's own expiry
 MIN_EXPIRES_S: Final = 0.05
 STILL_S: Final = 1.0  # maximum gap between requests; nothing unsent is trimmed in a shorter one

@@ -26,8 +26,10 @@ SEQUENCE = "Nats-Sequence"
 SUBJECT = "Nats-Subject"
 TIME = "Nats-Time-Stamp"
 API = "$JS.API"
+NANOSECONDS = 1_000_000_000  # JetStream's unit of time, per second
 
 # error codes of the server
+STREAM_NOT_FOUND = 10059
 WRONG_LAST_SEQUENCE = frozenset({10071, 10164})
 STREAM_STORE_FAILED = 10077  # a limit of the stream; only the text says which
 PER_SUBJECT_LIMIT = "per subject"

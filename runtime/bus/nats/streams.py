@@ -10,14 +10,12 @@ from messages.subjects import STORED_PLANES, bucket_of, plane_filter, stream_of
 from runtime.bus.errors import BusError, StreamConflict
 from runtime.bus.limits import StreamLimits
 from runtime.bus.nats.connection import Connection
-from runtime.bus.nats.store import ApiFailed, api_call
+from runtime.bus.nats.store import NANOSECONDS, STREAM_NOT_FOUND, ApiFailed, api_call
 
 log = structlog.get_logger()
 
-STREAM_NOT_FOUND: Final = 10059
 MAX_CONSUMERS: Final = 1024
 _FIXED: Final = ("retention", "storage")  # the server refuses to change these
-NANOSECONDS: Final = 1_000_000_000
 
 
 class StreamState(msgspec.Struct, frozen=True):

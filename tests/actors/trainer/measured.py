@@ -6,7 +6,8 @@ from threading import Event, Thread
 
 from torch.profiler import ProfilerActivity, profile
 
-from actors.trainer.megatron.memory import anonymous_bytes, give_back
+from actors.trainer.megatron.memory import give_back
+from runtime.util.memory import own_anonymous_bytes
 
 
 class Peak:
@@ -15,14 +16,14 @@ class Peak:
     def __enter__(self) -> "Peak":
         gc.collect()
         give_back()  # else what was freed before is used again unseen
-        self._end, self._before, self.bytes = Event(), anonymous_bytes(), 0
+        self._end, self._before, self.bytes = Event(), own_anonymous_bytes(), 0
         self._thread = Thread(target=self._watch)
         self._thread.start()
         return self
 
     def _watch(self) -> None:
         while not self._end.wait(0.0005):
-            self.bytes = max(self.bytes, anonymous_bytes() - self._before)
+            self.bytes = max(self.bytes, own_anonymous_bytes() - self._before)
 
     def __exit__(self, *_error: object) -> None:
         self._end.set()

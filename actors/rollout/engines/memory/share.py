@@ -3,16 +3,17 @@
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
+from pathlib import Path
 from typing import Final
 
 import structlog
 
 from actors.rollout.engines.memory.levels import MemoryLevel
-from actors.rollout.engines.memory.occupancy import anonymous_bytes, is_there
 from actors.rollout.sglang.client import SglangClient
 from actors.rollout.sglang.errors import EngineSilent, EngineUnavailable, RequestRefused
 from actors.rollout.sglang.memory import EngineMemory, Notes
 from messages import EnginePhase
+from runtime.util.memory import anonymous_bytes
 
 log = structlog.get_logger()
 
@@ -122,7 +123,7 @@ class MemoryShare:
                 return
 
     async def _move(self, memory_level: MemoryLevel, move: Callable[[], Awaitable[None]]) -> None:
-        if self._pid and not is_there(self._pid):
+        if self._pid and not _is_there(self._pid):
             raise EngineUnavailable(f"{self._url}: its process has ended, and another one may listen there")
         begin, before = time.perf_counter(), self._bytes()
         await move()
@@ -134,3 +135,8 @@ class MemoryShare:
 
     def _bytes(self) -> int | None:
         return anonymous_bytes(self._pid) if self._is_shown else None
+
+
+def _is_there(pid: int) -> bool:
+    """Return whether a process on this machine still exists. Its successor starts only after it has ended."""
+    return Path(f"/proc/{pid}").exists()

@@ -21,7 +21,7 @@ SHORT: Final = 16  # positions up to which torch's CPU kernel, made for long seq
 SHARES_HEADS: Final = "enable_gqa" in inspect.signature(varlen_attn).parameters  # False in torch 2.11
 
 
-class _Gather(torch.autograd.Function):
+class _StackRanks(torch.autograd.Function):
     """All-gather along a new first dimension. The backward pass sums the gradients."""
 
     @staticmethod
@@ -177,7 +177,7 @@ def _order_of_padded(length: int, size: int, device: torch.device) -> Tensor:
 def _gathered(key: Tensor, value: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
     """Gather keys and values of all positions, in order. Their sizes may differ, their numbers of heads may not."""
     group, size = parallel_state.get_context_parallel_group(), key.size(-1)
-    both = _Gather.apply(torch.cat([key, value], dim=-1), group)
+    both = _StackRanks.apply(torch.cat([key, value], dim=-1), group)
     ordered = both.flatten(0, 1)[order]  # pyright: ignore[reportOptionalMemberAccess]
     return ordered[..., :size], ordered[..., size:]
 

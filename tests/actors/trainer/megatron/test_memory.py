@@ -10,10 +10,11 @@ import torch
 
 from actors.trainer.commands import TrainerRank
 from actors.trainer.data.batch import make_micro_batch
-from actors.trainer.megatron.memory import PeakMemory, anonymous_bytes, give_back
+from actors.trainer.megatron.memory import PeakMemory, give_back
 from actors.trainer.megatron.rank_model import Replica
 from actors.trainer.step.reference import ReferenceModel
 from actors.trainer.step.train_step import TrainStep
+from runtime.util.memory import own_anonymous_bytes
 from tests.actors.trainer.hf import whole_weights
 from tests.actors.trainer.measured import peak_of_tensors
 from tests.actors.trainer.tiny import TINY, random_batch
@@ -96,12 +97,12 @@ def test_memory_falls_by_what_is_offloaded(
     train(random_batch())
     parameters = sum(parameter.numel() for chunk in replica.chunks for parameter in chunk.parameters())
     for _ in range(2):
-        before = anonymous_bytes()
+        before = own_anonymous_bytes()
         size = replica.offload(tmp_path)
         assert size >= parameters * (12 if dtype == "float32" else 16)  # gradients, two moments, main parameters
-        assert before - anonymous_bytes() >= 0.9 * size
+        assert before - own_anonymous_bytes() >= 0.9 * size
         replica.onload()
-    assert anonymous_bytes() - before <= 0.1 * size
+    assert own_anonymous_bytes() - before <= 0.1 * size
     assert list(tmp_path.glob("tmp*")) == []
 
 
@@ -137,7 +138,7 @@ def test_peaks_are_by_phase_and_rank(make_topology: MakeTopology, tmp_path: Path
     metrics = rank.train(random_batch(0)).metrics
     phases = {name.split("/")[2]: size for name, size in metrics.items() if name.startswith("perf/peak_bytes/")}
     assert phases.keys() == {"prepare", "train"}
-    assert all(0.5 < size / anonymous_bytes() < 1.1 for size in phases.values())
+    assert all(0.5 < size / own_anonymous_bytes() < 1.1 for size in phases.values())
     rank.publish(1, confirmed=0)
     assert "perf/peak_bytes/export/rank_0" in rank.train(random_batch(1)).metrics
 
