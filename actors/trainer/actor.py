@@ -14,7 +14,7 @@ from actors.trainer.data.history import HISTORY
 from actors.trainer.data.staleness import Masking
 from actors.trainer.data.too_long import LengthLimit
 from actors.trainer.leader import Leader
-from actors.trainer.phases.colocation import Turns
+from actors.trainer.phases.colocation import Colocation
 from actors.trainer.rendezvous import meet, own_rank
 from actors.trainer.sending.calls import AskOf, from_threads
 from actors.trainer.torch_thread import TorchThread, collecting_nothing
@@ -94,7 +94,7 @@ class TrainerActor(Actor):
         self._run_dir = run_dir
         self._rank, self._local_rank = own_rank(topology)
         self._leader: Leader | None = None
-        self._turns: Turns | None = None
+        self._colocation: Colocation | None = None
 
     def stats(self) -> dict[str, float]:
         """Train step, weight version, and seconds of torch work."""
@@ -107,7 +107,7 @@ class TrainerActor(Actor):
         """Describe what the actor waits for: its model, a batch, or commands of rank 0."""
         if self._rank:
             return "commands of the first rank"
-        if self._turns is not None and (words := self._turns.waits_for()):
+        if self._colocation is not None and (words := self._colocation.waits_for()):
             return words
         return "its model and checkpoint to be loaded" if self._leader is None else self._leader.waits_for()
 
@@ -139,14 +139,14 @@ class TrainerActor(Actor):
             masking, limit = Masking.of(self._topology.rollout), LengthLimit.of(self._topology)
             feed = Feed(self._bus, masking, limit, shape.vocab_size)
             group.start_soon(feed.run)  # reads the log while the other thread imports torch and loads the model
-            turns = self._turns = Turns(self._topology, self._bus, feed)
-            await turns.take_over()  # before the model is built and needs memory
+            colocation = self._colocation = Colocation(self._topology, self._bus, feed)
+            await colocation.take_over()  # before the model is built and needs memory
             rank = await torch_thread.run(build)
-            turns.lead(torch_thread, rank)
+            colocation.lead(torch_thread, rank)
             try:
                 step = await torch_thread.run(rank.resume)
                 await feed.caught_up.wait()
-                self._leader = Leader(self._topology, self._bus, feed, torch_thread, rank, step, turns)
+                self._leader = Leader(self._topology, self._bus, feed, torch_thread, rank, step, colocation)
                 async with self._bus.serve({WeightSyncRequested: self._leader.sessions.requested}):
                     await self._leader.announce_start()
                     task_status.started()

@@ -334,7 +334,7 @@ class TrainerRank:
                 routed, self._routed_experts = self._routed_experts, None
                 return self._train(replace(batch, routed_experts_N=routed))
             case ComputeLogProbs():
-                return self._train_step.ahead(decode_batch(self._channel.broadcast(payload, command.size_bytes)))
+                return self._train_step.precompute(decode_batch(self._channel.broadcast(payload, command.size_bytes)))
             case Save():
                 with self._replica.optimizer_at_hand():
                     self._saving = self._begin_save(command)

@@ -45,8 +45,8 @@ import structlog
 
 from actors.trainer.data.feed import FedBatch, Feed
 from actors.trainer.data.skipped import NO_GRADIENTS, gradients_of
-from actors.trainer.groups_ahead import GroupsAhead
-from actors.trainer.phases.colocation import Turns
+from actors.trainer.log_prob_precomputer import LogProbPrecomputer
+from actors.trainer.phases.colocation import Colocation
 from actors.trainer.republishing import MAX_TIMES, Republishing, WeightsUnusable
 from actors.trainer.sending.leading import WeightSessions
 from actors.trainer.torch_thread import TorchThread
@@ -82,7 +82,7 @@ class Leader:
         torch_thread: TorchThread,
         rank: "TrainerRank",
         step: int,
-        turns: Turns,
+        colocation: Colocation,
     ) -> None:
         """Continue from the state of the log.
 
@@ -93,7 +93,7 @@ class Leader:
             torch_thread: thread that runs the rank's calls.
             rank: rank 0, with its checkpoint loaded.
             step: train steps in the loaded weights.
-            turns: colocation with engines in the same memory; does nothing if they have separate memory.
+            colocation: colocation with engines in the same memory; does nothing if they have separate memory.
 
         Raises:
             InputError: the log no longer holds a batch that has to be trained again.
@@ -105,11 +105,11 @@ class Leader:
         self._feed = feed
         self._torch_thread = torch_thread
         self._rank = rank
-        self._turns = turns
-        self._ahead = GroupsAhead(topology, feed, torch_thread, rank)
+        self._colocation = colocation
+        self._precomputer = LogProbPrecomputer(topology, feed, torch_thread, rank)
         incarnation = feed.history.incarnation + 1
         self.sessions = WeightSessions(topology, bus, torch_thread, rank, incarnation=incarnation, wake=feed.tell)
-        turns.load_by(self.sessions.bring, self.serve)
+        colocation.load_by(self.sessions.bring, self.serve)
         self._frontier = feed.history.frontier
         self._incarnation = incarnation
         self._saved_step = step  # train steps of the newest checkpoint, started or loaded
@@ -188,10 +188,10 @@ class Leader:
 
     async def _train_step(self) -> None:
         begin = time.perf_counter()
-        fed, of_ahead = self._ahead.put_into(await self._next_batch())
+        fed, precompute_metrics = self._precomputer.put_into(await self._next_batch())
         waited_s = time.perf_counter() - begin - self._fetch_s
         replay = self.step < self._frontier
-        await self._turns.take(self.step)
+        await self._colocation.take(self.step)
         async with self._feed.prefetching(self.step + 1):
             trained = await self._train_batch(fed)
         self.step += 1
@@ -203,14 +203,14 @@ class Leader:
                 begun = await self._begin_publish()
             else:
                 published = await self._publish()
-        metrics = (trained.metrics if trained else {}) | of_ahead
+        metrics = (trained.metrics if trained else {}) | precompute_metrics
         metrics["perf/train_wait_time"], metrics["perf/fetch_time"] = waited_s, self._fetch_s
         pauses_s = (published and published.took_s, begun and begun.pause_s, copied and copied.took_s)
         metrics["perf/update_weights_time"] = next(filter(None, pauses_s), 0.0)
         metrics["perf/step_time"] = time.perf_counter() - begin
         await self._bus.publish(self._told(fed, trained, metrics, replay=replay))
         saves = self._checkpoint_is_due()
-        if saves and self._turns.is_on:  # before the trainer's state is offloaded
+        if saves and self._colocation.is_on:  # before the trainer's state is offloaded
             await self._save()
         if published is not None:
             await self._announce(published)
@@ -219,8 +219,8 @@ class Leader:
         if copied is not None:
             self._writing.start_soon(self._hand_over, copied, self.step)
         self._feed.settle(self.step)
-        self._ahead.weights_moved()
-        if saves and not self._turns.is_on:
+        self._precomputer.weights_moved()
+        if saves and not self._colocation.is_on:
             await self._save()
 
     async def _next_batch(self) -> FedBatch:
@@ -237,7 +237,7 @@ class Leader:
                 lambda: (
                     self.step in history.batches
                     or self._checkpoint_is_asked_for()
-                    or self._ahead.has_work()
+                    or self._precomputer.has_work()
                     or self._is_to_bring()
                     or self._is_out_of_reach
                 )
@@ -253,7 +253,7 @@ class Leader:
                 await self._save()
                 continue
             if self.step not in history.batches:
-                self.busy_s += await self._ahead.compute_one()
+                self.busy_s += await self._precomputer.compute_one()
                 continue
             begin = time.perf_counter()
             fed = await self._feed.batch(self.step)
@@ -285,7 +285,7 @@ class Leader:
     ) -> BatchTrained:
         gradients = gradients_of(fed.batch, trained.without_gradient) if fed.batch and trained else NO_GRADIENTS
         metrics["train/num_lost_groups"] = len(fed.lost)
-        metrics["train/num_untrained_samples"] = sum(len(item.samples) for item in gradients.untrained)
+        metrics["train/num_untrained_samples"] = sum(len(item.samples) for item in gradients.skipped_samples)
         return BatchTrained(
             step=fed.step,
             incarnation=self._incarnation,
@@ -294,7 +294,7 @@ class Leader:
             num_samples=gradients.num_samples,
             num_tokens=gradients.num_tokens,
             metrics=metrics,
-            untrained=gradients.untrained,
+            untrained=gradients.skipped_samples,
             skipped_groups=gradients.skipped_groups,
         )
 
@@ -402,7 +402,7 @@ class Leader:
             files=dict(published.files),
             again_of=self._republishing.first if again else 0,
         )
-        await self._turns.give(step, lambda: self._tell(announced))
+        await self._colocation.give(step, lambda: self._tell(announced))
 
     async def _tell(self, announced: WeightsAnnounced) -> None:
         """Publish an announcement, and sync the weights to engines that do not read files."""
@@ -411,7 +411,7 @@ class Leader:
         self.sessions.weights_are(announced.version)
         if self.sessions.keeps and not self.sessions.sends_beside:
             await self.sessions.ask()
-        elif not self._turns.is_on:  # with colocation, the update phase syncs them
+        elif not self._colocation.is_on:  # with colocation, the update phase syncs them
             await self.sessions.bring()
 
     def _checkpoint_is_due(self) -> bool:
@@ -428,7 +428,7 @@ class Leader:
     async def _save(self) -> None:
         """Start a checkpoint after the previous one is published."""
         await self._saved.wait()
-        async with self._turns.taken(self.step):
+        async with self._colocation.taken(self.step):
             begin = time.perf_counter()
             written = await self._torch_thread.run(
                 self._rank.begin_save, step=self.step, incarnation=self._incarnation, frontier=self._frontier

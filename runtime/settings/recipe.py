@@ -316,7 +316,7 @@ def measures_all(recipe: Recipe) -> bool:
     return not trains_demonstrations(recipe) and (algorithm.get_mismatch_metrics or not algorithm.use_rollout_logprobs)
 
 
-def computes_old_ahead(recipe: Recipe) -> bool:
+def precomputes_old_log_probs(recipe: Recipe) -> bool:
     """Return whether old log-probs can be computed before a batch is ready.
 
     They can if the weights that wait for the batch are those that it starts from.

@@ -345,7 +345,7 @@ def has_filter(topology: Topology) -> bool:
     return topology.rollout.dynamic_filter not in (None, "none")
 
 
-def takes_turns(topology: Topology) -> bool:
+def is_colocated(topology: Topology) -> bool:
     """Return whether trainer and engines are colocated: they use the same memory alternately."""
     return not answers_are_recorded(topology) and any(engine.colocate for engine in topology.engines.values())
 

@@ -68,15 +68,15 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
 
 def ahead(engine: Any, batch: Any) -> Iterator[tuple[str, float]]:
     """What is computed before a train step, and the step."""
-    from actors.trainer.data.precomputed import KnownLogProbs
+    from actors.trainer.data.precomputed import PrecomputedLogProbs
 
-    known, groups = KnownLogProbs(), list(groups_of(batch))
+    precomputed, groups = PrecomputedLogProbs(), list(groups_of(batch))
     begin = time.process_time()
     for seq, alone in groups[:-1]:
-        known.add(seq, engine.log_probs(alone))
+        precomputed.add(seq, engine.log_probs(alone))
     yield "before_ahead", time.process_time() - begin
     seqs = {group: group for group, _ in groups}
-    yield "ahead", cpu_s(lambda: engine.train(known.put_into(batch, seqs)[0]))
+    yield "ahead", cpu_s(lambda: engine.train(precomputed.put_into(batch, seqs)[0]))
 
 
 def cpu_s(call: Callable[[], object]) -> float:

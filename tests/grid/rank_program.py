@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from actors.trainer.commands import TrainerRank
 from actors.trainer.data.batch import TrainBatch
-from actors.trainer.data.precomputed import KnownLogProbs
+from actors.trainer.data.precomputed import PrecomputedLogProbs
 from actors.trainer.megatron.groups import Ranks
 from runtime.settings.topology import Topology, decode_topology
 from tests.actors.trainer.tiny import groups_of, random_batch
@@ -81,11 +81,11 @@ def train(place: Path, ranks: Ranks, half: str, *, spoilt: bool) -> None:
         return
     steps = STEPS[half]
     assert engine.resume() == steps[0]
-    metrics = [engine.train(with_groups_ahead(engine, topology, batch_of(steps[0], spoilt=spoilt))).metrics]
+    metrics = [engine.train(with_precomputed(engine, topology, batch_of(steps[0], spoilt=spoilt))).metrics]
     same = [engine.publish(1, confirmed=0).checksum] if half == "second" else []
     begun = engine.begin_publish(2) if half == "second" else None
     metrics.append(
-        engine.train(with_groups_ahead(engine, topology, batch_of(steps[1], spoilt=spoilt))).metrics
+        engine.train(with_precomputed(engine, topology, batch_of(steps[1], spoilt=spoilt))).metrics
     )  # beside the second export of the same weights
     if begun is not None:
         same.append(engine.finish_publish(begun, confirmed=0).checksum)
@@ -100,9 +100,9 @@ def train(place: Path, ranks: Ranks, half: str, *, spoilt: bool) -> None:
     (place / f"{half}.json").write_text(json.dumps(result))
 
 
-def with_groups_ahead(engine: TrainerRank, topology: Topology, batch: TrainBatch) -> TrainBatch:
+def with_precomputed(engine: TrainerRank, topology: Topology, batch: TrainBatch) -> TrainBatch:
     """The batch; where that is asked for, every second group's log-probs are computed before."""
-    known, batch = KnownLogProbs(), with_told(batch, topology)
+    precomputed, batch = PrecomputedLogProbs(), with_told(batch, topology)
     if not topology.trainer.log_probs_ahead:
         return batch
     together = engine.log_probs(batch)
@@ -113,8 +113,8 @@ def with_groups_ahead(engine: TrainerRank, topology: Topology, batch: TrainBatch
             assert (one is None) == (other is None)
             assert one is None or np.array_equal(one, other[where_N]), "a group's log-probs depend on other groups"
         if group % 2 == 0:
-            known.add(group, columns)
-    return known.put_into(batch, {group: group for group in batch.groups_B.tolist()})[0]
+            precomputed.add(group, columns)
+    return precomputed.put_into(batch, {group: group for group in batch.groups_B.tolist()})[0]
 
 
 if __name__ == "__main__":

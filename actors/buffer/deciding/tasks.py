@@ -10,7 +10,7 @@ from runtime.data.stored_prompts import cited
 from runtime.ledger.fold import Evaluation, Group, LedgerState, Stage
 from runtime.ledger.groups import longest
 from runtime.settings.recipe import FilledSampling, eval_sampling, over_sampling_batch_size, rollout_sampling
-from runtime.settings.topology import Topology, takes_turns
+from runtime.settings.topology import Topology, is_colocated
 
 MAX_REASON_CHARS = 1000
 BARREN_REFILLS = 16  # a run fails after this many refills in a row without a kept group
@@ -52,7 +52,7 @@ def schedule_of(topology: Topology, eval_sizes: Mapping[str, int]) -> Schedule:
         keep_when_insufficient=rollout.keep_when_insufficient,
         max_staleness=rollout.max_staleness,
         max_token_staleness=rollout.max_token_staleness if rollout.stale_tokens == "drop" else None,
-        halts=rollout.release_when == "batch_ready" or not takes_turns(topology),
+        halts=rollout.release_when == "batch_ready" or not is_colocated(topology),
         on_halt=rollout.on_halt,
         on_surplus=rollout.on_surplus,
         max_attempts=rollout.max_attempts,

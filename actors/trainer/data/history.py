@@ -64,7 +64,7 @@ class History:
         self.unusable = 0  # highest whose files an engine found different from the published ones
         self.refusal = ""  # text of the newest refusal
         self.steps_of_versions = dict(ledger.version_steps)  # train steps that a published version contains
-        self.turn: CurrentPhase | None = None  # colocation: which side has the GPUs; not in snapshots
+        self.current_phase: CurrentPhase | None = None  # colocation: which side has the GPUs; not in snapshots
         self.requested_step = 0  # newest step of a requested checkpoint
         self._steps = Steps(
             round=ledger.round,
@@ -144,7 +144,7 @@ class History:
                 if not self._steps.is_replaced(event.incarnation):
                     self.steps_of_versions[event.version] = event.step
             case PhaseChanged():
-                self.turn = fold_phase(self.turn, event, seq)
+                self.current_phase = fold_phase(self.current_phase, event, seq)
             case WeightsApplied():
                 self.confirmed = max(self.confirmed, event.version)
             case WeightsRefused():

@@ -23,24 +23,24 @@ class LogProbs(NamedTuple):
         return sum(column.nbytes for column in self if column is not None)
 
 
-class KnownLogProbs:
+class PrecomputedLogProbs:
     """Precomputed log-probs by the log sequence of the group's completion, within a memory limit."""
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         """Start empty."""
-        self._known: dict[int, LogProbs] = {}
+        self._precomputed: dict[int, LogProbs] = {}
         self._max_bytes = max_bytes
 
     def __contains__(self, seq: int) -> bool:
-        return seq in self._known
+        return seq in self._precomputed
 
     def has_room(self) -> bool:
         """Whether another group may be added."""
-        return sum(columns.size_bytes for columns in self._known.values()) < self._max_bytes
+        return sum(columns.size_bytes for columns in self._precomputed.values()) < self._max_bytes
 
     def add(self, seq: int, columns: LogProbs) -> None:
         """Store the columns of a group."""
-        self._known[seq] = columns
+        self._precomputed[seq] = columns
 
     def weights_moved(self, waiting: Collection[int]) -> None:
         """Discard old-policy log-probs of all groups, and groups that no batch can take any more.
@@ -48,8 +48,8 @@ class KnownLogProbs:
         Args:
             waiting: Log sequences of the groups that a batch can still take.
         """
-        kept = {seq: LogProbs(ref_N=columns.ref_N) for seq, columns in self._known.items() if seq in waiting}
-        self._known = {seq: columns for seq, columns in kept.items() if columns.ref_N is not None}
+        kept = {seq: LogProbs(ref_N=columns.ref_N) for seq, columns in self._precomputed.items() if seq in waiting}
+        self._precomputed = {seq: columns for seq, columns in kept.items() if columns.ref_N is not None}
 
     def put_into(self, batch: TrainBatch, seqs: Mapping[int, int]) -> tuple[TrainBatch, float]:
         """Return the batch with its precomputed log-probs, and the share of its groups that have some.
@@ -61,10 +61,10 @@ class KnownLogProbs:
         whole = LogProbs(*(np.full_like(batch.rollout_log_probs_N, np.nan) for _ in LogProbs._fields))
         places = _places_of_groups(batch)
         for group, tokens in places.items():
-            for column_N, known_N in zip(whole, self._known.get(seqs[group], LogProbs()), strict=True):
-                if column_N is not None and known_N is not None:
-                    column_N[tokens] = known_N
-        share = sum(seqs[group] in self._known for group in places) / len(places)
+            for column_N, precomputed_N in zip(whole, self._precomputed.get(seqs[group], LogProbs()), strict=True):
+                if column_N is not None and precomputed_N is not None:
+                    column_N[tokens] = precomputed_N
+        share = sum(seqs[group] in self._precomputed for group in places) / len(places)
         return replace(batch, ref_log_probs_N=whole.ref_N, old_log_probs_N=whole.old_N), share
 
 
@@ -78,7 +78,7 @@ def _places_of_groups(batch: TrainBatch) -> dict[int, slice]:
     }
 
 
-def unknown_groups(batch: TrainBatch, known_N: Floats32, groups_B: Ints) -> Ints:
+def groups_to_compute(batch: TrainBatch, precomputed_N: Floats32, groups_B: Ints) -> Ints:
     """Return those of the given groups with a token that has no precomputed value, rising."""
-    unknown_B = np.logical_or.reduceat(np.isnan(known_N), batch.starts_B)
-    return np.intersect1d(batch.groups_B[unknown_B], groups_B)
+    missing_B = np.logical_or.reduceat(np.isnan(precomputed_N), batch.starts_B)
+    return np.intersect1d(batch.groups_B[missing_B], groups_B)

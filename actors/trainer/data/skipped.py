@@ -16,13 +16,13 @@ WHY_LEFT_OUT: Final = {LeftOut.TOO_LONG: "too_long", LeftOut.INVALID: "invalid"}
 class Gradients:
     """Samples of a batch with and without a gradient."""
 
-    untrained: tuple[UntrainedSamples, ...]  # skipped samples with their reasons
+    skipped_samples: tuple[UntrainedSamples, ...]  # skipped samples with their reasons
     skipped_groups: tuple[int, ...]  # groups without a trained sample
     num_samples: int  # trained samples
     num_tokens: int  # tokens of the trained samples
 
 
-NO_GRADIENTS: Final = Gradients(untrained=(), skipped_groups=(), num_samples=0, num_tokens=0)
+NO_GRADIENTS: Final = Gradients(skipped_samples=(), skipped_groups=(), num_samples=0, num_tokens=0)
 
 
 def gradients_of(batch: TrainBatch, skipped: Ints) -> Gradients:
@@ -46,7 +46,7 @@ def gradients_of(batch: TrainBatch, skipped: Ints) -> Gradients:
     with_gradient = set(batch.groups_B[trained_B].tolist())
     without = [group for group in dict.fromkeys(batch.groups_B.tolist()) if group not in with_gradient]
     return Gradients(
-        untrained=tuple(
+        skipped_samples=tuple(
             UntrainedSamples(group_id=group, reason=reason, samples=tuple(samples))
             for (group, reason), samples in named.items()
         ),

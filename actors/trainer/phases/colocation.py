@@ -17,7 +17,7 @@ from runtime.bus.background import beside
 from runtime.bus.bus import Bus
 from runtime.bus.errors import BusError
 from runtime.bus.roster import Member, Roster
-from runtime.settings.topology import Topology, takes_turns
+from runtime.settings.topology import Topology, is_colocated
 from runtime.util.retrying import Backoff
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class EnginesKeepMemory(Exception):
     """Engines did not release their memory in time. Training needs this memory."""
 
 
-class Turns:
+class Colocation:
     """Colocation in one trainer incarnation. Does nothing if trainer and engines have separate memory.
 
     A crash in any phase loses that phase: the next incarnation begins with `take_over`.
@@ -46,7 +46,7 @@ class Turns:
 
     def __init__(self, topology: Topology, bus: Bus, feed: Feed) -> None:
         """Start before the first phase."""
-        self._is_on = takes_turns(topology)
+        self._is_on = is_colocated(topology)
         self._bus = bus
         self._feed = feed
         self._roster = Roster(bus)
@@ -88,8 +88,8 @@ class Turns:
         await self._feed.caught_up.wait()
         history = self._feed.history
         self._incarnation = history.incarnation + 1
-        is_first_start = history.incarnation == 0 and history.turn is None
-        self._phase = None if history.turn is None else history.turn.phase
+        is_first_start = history.incarnation == 0 and history.current_phase is None
+        self._phase = None if history.current_phase is None else history.current_phase.phase
         self._began = time.monotonic()
         phase = first_phase(is_first_start=is_first_start)
         if phase is Phase.RELEASE:

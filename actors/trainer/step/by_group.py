@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from actors.trainer.data.batch import Floats32, Ints, MicroBatch, TrainBatch
-from actors.trainer.data.precomputed import LogProbs, unknown_groups
+from actors.trainer.data.precomputed import LogProbs, groups_to_compute
 from actors.trainer.megatron import groups as ranks
 from actors.trainer.megatron.rank_model import Replica
 from actors.trainer.step.layout import group_by_group
@@ -32,7 +32,7 @@ class GroupLogProbs:
         self._max_tokens = max_tokens
         self._policy = policy
 
-    def ahead(self, batch: TrainBatch) -> LogProbs:
+    def precompute(self, batch: TrainBatch) -> LogProbs:
         """Precompute all log-probs that a train step needs of groups without a batch. A collective of all ranks."""
         ref_N = self.reference(batch) if self._reference is not None else None
         old_N = self.policy(batch, batch.groups_B) if self._policy else None
@@ -52,12 +52,12 @@ class GroupLogProbs:
         self._replica.fill_log_probs(micro_batches, column_N)
         return column_N
 
-    def _column(self, batch: TrainBatch, known_N: Floats32 | None, groups_B: Ints, compute: Compute) -> Floats32:
+    def _column(self, batch: TrainBatch, precomputed_N: Floats32 | None, groups_B: Ints, compute: Compute) -> Floats32:
         """Return the precomputed values and compute the missing ones. The column is complete on every rank."""
-        missing = np.unique(groups_B) if known_N is None else unknown_groups(batch, known_N, groups_B)
+        missing = np.unique(groups_B) if precomputed_N is None else groups_to_compute(batch, precomputed_N, groups_B)
         column_N = np.zeros_like(batch.rollout_log_probs_N)
         if len(missing):
             micro_batches = group_by_group(self._replica, batch, missing, max_tokens=self._max_tokens)
             own_N = compute(batch, micro_batches)
             column_N = ranks.sum_over_replicas(torch.from_numpy(own_N)).numpy()
-        return column_N if known_N is None else np.where(np.isnan(known_N), column_N, known_N)
+        return column_N if precomputed_N is None else np.where(np.isnan(precomputed_N), column_N, precomputed_N)

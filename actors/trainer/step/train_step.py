@@ -42,7 +42,7 @@ from actors.trainer.step.reference import ReferenceModel
 from actors.trainer.step.skips import too_many
 from runtime.process.actor import InputError
 from runtime.settings.placement import max_sample_tokens
-from runtime.settings.recipe import computes_old_ahead, measures_all, replays_experts, trains_demonstrations
+from runtime.settings.recipe import measures_all, precomputes_old_log_probs, replays_experts, trains_demonstrations
 from runtime.settings.topology import Topology
 
 log = structlog.get_logger()
@@ -154,7 +154,7 @@ class TrainStep:
         self._by_group: GroupLogProbs | None = None
         if topology.trainer.log_probs_ahead:
             self._by_group = GroupLogProbs(
-                replica, self._reference, max_tokens=self._max_tokens, policy=computes_old_ahead(topology)
+                replica, self._reference, max_tokens=self._max_tokens, policy=precomputes_old_log_probs(topology)
             )
 
     def __call__(self, batch: TrainBatch) -> Trained:
@@ -196,11 +196,11 @@ class TrainStep:
         skipped = np.concatenate([NO_SAMPLES, *(one.step.samples for one in done if not one.is_taken)])
         return Trained(metrics, skipped, np.flatnonzero(masked_B))
 
-    def ahead(self, batch: TrainBatch) -> LogProbs:
+    def precompute(self, batch: TrainBatch) -> LogProbs:
         """Precompute log-probs of groups that are in no batch yet. A collective of all ranks."""
         assert self._by_group is not None
         with self._replica.memory.phase("prepare"):
-            return self._by_group.ahead(batch)
+            return self._by_group.precompute(batch)
 
     def _plan(self, batch: TrainBatch) -> list[_OptimizerStep]:
         replica, none_B = self._replica, np.zeros(len(batch.lengths_B), dtype=bool)

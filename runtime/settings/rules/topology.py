@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from runtime.settings.reading.config import Problem
-from runtime.settings.recipe import computes_old_ahead, eval_data, trains_demonstrations
+from runtime.settings.recipe import eval_data, precomputes_old_log_probs, trains_demonstrations
 from runtime.settings.sizes import MAX_MESSAGE_BYTES, needed_sizes, show_bytes
 from runtime.settings.topology import EngineConfig, Topology, answers_are_recorded, sglang_arguments
 
@@ -155,7 +155,11 @@ def _load(topology: Topology) -> Iterator[Problem]:
 
 
 def _ahead(topology: Topology) -> Iterator[Problem]:
-    if not topology.trainer.log_probs_ahead or topology.algorithm.kl_loss_coef > 0 or computes_old_ahead(topology):
+    if (
+        not topology.trainer.log_probs_ahead
+        or topology.algorithm.kl_loss_coef > 0
+        or precomputes_old_log_probs(topology)
+    ):
         return
     message = (
         "has nothing to compute: it is for algorithm.kl_loss_coef above 0, and for the old policy's log-probs with "

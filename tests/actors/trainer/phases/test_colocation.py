@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from actors.trainer.data.history import History
-from actors.trainer.phases import colocation as turns_module
-from actors.trainer.phases.colocation import EnginesKeepMemory, Turns
+from actors.trainer.phases import colocation as colocation_module
+from actors.trainer.phases.colocation import Colocation, EnginesKeepMemory
 from messages import EnginePhase, Phase, PhaseChanged, PhaseReached, PhaseRequested, TrainerStarted
 from runtime.bus.bus import Bus
 from runtime.bus.roster import Member, Roster
@@ -86,7 +86,9 @@ async def present(bus: Bus, rollout: Rollout, instance: str = "rollout") -> Asyn
         yield member
 
 
-def turns_of(bus: Bus, rank: Rank, *, incarnation: int = 0, colocate: str | None = "trainer", **rollout: Any) -> Turns:
+def colocation_of(
+    bus: Bus, rank: Rank, *, incarnation: int = 0, colocate: str | None = "trainer", **rollout: Any
+) -> Colocation:
     topology: Topology = topology_with(
         engines={"policy": {"kind": "tiny", "colocate": colocate, "update_timeout_s": 5.0}}, rollout=rollout
     )
@@ -95,9 +97,9 @@ def turns_of(bus: Bus, rank: Rank, *, incarnation: int = 0, colocate: str | None
         history.fold(TrainerStarted(incarnation=incarnation, step=0), 1)
     caught_up = anyio.Event()
     caught_up.set()
-    turns = Turns(topology, bus, cast(Any, SimpleNamespace(history=history, caught_up=caught_up)))
-    turns.lead(cast(Any, Thread()), cast(Any, rank))
-    return turns
+    colocation = Colocation(topology, bus, cast(Any, SimpleNamespace(history=history, caught_up=caught_up)))
+    colocation.lead(cast(Any, Thread()), cast(Any, rank))
+    return colocation
 
 
 async def told(bus: Bus) -> Sequence[PhaseChanged]:
@@ -112,12 +114,12 @@ async def test_a_step_is_one_turn_each_phase_told_with_what_the_one_before_moved
         announced.append((await told(bus))[-1].phase)
 
     async with present(bus, rollout):
-        turns = turns_of(bus, rank)
-        await turns.take_over()
-        await turns.give(0, announce)
-        await turns.take(0)
-        await turns.take(0)  # it has it already
-        await turns.give(1, announce)
+        colocation = colocation_of(bus, rank)
+        await colocation.take_over()
+        await colocation.give(0, announce)
+        await colocation.take(0)
+        await colocation.take(0)  # it has it already
+        await colocation.give(1, announce)
     events = await told(bus)
     assert [event.phase for event in events] == [*TURN[2:], *TURN, "generate"]
     assert [event.previous for event in events] == [None, *(event.phase for event in events[:-1])]
@@ -136,8 +138,8 @@ async def test_a_step_is_one_turn_each_phase_told_with_what_the_one_before_moved
 async def test_a_later_incarnation_has_engines_give_back_before_anything_else(bus: Bus) -> None:
     rollout = Rollout()
     async with present(bus, rollout):
-        turns = turns_of(bus, Rank(), incarnation=3)
-        await turns.take_over()
+        colocation = colocation_of(bus, Rank(), incarnation=3)
+        await colocation.take_over()
     events = await told(bus)
     assert [(event.phase, event.incarnation) for event in events] == [("release", 4), ("train", 4)]
     assert events[0].reason == "trainer incarnation 4 starts"
@@ -147,8 +149,8 @@ async def test_a_later_incarnation_has_engines_give_back_before_anything_else(bu
 async def test_who_is_not_ready_or_fails_is_asked_again_and_a_restarted_one_too(bus: Bus) -> None:
     slow, quick = Rollout(not_yet, raising), Rollout()
     async with present(bus, slow), present(bus, quick, "rollout.1"):
-        turns = turns_of(bus, Rank(), incarnation=1)
-        await turns.take_over()
+        colocation = colocation_of(bus, Rank(), incarnation=1)
+        await colocation.take_over()
     assert (len(slow.asked), len(quick.asked)) == (3, 1)
     assert len({(request.phase, request.seq) for request in slow.asked}) == 1
 
@@ -161,8 +163,8 @@ async def test_one_that_comes_back_while_others_are_awaited_is_asked_anew(bus: B
 
     slow, restarted = Rollout(*[until_joined] * 50), Rollout()
     async with present(bus, slow), present(bus, restarted, "rollout.1") as member, anyio.create_task_group() as group:
-        turns = turns_of(bus, Rank(), incarnation=1)
-        group.start_soon(turns.take_over)
+        colocation = colocation_of(bus, Rank(), incarnation=1)
+        group.start_soon(colocation.take_over)
         await eventually(lambda: bool(restarted.asked))
         await Roster(bus).join("rollout", msgspec.structs.replace(member, incarnation=2))
         joined.set()
@@ -172,28 +174,28 @@ async def test_one_that_comes_back_while_others_are_awaited_is_asked_anew(bus: B
 async def test_without_its_memory_the_trainer_ends_and_else_it_goes_on(
     bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(turns_module, "WITHIN_S", 0.1)
+    monkeypatch.setattr(colocation_module, "WITHIN_S", 0.1)
     silent = Rollout(*[not_yet] * 10_000)
     async with present(bus, silent):
-        turns = turns_of(bus, Rank())
-        turns._update_s, turns._release_s = 0.3, 0.6
-        await turns.take_over()
-        await turns.give(0)  # nobody says that engines are there: they will follow the log
-        assert turns.waits_for() == ""
+        colocation = colocation_of(bus, Rank())
+        colocation._update_s, colocation._release_s = 0.3, 0.6
+        await colocation.take_over()
+        await colocation.give(0)  # nobody says that engines are there: they will follow the log
+        assert colocation.waits_for() == ""
         with pytest.raises(EnginesKeepMemory, match=r"phase release was not reached within .* by rollout"):
-            await turns.take(0)
+            await colocation.take(0)
     assert [event.phase for event in await told(bus)] == [*TURN[2:], "generate", "release"]
 
 
 async def test_a_checkpoint_while_engines_generate_takes_a_turn_of_its_own(bus: Bus) -> None:
     rank, rollout = Rank(), Rollout()
     async with present(bus, rollout):
-        turns = turns_of(bus, rank)
-        await turns.take_over()
-        async with turns.taken(0):  # it has the memory: nothing is moved
+        colocation = colocation_of(bus, rank)
+        await colocation.take_over()
+        async with colocation.taken(0):  # it has the memory: nothing is moved
             assert rank.moves == []
-        await turns.give(0)
-        async with turns.taken(0):
+        await colocation.give(0)
+        async with colocation.taken(0):
             assert (rank.moves, rank.bytes) == (["offload", "onload"], 3 * GIB)
         assert rank.bytes == GIB
     assert [event.phase for event in await told(bus)] == [*TURN[2:], *TURN, "generate"]
@@ -205,10 +207,10 @@ async def test_where_memory_is_not_shared_nothing_is_told_or_asked(bus: Bus) -> 
     async def announce() -> None:
         announced.append(1)
 
-    turns = turns_of(bus, Rank(), incarnation=2, colocate=None)
-    await turns.take_over()
-    await turns.take(0)
-    await turns.give(1, announce)
-    async with turns.taken(1):
+    colocation = colocation_of(bus, Rank(), incarnation=2, colocate=None)
+    await colocation.take_over()
+    await colocation.take(0)
+    await colocation.give(1, announce)
+    async with colocation.taken(1):
         pass
-    assert (announced, await told(bus), turns.is_on) == ([1], [], False)
+    assert (announced, await told(bus), colocation.is_on) == ([1], [], False)

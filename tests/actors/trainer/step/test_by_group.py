@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from actors.trainer.data.batch import TrainBatch
-from actors.trainer.data.precomputed import KnownLogProbs
+from actors.trainer.data.precomputed import PrecomputedLogProbs
 from actors.trainer.megatron.rank_model import Replica
 from actors.trainer.step.layout import group_by_group
 from actors.trainer.step.train_step import TrainStep
@@ -29,11 +29,11 @@ def trained(topology: Topology, ahead: Callable[[int], bool] = lambda group: Fal
     step = TrainStep(topology, replica)
     metrics: list[dict[str, float]] = []
     for number in range(2):
-        batch, known = random_batch(number), KnownLogProbs()
+        batch, precomputed = random_batch(number), PrecomputedLogProbs()
         for group, alone in groups_of(batch):
             if ahead(group):
-                known.add(group, step.ahead(alone))
-        batch, _ = known.put_into(masked_by_age(batch), {group: group for group in range(4)})
+                precomputed.add(group, step.precompute(alone))
+        batch, _ = precomputed.put_into(masked_by_age(batch), {group: group for group in range(4)})
         told = step(batch).metrics
         metrics.append({name: value for name, value in told.items() if not name.startswith("perf/")})
     return metrics, whole_weights(replica.complete_chunks(), replica.hf)
@@ -102,10 +102,10 @@ def test_with_everything_ahead_a_step_computes_no_further_log_probs(
 ) -> None:
     topology = make_topology(algorithm=WITH_REFERENCE, trainer={"log_probs_ahead": True})
     step = TrainStep(topology, Replica(topology, torch.device("cpu")))
-    known = KnownLogProbs()
+    precomputed = PrecomputedLogProbs()
     for group, alone in groups_of(random_batch()):
-        known.add(group, step.ahead(alone))
-    batch, share = known.put_into(random_batch(), {group: group for group in range(4)})
+        precomputed.add(group, step.precompute(alone))
+    batch, share = precomputed.put_into(random_batch(), {group: group for group in range(4)})
     monkeypatch.setattr(step._replica, "fill_log_probs", lambda *_: pytest.fail("a forward pass more"))
     assert (step(batch).metrics["train/global_batch_size"], share) == (16.0, 1.0)
 
@@ -119,7 +119,7 @@ def test_replayed_experts_leave_the_old_log_probs_to_the_step(make_topology: Mak
     )
     step = TrainStep(topology, Replica(topology, torch.device("cpu")))
     (_, alone), *_ = groups_of(random_batch())
-    columns = step.ahead(alone)
+    columns = step.precompute(alone)
     assert (columns.ref_N is None, columns.old_N is None) == (False, True)
     assert_same_bits(trained(topology, lambda group: True), trained(topology))
 
@@ -128,12 +128,12 @@ def test_old_log_probs_are_those_of_the_weights_and_the_reference_stays(make_top
     topology = make_topology(algorithm=WITH_REFERENCE, trainer={"log_probs_ahead": True})
     replica = Replica(topology, torch.device("cpu"))
     step, (_, alone) = TrainStep(topology, replica), next(groups_of(random_batch()))
-    before = step.ahead(alone)
+    before = step.precompute(alone)
     assert before.ref_N is not None
     assert before.old_N is not None
     assert np.array_equal(before.ref_N, before.old_N)
     step(random_batch(1))
-    after = step.ahead(alone)
+    after = step.precompute(alone)
     assert after.ref_N is not None
     assert after.old_N is not None
     assert np.array_equal(after.ref_N, before.ref_N)

@@ -184,7 +184,7 @@ def test_samples_that_left_no_gradient_have_names(make_topology: MakeTopology) -
     batch = random_batch()  # 4 groups of 4; rollouts 0, 5, 10 and 15 have two parts
     skipped, masked = np.flatnonzero(batch.rollouts_B < 5), np.flatnonzero(batch.rollouts_B == 5)
     gradients = gradients_of(batch, np.concatenate([skipped, masked]))
-    assert gradients.untrained == (
+    assert gradients.skipped_samples == (
         UntrainedSamples(group_id=0, reason="not_finite", samples=((0, 0), (0, 1), (1, 0), (2, 0), (3, 0))),
         UntrainedSamples(group_id=1, reason="not_finite", samples=((0, 0), (1, 0), (1, 1))),
     )

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from actors.trainer.data.feed import FedBatch, Feed
-from actors.trainer.data.precomputed import KnownLogProbs, LogProbs
+from actors.trainer.data.precomputed import LogProbs, PrecomputedLogProbs
 from actors.trainer.torch_thread import TorchThread
 from runtime.settings.topology import Topology
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from actors.trainer.commands import TrainerRank
 
 
-class GroupsAhead:
+class LogProbPrecomputer:
     """Precomputes log-probs group by group, as groups are kept. A batch therefore waits for at most one group."""
 
     def __init__(self, topology: Topology, feed: Feed, torch_thread: TorchThread, rank: "TrainerRank") -> None:
@@ -26,15 +26,15 @@ class GroupsAhead:
         self._feed = feed
         self._torch_thread = torch_thread
         self._rank = rank
-        self._known = KnownLogProbs()
+        self._precomputed = PrecomputedLogProbs()
         self._took_s = 0.0  # seconds of precomputation since the last batch
 
     def has_work(self) -> bool:
         """Whether a group is waiting and there is room for its log-probs."""
-        return self._is_on and self._known.has_room() and self._next() is not None
+        return self._is_on and self._precomputed.has_room() and self._next() is not None
 
     def _next(self) -> int | None:
-        return next((seq for seq in self._feed.kept() if seq not in self._known), None)
+        return next((seq for seq in self._feed.kept() if seq not in self._precomputed), None)
 
     async def compute_one(self) -> float:
         """Compute the log-probs of one group. Returns the seconds that it took."""
@@ -42,7 +42,7 @@ class GroupsAhead:
         assert seq is not None
         group = self._feed.group(seq)
         columns = LogProbs() if group is None else await self._torch_thread.run(self._rank.log_probs, group)
-        self._known.add(seq, columns)
+        self._precomputed.add(seq, columns)
         took_s = time.perf_counter() - begin
         self._took_s += took_s
         return took_s
@@ -51,11 +51,11 @@ class GroupsAhead:
         """Add precomputed log-probs to a batch. Returns the batch, and metrics of the precomputation."""
         if not self._is_on or fed.batch is None:
             return fed, {}
-        batch, share = self._known.put_into(fed.batch, {ref.group_id: ref.event_seq for ref in fed.refs})
+        batch, share = self._precomputed.put_into(fed.batch, {ref.group_id: ref.event_seq for ref in fed.refs})
         metrics = {"perf/log_probs_ahead_time": self._took_s, "perf/log_probs_ahead_ratio": share}
         self._took_s = 0.0
         return replace(fed, batch=batch), metrics
 
     def weights_moved(self) -> None:
         """Discard log-probs that a train step made obsolete."""
-        self._known.weights_moved(self._feed.history.completed)
+        self._precomputed.weights_moved(self._feed.history.completed)

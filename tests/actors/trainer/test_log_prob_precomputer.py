@@ -7,7 +7,7 @@ import pytest
 
 from actors.trainer.commands import TrainerRank
 from actors.trainer.data.assembly import CollectedGroup, assemble
-from actors.trainer.groups_ahead import GroupsAhead
+from actors.trainer.log_prob_precomputer import LogProbPrecomputer
 from actors.trainer.megatron import groups as ranks
 from actors.trainer.torch_thread import TorchThread
 from messages import BatchReady, BatchTrained, GroupRef, Outcome, PayloadsMissing, Plane, VerdictGiven, WeightsAnnounced
@@ -58,15 +58,15 @@ class Computed:
 
 
 @pytest.fixture
-def ahead(monkeypatch: pytest.MonkeyPatch) -> Computed:
-    computed, compute_one = Computed(), GroupsAhead.compute_one
+def precomputed(monkeypatch: pytest.MonkeyPatch) -> Computed:
+    computed, compute_one = Computed(), LogProbPrecomputer.compute_one
 
-    async def counted(self: GroupsAhead) -> float:
+    async def counted(self: LogProbPrecomputer) -> float:
         took_s = await compute_one(self)
         await computed.add()
         return took_s
 
-    monkeypatch.setattr(GroupsAhead, "compute_one", counted)
+    monkeypatch.setattr(LogProbPrecomputer, "compute_one", counted)
     return computed
 
 
@@ -94,13 +94,13 @@ async def make(bus: Bus, step: int, groups: tuple[GroupRef, ...]) -> None:
 
 
 async def test_groups_that_are_kept_are_computed_while_their_batch_is_awaited(
-    topology: Topology, bus: Bus, tmp_path: Path, ahead: Computed
+    topology: Topology, bus: Bus, tmp_path: Path, precomputed: Computed
 ) -> None:
     """Those of the second batch too, whose old log-probs the first step makes worthless."""
     async with running(topology, bus, tmp_path / "run"):
         await said_until(bus, WeightsAnnounced)
         groups = [await publish_groups(bus, step, version=1) for step in range(NUM_STEPS)]
-        await ahead.until(NUM_STEPS * GROUPS)
+        await precomputed.until(NUM_STEPS * GROUPS)
         for step in range(NUM_STEPS):
             await make(bus, step, groups[step])
         said = await said_until(bus, WeightsAnnounced, NUM_STEPS + 1)
@@ -114,7 +114,7 @@ async def test_groups_that_are_kept_are_computed_while_their_batch_is_awaited(
     ("point", "num_announced"), [((4, False), 4), ((5, False), 3)], ids=["before step 1", "before weights of 2"]
 )
 async def test_a_trainer_that_died_with_groups_ahead_goes_on_to_the_same_weights(
-    topology: Topology, bus: Bus, tmp_path: Path, ahead: Computed, point: tuple[int, bool], num_announced: int
+    topology: Topology, bus: Bus, tmp_path: Path, precomputed: Computed, point: tuple[int, bool], num_announced: int
 ) -> None:
     """The one after it replays from the beginning, with nothing computed ahead."""
 
@@ -122,14 +122,14 @@ async def test_a_trainer_that_died_with_groups_ahead_goes_on_to_the_same_weights
         for step in range(NUM_STEPS):
             await said_until(bus, WeightsAnnounced, step + 1)
             groups = await publish_groups(bus, step)
-            await ahead.until((step + 1) * GROUPS)
+            await precomputed.until((step + 1) * GROUPS)
             await make(bus, step, groups)
 
     errors = await errors_of(topology, bus, tmp_path / "run", meanwhile, through=dying(*point))
     assert {type(error) for error in errors} == {Died}
     async with running(topology, bus, tmp_path / "run"):
         said = await said_until(bus, WeightsAnnounced, num_announced)
-    assert ahead.count == NUM_STEPS * GROUPS
+    assert precomputed.count == NUM_STEPS * GROUPS
     assert of(said, BatchTrained)[-1].metrics["perf/log_probs_ahead_ratio"] == 0.0
     expected = await checksums(topology, tmp_path / "other")
     announced = [(event.step, event.checksum) for event in of(said, WeightsAnnounced)]
@@ -137,7 +137,7 @@ async def test_a_trainer_that_died_with_groups_ahead_goes_on_to_the_same_weights
 
 
 async def test_groups_without_a_verdict_dropped_or_without_payloads_are_not_computed(
-    topology: Topology, bus: Bus, tmp_path: Path, ahead: Computed
+    topology: Topology, bus: Bus, tmp_path: Path, precomputed: Computed
 ) -> None:
     """Nothing is stored of group 7; that of group 1 comes so late that its batch is made before."""
     async with running(topology, bus, tmp_path / "run"):
@@ -149,16 +149,16 @@ async def test_groups_without_a_verdict_dropped_or_without_payloads_are_not_comp
         late = GroupRef(group_id=1, attempt=0, event_seq=await complete(bus, 1))
         await judge(bus, await complete(bus, 6), 6, Outcome.DROP)
         first, _, last = await publish_groups(bus, 1)  # groups 3, 4 and 5
-        await ahead.until(3)
+        await precomputed.until(3)
         await make(bus, 0, (first, late, last))
         (trained,) = of(await said_until(bus, BatchTrained), BatchTrained)
         assert trained.metrics["perf/log_probs_ahead_ratio"] == pytest.approx(2 / 3)
-        assert ahead.count == 3
+        assert precomputed.count == 3
         await make(bus, 1, (lost,))
         (missing,) = of(await said_until(bus, PayloadsMissing), PayloadsMissing)
         kept = GroupRef(group_id=8, attempt=0, event_seq=await complete(bus, 8))
         await judge(bus, kept.event_seq, 8, Outcome.KEEP)
-        await ahead.until(4)
+        await precomputed.until(4)
         await make(bus, 1, (kept,))
         trained = of(await said_until(bus, BatchTrained, 2), BatchTrained)[-1]
     assert (missing.groups, trained.metrics["perf/log_probs_ahead_ratio"]) == ((lost,), 1.0)
