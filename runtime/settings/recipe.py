@@ -61,7 +61,7 @@ class DataConfig(Config, frozen=True, kw_only=True):
     # Grader of the samples: a built-in, a name in `reward.graders`, "module:function" or "path/file.py:function".
     rm_type: Text | None = None
     # Size limit of a row's prompt, label and metadata in bytes. A larger row ends the start with its file and line.
-    max_row_bytes: RowBytes = 16 << 20
+    max_row_bytes: RowBytes = 16 << 20  # expert
 
 
 class RolloutConfig(Config, frozen=True, kw_only=True):

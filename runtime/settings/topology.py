@@ -54,11 +54,11 @@ class BusConfig(Config, frozen=True, kw_only=True):
     # Size limit of the event stream in bytes. A limit below what the recipe can need is refused.
     event_bytes: Positive | None = None
     # Size limit of the work stream (tasks and score requests) in bytes. One below what the recipe can need is refused.
-    work_bytes: Positive | None = None
+    work_bytes: Positive | None = None  # expert
     # Size limit of the data stream (sample payloads) in bytes. A limit below what the recipe can need is refused.
     data_bytes: Positive | None = None
     # Size limit of one message in bytes. A limit below what the recipe can need is refused.
-    max_payload_bytes: Positive | None = None
+    max_payload_bytes: Positive | None = None  # expert
 
 
 class NodeConfig(Config, frozen=True, kw_only=True):
@@ -109,7 +109,7 @@ class MegatronConfig(Config, frozen=True, kw_only=True):
     # Accumulate bfloat16 matrix products in float32.
     disable_bf16_reduced_precision_matmul: bool = False
     # Free a pipeline stage's output once it is sent to the next stage.
-    deallocate_pipeline_outputs: bool = False
+    deallocate_pipeline_outputs: bool = False  # expert
     # How tokens reach the ranks of their experts.
     moe_token_dispatcher_type: Literal["alltoall", "allgather"] = "alltoall"
     # Load-balancing loss of the router, per micro-batch ("aux_loss") or per sequence ("seq_aux_loss").
@@ -147,7 +147,7 @@ class DdpConfig(Config, frozen=True, kw_only=True):
     # Number of parameters per gradient bucket. By default Megatron's, at least 40 million.
     bucket_size: Positive | None = None
     # Pad buckets to multiples of 65,536 elements. Needs the distributed optimizer.
-    pad_buckets_for_high_nccl_busbw: bool = False
+    pad_buckets_for_high_nccl_busbw: bool = False  # expert
 
 
 class ProfileConfig(Config, frozen=True, kw_only=True):
@@ -181,7 +181,7 @@ class TrainerConfig(Config, frozen=True, kw_only=True):
     # Compute reference and old log-probs of finished groups while the trainer waits for a batch.
     log_probs_ahead: bool = False
     # Size of one weight export bucket in bytes. A rank gathers one bucket at a time.
-    export_bucket_bytes: Positive = 512 << 20
+    export_bucket_bytes: Positive = 512 << 20  # expert
     # Publish every Nth weight version in full and the others as deltas. 1 publishes every version in full.
     full_export_interval: Positive = 1
     profile: ProfileConfig = ProfileConfig()
@@ -280,17 +280,17 @@ class RewardConfig(Config, frozen=True, kw_only=True):
     # CPU seconds of one grader call. A call that uses more fails; by default twice `timeout_s`.
     cpu_s: Annotated[float, msgspec.Meta(gt=0)] | None = None
     # Number of files that a grader process may have open at a time.
-    max_files: Positive = 1024
+    max_files: Positive = 1024  # expert
     # Number of running processes that a grader process may have started. With more they are killed and the sample is
     # tried again.
-    max_processes: Positive = 64
+    max_processes: Positive = 64  # expert
 
 
 class BufferConfig(Config, frozen=True, kw_only=True):
     """The buffer actor. The recipe's `rollout` table decides what it issues."""
 
     # Minimum number of events to move from the log to the archive at a time. Fewer stay until the log is half full.
-    trim_min_events: Positive = 10_000
+    trim_min_events: Positive = 10_000  # expert
 
 
 def _sole_node() -> dict[str, NodeConfig]:

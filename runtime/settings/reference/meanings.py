@@ -1,17 +1,20 @@
 """Descriptions of settings, read from the comments in their source.
 
 A description is the block of comment lines directly above the field, joined by spaces, or else the comment at the end
-of the field's last line.
+of the field's last line. A field with a block and the comment `# expert` at its end is an expert setting.
 """
 
 import ast
 import inspect
 import io
 import tokenize
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
+from typing import Final
 
 from runtime.settings.reading.config import Config
+
+EXPERT: Final = "expert"
 
 
 @cache
@@ -24,16 +27,28 @@ def meanings(config: type[Config]) -> Mapping[str, str]:
     return found
 
 
+@cache
+def expert_settings(config: type[Config]) -> frozenset[str]:
+    """Return the names of the fields of a table that are expert settings, inherited ones included."""
+    sources = [inspect.getsource(base) for base in config.__mro__ if issubclass(base, Config)]
+    return frozenset(
+        name for source in sources for name, _, last in _fields(source) if _comments(source)[1].get(last) == EXPERT
+    )
+
+
 def _own_meanings(source: str) -> dict[str, str]:
     above, beside = _comments(source)
+    return {name: _block(above, first) or beside.get(last, "") for name, first, last in _fields(source)}
+
+
+def _fields(source: str) -> Iterator[tuple[str, int, int]]:
+    """Yield the name, first line and last line of each field of a class."""
     (table,) = ast.parse(source).body
     if not isinstance(table, ast.ClassDef):
         raise TypeError(f"not the source of a class: {source.partition(':')[0]}")
-    return {
-        field.target.id: _block(above, field.lineno) or beside.get(field.end_lineno or field.lineno, "")
-        for field in table.body
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
-    }
+    for field in table.body:
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+            yield field.target.id, field.lineno, field.end_lineno or field.lineno
 
 
 def _block(above: Mapping[int, str], line: int) -> str:

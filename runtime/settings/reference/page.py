@@ -9,7 +9,7 @@ from runtime.settings.reading.allowed import describe
 from runtime.settings.reading.config import Config
 from runtime.settings.reading.schema import is_config, item_type
 from runtime.settings.recipe import Recipe
-from runtime.settings.reference.meanings import meanings
+from runtime.settings.reference.meanings import expert_settings, meanings
 from runtime.settings.topology import Topology
 from runtime.util.formatting import show
 
@@ -35,6 +35,10 @@ in the folder of the file and among the shipped topologies.
 RECIPE: Final = "\n# Recipe: what is trained\n"
 TOPOLOGY: Final = "\n# Topology: what runs where\n"
 ROWS: Final = "\n| key | allowed | default | means |\n|---|---|---|---|\n"
+EXPERT: Final = """### Expert settings
+
+For runs where an error message names the setting, or where you measure its effect. The defaults fit all others.
+"""
 BAR: Final = r"\|"  # a bar inside a cell
 
 
@@ -90,8 +94,11 @@ def _section(table: Table) -> str:
     about = (table.config.__doc__ or "").partition("\n")[0]
     note = f" {table.note}" if table.note else ""
     fields = [field for field in msgspec.structs.fields(table.config) if _is_plain(field)]
-    rows = "".join(_row(table, field) for field in fields)
-    return f"\n{heading}\n\n{about}{note}\n{f'{ROWS}{rows}' if rows else ''}"
+    expert = expert_settings(table.config)
+    rows = "".join(_row(table, field) for field in fields if field.name not in expert)
+    expert_rows = "".join(_row(table, field) for field in fields if field.name in expert)
+    text = f"\n{heading}\n\n{about}{note}\n{f'{ROWS}{rows}' if rows else ''}"
+    return text + (f"\n{EXPERT}{ROWS}{expert_rows}" if expert_rows else "")
 
 
 def _row(table: Table, field: msgspec.structs.FieldInfo) -> str:

@@ -12,7 +12,7 @@ from runtime.node.checks.built import not_built
 from runtime.settings.reading.config import Config
 from runtime.settings.reading.schema import is_config, keys_of, type_at
 from runtime.settings.recipe import ModelConfig, RolloutConfig, TrainConfig
-from runtime.settings.reference.meanings import meanings
+from runtime.settings.reference.meanings import expert_settings, meanings
 from runtime.settings.reference.page import Table, tables_of
 from runtime.settings.topology import (
     EngineConfig,
@@ -45,6 +45,8 @@ class Sample(Inner, frozen=True, kw_only=True):
     above: int = 1
     # The block counts.
     both: int = 1  # not this
+    # An expert setting.
+    rare: int = 1  # expert
     # Not a description.
 
     apart: bool = False
@@ -84,8 +86,19 @@ def test_a_description_is_the_comment_block_above_its_field_or_at_its_end() -> N
         "bare": "",
         "above": "A block of comment lines above the field.",
         "both": "The block counts.",
+        "rare": "An expert setting.",
         "apart": "",
     }
+    assert expert_settings(Sample) == {"rare"}
+
+
+def test_expert_settings_are_listed_apart() -> None:
+    sections = re.findall(r"^### Expert settings$(.*?)(?=^#|\Z)", PAGE, re.MULTILINE | re.DOTALL)
+    assert re.findall(r"^\| `([^`]+)` \|", "".join(sections), re.MULTILINE) == [
+        *("data.0.max_row_bytes", "bus.work_bytes", "bus.max_payload_bytes", "trainer.export_bucket_bytes"),
+        *("trainer.megatron.deallocate_pipeline_outputs", "trainer.ddp.pad_buckets_for_high_nccl_busbw"),
+        *("reward.max_files", "reward.max_processes", "buffer.trim_min_events"),
+    ]
 
 
 @pytest.mark.parametrize(
