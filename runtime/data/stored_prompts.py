@@ -22,15 +22,20 @@ def is_large(prompt: Prompt) -> bool:
     return len(msgspec.msgpack.encode(prompt.metadata)) > LARGE_METADATA_BYTES or len(pack(prompt)) > LARGE_BYTES
 
 
-async def store_prompt(bus: Bus, prompt: Prompt) -> tuple[int, ...]:
+async def store_prompt(bus: Bus, prompt: Prompt, *, part_bytes: int = PART_BYTES) -> tuple[int, ...]:
     """Store a prompt; return the sequences that cite it.
+
+    Args:
+        bus: the bus.
+        prompt: the full prompt.
+        part_bytes: maximum bytes of one stored part.
 
     Raises:
         StreamFull: the data stream is full.
         BusUnavailable: the bus is not reachable.
     """
     content = pack(prompt)
-    pieces = [content[at : at + PART_BYTES] for at in range(0, len(content), PART_BYTES)]
+    pieces = [content[at : at + part_bytes] for at in range(0, len(content), part_bytes)]
     seqs: list[int] = []
     for part, piece in enumerate(pieces):
         stored = PromptStored(data=prompt.data, row=prompt.row, part=part, num_parts=len(pieces), content=piece)

@@ -39,7 +39,7 @@ log = structlog.get_logger()
 
 CHANGES_BOUND = 1000  # process changes waiting to be published
 LOOK_AT_DISK_S = 1.0
-DISK_ANSWERS_S = 5.0  # after that its free bytes count as unknown
+DISK_TIMEOUT_S = 5.0
 STORE = "nats"  # store of the bus in the run directory
 STOP_DEADLINE_S = 9.5  # from the stop signal until everything is killed
 TELL_TIMEOUT_S = 1.0  # for publishing the last process changes
@@ -53,10 +53,14 @@ class NodeAgent:
     Args:
         show: prints a line for the user.
         rewrite: replaces the last printed line, on a terminal.
+        disk_timeout_s: seconds after which the free bytes of a disk that does not answer count as unknown.
     """
 
-    def __init__(self, plan: NodePlan, *, show: Show, rewrite: Show | None = None) -> None:
+    def __init__(
+        self, plan: NodePlan, *, show: Show, rewrite: Show | None = None, disk_timeout_s: float = DISK_TIMEOUT_S
+    ) -> None:
         self._plan = plan
+        self._disk_timeout_s = disk_timeout_s
         self.reporting = Reporting(plan, show=show, rewrite=rewrite)
         self._show = self.reporting.display.show
         self._supervision = Supervision(plan.run_dir, environment=self._environment(), listener=self._on_change)
@@ -113,7 +117,7 @@ class NodeAgent:
     async def _free_bytes(self) -> int:
         """Return the free bytes of the run directory's disk; sys.maxsize while the disk does not answer."""
         try:
-            with anyio.fail_after(DISK_ANSWERS_S):  # a network disk may hang, the event loop must not
+            with anyio.fail_after(self._disk_timeout_s):  # a network disk may hang, the event loop must not
                 return await anyio.to_thread.run_sync(
                     free_bytes, self._plan.run_dir, abandon_on_cancel=True, limiter=self._disk_asked
                 )

@@ -26,12 +26,24 @@ class Display:
         show: prints a line; may block.
         rewrite: replaces the line that it printed last, on a terminal; none elsewhere.
         progress: returns the progress line for a Unix time.
+        rewrite_every_s: seconds between progress lines on a terminal.
+        heartbeat_s: seconds without another line after which the progress line is printed elsewhere.
     """
 
-    def __init__(self, show: Show, rewrite: Show | None, progress: Callable[[float], str]) -> None:
+    def __init__(
+        self,
+        show: Show,
+        rewrite: Show | None,
+        progress: Callable[[float], str],
+        *,
+        rewrite_every_s: float = REWRITE_EVERY_S,
+        heartbeat_s: float = HEARTBEAT_S,
+    ) -> None:
         self._print = show
         self._reprint = rewrite
         self._progress = progress
+        self._rewrite_every_s = rewrite_every_s
+        self._heartbeat_s = heartbeat_s
         send, receive = anyio.create_memory_object_stream[tuple[Show, str]](LINES_BOUND)
         self._lines, self._waiting = send, receive
         self._num_left_out = 0
@@ -86,9 +98,9 @@ class Display:
     async def _beat(self) -> None:
         """Print the progress line at intervals."""
         while True:
-            await anyio.sleep(REWRITE_EVERY_S)
+            await anyio.sleep(self._rewrite_every_s)
             if self._reprint is not None:
                 if not self._waiting.statistics().current_buffer_used:
                     self._put(self._reprint, self._progress(time.time()))
-            elif anyio.current_time() - self._shown_at >= HEARTBEAT_S:
+            elif anyio.current_time() - self._shown_at >= self._heartbeat_s:
                 self.show(self._progress(time.time()))

@@ -24,12 +24,16 @@ class StallWatch:
 
     Args:
         expected: instances to query even if they are not on the roster, for example while they start or hang.
+        answer_timeout_s: maximum seconds to wait for an instance's answer.
     """
 
-    def __init__(self, bus: Bus, after_s: float, expected: Iterable[str]) -> None:
+    def __init__(
+        self, bus: Bus, after_s: float, expected: Iterable[str], *, answer_timeout_s: float = ANSWER_TIMEOUT_S
+    ) -> None:
         self._bus = bus
         self._after_s = after_s
         self._expected = tuple(expected)
+        self._answer_timeout_s = answer_timeout_s
         self._newest = anyio.current_time()
         self._resumed = anyio.Event()  # set by an event after a reported stall
 
@@ -82,9 +86,9 @@ class StallWatch:
 
     async def _ask(self, instance: str) -> str:
         try:
-            given = await self._bus.call(instance, StatsRequested(), StatsGiven, timeout_s=ANSWER_TIMEOUT_S)
+            given = await self._bus.call(instance, StatsRequested(), StatsGiven, timeout_s=self._answer_timeout_s)
         except CallTimeout:
-            return f"no answer in {ANSWER_TIMEOUT_S:g} s"
+            return f"no answer in {self._answer_timeout_s:g} s"
         except CallRefused as error:
             return f"cannot say: {error}"
         except CallError:

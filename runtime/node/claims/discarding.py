@@ -25,14 +25,20 @@ class NotDiscarded(Exception):
     """Another daemon uses the run, or its bus cannot be reached. The text has the details."""
 
 
-def discard(claim: Claim, run: str, nodes: Iterable[str], bus_url: Secret | None) -> None:
+def discard(
+    claim: Claim, run: str, nodes: Iterable[str], bus_url: Secret | None, *, bus_limits: BusLimits = BUS_LIMITS
+) -> None:
     """Delete a run's streams on an external bus, if it uses one, and empty its claimed directory.
 
     Meanwhile all locks in the directory and the claims on all nodes are held, so that no daemon starts; the locks stay.
     It may be killed at any point and repeated: until it is complete, every other start refuses the remains.
 
     Args:
+        claim: held claim on the run directory.
+        run: name of the run.
         nodes: of the topology; the run may have used more.
+        bus_url: external bus; None: the run has its own.
+        bus_limits: deadlines and buffer bounds of the connection to the external bus.
 
     Raises:
         NotDiscarded: another daemon is alive, or the bus cannot be reached. Nothing was discarded.
@@ -46,13 +52,13 @@ def discard(claim: Claim, run: str, nodes: Iterable[str], bus_url: Secret | None
         except RunClaimed as error:
             raise NotDiscarded(f"{error}; nothing was discarded") from error
         if bus_url is not None:
-            _discard_streams(bus_url, run, nodes, claim.run_dir)
+            _discard_streams(bus_url, run, nodes, claim.run_dir, bus_limits)
         _empty(claim.run_dir)
 
 
-def _discard_streams(bus_url: Secret, run: str, nodes: list[str], run_dir: Path) -> None:
+def _discard_streams(bus_url: Secret, run: str, nodes: list[str], run_dir: Path, bus_limits: BusLimits) -> None:
     async def delete() -> None:
-        async with Bus.connect(bus_url.reveal(), run, name=CLIENT, limits=BUS_LIMITS) as bus:
+        async with Bus.connect(bus_url.reveal(), run, name=CLIENT, limits=bus_limits) as bus:
             await delete_unclaimed(bus, nodes, run_dir)
 
     try:

@@ -71,14 +71,17 @@ class NodeClaim:
         log.info("node_claimed", node=node, incarnation=incarnation)
         return cls(bus, node, holder, revision)
 
-    async def keep(self) -> None:
+    async def keep(self, renew_every_s: float = RENEW_EVERY_S) -> None:
         """Renew the claim until cancelled.
+
+        Args:
+            renew_every_s: seconds between renewals; less than LIFETIME_S.
 
         Raises:
             NodeClaimed: the claim expired during a bus outage, and another daemon took it.
         """
         while True:
-            await anyio.sleep(RENEW_EVERY_S)
+            await anyio.sleep(renew_every_s)
             try:
                 self._revision = await self._renewed()
             except BusError as error:

@@ -7,7 +7,6 @@ import pytest
 from messages import Int32Array, Plane, Prompt
 from runtime.bus.bus import Bus
 from runtime.bus.errors import PayloadLost
-from runtime.data import stored_prompts
 from runtime.data.stored_prompts import cited, fetch_prompt, is_large, store_prompt
 
 
@@ -31,10 +30,9 @@ def test_what_events_or_score_requests_would_repeat_is_stored_once(fields: dict[
 
 
 @pytest.mark.anyio
-async def test_a_prompt_of_several_parts_comes_back_whole(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stored_prompts, "PART_BYTES", 1000)
+async def test_a_prompt_of_several_parts_comes_back_whole(bus: Bus) -> None:
     whole = prompt(text="ä" * 1234, label={"a": [1, None]}, metadata={"k": "x" * 999})
-    parts = await store_prompt(bus, whole)
+    parts = await store_prompt(bus, whole, part_bytes=1000)
     assert len(parts) == 4
     back = await fetch_prompt(bus, parts)
     assert (back.text, back.label, back.metadata, back.parts) == (whole.text, whole.label, whole.metadata, parts)
@@ -44,9 +42,8 @@ async def test_a_prompt_of_several_parts_comes_back_whole(bus: Bus, monkeypatch:
 
 
 @pytest.mark.anyio
-async def test_a_prompt_that_lacks_a_part_is_lost(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stored_prompts, "PART_BYTES", 1000)
-    parts = await store_prompt(bus, prompt(text="x" * 3000))
+async def test_a_prompt_that_lacks_a_part_is_lost(bus: Bus) -> None:
+    parts = await store_prompt(bus, prompt(text="x" * 3000), part_bytes=1000)
     with pytest.raises(PayloadLost):
         await fetch_prompt(bus, parts[1:])
     await bus.purge(Plane.DATA, below_seq=parts[1])

@@ -57,9 +57,9 @@ def plan(run_dir: Path, *processes: ProcessSpec, incarnation: int = 1) -> NodePl
 class Running:
     """An agent in this process, its lines, and what it ended with."""
 
-    def __init__(self, node_plan: NodePlan) -> None:
+    def __init__(self, node_plan: NodePlan, **options: float) -> None:
         self.lines: list[str] = []
-        self.agent = NodeAgent(node_plan, show=self._show)
+        self.agent = NodeAgent(node_plan, show=self._show, **options)
         self.outcome: RunEnd | None = None
         self._more = anyio.Event()
 
@@ -337,9 +337,8 @@ async def test_a_disk_that_does_not_tell_its_free_bytes_ends_no_run(
         raise OSError(errno.ESTALE, "Stale file handle", str(path))
 
     monkeypatch.setattr("runtime.node.daemon.free_bytes", stale)
-    monkeypatch.setattr("runtime.node.daemon.DISK_ANSWERS_S", 0.1)
     try:
-        outcome = await Running(plan(tmp_path / "r", player("3"))).run()
+        outcome = await Running(plan(tmp_path / "r", player("3")), disk_timeout_s=0.1).run()
     finally:
         over.set()
     assert asked.is_set()

@@ -28,11 +28,9 @@ class Printed:
             assert self._more.wait_for(lambda: len(self.lines) >= number, timeout=10)
 
 
-async def test_a_long_silence_has_a_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(display, "REWRITE_EVERY_S", 0.01)
-    monkeypatch.setattr(display, "HEARTBEAT_S", 0.05)
+async def test_a_long_silence_has_a_heartbeat() -> None:
     printed = Printed()
-    shown = Display(printed, None, lambda now: f"0 of 16 groups at {now > 0}")
+    shown = Display(printed, None, lambda now: f"0 of 16 groups at {now > 0}", rewrite_every_s=0.01, heartbeat_s=0.05)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(shown.run)
         shown.show("first")
@@ -41,11 +39,9 @@ async def test_a_long_silence_has_a_heartbeat(monkeypatch: pytest.MonkeyPatch) -
     assert printed.lines[:3] == ["first", "0 of 16 groups at True", "0 of 16 groups at True"]
 
 
-async def test_on_a_terminal_the_line_is_rewritten_and_needs_no_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(display, "REWRITE_EVERY_S", 0.01)
-    monkeypatch.setattr(display, "HEARTBEAT_S", 0.01)
+async def test_on_a_terminal_the_line_is_rewritten_and_needs_no_heartbeat() -> None:
     printed, rewritten = Printed(), Printed()
-    shown = Display(printed, rewritten, lambda now: "12 of 16 groups")
+    shown = Display(printed, rewritten, lambda now: "12 of 16 groups", rewrite_every_s=0.01, heartbeat_s=0.01)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(shown.run)
         await anyio.to_thread.run_sync(rewritten.wait_for, 3)
@@ -54,7 +50,7 @@ async def test_on_a_terminal_the_line_is_rewritten_and_needs_no_heartbeat(monkey
     assert printed.lines == []
 
 
-async def test_lines_that_come_too_fast_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_lines_that_come_too_fast_are_counted() -> None:
     printed = Printed()
     shown = Display(printed, None, lambda now: "")
     for number in range(display.LINES_BOUND + 7):

@@ -18,12 +18,6 @@ from tests.fixtures.nats import TEST_LIMITS, TEST_STREAMS, NatsServer, group_fai
 pytestmark = pytest.mark.anyio
 
 
-@pytest.fixture(autouse=True)
-def short_lives(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runtime.node.claims.node_claim.LIFETIME_S", 1)
-    monkeypatch.setattr("runtime.node.claims.node_claim.RENEW_EVERY_S", 0.2)
-
-
 def filled(run_dir: Path) -> None:
     for name in ("topology.json", "run-id.json", "agent-n0.lock", "agent-n1.lock"):
         (run_dir / name).touch()
@@ -57,7 +51,7 @@ async def test_streams_consumers_and_bucket_of_the_run_alone_are_deleted(
 async def test_streams_of_a_living_agent_stay_whichever_node_it_runs(bus: Bus, tmp_path: Path) -> None:
     claim = await NodeClaim.take(bus, "n7", tmp_path / "elsewhere", incarnation=1)
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(claim.keep)
+        tasks.start_soon(claim.keep, 0.2)  # renewal interval in seconds
         with pytest.raises(ExceptionGroup) as refused:
             await delete_unclaimed(bus, ["n0"], tmp_path)
         tasks.cancel_scope.cancel()
@@ -110,9 +104,8 @@ def test_no_agent_of_the_directory_starts_while_it_is_emptied(tmp_path: Path, mo
 
 
 @pytest.mark.slow
-def test_a_bus_that_is_away_keeps_the_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(discarding, "BUS_LIMITS", TEST_LIMITS)
+def test_a_bus_that_is_away_keeps_the_directory(tmp_path: Path) -> None:
     filled(tmp_path)
     with Claim.take(tmp_path) as claim, pytest.raises(NotDiscarded, match="nothing was discarded"):
-        discard(claim, "r", ["local"], Secret("nats://127.0.0.1:1"))
+        discard(claim, "r", ["local"], Secret("nats://127.0.0.1:1"), bus_limits=TEST_LIMITS)
     assert (tmp_path / "checkpoints" / "step-3").exists()

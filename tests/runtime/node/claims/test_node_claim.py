@@ -16,10 +16,7 @@ from tests.runtime.node.test_daemon import Running, player
 pytestmark = pytest.mark.anyio
 
 
-@pytest.fixture(autouse=True)
-def short_lives(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runtime.node.claims.node_claim.LIFETIME_S", 1)
-    monkeypatch.setattr("runtime.node.claims.node_claim.RENEW_EVERY_S", 0.2)
+RENEW_EVERY_S = 0.2
 
 
 async def died_elsewhere(bus: Bus, *, incarnation: int) -> None:
@@ -32,7 +29,7 @@ async def died_elsewhere(bus: Bus, *, incarnation: int) -> None:
 async def test_a_second_agent_is_refused_and_told_who_runs_the_node(bus: Bus, tmp_path: Path) -> None:
     claim = await NodeClaim.take(bus, "n0", tmp_path / "one", incarnation=1)
     async with anyio.create_task_group() as group:
-        group.start_soon(claim.keep)
+        group.start_soon(claim.keep, RENEW_EVERY_S)
         with pytest.raises(NodeClaimed, match=f"process {os.getpid()} on .*, in {tmp_path / 'one'}; stop that first"):
             await NodeClaim.take(bus, "n0", tmp_path / "two", incarnation=1)
         assert (await NodeClaim.take(bus, "n1", tmp_path / "two", incarnation=1)).holder.incarnation == 1
@@ -63,12 +60,12 @@ async def test_a_claim_that_expired_is_entered_again_or_lost_to_another_agent(bu
     claim = await NodeClaim.take(bus, "n0", tmp_path, incarnation=1)
     await bus.kv.delete("agent.n0")
     async with anyio.create_task_group() as group:
-        group.start_soon(claim.keep)
+        group.start_soon(claim.keep, RENEW_EVERY_S)
         await eventually(lambda: is_held(bus))
         group.cancel_scope.cancel()
     await died_elsewhere(bus, incarnation=9)
     with pytest.raises(NodeClaimed, match="process 1 on other, in /elsewhere"), anyio.fail_after(5):
-        await claim.keep()
+        await claim.keep(RENEW_EVERY_S)
 
 
 async def is_held(bus: Bus) -> bool:
