@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import msgspec
 
-from actors.rollout.sglang.limits import KEPT_OF_INPUT
+from actors.rollout.sglang.facts import CRASH_WORDS, KEPT_OF_INPUT, NO_DIAGNOSTICS, OVERRIDES
 from actors.rollout.sglang.peer_weights import PEERS_VARIABLE
 from actors.rollout.sglang.server_arguments import FOREIGN, LAUNCH
 from runtime.bus.addresses import address_key
@@ -24,13 +24,7 @@ OURS: Final = {
     "OMP_NUM_THREADS": "1",  # two threads were 10 to 200 times slower on shared cores
     "MKL_NUM_THREADS": "1",
 }
-NO_DIAGNOSTICS: Final = {  # a crashing SGLang server waits 65 s for its dumps and keeps requests open
-    "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "false",
-    "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "false",
-}
 READY_TIMEOUT_S: Final = {"tiny": 120.0, "sglang": 1800.0}  # a slow disk needs that long for a large model
-CRASH_WORDS: Final = ("hit an exception",)  # logged by SGLang's scheduler before its server sends itself SIGKILL
-OVERRIDES: Final = "json_model_override_args"  # SGLang argument: keys that replace those of config.json
 STREAM_INTERVAL: Final = 64  # tokens per streamed chunk; an engine crash loses at most this many tokens of a sample
 
 

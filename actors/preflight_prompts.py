@@ -12,7 +12,7 @@ from actors.buffer.prompts.tokenizing import Tokenizing, load_tokenizing
 from actors.reward.grader_check import SampleRow, check_graders
 from actors.reward.graders.builtin import find_grader
 from actors.reward.samples import GradedSample
-from actors.rollout.sglang.limits import KEPT_OF_INPUT
+from actors.rollout.sglang.facts import KEPT_OF_INPUT
 from actors.trainer.models.config import HfConfig
 from messages import Prompt
 from runtime.data.data_files import DataError

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from actors.rollout.sglang.answers import Answer, segment_of, status_of
-from actors.rollout.sglang.limits import KEPT_OF_RESPONSE
+from actors.rollout.sglang.facts import KEPT_OF_RESPONSE
 from actors.rollout.sglang.streams import Stream
 from messages import Int32Array, SampleKey, SampleStatus, Segment
 from tests.sglang.model import CONTEXT, DOT, DOTTED, EOS, text_of

@@ -8,7 +8,7 @@ import pytest
 from actors.rollout.engines.external import Wanted, WrongEngine
 from actors.rollout.engines.liveness import check_engine
 from actors.rollout.sglang.client import SglangClient
-from actors.rollout.sglang.limits import KEPT_OF_INPUT
+from actors.rollout.sglang.facts import KEPT_OF_INPUT
 from tests.sglang.model import CONTEXT
 from tests.sglang.server import Server
 

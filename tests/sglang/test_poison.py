@@ -9,8 +9,8 @@ from typing import Final
 
 import pytest
 
-from actors.engine_processes import CRASH_WORDS
 from actors.rollout.requests.request import GenerateRequest
+from actors.rollout.sglang.facts import CRASH_WORDS
 from runtime.settings.processes import PortRequest, ProcessSpec, Tier, WhenListening
 from tests.sglang.rig import request
 from tests.sglang.router import Router

@@ -12,7 +12,7 @@ from actors.rollout.sessions.conversation import Conversation
 from actors.rollout.sglang.answers import segment_of
 from actors.rollout.sglang.body import generate_body
 from actors.rollout.sglang.errors import RequestRefused
-from actors.rollout.sglang.limits import KEPT_OF_INPUT
+from actors.rollout.sglang.facts import KEPT_OF_INPUT
 from actors.rollout.sglang.memory import EngineMemory
 from actors.rollout.sglang.served_model import ServedModel
 from actors.rollout.sglang.streams import Stream

@@ -1,6 +1,6 @@
 """Unusual answers of an inference server, as a table of `Case` rows.
 
-`damaged` and `replaced` make rows that change the contents of a chunk or an answer. The others change its bytes.
+`damaged` changes the contents of a chunk or an answer, and `bytes_instead` replaces its bytes.
 """
 
 import copy

@@ -17,7 +17,7 @@ from actors.rollout.requests.quarantine import DeathRecord, RequestStatus
 from actors.rollout.requests.request import Generated, GenerateRequest
 from actors.rollout.sglang.answers import NOTHING, Answer, is_aborted, labels_of, oldest_version
 from actors.rollout.sglang.body import generate_body
-from actors.rollout.sglang.client import SglangClient, asked_of
+from actors.rollout.sglang.client import SglangClient, expected_answers
 from actors.rollout.sglang.errors import (
     BadAnswer,
     EngineBusy,
@@ -233,8 +233,8 @@ class Generator:
     def _stream_for(self, rid: str, request: GenerateRequest, show: Callable[[Stream], None] | None) -> Stream | None:
         if show is None or request.max_new_tokens <= STREAM_ABOVE:
             return None
-        (asked,) = asked_of(self._body(request, rid), self._model.vocab_size)
-        stream = Stream(self._fleet.version, self._fleet.update_tracker.trust_from_now_on(), asked)
+        (expected,) = expected_answers(self._body(request, rid), self._model.vocab_size)
+        stream = Stream(self._fleet.version, self._fleet.update_tracker.trust_from_now_on(), expected)
         show(stream)
         return stream
 
@@ -274,7 +274,7 @@ class Generator:
         if not await self._fleet.update_tracker.settled(set(labels)):
             raise TokensUnverified(f"sampled by unverified weights: {', '.join(sorted(set(labels)))}")
         if not all(is_recent(answer, request.min_version) for answer in answers):
-            raise EngineFailed(f"sampled by weights older than {request.min_version}, which it was asked of")
+            raise EngineFailed(f"sampled by weights older than the required version {request.min_version}")
         interrupted = (
             request.round is not None
             and self.running.interrupted_since(mark)
@@ -283,9 +283,7 @@ class Generator:
         aborted = [answer for answer in answers if is_aborted(answer)]
         if aborted and not interrupted and not self.running.halted(request.round):
             if not all(answer.output_ids for answer in aborted):
-                raise EngineFailed(
-                    "it aborted a request that nobody asked it to abort", label=labels[0] if labels else ""
-                )
+                raise EngineFailed("it aborted a request without a call to abort it", label=labels[0] if labels else "")
             interrupted = True  # it continues from its tokens
         for label in set(labels):
             await self._fleet.note_answer(label)

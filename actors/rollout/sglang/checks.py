@@ -12,7 +12,7 @@ _LABEL: Final = re.compile(rb'"weight_version"\s*:\s*"([^"\\]{1,200})"')
 MAX_SHOWN: Final = 80  # characters of an engine's output shown in messages
 
 
-class Asked(NamedTuple):
+class ExpectedAnswer(NamedTuple):
     """The properties of a request that its answer must match."""
 
     rid: str = ""  # empty: unknown
@@ -21,38 +21,38 @@ class Asked(NamedTuple):
     vocab_size: int | None = None
 
 
-ANYTHING: Final = Asked()
+ANYTHING: Final = ExpectedAnswer()
 
 
-def answer_problem(answer: Answer, asked: Asked) -> str | None:
+def answer_problem(answer: Answer, expected: ExpectedAnswer) -> str | None:
     """Return why a finished answer is invalid: its tokens, counts, weight spans, end and request id."""
     meta, num_tokens = answer.meta_info, len(answer.output_ids)
     if meta.completion_tokens not in (None, num_tokens):
-        return f"completion_tokens is {meta.completion_tokens}, and {num_tokens} tokens came"
+        return f"completion_tokens is {meta.completion_tokens}, but {num_tokens} tokens were received"
     return (
-        meta_problem(answer, asked)
-        or tokens_problem(answer, asked)
-        or count_problem(num_tokens, asked)
+        meta_problem(answer, expected)
+        or tokens_problem(answer, expected)
+        or count_problem(num_tokens, expected)
         or end_problem(answer, num_tokens)
     )
 
 
-def meta_problem(answer: Answer, asked: Asked) -> str | None:
+def meta_problem(answer: Answer, expected: ExpectedAnswer) -> str | None:
     """Return why an answer belongs to another request."""
     meta = answer.meta_info
-    if asked.rid and meta.id != asked.rid:
-        return f"it answers request {(meta.id or 'null')[:MAX_SHOWN]}, and {asked.rid} was sent"
-    if None not in (asked.prompt_tokens, meta.prompt_tokens) and meta.prompt_tokens != asked.prompt_tokens:
-        return f"prompt_tokens is {meta.prompt_tokens}, and {asked.prompt_tokens} were sent"
+    if expected.rid and meta.id != expected.rid:
+        return f"it answers request {(meta.id or 'null')[:MAX_SHOWN]}, and {expected.rid} was sent"
+    if None not in (expected.prompt_tokens, meta.prompt_tokens) and meta.prompt_tokens != expected.prompt_tokens:
+        return f"prompt_tokens is {meta.prompt_tokens}, and {expected.prompt_tokens} were sent"
     return None
 
 
-def tokens_problem(answer: Answer, asked: Asked, num_before: int = 0) -> str | None:
+def tokens_problem(answer: Answer, expected: ExpectedAnswer, num_before: int = 0) -> str | None:
     """Return what is wrong with the tokens and log-probs of an answer, or of a streamed chunk.
 
     Args:
         answer: or chunk.
-        asked: the request's properties.
+        expected: the request's properties.
         num_before: tokens of earlier chunks; a chunk's log-probs may cover all tokens so far.
     """
     ids, triples = answer.output_ids, answer.meta_info.output_token_logprobs
@@ -60,13 +60,13 @@ def tokens_problem(answer: Answer, asked: Asked, num_before: int = 0) -> str | N
     named = [token for _, token, _ in own]
     if named != ids:
         return f"the log-probs are of other tokens: {_difference(named, ids)}"
-    return id_problem(ids, asked.vocab_size) or log_prob_problem([value for value, _, _ in triples])
+    return id_problem(ids, expected.vocab_size) or log_prob_problem([value for value, _, _ in triples])
 
 
-def count_problem(num_tokens: int, asked: Asked) -> str | None:
+def count_problem(num_tokens: int, expected: ExpectedAnswer) -> str | None:
     """Return a problem if there are more tokens than requested."""
-    if asked.max_new_tokens is not None and num_tokens > asked.max_new_tokens:
-        return f"{num_tokens} tokens came, and {asked.max_new_tokens} were asked for"
+    if expected.max_new_tokens is not None and num_tokens > expected.max_new_tokens:
+        return f"received {num_tokens} tokens; the request allows {expected.max_new_tokens}"
     return None
 
 
@@ -83,7 +83,7 @@ def end_problem(answer: Answer, num_tokens: int) -> str | None:
         return str(error)
     if num_tokens == 0:
         aborted = status is SampleStatus.ABORTED
-        return None if aborted else f"no token came, and it ended with {answer.meta_info.finish_reason}"
+        return None if aborted else f"received no token, and it ended with {answer.meta_info.finish_reason}"
     meta = answer.meta_info
     matched = (meta.finish_reason or {}).get("matched")
     if isinstance(matched, int) and answer.output_ids and answer.output_ids[-1] != matched:

@@ -10,7 +10,7 @@ import msgspec
 
 from actors.rollout.sglang.answers import Answer
 from actors.rollout.sglang.body import probe_body
-from actors.rollout.sglang.checks import Asked, answer_problem, label_in
+from actors.rollout.sglang.checks import ExpectedAnswer, answer_problem, label_in
 from actors.rollout.sglang.errors import (
     BadAnswer,
     EngineBusy,
@@ -146,17 +146,17 @@ class SglangClient:
         """
         url = router + "/generate"
         data = await self._post(url, body, self._generate_timeout_s)
-        all_asked = asked_of(body, vocab_size)
+        all_expected = expected_answers(body, vocab_size)
         try:
-            answers = [_read(data, Answer)] if len(all_asked) == 1 else _read(data, list[Answer])
+            answers = [_read(data, Answer)] if len(all_expected) == 1 else _read(data, list[Answer])
         except ValueError as error:
             raise BadAnswer(url, f"unreadable answer: {error}: {_shown(data)}", label_in(data)) from error
-        if len(answers) != len(all_asked):
-            raise BadAnswer(url, f"{len(answers)} answers to {len(all_asked)} prompts", label_in(data))
-        for asked, answer in zip(all_asked, answers, strict=True):
+        if len(answers) != len(all_expected):
+            raise BadAnswer(url, f"{len(answers)} answers to {len(all_expected)} prompts", label_in(data))
+        for expected, answer in zip(all_expected, answers, strict=True):
             if (refused := refusal_in(answer.meta_info)) is not None:
                 raise _error(url, refused.code, refused.message, label=answer.meta_info.weight_version or "")
-            if (problem := answer_problem(answer, asked)) is not None:
+            if (problem := answer_problem(answer, expected)) is not None:
                 raise BadAnswer(url, problem, answer.meta_info.weight_version or "")
         return answers
 
@@ -385,12 +385,12 @@ def _shown(answer: bytes) -> str:
     return answer.decode(errors="replace")[:500]
 
 
-def asked_of(body: dict[str, Any], vocab_size: int | None = None) -> list[Asked]:
+def expected_answers(body: dict[str, Any], vocab_size: int | None = None) -> list[ExpectedAnswer]:
     """Return the properties that the answers to a request must match, one per prompt."""
     rid, prompts, limit = body["rid"], body["input_ids"], body["sampling_params"]["max_new_tokens"]
-    if not isinstance(prompts[0], list):
-        return [Asked(rid, len(prompts), limit, vocab_size)]
-    return [Asked(f"{rid}_{index}", len(prompt), limit, vocab_size) for index, prompt in enumerate(prompts)]
+    if not prompts or not isinstance(prompts[0], list):
+        return [ExpectedAnswer(rid, len(prompts), limit, vocab_size)]
+    return [ExpectedAnswer(f"{rid}_{index}", len(prompt), limit, vocab_size) for index, prompt in enumerate(prompts)]
 
 
 def _decode(url: str, data: bytes, answer_type: type[T]) -> T:

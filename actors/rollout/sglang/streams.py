@@ -10,7 +10,14 @@ from typing import NamedTuple
 import msgspec
 
 from actors.rollout.sglang.answers import Answer, MetaInfo, VersionSpan, cut
-from actors.rollout.sglang.checks import ANYTHING, Asked, count_problem, end_problem, meta_problem, tokens_problem
+from actors.rollout.sglang.checks import (
+    ANYTHING,
+    ExpectedAnswer,
+    count_problem,
+    end_problem,
+    meta_problem,
+    tokens_problem,
+)
 from actors.rollout.sglang.labels import label_of, version_of
 
 
@@ -42,16 +49,16 @@ class Stream:
     """
 
     def __init__(
-        self, sent_under: int = 0, trusts: Callable[[str], bool] = lambda _: True, asked: Asked = ANYTHING
+        self, sent_under: int = 0, trusts: Callable[[str], bool] = lambda _: True, expected: ExpectedAnswer = ANYTHING
     ) -> None:
         """Start without tokens.
 
         Args:
             sent_under: weight version of the engines that may answer; 0: unknown.
             trusts: whether tokens under a label may be used; applies until the last chunk arrives.
-            asked: the request's properties that the chunks must match.
+            expected: the request's properties that the chunks must match.
         """
-        self._asked = asked
+        self._expected = expected
         self._chunks: list[bytes] = []  # the chunks needed to assemble the answer
         self._end: bytes | None = None  # a last chunk without new tokens, which may repeat earlier ones
         self._spans: list[VersionSpan] = []
@@ -103,7 +110,7 @@ class Stream:
         if total < before:
             raise ValueError(f"a chunk that ends after {total} tokens, when {before} had come")
         refused = refusal_in(meta) if ended else None
-        if refused is not None and tokens_problem(chunk, self._asked, total - length) is not None:
+        if refused is not None and tokens_problem(chunk, self._expected, total - length) is not None:
             # SGLang ends the stream of a refused prompt with a token without a log-prob.
             self.ended, self.refused = True, refused
             return
@@ -125,9 +132,9 @@ class Stream:
         """Return why a chunk cannot be true; the end of a refused request gets fewer checks."""
         num_before = total - len(chunk.output_ids)
         return (
-            meta_problem(chunk, self._asked)
-            or (None if repeats else tokens_problem(chunk, self._asked, num_before))
-            or count_problem(total, self._asked)
+            meta_problem(chunk, self._expected)
+            or (None if repeats else tokens_problem(chunk, self._expected, num_before))
+            or count_problem(total, self._expected)
             or (end_problem(chunk, total) if chunk.meta_info.finish_reason is not None and not refused else None)
         )
 

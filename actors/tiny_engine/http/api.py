@@ -6,7 +6,7 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
-from actors.rollout.sglang.limits import KEPT_OF_INPUT, KEPT_OF_RESPONSE
+from actors.rollout.sglang.facts import KEPT_OF_INPUT, KEPT_OF_RESPONSE
 from actors.tiny_engine.engine.requests import Request, Sampling, Stopping
 from actors.tiny_engine.http.bodies import (
     DEFAULT_NEW_TOKENS,

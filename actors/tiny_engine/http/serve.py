@@ -15,7 +15,7 @@ import uvloop
 from aiohttp import web
 from aiohttp.http_exceptions import BadHttpMessage
 
-from actors.rollout.sglang.limits import KEPT_OF_INPUT
+from actors.rollout.sglang.facts import KEPT_OF_INPUT
 from actors.rollout.sglang.served_model import ServedModel
 from actors.tiny_engine.engine.core import Core, Settings
 from actors.tiny_engine.engine.frontend import Frontend

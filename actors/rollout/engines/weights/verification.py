@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from actors.rollout.sglang.errors import EngineError
+from actors.rollout.sglang.facts import LAYOUT_KEYS
 from messages import WeightProbe, WeightsAnnounced
 from runtime.settings.topology import Verify, WeightFormat
 
@@ -24,10 +25,6 @@ TOLERANCE: Final = 1e-3  # in nats, if trainer and engine compute in float32
 ROUGH_TOLERANCE: Final = 2e-2  # in nats, if one of them does not
 FP8_TOLERANCE: Final = 3e-1  # in nats, if the engine computes in FP8; an estimate, not measured yet
 NUM_KNOWN: Final = 256  # weight versions with remembered checksums, per layout
-LAYOUT_KEYS: Final = (
-    *("version", "device", "dtype", "quantization", "tp_size", "pp_size", "dp_size", "ep_size", "nnodes"),
-    *("enable_dp_attention", "attention_backend", "moe_runner_backend", "json_model_override_args"),
-)
 
 Layout = tuple[str, ...]
 

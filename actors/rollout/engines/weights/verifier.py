@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Awaitable, Callable
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import structlog
 
@@ -23,13 +23,11 @@ from actors.rollout.engines.weights.verification import (
 )
 from actors.rollout.sglang.client import SglangClient
 from actors.rollout.sglang.errors import RequestRefused
+from actors.rollout.sglang.facts import FROM_PEER, UNLABELLED
 from messages import WeightProbe, WeightsAnnounced
 from runtime.settings.topology import StartWeights, Verify, WeightFormat
 
 log = structlog.get_logger()
-
-FROM_PEER: Final = "remote_instance"  # SGLang's load format for weights from a peer
-UNLABELLED: Final = "default"  # SGLang's label for weights that were never labelled
 
 Done = Callable[[], Awaitable[None]]
 

@@ -9,7 +9,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from actors.rollout.sglang.client import SglangClient, asked_of
+from actors.rollout.sglang.client import SglangClient, expected_answers
 from actors.rollout.sglang.errors import BadAnswer, EngineBusy, EngineFailed, RequestRefused
 from actors.rollout.sglang.streams import Stream
 
@@ -115,8 +115,8 @@ async def whole(said: bytes, body: dict[str, Any] = BODY) -> Any:
 
 async def streamed(*chunks: bytes, body: dict[str, Any] = BODY) -> Stream:
     said = b"".join(b"data: " + chunk + b"\n\n" for chunk in (*chunks, b"[DONE]"))
-    (asked,) = asked_of(body, VOCAB)
-    stream = Stream(asked=asked)
+    (expected,) = expected_answers(body, VOCAB)
+    stream = Stream(expected=expected)
     async with answering(said, "text/event-stream") as (client, url):
         await client.stream(url, body, stream)
     return stream
@@ -179,14 +179,23 @@ async def test_bad_utf8_is_the_engines_failure_wherever_it_is() -> None:
 async def test_no_token_without_an_abort_and_more_than_asked_for_are_refused(ids: list[int], limit: int) -> None:
     body = {**BODY, "sampling_params": {"max_new_tokens": limit}}
     said = json.dumps(answer(ids)).encode()
-    with pytest.raises(BadAnswer, match=r"no token came|4 tokens came, and 3 were asked for"):
+    with pytest.raises(BadAnswer, match=r"received no token|received 4 tokens; the request allows 3"):
         await whole(said, body)
-    with pytest.raises(BadAnswer, match=r"no token came|4 tokens came, and 3 were asked for"):
+    with pytest.raises(BadAnswer, match=r"received no token|received 4 tokens; the request allows 3"):
         await streamed(said, body=body)
     aborted = json.dumps(answer([], finish_reason={"type": "abort"}, weight_version=None)).encode()
     (taken,) = await whole(aborted)
     assert taken.output_ids == []
     assert (await streamed(aborted)).ended
+
+
+async def test_an_empty_prompt_is_refused_by_the_engine_not_by_an_index_error() -> None:
+    reason = {"type": "abort", "message": "input_ids is empty", "status_code": 400}
+    refused = json.dumps(answer([], finish_reason=reason, prompt_tokens=0)).encode()
+    with pytest.raises(RequestRefused, match="input_ids is empty"):
+        await whole(refused, {**BODY, "input_ids": []})
+    with pytest.raises(RequestRefused, match="input_ids is empty"):
+        await streamed(refused, body={**BODY, "input_ids": []})
 
 
 async def test_the_answers_to_a_batch_are_those_of_its_prompts_in_order() -> None:
