@@ -406,8 +406,8 @@ def test_two_data_sources_or_sets_of_one_name_are_refused() -> None:
 
 
 def test_all_broken_rules_are_reported_at_once() -> None:
-    found = problems(LAPTOP, "rollout.n_samples_per_prompt=1", "bus.node=x", "algorithm.kl_loss_coef=1")
-    assert found.keys() == {"rollout.n_samples_per_prompt", "bus.node", "algorithm.kl_loss_coef"}
+    found = problems(LAPTOP, "rollout.n_samples_per_prompt=1", "bus.node=x", "model.ref_load=y")
+    assert found.keys() == {"rollout.n_samples_per_prompt", "bus.node", "model.ref_load"}
 
 
 def test_a_group_of_one_is_fine_without_reward_normalisation() -> None:

@@ -131,7 +131,7 @@ async def at_work(
 async def test_a_run_passes_through_streams_that_hold_a_part_of_it(
     bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limits: dict[str, int], stream: str
 ) -> None:
-    monkeypatch.setattr("actors.buffer.storage.pressure.LOOK_AGAIN_S", 0.0)  # these streams are full in a moment
+    monkeypatch.setattr("actors.buffer.storage.pressure.RECHECK_S", 0.0)  # these streams are full in a moment
     tiny: StreamLimits = msgspec.structs.replace(TEST_STREAMS, **limits)
     await bus.ensure_streams(tiny)
     async with at_work(bus, tmp_path):
@@ -153,7 +153,7 @@ async def test_a_run_passes_through_streams_that_hold_a_part_of_it(
 
 async def test_issuing_waits_for_room_for_large_rows(bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two rows fit, two more do not, while the stream is less full than where a checkpoint is asked for."""
-    monkeypatch.setattr("actors.buffer.storage.pressure.LOOK_AGAIN_S", 0.0)
+    monkeypatch.setattr("actors.buffer.storage.pressure.RECHECK_S", 0.0)
     await bus.ensure_streams(msgspec.structs.replace(TEST_STREAMS, data_bytes=400 * KIB))
     async with at_work(bus, tmp_path, num_steps=4, metadata="x" * 110_000):
         finished, _ = await next_event(bus, RunFinished, timeout_s=25)
@@ -203,7 +203,7 @@ def test_a_batch_behind_one_that_is_made_again_makes_no_room() -> None:
 
 
 async def test_issuing_waits_above_nine_tenths_and_goes_on_below(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("actors.buffer.storage.pressure.LOOK_AGAIN_S", 60.0)
+    monkeypatch.setattr("actors.buffer.storage.pressure.RECHECK_S", 60.0)
     busy = False
     pressure = Pressure(bus, lambda: busy)
     assert not await pressure.holds(LedgerState())  # and has looked
