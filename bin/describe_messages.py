@@ -40,13 +40,13 @@ its reader.
 def main(argv: list[str] | None = None) -> int:
     """Run the command. Return 0, or 1 if --check finds a stale file."""
     parser = parser_of("describe-messages", __doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a file is not current")
-    parser.add_argument("--docs", type=Path, default=docs_folder(), help="folder to write to")
+    parser.add_argument("--check", action="store_true", help="Write nothing, and exit with 1 if a file is not current.")
+    parser.add_argument("--docs", type=Path, default=docs_folder(), help="Directory to write to.")
     args = parser.parse_args(argv)
     stale = [path for path, text in catalogue(args.docs).items() if not path.exists() or path.read_text() != text]
     if args.check:
         for path in stale:
-            print(f"{path}: not current, run bin/describe-messages", file=sys.stderr)
+            print(f"{path}: not current: run bin/describe-messages", file=sys.stderr)
         return 1 if stale else 0
     for path, text in catalogue(args.docs).items():
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -21,14 +21,14 @@ PAGES: Final[dict[str, Callable[[], str]]] = {  # file in docs/reference/, and t
 def main(argv: list[str] | None = None) -> int:
     """Run the command. Return 0, or 1 if --check finds a stale page."""
     parser = parser_of("describe-settings", __doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a page is not current")
-    parser.add_argument("--docs", type=Path, default=docs_folder(), help="folder to write to")
+    parser.add_argument("--check", action="store_true", help="Write nothing, and exit with 1 if a page is not current.")
+    parser.add_argument("--docs", type=Path, default=docs_folder(), help="Directory to write to.")
     args = parser.parse_args(argv)
     texts = {args.docs / name: text() for name, text in PAGES.items()}
     stale = [path for path, text in texts.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
     for path in stale:
         if args.check:
-            print(f"{path}: not current, run bin/describe-settings", file=sys.stderr)
+            print(f"{path}: not current: run bin/describe-settings", file=sys.stderr)
         else:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(texts[path], encoding="utf-8")

@@ -13,11 +13,11 @@ if __name__ == "__main__":
 from bin.entry import Screen, ended, parser_of, run
 from runtime.util.exit_codes import EXIT_OK
 
-EPILOG = """Reads files of the run only: its agent may be at work or not. A checkpoint of any layout is read by this one
-process, on the CPU. Without a checkpoint, the weights that were published last are taken. Tensors have the names of
-the run's model.hf_checkpoint and the dtype that was trained; over 5 GB they are in several files, with an index.
+EPILOG = """The command reads only files of the run, which may be running. This one process reads a checkpoint of any
+parallel layout, on the CPU. Without a checkpoint, it exports the newest published weights. Tensors have the names of
+the run's model.hf_checkpoint and the trained dtype. Above 5 GB they are written to several files, with an index.
 
-exit codes: 0 written; 2 no such run or step, nothing to export, or DIR is there already"""
+exit codes: 0 written; 2 the run or step does not exist, there is nothing to export, or DIR is not empty"""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -31,9 +31,13 @@ def main(argv: list[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = parser_of("export-hf", __doc__, EPILOG)
-    parser.add_argument("run", metavar="RUN", help="name of a run under ./runs, or a run directory")
-    parser.add_argument("--step", type=int, metavar="N", help="of the checkpoint; default: the newest")
-    parser.add_argument("--out", type=Path, metavar="DIR", required=True, help="to write; not there, or empty")
+    parser.add_argument("run", metavar="RUN", help="Name of a run under ./runs, or a run directory.")
+    parser.add_argument(
+        "--step", type=int, metavar="N", help="Train step of the checkpoint. By default the newest checkpoint."
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", required=True, help="Directory to write. It must not exist, or be empty."
+    )
     return parser
 
 

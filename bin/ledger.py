@@ -24,9 +24,11 @@ if TYPE_CHECKING:
 
     from runtime.node.reopen import FoundRun
 
-EPILOG = """Reads the run's bus while an agent runs it, else a copy of what the bus stored. Writes nothing to the run.
+EPILOG = """While a node daemon runs the run, the command reads the run's bus, otherwise a copy of the stored events.
+It never writes to the run.
 
-exit codes: 0 printed; 1 there is no such group, the books do not close, or the log cannot be read; 2 no such run"""
+exit codes: 0 printed; 1 the group does not exist, the books do not close, or the log cannot be read; 2 the run does
+not exist"""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -37,10 +39,10 @@ def main(argv: list[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = parser_of("ledger", __doc__, EPILOG)
-    parser.add_argument("run", metavar="RUN", help="name of a run under ./runs, or a run directory")
+    parser.add_argument("run", metavar="RUN", help="Name of a run under ./runs, or a run directory.")
     how = parser.add_mutually_exclusive_group()
-    how.add_argument("--json", action="store_true", help="one JSON object, with the groups that each step trained")
-    how.add_argument("--group", type=int, metavar="ID", help="one group's whole life: its events, a JSON line each")
+    how.add_argument("--json", action="store_true", help="Print one JSON object, with the groups of each trained step.")
+    how.add_argument("--group", type=int, metavar="ID", help="Print all events of one group, one JSON line each.")
     return parser
 
 
@@ -103,8 +105,8 @@ async def _print_books(run: "FoundRun", as_json: bool) -> int:
         async for received in log.events.so_far():
             report.take(received.message, received.seq)
     if report.first_seq > 1:
-        told = f"the log begins at event {report.first_seq} and its archive is not in {run.directory}"
-        Screen(sys.stderr).show(f"{told}: which groups were trained before is not told")
+        gap = f"the log begins at event {report.first_seq}, and {run.directory} has no archive of earlier events"
+        Screen(sys.stderr).show(f"{gap}: groups trained before are missing from the list")
     summary = report.summary(run.name, live=log.live)
     Screen(sys.stdout).show_all(
         [printable_json(msgspec.json.encode(summary).decode())] if as_json else list(lines_of(summary))

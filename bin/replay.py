@@ -27,15 +27,16 @@ if TYPE_CHECKING:
 
 GROUPS_SHOWN = 12  # maximum number of group ids in a batch's text line
 
-EPILOG = """--to filter   what rollout.dynamic_filter says of every group now, and how often it said something else then
---to batch    the batches that the buffer would make now, with their rewards
---to trainer  a run of the trainer alone, as bin/start-topology TOPOLOGY --only trainer --load DUMP; further options
-              go there
+EPILOG = """--to filter   Print the verdicts of rollout.dynamic_filter on every group, and how many differ from the
+              dumped ones.
+--to batch    Print the batches that the buffer makes of the groups, with their rewards.
+--to trainer  Train on the dump, as bin/start-topology TOPOLOGY --only trainer --load DUMP does. Further options are
+              passed to it.
 
-A dump may come from a stranger, and its topology.json may name functions. Imported are those that --set or TOPOLOGY
-names, and those of dumps below run.dir that are yours alone to write. Any other needs --trust.
+The topology.json of another user's dump may name functions. The command imports functions that --set or TOPOLOGY
+names, and those of dumps below run.dir that only you can write. It imports any other function only with --trust.
 
-exit codes: 0 printed; 2 the dump or the topology cannot be used; of --to trainer those of bin/start-topology"""
+exit codes: 0 printed; 2 the dump or the topology cannot be used; with --to trainer those of bin/start-topology"""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -57,12 +58,18 @@ def _show(args: argparse.Namespace) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = parser_of("replay", __doc__, EPILOG)
     add = parser.add_argument
-    add("dump", metavar="DUMP", type=Path, help="a directory that run.dump_details has filled")
-    add("topology", metavar="TOPOLOGY", type=Path, nargs="?", help="default: that of the dumped run")
-    add("--to", choices=["filter", "batch", "trainer"], required=True, help="who gets the samples")
-    add("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of the topology")
-    add("--trust", action="store_true", help="import functions that only the dump names; see below")
-    add("--json", action="store_true", help="JSON, one object for the filter, one line for each batch")
+    add("dump", metavar="DUMP", type=Path, help="Directory that run.dump_details wrote.")
+    add(
+        "topology",
+        metavar="TOPOLOGY",
+        type=Path,
+        nargs="?",
+        help="Topology file. By default the topology of the dumped run.",
+    )
+    add("--to", choices=["filter", "batch", "trainer"], required=True, help="What the samples are replayed through.")
+    add("--set", action="append", default=[], metavar="KEY=VALUE", help="Override a key of the topology. Repeatable.")
+    add("--trust", action="store_true", help="Import functions that only the dump names; see below.")
+    add("--json", action="store_true", help="Print JSON: one object for the filter, one line for each batch.")
     return parser
 
 
@@ -130,7 +137,7 @@ def _filter(args: argparse.Namespace) -> Iterator[str]:
     for outcome, count in verdicts.most_common():
         yield f"  {outcome:8}{count:6}"
         yield from (f"  {'':8}{row['groups']:6}  {row['reason']}" for row in told if row["outcome"] == outcome)
-    yield f"  otherwise than then: {len(changed)}"
+    yield f"  changed since the dump: {len(changed)}"
 
 
 def _batches(args: argparse.Namespace) -> Iterator[str]:

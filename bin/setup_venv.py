@@ -118,10 +118,10 @@ def main(name: str) -> int:
         print(f"setup: {error}", file=sys.stderr)
         return EXIT_FAILED
     except OSError as error:  # such as no space or no permission
-        print(f"setup: {error}\nsetup: once this is mended, call again to go on", file=sys.stderr)
+        print(f"setup: {error}\nsetup: correct this, and run the command again; it continues", file=sys.stderr)
         return EXIT_FAILED
     except KeyboardInterrupt:
-        print("setup: interrupted; the next call goes on", file=sys.stderr)
+        print("setup: interrupted; the next call continues", file=sys.stderr)
         return EXIT_INTERRUPTED
     return EXIT_OK
 
@@ -133,14 +133,14 @@ def only_one(environment: Environment, report: TimedLines) -> Generator[int]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            report.say("another bin/setup is at work here; waiting for it")
+            report.say("waiting for another bin/setup of this checkout")
             wait_for_lock(file)
         yield file.fileno()
 
 
 def wait_for_lock(file: TextIO) -> None:
     def give_up(_signal: int, _frame: object) -> None:
-        raise SetupError(f"another bin/setup has been at work here for {WAIT_FOR_OTHER_S} s (it holds {file.name})")
+        raise SetupError(f"another bin/setup of this checkout has run for {WAIT_FOR_OTHER_S} s and holds {file.name}")
 
     signal.signal(signal.SIGALRM, give_up)
     signal.alarm(WAIT_FOR_OTHER_S)
@@ -167,7 +167,7 @@ class Setup:
         environment = self._environment
         found = environment.stamp.read_text() if environment.stamp.exists() else None
         if found == self._wanted and self._works():
-            self._say(f"the other call has made {environment.name}")
+            self._say(f"the other bin/setup created {environment.name}")
             return
         if found is not None and (old := self._moved_from(found)) is not None and self._works():
             self._say(f"{environment.name} was moved here from {old}; repairing it")

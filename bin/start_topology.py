@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """Start the run that a topology file describes, or resume it, and follow it to its end.
 
-The run lives in runs/<run.name>/: resolved topology, logs, checkpoints, metrics.jsonl, the bus's store."""
-EPILOG = """exit codes: 0 finished, 1 the run failed, 2 wrong input, 130 stopped by Ctrl-C (the same command resumes it;
-a second Ctrl-C stops at once)"""
+The run directory runs/<run.name>/ has the resolved topology, logs, checkpoints, metrics.jsonl and the bus's store."""
+EPILOG = """exit codes: 0 finished, 1 the run failed, 2 wrong input, 130 stopped by Ctrl-C. After Ctrl-C the same
+command resumes the run; a second Ctrl-C ends it without cleanup."""
 
 
 def main(argv: list[str] | None = None, *, specs_of: "SpecsOf | None" = None) -> int:
@@ -67,7 +67,7 @@ def _parsed(argv: list[str] | None) -> argparse.Namespace:
     if unknown:
         flags = dict.fromkeys(word.partition("=")[0] for word in unknown if word.startswith("--"))
         meant = [f"{flag}: {text}" for flag in flags if (text := flag_hint(flag)) is not None]
-        remedy = ["keys stand in the topology file, and --set KEY=VALUE overrides one"] if meant else []
+        remedy = ["Set keys in the topology file, or override one with --set KEY=VALUE."] if meant else []
         parser.error("\n".join([f"unrecognized arguments: {' '.join(unknown)}", *meant, *remedy]))
     return args
 
@@ -76,27 +76,41 @@ def _parser() -> argparse.ArgumentParser:
     shipped = f"shipped topologies: {', '.join(shipped_topologies())}"
     parser = parser_of("start-topology", DESCRIPTION, f"{fill(shipped, 110, break_on_hyphens=False)}\n\n{EPILOG}")
     add = parser.add_argument
-    add("topology", type=Path, help="a topology file, or the name of a shipped one, such as laptop")
-    add("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key, as in train.num_steps=5")
-    add("--check", action="store_true", help="tell whether a start would go on this machine, and stop")
-    add("--elsewhere", action="store_true", help="with --check: leave out what only the machine of the run can show")
-    add("--plan", action="store_true", help="draw what would run where, with sizes, and stop")
-    add("--node", metavar="NAME", help="which node of the topology this machine is")
-    add("--only", choices=["rollout", "trainer"], help="start this half alone: nothing is trained, or a dump is")
-    add("--load", metavar="DIR", help="the dump that --only trainer trains on, written by run.dump_details")
-    add("--json", action="store_true", help="one JSON line on standard output, all else on standard error")
-    add("--fresh", nargs="?", const="", metavar="RUN", help="start over; RUN names the existing run to discard")
+    add("topology", type=Path, help="Topology file, or the name of a shipped one, such as laptop.")
+    add(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="Override a key, such as train.num_steps=5. Repeatable.",
+    )
+    add("--check", action="store_true", help="Check whether the run can start on this machine, and exit.")
+    add("--elsewhere", action="store_true", help="With --check: skip the checks that need the machine of the run.")
+    add("--plan", action="store_true", help="Print the processes of each node and the sizes of the streams, and exit.")
+    add("--node", metavar="NAME", help="Name of this machine's node in the topology.")
+    add(
+        "--only",
+        choices=["rollout", "trainer"],
+        help="Run only generation, without training, or only training, on a dump.",
+    )
+    add("--load", metavar="DIR", help="Directory of the dump for --only trainer; run.dump_details writes dumps.")
+    add(
+        "--json",
+        action="store_true",
+        help="Print one JSON line on standard output, and everything else on standard error.",
+    )
+    add("--fresh", nargs="?", const="", metavar="RUN", help="Start over. RUN names the existing run to delete.")
     return parser
 
 
 def _half(args: argparse.Namespace) -> list[str]:
     """Convert --only and --load into overrides."""
     if args.elsewhere and not args.check:
-        raise WrongInput("--elsewhere goes with --check: it says what is left out")
+        raise WrongInput("--elsewhere needs --check")
     if args.load is not None and args.only != "trainer":
-        raise WrongInput("--load DIR is what --only trainer trains on; give both")
+        raise WrongInput("--load DIR needs --only trainer")
     if args.only == "trainer" and args.load is None and not any(item.startswith("run.load=") for item in args.set):
-        raise WrongInput("--only trainer trains on a dump: name its directory with --load DIR")
+        raise WrongInput("--only trainer needs a dump: name its directory with --load DIR")
     told = {"run.only": args.only, "run.load": args.load}
     return [f"{key}={value}" for key, value in told.items() if value is not None]
 
@@ -104,7 +118,7 @@ def _half(args: argparse.Namespace) -> list[str]:
 def _node_of(topology: Topology, wanted: str | None) -> str:
     nodes = topology.nodes
     if wanted is not None and wanted not in nodes:
-        raise WrongInput(f"there is no node {wanted!r}: choose one with --node, of {', '.join(nodes)}")
+        raise WrongInput(f"The topology has no node {wanted!r}. Choose one with --node: {', '.join(nodes)}")
     return wanted or home_node(topology)
 
 
@@ -151,14 +165,13 @@ def _check(loaded: LoadedTopology, args: argparse.Namespace) -> int:
     file = loaded.loaded.files[-1]
     if not args.elsewhere:
         _ready(loaded, args, Screen(sys.stderr))
-        Screen(sys.stdout).show(f"{file}: valid, and a start on this machine would go")
+        Screen(sys.stdout).show(f"{file}: valid; the run can start on this machine")
         return EXIT_OK
     checked = _checked(loaded, Screen(sys.stderr), elsewhere=True)
     if checked.problems:
         raise TopologyError(checked.problems)
-    Screen(sys.stdout).show(
-        f"{file}: valid, as far as it can be told elsewhere; not looked at: {'; '.join(checked.left_out)}"
-    )
+    note = "valid, except for what only the machine of the run can show; not checked"
+    Screen(sys.stdout).show(f"{file}: {note}: {'; '.join(checked.left_out)}")
     return EXIT_OK
 
 
@@ -168,7 +181,7 @@ def _plan(loaded: LoadedTopology, specs_of: "SpecsOf", args: argparse.Namespace)
     try:
         loaded = _counted(loaded, screen)
     except (DataError, TopologyError) as error:
-        screen.show(f"note: train.num_epoch cannot be counted here: {error}")
+        screen.show(f"note: the number of steps of train.num_epoch is unknown here: {error}")
     topology = loaded.topology
     if topology.run.load is not None and Path(topology.run.load).exists():
         topology = _fitted(topology, screen)
@@ -179,7 +192,7 @@ def _plan(loaded: LoadedTopology, specs_of: "SpecsOf", args: argparse.Namespace)
         _ready(loaded, args, screen)
     except (TopologyError, WrongInput, DataError) as error:
         for line in str(error).splitlines():
-            screen.show(f"note: a start here would be refused: {line}")
+            screen.show(f"note: the run cannot start here: {line}")
     return EXIT_OK
 
 
@@ -205,7 +218,7 @@ def _fitted(topology: Topology, screen: Screen) -> Topology:
 
     shorter = fitted(topology)
     if shorter.train.num_steps < topology.train.num_steps:
-        screen.show(f"note: {topology.run.load} has groups for {shorter.train.num_steps} train steps, not more")
+        screen.show(f"note: {topology.run.load} has groups for {shorter.train.num_steps} train steps only")
     return shorter
 
 
@@ -217,7 +230,7 @@ def _start(loaded: LoadedTopology, args: argparse.Namespace, specs_of: "SpecsOf"
     from runtime.node.start import RunRefused, Wish, start  # imports the bus, which other commands do not need
 
     if any(without_logins(override) != override for override in args.set):
-        screen.show("note: a password on a command line is seen by every user of this machine: use bus.credentials")
+        screen.show("note: every user of this machine can see a password on a command line: use bus.credentials")
     wish = Wish(
         node=_node_of(topology, args.node), fresh=args.fresh, command=_command_of(args), bus_login=loaded.bus_login
     )

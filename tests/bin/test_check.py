@@ -240,7 +240,7 @@ def test_what_trains_is_accepted(
     code = main([*arguments(ACCEPTED[name], things, tmp_path, ports), "--check"])
     told = capsys.readouterr()
     assert (code, told.err) == (0, "")
-    assert told.out == f"{ACCEPTED[name].file}: valid, and a start on this machine would go\n"
+    assert told.out == f"{ACCEPTED[name].file}: valid; the run can start on this machine\n"
 
 
 def test_an_engine_that_serves_what_is_asked_for_is_accepted(
@@ -313,7 +313,7 @@ def test_elsewhere_says_what_it_left_out(capsys: pytest.CaptureFixture[str]) -> 
     words = [str(LAPTOP), "--check", "--elsewhere", "--set", "data.0.path=no/such", "--set", "nodes.local.gpus=99"]
     assert main(words) == 0
     assert capsys.readouterr().out == (
-        f"{LAPTOP}: valid, as far as it can be told elsewhere; not looked at: GPUs (local: 99); "
+        f"{LAPTOP}: valid, except for what only the machine of the run can show; not checked: GPUs (local: 99); "
         "interpreters and what is installed in them; paths (model.hf_checkpoint, data.0.path, eval.0.path, run.dir); "
         "addresses and ports\n"
     )
@@ -321,7 +321,7 @@ def test_elsewhere_says_what_it_left_out(capsys: pytest.CaptureFixture[str]) -> 
     assert main([*words, "--set", f'engines.policy.urls=["{url}"]']) == 0
     assert capsys.readouterr().out.endswith(f"ports; what the engines that run already serve ({url})\n")
     assert main([str(LAPTOP), "--elsewhere"]) == 2
-    assert "--elsewhere goes with --check" in capsys.readouterr().err
+    assert "--elsewhere needs --check" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -337,7 +337,7 @@ def test_a_plan_is_drawn_wherever_one_is_and_says_what_is_in_the_way(capsys: pyt
     assert main([str(DISAGGREGATE), "--plan"]) == 0
     told = capsys.readouterr()
     assert "engine.policy.0-7" in told.out
-    assert f"note: a start here would be refused: {DISAGGREGATE}: nodes" in told.err
+    assert f"note: the run cannot start here: {DISAGGREGATE}: nodes" in told.err
 
 
 def test_a_run_that_is_running_is_not_said_to_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,10 +27,10 @@ def test_the_trainer_alone_needs_a_dump_and_nobody_else_takes_one(tmp_path: Path
     done = run(str(TOPOLOGY), "--only", "trainer")
     assert (done.returncode, done.stderr) == (
         2,
-        "--only trainer trains on a dump: name its directory with --load DIR\n",
+        "--only trainer needs a dump: name its directory with --load DIR\n",
     )
     done = run(str(TOPOLOGY), "--only", "rollout", "--load", str(tmp_path))
-    assert (done.returncode, done.stderr) == (2, "--load DIR is what --only trainer trains on; give both\n")
+    assert (done.returncode, done.stderr) == (2, "--load DIR needs --only trainer\n")
 
 
 def test_a_dump_that_does_not_fit_is_wrong_input(dump: Path, tmp_path: Path) -> None:
@@ -47,7 +47,7 @@ def test_a_dump_that_does_not_fit_is_wrong_input(dump: Path, tmp_path: Path) -> 
 def test_a_run_is_as_short_as_its_dump_and_stays_one_half(dump: Path, tmp_path: Path) -> None:
     with started(tmp_path / "r", ["0", "--then", "input_error"], more=small(dump, 1)) as command:
         assert command.end() == 2
-    assert f"note: {dump} has groups for 2 train steps, not more" in command.lines
+    assert f"note: {dump} has groups for 2 train steps only" in command.lines
     assert any(line.endswith(f"--only trainer --load {dump}") for line in command.lines)
     settings = ("--set", "rollout.n_samples_per_prompt=2", "--set", "rollout.rollout_batch_size=1")
     with started(tmp_path / "r", ["1"], more=("--only", "rollout", *settings)) as command:

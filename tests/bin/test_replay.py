@@ -76,7 +76,7 @@ def test_the_filter_is_told_for_people(dump: Path) -> None:
     assert done.stdout.splitlines() == [
         f"filter none: 6 groups of {dump}",
         "  keep         6",
-        "  otherwise than then: 0",
+        "  changed since the dump: 0",
     ]
 
 

@@ -134,7 +134,7 @@ def test_ctrl_c_while_downloading_ends_with_130_and_the_next_call_succeeds(check
         os.killpg(process.pid, signal.SIGINT)
         _, errors = process.communicate(timeout=20)
     assert process.returncode == 130, errors
-    assert errors.endswith("setup: interrupted; the next call goes on\n")
+    assert errors.endswith("setup: interrupted; the next call continues\n")
     checkout.index.let_go()
 
     again = checkout.call("bin/start-topology")
@@ -166,12 +166,12 @@ def test_of_two_calls_at_once_the_second_waits_and_says_so(checkout: Checkout) -
         assert checkout.index.asked.wait(90)
         with checkout.start("bin/start-topology", "two") as second:
             assert second.stderr is not None
-            assert "another bin/setup is at work here; waiting for it" in second.stderr.readline()
+            assert "waiting for another bin/setup of this checkout" in second.stderr.readline()
             checkout.index.let_go()
             assert first.communicate(timeout=120)[0] == "mould 1.0 one\n"
             output, errors = second.communicate(timeout=120)
     assert (first.returncode, second.returncode, output) == (7, 7, "mould 1.0 two\n")
-    assert "the other call has made .venv" in errors
+    assert "the other bin/setup created .venv" in errors
     assert set(checkout.index.num_downloads.values()) == {1}
 
 

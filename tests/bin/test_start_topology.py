@@ -295,7 +295,7 @@ def test_a_flag_of_slimes_is_answered_with_what_became_of_it(
     assert ended.value.code == 2
     assert f"unrecognized arguments: {' '.join(words)}\n" in shown
     assert told in shown
-    assert shown.endswith("keys stand in the topology file, and --set KEY=VALUE overrides one\n")
+    assert shown.endswith("Set keys in the topology file, or override one with --set KEY=VALUE.\n")
 
 
 def test_an_option_of_nobody_is_told_as_ever(capsys: pytest.CaptureFixture[str]) -> None:

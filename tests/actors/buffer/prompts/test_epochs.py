@@ -62,4 +62,4 @@ def test_the_plan_of_a_run_of_epochs_has_its_train_steps() -> None:
 def test_where_the_data_is_not_here_epochs_stay_uncounted() -> None:
     _, out, err = shown("data.0.path=nowhere.jsonl")
     assert "3 epochs of 64 groups" in out
-    assert "note: train.num_epoch cannot be counted here: nowhere.jsonl: cannot be read" in err
+    assert "note: the number of steps of train.num_epoch is unknown here: nowhere.jsonl: cannot be read" in err
