@@ -1,4 +1,4 @@
-"""Docstrings, comments, setting descriptions and pages avoid the worst habits of our English."""
+"""Docstrings, comments, setting descriptions, messages and pages avoid the worst habits of our English."""
 
 import ast
 import io
@@ -33,6 +33,20 @@ def texts_of(source: str) -> Iterator[str]:
             yield token.string.lstrip("# ")
 
 
+def messages_of(source: str) -> Iterator[str]:
+    """Texts that a person may read: errors, log fields, terminal lines, helps. String literals with a space."""
+    tree = ast.parse(source)
+    parts = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            values = [part.value if isinstance(part, ast.Constant) else "X" for part in node.values]
+            yield "".join(map(str, values))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
+            if id(node) not in parts | docstrings:
+                yield node.value
+
+
 def paragraphs_of(page: str) -> Iterator[str]:
     """Paragraphs, list items and table rows of a page, without code blocks and the targets of links."""
     page = re.sub(r"^```.*?^```", "", page, flags=re.DOTALL | re.MULTILINE)
@@ -56,6 +70,28 @@ def test_no_docstring_or_comment_has_a_refused_word(package: str) -> None:
         for habit in habits_in(text)
     ]
     assert found == []
+
+
+@pytest.mark.parametrize("package", ["actors", "bin", "messages", "runtime"])
+def test_no_error_log_line_or_help_has_a_refused_word(package: str) -> None:
+    found = [
+        f"{path.relative_to(ROOT)}: {' '.join(text.split())[:80]}: {habit}"
+        for path in sorted((ROOT / package).rglob("*.py"))
+        for text in messages_of(path.read_text())
+        for habit in habits_in(text)
+    ]
+    assert found == []
+
+
+def test_no_shell_command_has_a_refused_word() -> None:
+    scripts = [path for path in sorted((ROOT / "bin").iterdir()) if path.is_file() and not path.suffix]
+    assert {"setup", "test"} <= {path.name for path in scripts}
+    assert [(path.name, habit) for path in scripts for habit in habits_in(path.read_text())] == []
+
+
+def test_a_refused_word_of_a_message_is_found() -> None:
+    source = 'def f(n):\n    """Nobody."""\n    log.info("nobody")\n    raise E(f"{n} steps are " "told", "ok")\n'
+    assert [text for text in messages_of(source) if habits_in(text)] == ["X steps are told"]
 
 
 def test_no_page_has_a_refused_word() -> None:

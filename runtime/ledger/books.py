@@ -153,7 +153,7 @@ def skipped_text(reason: str, count: int) -> str:
 def stall_text(event: RunStalled) -> str:
     """Format a stall as one line."""
     waiting = "; ".join(f"{name}: {what}" for name, what in event.waiting.items())
-    return f"nothing happened for {duration(event.idle_s)}: {waiting or 'nobody is there'}"
+    return f"nothing happened for {duration(event.idle_s)}: {waiting or 'no actor answers'}"
 
 
 def _standing(summary: LedgerSummary) -> str:

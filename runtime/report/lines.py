@@ -106,7 +106,7 @@ def line_of(event: Message) -> str | None:
         case RunStalled():
             return stall_text(event)
         case CheckpointRequested():
-            return f"the {event.stream} stream is {event.used:.0%} full: a checkpoint is asked for"
+            return f"the {event.stream} stream is {event.used:.0%} full: a checkpoint is requested"
         case _:
             return None
 

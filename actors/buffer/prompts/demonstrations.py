@@ -117,8 +117,8 @@ def pieces_of(turns: Messages, tokenizing: Tokenizing, **options: Any) -> list[P
 
 def _not_kept(index: int, num_turns: int) -> str:
     return (
-        f"the chat template renders message {index} of {num_turns} (from 0) otherwise than when the model is asked for "
-        "it, so its tokens cannot be told from the others: use a template that keeps what came before, or leave the "
+        f"the chat template renders message {index} of {num_turns} (from 0) differently than as a "
+        "reply of the model, so its tokens are unknown: use a template that keeps earlier text, or leave the "
         f'turn untrained with "{MASKED[0]}": 0'
     )
 

@@ -13,11 +13,11 @@ SET_ELSEWHERE = {  # SGLang arguments that the run sets itself, and their source
     "model": "is model.hf_checkpoint",
     "model_path": "is model.hf_checkpoint",
     "trust_remote_code": "is model.trust_remote_code",
-    "host": "engines listen where their node agent says",
-    "port": "engines listen where their node agent says",
+    "host": "engines listen where their node daemon says",
+    "port": "engines listen where their node daemon says",
     "nnodes": "is num_processes of the pool",
     "node_rank": "is the number of the process",
-    "dist_init_addr": "processes of an engine meet where their node agent says",
+    "dist_init_addr": "processes of an engine meet where their node daemon says",
     "config": "its keys stand in this table",
     "random_seed": "is run.seed, and the number of the engine on top",
     "context_length": "is rollout.max_context_len",
@@ -90,7 +90,7 @@ def _engines(topology: Topology) -> Iterator[Problem]:
         if name != POLICY:
             yield Problem(key=f"engines.{name}", message=f"no actor uses this pool; allowed: {POLICY}")
         if trains_demonstrations(topology):
-            message = f'nobody uses this pool with algorithm.loss_type = "{topology.algorithm.loss_type}": remove it'
+            message = f'no actor uses this pool with algorithm.loss_type = "{topology.algorithm.loss_type}": remove it'
             yield Problem(key=f"engines.{name}", message=message)
         yield from _engine(engine, f"engines.{name}")
         yield from _processes(engine, f"engines.{name}")

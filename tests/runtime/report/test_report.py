@@ -579,7 +579,7 @@ def test_a_stall_and_a_full_stream_are_told_in_a_line_each() -> None:
     story.tell(CheckpointRequested(step=3, stream="data", used=0.72))
     assert [notice.text for notice in story.notices if isinstance(notice, Line)] == [
         "nothing happened for 5m00s: buffer: batch 2 to be trained; trainer: no answer in 5 s",
-        "the data stream is 72% full: a checkpoint is asked for",
+        "the data stream is 72% full: a checkpoint is requested",
     ]
 
 

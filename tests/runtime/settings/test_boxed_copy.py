@@ -84,7 +84,7 @@ def problems(path: Path, *overrides: str) -> dict[str, str]:
         ("algorithm.entropy_coef=0.1", "algorithm.entropy_coef", "has no effect"),
         ("algorithm.kl_loss_coef=0.1", "algorithm.kl_loss_coef", "has no effect"),
         ("algorithm.loss_type=policy_loss", "engines.policy", "only demonstrations"),
-        ('engines.policy={kind = "tiny"}', "engines.policy", "nobody uses this pool with algorithm.loss_type"),
+        ('engines.policy={kind = "tiny"}', "engines.policy", "no actor uses this pool with algorithm.loss_type"),
     ],
 )
 def test_rules_of_demonstrations(override: str, key: str, message: str) -> None:

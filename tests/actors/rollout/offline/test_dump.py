@@ -140,7 +140,7 @@ def test_a_sample_with_other_tokens_than_its_line_says_fails(dump: Path) -> None
     lines = lines_path(dump, 2)
     lines.write_bytes(lines.read_bytes().replace(b'"response_len":2', b'"response_len":9'))
     wrong, right = Dumped(dump).answer(task(2))
-    assert "its segments have 4 tokens, and 11 are said of it" in (wrong.summary.reason or "")
+    assert "its segments have 4 tokens, and 11 are reported" in (wrong.summary.reason or "")
     assert right.summary.reason is None
 
 
