@@ -171,7 +171,7 @@ class Leader:
     @asynccontextmanager
     async def _serving(self) -> AsyncGenerator[None]:
         """Sync weights to late engines while the block runs, if the transport allows that during training."""
-        if not self.sessions.sends_beside:
+        if not self.sessions.sends_in_background:
             yield
             return
         async with beside(self.serve):
@@ -378,7 +378,7 @@ class Leader:
 
     def _is_to_bring(self) -> bool:
         """Whether a requested weight sync has to run between train steps."""
-        return self.sessions.is_requested and not self.sessions.sends_beside
+        return self.sessions.is_requested and not self.sessions.sends_in_background
 
     async def _announce(self, published: "Published", step: int | None = None, *, again: bool = False) -> None:
         step = self.step if step is None else step
@@ -409,7 +409,7 @@ class Leader:
         await self._bus.publish(announced)
         log.info("weights_announced", weight_version=announced.version, step=announced.step, took_s=announced.took_s)
         self.sessions.weights_are(announced.version)
-        if self.sessions.keeps and not self.sessions.sends_beside:
+        if self.sessions.keeps and not self.sessions.sends_in_background:
             await self.sessions.ask()
         elif not self._colocation.is_on:  # with colocation, the update phase syncs them
             await self.sessions.bring()

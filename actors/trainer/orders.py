@@ -115,7 +115,7 @@ class SendCopy(SendWeights, tag=True):
     """Start to send the kept copy."""
 
     version: int  # expected version of the copy
-    beside: bool  # send in the background, until `FinishSend`
+    in_background: bool  # send in the background, until `FinishSend`
 
 
 class FinishSend(msgspec.Struct, tag=True):

@@ -167,7 +167,7 @@ def on_any_rank(flags: torch.Tensor) -> torch.Tensor:
     return on_device.cpu().bool()
 
 
-def told(value: T) -> list[T]:
+def all_gather_objects(value: T) -> list[T]:
     """All-gather one object per rank."""
     values: list[T] = [value] * dist.get_world_size()
     if len(values) > 1:

@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from actors.trainer.megatron.groups import told
+from actors.trainer.megatron.groups import all_gather_objects
 from actors.trainer.megatron.memory import host_copy
 from actors.trainer.models.config import HfConfig
 from actors.trainer.models.gathering import Bucket, Part, buckets, first_rank, stage_group, whole_entries, whole_tensors
@@ -161,7 +161,7 @@ class WeightFlow:
         for bucket in self._buckets:
             is_large = sum(tensor.nbytes for _, tensor in bucket) > self._bucket_bytes
             self._sink.hand_over(self._cast(bucket), wait=is_large)
-        ended: list[tuple[str, Any]] = told((self._error, self._sink.close()))
+        ended: list[tuple[str, Any]] = all_gather_objects((self._error, self._sink.close()))
         if errors := [error for error, _ in ended if error]:
             raise ValueError(f"weights cannot be handed to engines: {'; '.join(errors)}")
         return [result for _, result in ended]
@@ -198,7 +198,7 @@ class WeightExport:
         self._directory = directory
         entries = form.of_entries(whole_entries(parts, model)) if dist.get_rank() == first_rank() else []
         cut = cut_into_shards(entries)
-        counts = told(len(cut))
+        counts = all_gather_objects(len(cut))
         shards = named(cut, before=sum(counts[: dist.get_rank()]), total=sum(counts))
         changes = None if against is None else _Changes(against, [rank for rank, count in enumerate(counts) if count])
         self._writer = _Writer(ShardWriter(directory, shards), shards, changes)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing import reductions
 
-from actors.trainer.megatron.groups import COLLECTIVE_TIMEOUT_S, told
+from actors.trainer.megatron.groups import COLLECTIVE_TIMEOUT_S, all_gather_objects
 from actors.trainer.models.gathering import Bucket
 from actors.trainer.models.weight_export import Form
 from actors.trainer.sending.calls import POOL, Ask
@@ -97,7 +97,7 @@ class HandleSender:
         self._device = device
         self._timeout_s = min(timeout_s, ASK_TIMEOUT_S)
         self._num_buckets = self._size_bytes = 0
-        self._are_noted = fingerprints
+        self._takes_fingerprints = fingerprints
         self._fingerprints: dict[str, str] = {}
         self._failed: dict[str, str] = {}
 
@@ -146,7 +146,7 @@ class HandleSender:
             flat = flattened(bucket)
         dist.broadcast(flat, src=first)
         is_needed = any(dist.get_rank() in ranks for ranks in self._at_engines.values())
-        payloads = told(bucket_payload(handle_of(flat), step) if is_needed else "")
+        payloads = all_gather_objects(bucket_payload(handle_of(flat), step) if is_needed else "")
         if bucket is not None:
             by_engine = {engine: tuple(payloads[rank] for rank in ranks) for engine, ranks in self._at_engines.items()}
             self._have_taken(msgspec.structs.replace(step, payloads=by_engine), bucket)
@@ -160,7 +160,8 @@ class HandleSender:
         """Have the engines load a bucket. Errors are recorded, not raised: the other ranks wait for this one."""
         try:
             asked = self._ask(step, self._timeout_s)
-            self._fingerprints |= fingerprints_of(bucket) if self._are_noted else {}  # while the engines load it
+            if self._takes_fingerprints:  # while the engines load it
+                self._fingerprints |= fingerprints_of(bucket)
             failed = asked.result()
         except (RuntimeError, OSError, ValueError) as error:
             failed = {"": str(error)}

@@ -89,7 +89,7 @@ class WeightSessions:
         self._orders = rank.sending
         copies = topology.trainer.weight_export == "async" and not answers_are_recorded(topology)
         self.keeps = copies and self.are_needed  # keeps a copy of the weights, and sends that
-        self.sends_beside = self.keeps and topology.trainer.device == "cpu"  # not known to be safe with NCCL
+        self.sends_in_background = self.keeps and topology.trainer.device == "cpu"  # not known to be safe with NCCL
         self._incarnation = incarnation
         self._wake = wake
         self._num_sessions = 0
@@ -199,7 +199,7 @@ class WeightSessions:
         run, to = self._torch_thread.run, (session, membership, self._timeout_s)
         if not self.keeps:
             return await run(self._orders.send, *to)
-        sending = await run(self._orders.send_copy, *to, version=self._version, beside=self.sends_beside)
+        sending = await run(self._orders.send_copy, *to, version=self._version, in_background=self.sends_in_background)
         await asyncio.wrap_future(sending)
         return await run(self._orders.finish_send)
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from actors.trainer.megatron.build import nothing
-from actors.trainer.megatron.groups import told
+from actors.trainer.megatron.groups import all_gather_objects
 from actors.trainer.megatron.imports import parallel_state
 from actors.trainer.megatron.memory import give_back, host_copy
 from actors.trainer.megatron.rank_model import Replica
@@ -95,7 +95,7 @@ class RankSender:
             case SendWeights():
                 with self._replica.memory.phase("export"):
                     if self._shares_gpus:
-                        return told(self._send_handles(order))
+                        return all_gather_objects(self._send_handles(order))
                     sent = self._flow(self._own_parts(), self._sink(order)).finish()
                 give_back()  # colocated engines need the memory next
                 return sent
@@ -110,7 +110,7 @@ class RankSender:
             case FinishSend():
                 assert self._sending is not None
                 sending, self._sending = self._sending, None
-                return told(sending.result())
+                return all_gather_objects(sending.result())
 
     def _open_group(self, order: OpenGroups) -> list[UpdateGroup]:
         self._leave_group(order.part)
@@ -120,7 +120,7 @@ class RankSender:
             own = own_address(self._topology)
             group = StageGroup(name, own, order.world_size, self._replica.device, timeout_s=order.timeout_s)
             self._groups[order.part] = group
-        specs = told(None if group is None else group.spec)
+        specs = all_gather_objects(None if group is None else group.spec)
         return [spec for spec in specs if spec is not None]
 
     def _join_group(self, part: int) -> list[str]:
@@ -130,7 +130,7 @@ class RankSender:
                 group.join()
             except RuntimeError as failure:  # raised by torch for every backend
                 error = str(failure)
-        return [each for each in told(error) if each]
+        return [each for each in all_gather_objects(error) if each]
 
     def _leave_group(self, part: int) -> None:
         group = self._groups.pop(part, None)
@@ -168,7 +168,7 @@ class RankSender:
         version, buckets = self._kept
         assert version == order.version, f"version {version} is kept, not {order.version}"
         sink = self._sink(order)
-        if order.beside:
+        if order.in_background:
             self._sending = self._executor.submit(self._hand_over, buckets, sink)
         else:
             self._sending = Future()
@@ -202,7 +202,7 @@ class RankSender:
         )
         weights = buckets(whole_tensors(self._own_parts(), hf, device), self._topology.trainer.export_bucket_bytes)
         stage = parallel_state.get_pipeline_model_parallel_rank()
-        firsts = sorted(set(told(first_rank())))
+        firsts = sorted(set(all_gather_objects(first_rank())))
         return sender.send(weights, FORMS[weight_format(self._topology)], stage=stage, firsts=firsts)
 
     def _sink(self, order: SendWeights) -> Sink:
@@ -255,7 +255,7 @@ class SendingOrders:
         self._lead(FinishCopy())
 
     def send_copy(
-        self, session: str, membership: Membership, timeout_s: float, *, version: int, beside: bool
+        self, session: str, membership: Membership, timeout_s: float, *, version: int, in_background: bool
     ) -> "Future[Sent]":
         """Send the kept copy, as `send` does.
 
@@ -264,14 +264,14 @@ class SendingOrders:
             membership: member engines.
             timeout_s: seconds for a bucket.
             version: expected version of the kept copy.
-            beside: send in the background.
+            in_background: send in the background.
 
         Returns:
             Future that completes when this rank has sent its part. Call `finish_send` then.
         """
         to = membership
         return self._lead(
-            SendCopy(session, to.instances, to.readers, timeout_s, to.part, to.is_compared, version, beside)
+            SendCopy(session, to.instances, to.readers, timeout_s, to.part, to.is_compared, version, in_background)
         )
 
     def finish_send(self) -> list[Sent]:

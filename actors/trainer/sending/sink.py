@@ -87,11 +87,11 @@ class BucketSink:
         self._ask = ask
         self._timeout_s = timeout_s
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="send")
-        self._beside = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fingerprints")
+        self._background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fingerprints")
         self._sending: Future[None] | None = None
         self._rooms: list[Tensor] = []  # buffers of the bucket being sent and of the one being filled
         self._num_buckets = self._size_bytes = 0
-        self._are_noted = fingerprints
+        self._takes_fingerprints = fingerprints
         self._fingerprints: dict[str, str] = {}
         self._failed: dict[str, str] = {}
 
@@ -115,7 +115,7 @@ class BucketSink:
         self._wait()
         self._rooms.clear()  # colocated engines need the memory next
         self._executor.shutdown()
-        self._beside.shutdown()
+        self._background.shutdown()
         return Sent(self._num_buckets, self._size_bytes, self._fingerprints, self._failed)
 
     def _flattened(self, bucket: Bucket) -> Tensor:
@@ -137,15 +137,15 @@ class BucketSink:
 
     def _send(self, bucket: Bucket, flat: Tensor) -> None:
         step = described(self._session, self._stage, self._num_buckets, bucket)
-        noted = self._beside.submit(self._note, bucket)
+        hashing = self._background.submit(self._add_fingerprints, bucket)
         failed = self._way.carry(step, flat, self._ask, self._timeout_s)
         self._failed |= {engine: f"bucket {step.index}: {reason}" for engine, reason in failed.items()}
-        noted.result(self._timeout_s)
+        hashing.result(self._timeout_s)
         self._num_buckets += 1
         self._size_bytes += flat.nbytes
 
-    def _note(self, bucket: Bucket) -> None:
-        self._fingerprints |= fingerprints_of(bucket) if self._are_noted else {}
+    def _add_fingerprints(self, bucket: Bucket) -> None:
+        self._fingerprints |= fingerprints_of(bucket) if self._takes_fingerprints else {}
 
 
 def described(session: str, stage: int, index: int, bucket: Bucket) -> BucketSent:

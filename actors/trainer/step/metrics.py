@@ -114,7 +114,7 @@ def memory_metrics(peaks: Mapping[str, int]) -> dict[str, float]:
     """Peak memory of each rank in bytes, by phase. A collective of all ranks."""
     return {
         f"perf/peak_bytes/{phase}/rank_{rank}": float(size)
-        for rank, own in enumerate(ranks.told(peaks))
+        for rank, own in enumerate(ranks.all_gather_objects(peaks))
         for phase, size in own.items()
     }
 

@@ -54,10 +54,14 @@ class Reader:
         return answer
 
 
-def taken(rank: TrainerRank, reader: Reader, session: str, *, version: int, beside: bool = True) -> dict[str, Tensor]:
+def taken(
+    rank: TrainerRank, reader: Reader, session: str, *, version: int, in_background: bool = True
+) -> dict[str, Tensor]:
     """What an engine gets of the copy that is kept."""
     reader.tensors, reader.num_buckets = {}, 0
-    sending: Future[Sent] = rank.sending.send_copy(session, MEMBERS, LIMIT_S, version=version, beside=beside)
+    sending: Future[Sent] = rank.sending.send_copy(
+        session, MEMBERS, LIMIT_S, version=version, in_background=in_background
+    )
     assert sending.result(LIMIT_S).num_buckets == reader.num_buckets
     (sent,) = rank.sending.finish_send()
     assert sent.failed == {}
@@ -65,9 +69,9 @@ def taken(rank: TrainerRank, reader: Reader, session: str, *, version: int, besi
     return reader.tensors
 
 
-@pytest.mark.parametrize("beside", [True, False])
+@pytest.mark.parametrize("in_background", [True, False])
 def test_what_is_sent_is_the_copy_though_the_model_has_moved_on(
-    make_topology: MakeTopology, tmp_path: Path, beside: bool
+    make_topology: MakeTopology, tmp_path: Path, in_background: bool
 ) -> None:
     reader = Reader()
     rank = TrainerRank(make_topology(trainer={"export_bucket_bytes": 4096}), tmp_path / "run", ask_of=reader.ask_of)
@@ -83,7 +87,7 @@ def test_what_is_sent_is_the_copy_though_the_model_has_moved_on(
     rank.export(tmp_path / "after")
     after = load_file(tmp_path / "after" / "model.safetensors")
     assert not all(torch.equal(after[name], tensor) for name, tensor in before.items())
-    found = taken(rank, reader, "1.1", version=1, beside=beside)
+    found = taken(rank, reader, "1.1", version=1, in_background=in_background)
     assert sorted(found) == sorted(before)
     assert all(torch.equal(found[name], tensor) for name, tensor in before.items())
 
@@ -94,7 +98,7 @@ def test_training_goes_on_while_a_copy_is_sent(make_topology: MakeTopology, tmp_
     rank.copy_unwritten(1)
     rank.sending.finish_copy()
     reader.may_answer.clear()
-    sending = rank.sending.send_copy("1.1", MEMBERS, LIMIT_S, version=1, beside=True)
+    sending = rank.sending.send_copy("1.1", MEMBERS, LIMIT_S, version=1, in_background=True)
     assert reader.was_asked.wait(LIMIT_S)
     assert rank.train(random_batch()).metrics["train/grad_norm"] > 0
     assert not sending.done()
