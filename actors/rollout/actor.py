@@ -1,10 +1,6 @@
-"""The rollout actor: pulls tasks, drives the engines, publishes samples and requests their scores."""
+"""The rollout actor: connects the engines, their weights and the tasks. groups/task_runner.py runs the tasks."""
 
-import time
-import uuid
-from collections.abc import AsyncGenerator, Callable
-from contextlib import asynccontextmanager
-from dataclasses import replace
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -28,13 +24,8 @@ from actors.rollout.engines.weights.pauses import Pauses
 from actors.rollout.engines.weights.updater import Updater
 from actors.rollout.engines.weights.updates import UpdateTracker
 from actors.rollout.engines.weights.verifier import WeightVerifier
-from actors.rollout.groups.endings import Ending, Endings, publish_eval
-from actors.rollout.groups.inheritance import Inheritance
-from actors.rollout.groups.open_samples import fresh_samples
-from actors.rollout.groups.run import GroupRun
 from actors.rollout.groups.scoring import Scorer
-from actors.rollout.groups.slots import Release, Slots, released
-from actors.rollout.groups.tasks import eval_task, training_task
+from actors.rollout.groups.task_runner import TaskRunner
 from actors.rollout.groups.tools import Tools
 from actors.rollout.requests.interrupting import RunningRequests
 from actors.rollout.requests.sending import Generator
@@ -42,7 +33,6 @@ from actors.rollout.requests.watching import Patience, Watchdog
 from actors.rollout.sessions.conversation import Conversation
 from actors.rollout.sessions.functions import find_generate_function
 from actors.rollout.sglang.client import SglangClient
-from actors.rollout.sglang.errors import EnginesUnwilling, RequestRefused
 from actors.rollout.sglang.served_model import ServedModel
 from messages import (
     ActorExited,
@@ -83,24 +73,12 @@ from messages import (
 )
 from runtime.bus.addresses import Address, engine_key
 from runtime.bus.bus import Bus
-from runtime.bus.consumer import Delivery
-from runtime.bus.errors import MessageRefused, PayloadLost
-from runtime.data.stored_prompts import with_prompt
-from runtime.process.actor import Actor, InputError
+from runtime.process.actor import Actor
 from runtime.settings.placement import num_engines
 from runtime.settings.topology import Topology, reads_copies
-from runtime.util.errors import leaves
 from runtime.util.formatting import count_of
 
 log = structlog.get_logger()
-
-ACK_WAIT_S = 5.0  # tasks of a crashed rollout actor are redelivered to another one after this time
-# permanent errors of a task: every delivery would fail in the same way
-POISON = (RequestRefused, MessageRefused, ValueError)
-EVAL_MAX_TRIES = 5  # deliveries of an evaluation item that keeps ending aborted
-GIVE_BACK_S = 2.0  # to give tasks back at shutdown
-LOOKS_PER_SPILL = 4  # checks per `spill_every_s` for groups that are due to spill
-EVAL_SLOTS_SHARE = 4  # evaluation may hold 1/4 of the slots while a round is running
 
 
 class RolloutActor(Actor):
@@ -157,17 +135,11 @@ class RolloutActor(Actor):
         self._bus = bus
         self._pool = pool
         self._topology = topology
-        self._slots = Slots(engines.concurrency * num_engines(engines))
         self._model = ServedModel.read(Path(topology.model.hf_checkpoint))
         custom = topology.rollout.custom_generate
         self._custom_generate = find_generate_function(custom, (Path.cwd(),)) if custom is not None else None
-        self._inheritance = Inheritance(bus)
-        self._num_groups = 0
-        self._runs: set[GroupRun] = set()  # runs of training groups
-        self._num_pulled = 0  # running tasks, training and evaluation
-        # running attempts: (group, attempt) -> set when it has ended
-        self._at_work: dict[tuple[int, int], anyio.Event] = {}
         self._target = TargetWeights()
+        self._tasks = TaskRunner(topology, bus, pool, self._target)
         self._file_checks = FileChecks(engines.update_timeout_s)
         self._targets_set: dict[int, float] = {}  # version -> time at which it became the target, until it is verified
         self._conversations: set[Conversation] = set()
@@ -216,19 +188,19 @@ class RolloutActor(Actor):
             limits = Patience(first_s=pool.first_token_after_s, next_s=pool.next_token_after_s)
             group.start_soon(Watchdog(client, fleet, tools.generator.running, limits).run)
             group.start_soon(fleet.events.run, self._bus)
-            group.start_soon(self._spill_long_runs)
-            group.start_soon(self._pull_groups, tools)
-            group.start_soon(self._pull_evals, tools)
+            group.start_soon(self._tasks.spill_long_runs)
+            group.start_soon(self._tasks.pull_groups, tools)
+            group.start_soon(self._tasks.pull_evals, tools)
             task_status.started()
 
     def stats(self) -> dict[str, float]:
-        return {"groups": self._num_groups, "slots_taken": self._slots.taken, "slots": self._slots.total}
+        return self._tasks.stats()
 
     def waits_for(self) -> str:
         waits = [words for waits_for in self._waits if (words := waits_for())]
         if outside := sum(not conversation.asking for conversation in self._conversations):
             waits.append(f"rollout.custom_generate, outside of generate in {count_of(outside, 'sample')}")
-        if not self._num_pulled:
+        if not self._tasks.num_pulled:
             waits.append("a task")
         return "; ".join(waits)
 
@@ -369,138 +341,3 @@ class RolloutActor(Actor):
                     engines=fleet.updates(version, since),
                 )
             )
-
-    async def _pull_groups(self, tools: Tools) -> None:
-        size = self._topology.rollout.n_samples_per_prompt
-        durable = f"rollout-{self._pool}"
-        async with (
-            self._bus.consume(
-                RolloutRequested, durable=durable, ack_wait_s=ACK_WAIT_S, max_ack_pending=self._slots.total
-            ) as deliveries,
-            anyio.create_task_group() as group,
-        ):
-            while True:
-                taken = await self._slots.take(size)
-                deliveries.prefetch = self._slots.free // size  # groups that can start too are fetched together
-                delivery = await anext(deliveries)
-                group.start_soon(self._run_group, tools, delivery, taken)
-
-    async def _pull_evals(self, tools: Tools) -> None:
-        # without overlap nothing else runs meanwhile
-        share = EVAL_SLOTS_SHARE if self._topology.rollout.eval_overlap else 1
-        slots = Slots(max(1, self._slots.total // share))
-        largest = max((item.n_samples_per_eval_prompt for item in self._topology.eval), default=1)
-        durable = f"eval-{self._pool}"
-        async with (
-            self._bus.consume(
-                EvalRequested, durable=durable, ack_wait_s=ACK_WAIT_S, max_ack_pending=self._slots.total
-            ) as deliveries,
-            anyio.create_task_group() as group,
-        ):
-            while True:
-                taken = await slots.take(largest)
-                delivery = await anext(deliveries)
-                group.start_soon(self._run_eval, tools, delivery, slots, taken)
-
-    async def _run_group(self, tools: Tools, delivery: Delivery[RolloutRequested], taken: int) -> None:
-        task = delivery.message
-        key = task.group_id, task.attempt
-        endings = Endings(task, uuid.uuid4().hex, self._bus.name)
-        with structlog.contextvars.bound_contextvars(group_id=task.group_id, attempt=task.attempt):
-            async with self._pulled(delivery), released(self._slots, taken) as release:
-                # this process was stalled for longer than the ack wait
-                if (ended := self._at_work.get(key)) is not None:
-                    log.warning("task_came_again", num_delivered=delivery.num_delivered)
-                    release()
-                    await ended.wait()
-                else:
-                    ended = self._at_work[key] = anyio.Event()
-                    await endings.publish(self._bus, await self._ending(tools, delivery, endings, release))
-                    del self._at_work[key]
-                    ended.set()
-                    self._num_groups += 1
-                await delivery.ack()
-
-    async def _ending(
-        self, tools: Tools, delivery: Delivery[RolloutRequested], endings: Endings, release: Release
-    ) -> Ending:
-        carried = await self._inheritance.carried(delivery)
-        if tools.generator.running.halted(delivery.message.round):
-            return endings.aborted(carried)
-        try:
-            task = await with_prompt(self._bus, delivery.message)
-        except PayloadLost as error:
-            return endings.failed(f"prompt: {error}")
-        endings = replace(endings, task=task)
-        samples = await self._inheritance.samples(task, carried)
-        run = GroupRun(training_task(task, endings.lease, group_rm=self._topology.reward.group_rm), samples, tools)
-        reason = None
-        self._runs.add(run)
-        try:
-            await run.run(release)
-        except* EnginesUnwilling as errors:
-            raise InputError(str(leaves(errors)[0])) from errors
-        except* POISON as errors:
-            # samples may fail with equal errors
-            reason = "; ".join(dict.fromkeys(str(error) for error in leaves(errors)))
-        finally:
-            self._runs.discard(run)
-        if reason is None:
-            return endings.of(run)
-        log.warning("group_failed", reason=reason)
-        return endings.failed(reason)
-
-    async def _spill_long_runs(self) -> None:
-        """Make each long-running group spill its segments once per `spill_every_s`."""
-        every_s = self._topology.rollout.spill_every_s
-        while every_s:
-            await anyio.sleep(every_s / LOOKS_PER_SPILL)
-            due = time.monotonic() - every_s
-            for run in self._runs:
-                if run.spilled_at <= due:
-                    run.spill()
-
-    @asynccontextmanager
-    async def _pulled(self, delivery: Delivery[RolloutRequested] | Delivery[EvalRequested]) -> AsyncGenerator[None]:
-        """Extend a task's ack deadline during the block; on cancellation, e.g. at shutdown, give the task back."""
-        self._num_pulled += 1
-        try:
-            async with delivery.heartbeat():
-                yield
-        except anyio.get_cancelled_exc_class():
-            if not delivery.ended:
-                with anyio.move_on_after(GIVE_BACK_S, shield=True):
-                    await delivery.redeliver()
-            raise
-        finally:
-            self._num_pulled -= 1
-
-    async def _run_eval(self, tools: Tools, delivery: Delivery[EvalRequested], slots: Slots, taken: int) -> None:
-        task = delivery.message
-        async with self._pulled(delivery), released(slots, taken) as release:
-            # requested again by a buffer that had not read the evaluation's end
-            if task.step <= self._target.evaluated_step:
-                log.info("eval_item_left_out", set=task.set, item=task.item, step=task.step)
-                await delivery.ack()
-                return
-            try:
-                task = await with_prompt(self._bus, task)
-            except PayloadLost as error:
-                log.warning("eval_item_failed", set=task.set, item=task.item, reason=str(error))
-                await publish_eval(self._bus, task, ())
-                await delivery.ack()
-                return
-            samples = fresh_samples(task.num_samples, task.prompt.prompt_ids)
-            run = GroupRun(eval_task(task, uuid.uuid4().hex), samples, tools)
-            try:
-                await run.run(release)
-            except* EnginesUnwilling as errors:
-                raise InputError(str(leaves(errors)[0])) from errors
-            except* POISON as errors:
-                log.warning("eval_item_failed", set=task.set, item=task.item, reason=str(leaves(errors)[0]))
-            else:
-                if not run.complete and delivery.num_delivered < EVAL_MAX_TRIES:  # an external client aborted it
-                    await delivery.redeliver()
-                    return
-            await publish_eval(self._bus, task, tuple(sample.summary() for sample in samples))
-            await delivery.ack()

@@ -5,7 +5,7 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from actors.rollout.actor import ACK_WAIT_S
+from actors.rollout.groups.task_runner import ACK_WAIT_S
 from messages import (
     BatchTrained,
     EvalCompleted,

@@ -9,7 +9,7 @@ import anyio
 import msgspec
 import pytest
 
-from actors.rollout.actor import ACK_WAIT_S
+from actors.rollout.groups.task_runner import ACK_WAIT_S
 from actors.rollout.sglang.streams import Stream
 from messages import (
     EvalRequested,

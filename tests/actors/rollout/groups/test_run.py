@@ -10,8 +10,8 @@ import pytest
 from aiohttp import ClientSession, web
 from structlog.testing import capture_logs
 
-import actors.rollout.actor
 from actors.rollout.actor import RolloutActor
+from actors.rollout.groups import task_runner
 from actors.rollout.groups.seeds import sampling_seed
 from messages import (
     EvalCompleted,
@@ -221,7 +221,7 @@ async def test_what_no_message_can_carry_fails_its_group_and_not_the_actor(bus: 
 async def test_a_task_that_comes_again_while_it_is_at_work_here_is_not_done_twice(
     bus: Bus, router_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(actors.rollout.actor, "ACK_WAIT_S", 0.5)
+    monkeypatch.setattr(task_runner, "ACK_WAIT_S", 0.5)
     async with serving(ScriptedEngine(hold=True)) as engine, anyio.create_task_group() as group:
         group.start_soon(grade, bus)
         with capture_logs() as logged:
