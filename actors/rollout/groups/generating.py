@@ -1,5 +1,6 @@
 """Generates the samples of a group: as a batch, one by one, or turn by turn in a user-defined function."""
 
+import hashlib
 import time
 from collections.abc import Callable, Sequence
 
@@ -7,7 +8,6 @@ import anyio
 import msgspec
 
 from actors.rollout.groups.open_samples import FINISHED, OpenSample, tokens_left
-from actors.rollout.groups.seeds import sampling_seed
 from actors.rollout.groups.spilling import SegmentStore
 from actors.rollout.groups.tasks import GroupTask
 from actors.rollout.groups.tools import Tools
@@ -165,3 +165,18 @@ def _status(generated: Generated, answer: Answer) -> SampleStatus:
     if generated.cut_short and not (answer.meta_info.finish_reason or {}):
         return SampleStatus.ABORTED
     return status_of(answer)
+
+
+def sampling_seed(run_seed: int, source: tuple[object, ...], index: int) -> int:
+    """Return a 63-bit seed, the range that engines accept. It is equal in every run of a recipe.
+
+    The attempt is not part of the seed. Engines sample by seed and position, so a sample that continues elsewhere
+    continues its random sequence.
+
+    Args:
+        run_seed: run.seed.
+        source: identifies a prompt group, or an item of an evaluation set.
+        index: of the sample in that source.
+    """
+    digest = hashlib.blake2b(repr((run_seed, source, index)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

@@ -18,7 +18,7 @@ class Progress(NamedTuple):
     spans: tuple[Span, ...] = ()  # weight versions of the tokens
 
 
-class Sent(NamedTuple):
+class SentSoFar(NamedTuple):
     """Tokens and characters that an incremental stream has sent."""
 
     num_tokens: int = 0
@@ -33,7 +33,7 @@ class Clock(NamedTuple):
 
 
 def answer(
-    job: Job, progress: Progress, *, version: str, clock: Clock, text: Text | None, sent: Sent | None = None
+    job: Job, progress: Progress, *, version: str, clock: Clock, text: Text | None, sent: SentSoFar | None = None
 ) -> dict[str, Any]:
     """Build the answer to one request: complete, or the part after `sent`."""
     request, rendering = job

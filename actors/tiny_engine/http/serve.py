@@ -21,7 +21,7 @@ from actors.tiny_engine.engine.core import Core, Settings
 from actors.tiny_engine.engine.frontend import Frontend
 from actors.tiny_engine.engine.thread import EngineThread
 from actors.tiny_engine.http.api import CallReader, Limits
-from actors.tiny_engine.http.server import EmbeddedServer, Identity
+from actors.tiny_engine.http.server import Identity, TinyServer
 from actors.tiny_engine.model.text import Text
 from runtime.models.config import ModelDescription
 from runtime.process.logs import configure_logging
@@ -103,9 +103,7 @@ def _core(flags: argparse.Namespace, model: ModelDescription, text: Text | None)
     return core
 
 
-def _server(
-    flags: argparse.Namespace, model: ModelDescription, frontend: Frontend, text: Text | None
-) -> EmbeddedServer:
+def _server(flags: argparse.Namespace, model: ModelDescription, frontend: Frontend, text: Text | None) -> TinyServer:
     limits = Limits(
         vocab_size=model.shape.vocab_size,
         context_length=flags.context_length,
@@ -134,4 +132,4 @@ def _server(
     )
     incremental = flags.incremental_streaming_output
     reader, key = CallReader(limits, text), None if flags.key is None else Secret(flags.key)
-    return EmbeddedServer(frontend, reader, text, identity, incremental=incremental, key=key)
+    return TinyServer(frontend, reader, text, identity, incremental=incremental, key=key)

@@ -9,6 +9,8 @@ from typing import Any, Final, NamedTuple
 import msgspec
 import structlog
 from aiohttp import web
+from aiohttp.typedefs import Handler as AnyHandler
+from aiohttp.typedefs import Middleware
 
 from actors.tiny_engine.engine.frontend import Frontend, GenerateCall, QueueFull, Waiting
 from actors.tiny_engine.engine.refusal import EngineRefusal
@@ -16,8 +18,7 @@ from actors.tiny_engine.engine.thread import EngineStopped
 from actors.tiny_engine.http import bodies
 from actors.tiny_engine.http.answering import Handler, body_of, error_answer, json_answer, schema_error
 from actors.tiny_engine.http.api import BrokenRequest, CallReader
-from actors.tiny_engine.http.guard import guard
-from actors.tiny_engine.http.rendering import Progress, Sent, answer, rendered_text
+from actors.tiny_engine.http.rendering import Progress, SentSoFar, answer, rendered_text
 from actors.tiny_engine.http.sessions import SessionEndpoints
 from actors.tiny_engine.model.text import Text
 from runtime.models.config import ModelDescription, ModelError
@@ -27,6 +28,7 @@ MAX_BODY_BYTES: Final = 64 * 1024 * 1024
 HEALTH_TIMEOUT_S: Final = 20.0
 MAX_FLUSH_WAIT_S: Final = 600.0
 NO_DUMMY: Final = "Failed to get model loader: the weights were drawn (--load-format dummy); say load_format = auto."
+OPEN: Final = ("/health",)  # needs no API key, as in SGLang; the router calls it without one
 log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
@@ -40,7 +42,7 @@ class Identity(NamedTuple):
     flags: dict[str, Any]
 
 
-class EmbeddedServer:
+class TinyServer:
     """Handlers of all endpoints. The frontend holds the generation state."""
 
     def __init__(
@@ -64,7 +66,7 @@ class EmbeddedServer:
 
     def application(self) -> web.Application:
         """Build the aiohttp application with all endpoints."""
-        guards = [] if self._key is None else [guard(self._key)]
+        guards = [] if self._key is None else [_key_check(self._key)]
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=guards)
         app.router.add_post("/generate", self.generate)  # the hot path: handles its own errors
         for methods, paths, handler in self._endpoints():
@@ -118,7 +120,7 @@ class EmbeddedServer:
         return json_answer(answers[0] if call.single else answers)
 
     def _answer(
-        self, waiting: Waiting, generation: GenerateCall, progress: Progress, sent: Sent | None = None
+        self, waiting: Waiting, generation: GenerateCall, progress: Progress, sent: SentSoFar | None = None
     ) -> dict[str, Any]:
         version, clock = self._frontend.version, generation.clock()
         return answer(waiting.job, progress, version=version, clock=clock, text=self._text, sent=sent)
@@ -127,7 +129,7 @@ class EmbeddedServer:
         """Send progress as server-sent events; progress between two writes is merged into the next event."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await response.prepare(request)
-        sent = [Sent() for _ in generation.waiting]
+        sent = [SentSoFar() for _ in generation.waiting]
         ended = [False] * len(sent)
         while not all(ended):
             await generation.change()
@@ -145,7 +147,7 @@ class EmbeddedServer:
                 if not single:
                     body["index"] = index
                 shown = len(rendered_text(waiting.job, progress, self._text))
-                sent[index] = Sent(progress.num_tokens, max(shown, sent[index].num_characters))
+                sent[index] = SentSoFar(progress.num_tokens, max(shown, sent[index].num_characters))
                 ended[index] = progress.finish is not None
                 await response.write(b"data: " + msgspec.json.encode(body) + b"\n\n")
         await response.write(b"data: [DONE]\n\n")
@@ -350,6 +352,21 @@ def _answering(handler: Handler) -> Handler:
             return error_answer(503, str(error))
 
     return handle
+
+
+def _key_check(key: Secret) -> Middleware:
+    """Return a middleware that refuses requests without the API key before it reads their body."""
+
+    expected = Secret(f"Bearer {key.reveal()}")
+
+    @web.middleware
+    async def check(request: web.Request, handler: AnyHandler) -> web.StreamResponse:
+        given = request.headers.get("Authorization", "")
+        if request.path.startswith(OPEN) or Secret(given) == expected:
+            return await handler(request)
+        return web.json_response({"error": "Unauthorized"}, status=401)
+
+    return check
 
 
 async def _streamed_error(request: web.Request, message: str) -> web.StreamResponse:

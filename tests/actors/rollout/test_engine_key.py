@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from actors.processes import process_specs
-from actors.tiny_engine.http.server import EmbeddedServer
+from actors.tiny_engine.http.server import TinyServer
 from runtime.bus.addresses import ENGINE_KEY_VARIABLE, engine_key
 from runtime.bus.bus import Bus
 from runtime.node.supervisor.ports import free_port
@@ -91,7 +91,7 @@ def with_key(url: str) -> EngineClient:
 
 
 def endpoints() -> list[tuple[str, str]]:
-    server: Any = EmbeddedServer.__new__(EmbeddedServer)
+    server: Any = TinyServer.__new__(TinyServer)
     server._frontend = None
     found = [(method, path) for methods, paths, _ in server._endpoints() for method in methods for path in paths]
     return [*found, ("POST", "/generate"), ("GET", "/nothing")]

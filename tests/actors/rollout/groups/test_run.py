@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 
 from actors.rollout.actor import RolloutActor
 from actors.rollout.groups import task_runner
-from actors.rollout.groups.seeds import sampling_seed
+from actors.rollout.groups.generating import sampling_seed
 from messages import (
     EvalCompleted,
     EvalRequested,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.rollout.groups.seeds import sampling_seed
+from actors.rollout.groups.generating import sampling_seed
 from actors.rollout.sglang.body import generate_body
 from messages import SamplingParams
 from tests.support.tiny_engine import post, running_engine, write_config
