@@ -15,7 +15,7 @@ from runtime.bus.addresses import address_key
 from runtime.models.fp8 import SERVED
 from runtime.settings.devices import HIDDEN, NVIDIA
 from runtime.settings.placement import gpus_of, num_engines, served_dtype
-from runtime.settings.processes import AnswersHttp, PartOf, PortRequest, ProcessSpec, Tier, WhenListening
+from runtime.settings.processes import AnswersHttp, PortRequest, ProcessSpec, RestartGroupSpec, Tier, WhenListening
 from runtime.settings.topology import EngineConfig, Topology, sglang_arguments
 from runtime.util.import_path import ROOT
 
@@ -69,7 +69,7 @@ def _processes(
             env={**whole.env, **_visible(devices[rank * share : (rank + 1) * share])},
             probe=whole.probe if rank == 0 else AnswersHttp("/health"),
             address_key=whole.address_key if rank == 0 else None,
-            part_of=PartOf(whole.name, number),
+            restart_group=RestartGroupSpec(whole.name, number),
         )
         for rank in range(number)
     ]

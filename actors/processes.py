@@ -11,7 +11,15 @@ from actors.rollout.sglang.server_arguments import LAUNCH
 from runtime.bus.addresses import address_key
 from runtime.settings.devices import HIDDEN, NVIDIA
 from runtime.settings.placement import gpus_of, home_node, num_ranks
-from runtime.settings.processes import AnswersHttp, GivesPulse, PartOf, PortRequest, ProcessSpec, Tier, WhenListening
+from runtime.settings.processes import (
+    AnswersHttp,
+    PortRequest,
+    ProcessSpec,
+    RestartGroupSpec,
+    SendsHeartbeats,
+    Tier,
+    WhenListening,
+)
 from runtime.settings.topology import EngineConfig, Topology, answers_are_recorded, has_filter
 
 METRICS_HOST = "127.0.0.2"  # the router needs a free metrics port: its own port on another loopback address
@@ -51,7 +59,7 @@ def _host(topology: Topology, run_dir: Path, name: str, roles: Sequence[str], en
         name=name,
         command=(sys.executable, "-P", "-m", "actors.host", str(run_dir), *roles),
         env=env,
-        probe=GivesPulse(),
+        probe=SendsHeartbeats(),
         unresponsive_after_s=topology.run.unresponsive_after_s,
     )
 
@@ -104,5 +112,5 @@ def _trainer(topology: Topology, node: str, run_dir: Path, *, home: bool) -> lis
         specs.append(_host(topology, run_dir, name, ["trainer"], env))
     if world == 1:
         return specs
-    whole = PartOf("trainer", len(specs))  # ranks cannot compute alone: all of them restart together
-    return [msgspec.structs.replace(spec, part_of=whole) for spec in specs]
+    whole = RestartGroupSpec("trainer", len(specs))  # ranks cannot compute alone: all of them restart together
+    return [msgspec.structs.replace(spec, restart_group=whole) for spec in specs]

@@ -52,7 +52,7 @@ def _print_ledger(args: argparse.Namespace) -> int:
 
     from runtime.bus.errors import BusError
     from runtime.node.reopen import NoLog, NoSuchRun, find_run
-    from runtime.util.errors import leaves
+    from runtime.util.errors import flatten
 
     try:
         run = find_run(args.run)
@@ -68,7 +68,7 @@ def _print_ledger(args: argparse.Namespace) -> int:
     try:
         return anyio.run(_unless_stopped, tell)
     except* (NoLog, BusError, OSError) as errors:
-        problems = leaves(errors)
+        problems = flatten(errors)
     Screen(sys.stderr).show(str(problems[0]))
     return EXIT_FAILED
 

@@ -227,16 +227,20 @@ def _start(loaded: LoadedTopology, args: argparse.Namespace, specs_of: "SpecsOf"
     topology = _ready(loaded, args, screen)
     topology = _downloaded(msgspec.structs.replace(loaded, topology=topology), args, screen)
 
-    from runtime.node.start import RunRefused, Wish, start  # imports the bus, which other commands do not need
+    from runtime.node.start import RunRefused, StartOptions, start  # imports the bus, which other commands do not need
 
     if any(without_logins(override) != override for override in args.set):
         screen.show("note: every user of this machine can see a password on a command line: use bus.credentials")
-    wish = Wish(
+    options = StartOptions(
         node=_node_of(topology, args.node), fresh=args.fresh, command=_command_of(args), bus_login=loaded.bus_login
     )
     try:
         end = start(
-            topology, wish, specs_of=specs_of, show=screen.show, rewrite=screen.rewrite if screen.can_rewrite else None
+            topology,
+            options,
+            specs_of=specs_of,
+            show=screen.show,
+            rewrite=screen.rewrite if screen.can_rewrite else None,
         )
     except RunRefused as error:
         raise WrongInput(str(error)) from error

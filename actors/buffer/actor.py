@@ -56,7 +56,7 @@ from messages import (
     SpillsRequested,
 )
 from messages.subjects import key_of
-from runtime.bus.background import beside
+from runtime.bus.background import in_background
 from runtime.bus.bus import Bus
 from runtime.bus.errors import AlreadyQueued, Fenced, MessageRefused, StreamFull
 from runtime.bus.events import Events
@@ -136,9 +136,9 @@ class BufferActor(Actor):
         self._schedule = schedule = schedule_of(self._topology, sizes)
         await self._log.load()
         async with (
-            beside(self._trimmer.run),
-            beside(self._pressure.run),
-            beside(self._recorder.run),
+            in_background(self._trimmer.run),
+            in_background(self._pressure.run),
+            in_background(self._recorder.run),
             self._bus.read(*LEDGER_EVENTS, from_seq=self._state.last_seq + 1) as events,
         ):
             await self._log.take_over(events, lambda: self._fold_next(events))  # the trimmer empties a full log

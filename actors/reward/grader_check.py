@@ -11,7 +11,7 @@ from actors.reward.recipe import graders_of, names_of
 from actors.reward.samples import GradedSample
 from actors.reward.sandbox import sandbox_of
 from messages import Prompt
-from runtime.bus.background import beside
+from runtime.bus.background import in_background
 from runtime.node.checks.apart import Doing
 from runtime.settings.plugins import is_plugin
 from runtime.settings.reading.config import Problem
@@ -78,7 +78,7 @@ async def _error_of(topology: Topology, spec: GraderSpec, row: SampleRow) -> str
     process = await GraderProcess.start(hello, sandbox_of(topology))
     try:
         with anyio.move_on_after(config.timeout_s):
-            async with beside(process.show_printed):
+            async with in_background(process.show_printed):
                 await process.send(encode_frame(Grade(grader=spec, samples=samples)))
                 await process.receive(number)
         grades = process.take(process.num_received)

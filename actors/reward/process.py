@@ -17,7 +17,7 @@ import structlog
 from actors.reward.frames import FrameBuffer, FrameError, Graded, Hello, WorkerReady, encode_frame
 from actors.reward.keeper import children_of
 from actors.reward.sandbox import Sandbox
-from runtime.bus.background import beside
+from runtime.bus.background import in_background
 from runtime.util.exit_codes import EXIT_TOO_MANY_PROCESSES
 from runtime.util.formatting import signal_name
 
@@ -82,7 +82,7 @@ class GraderProcess:
             )
         )
         try:
-            async with beside(process.show_printed):
+            async with in_background(process.show_printed):
                 ready = await process._greet(hello, timeout_s)
         except BaseException:
             await process.kill()

@@ -58,7 +58,7 @@ from messages import (
     TrainerStarted,
     WeightsAnnounced,
 )
-from runtime.bus.background import beside
+from runtime.bus.background import in_background
 from runtime.bus.bus import Bus
 from runtime.process.actor import InputError
 from runtime.settings.topology import EXPORT_DIRECTORY, Topology, answers_are_recorded
@@ -174,7 +174,7 @@ class Leader:
         if not self.sessions.sends_in_background:
             yield
             return
-        async with beside(self.serve):
+        async with in_background(self.serve):
             yield
 
     async def serve(self) -> None:

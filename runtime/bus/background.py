@@ -25,7 +25,7 @@ async def task_group() -> AsyncGenerator[TaskGroup, None]:
 
 
 @asynccontextmanager
-async def beside(work: Callable[[], Coroutine[Any, Any, None]]) -> AsyncGenerator[None, None]:
+async def in_background(work: Callable[[], Coroutine[Any, Any, None]]) -> AsyncGenerator[None, None]:
     """Run a coroutine in the background for the duration of a block."""
     async with task_group() as group:
         group.start_soon(work)

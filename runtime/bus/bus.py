@@ -11,7 +11,7 @@ import msgspec
 from messages import DecodeError, Message, MessageT, Plane, decode, tag_of
 from messages.subjects import check_run_name, event_filters, filter_of, inbox_prefix, is_inbox, stream_of, subject_of
 from runtime.bus.administration import Administration, Holdings, StreamState
-from runtime.bus.background import beside
+from runtime.bus.background import in_background
 from runtime.bus.calls import Handler, Inbox, ask, serve
 from runtime.bus.consumer import Deliveries
 from runtime.bus.dead import DeadLetters
@@ -244,7 +244,7 @@ class Bus:
         )
         await deliveries.open()
         try:
-            async with beside(lambda: deliveries.keep_alive(ack_wait_s / 3)):
+            async with in_background(lambda: deliveries.keep_alive(ack_wait_s / 3)):
                 yield deliveries
         finally:
             await deliveries.close()

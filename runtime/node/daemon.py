@@ -30,7 +30,7 @@ from runtime.node.supervisor.state_changes import Change, GivenUp, Ready
 from runtime.node.supervisor.supervisor import Supervision
 from runtime.settings.processes import ProcessSpec, Tier
 from runtime.util.disk import free_bytes, is_full, no_space, no_space_of, stored_bytes
-from runtime.util.errors import leaves
+from runtime.util.errors import flatten
 from runtime.util.exit_codes import EXIT_FENCED
 from runtime.util.files import write_atomically
 from runtime.util.secrets import Secret, with_login
@@ -47,7 +47,7 @@ RELEASE_TIMEOUT_S = 1.0
 BUS_LIMITS = BusLimits(drain_timeout_s=1.0)  # at the end the server may already be gone
 
 
-class NodeAgent:
+class NodeDaemon:
     """Runs a node until the run is finished, a process is given up, or a signal stops it.
 
     Args:
@@ -93,9 +93,9 @@ class NodeAgent:
                 try:
                     await self._work()
                 except* BusError as errors:
-                    self._end(RunEnd(finished=False, error=f"the bus failed: {leaves(errors)[0]}"))
+                    self._end(RunEnd(finished=False, error=f"the bus failed: {flatten(errors)[0]}"))
                 except* OSError as errors:  # such as a full disk
-                    self._end(RunEnd(finished=False, error=self._failure_of(leaves(errors)[0])))
+                    self._end(RunEnd(finished=False, error=self._failure_of(flatten(errors)[0])))
                 await self._supervision.stop()
                 tasks.cancel_scope.cancel()
 

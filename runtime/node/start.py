@@ -30,7 +30,7 @@ from runtime.node.claims.rundir import (
     topology_in,
     wants_more_steps,
 )
-from runtime.node.daemon import NodeAgent
+from runtime.node.daemon import NodeDaemon
 from runtime.node.display import Show
 from runtime.node.node_plan import NodePlan, RunEnd, exit_code_of
 from runtime.node.supervisor.state_changes import GivenUp
@@ -46,7 +46,7 @@ from runtime.util.exit_codes import EXIT_INPUT_ERROR, EXIT_NO_SPACE
 from runtime.util.formatting import printable_json
 from runtime.util.secrets import Login, Secret, kept_secret, read_login, with_login
 
-__all__ = ["End", "RunRefused", "SpecsOf", "Wish", "start"]
+__all__ = ["End", "RunRefused", "SpecsOf", "StartOptions", "start"]
 
 BUS_USER = "physarum"
 BUS_PASSWORD_FILE = Path("bus", "password")  # in the run directory, readable by its owner only
@@ -55,7 +55,7 @@ STORE_BOUND = 1 << 50  # above the streams' own limits, which may have been larg
 SpecsOf = Callable[[Topology, str, Path], Sequence[ProcessSpec]]
 
 
-class Wish(msgspec.Struct, frozen=True, kw_only=True):
+class StartOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Start options from the command line."""
 
     node: str
@@ -71,7 +71,9 @@ class End(msgspec.Struct, frozen=True, kw_only=True):
     result_json: str
 
 
-def start(topology: Topology, wish: Wish, *, specs_of: SpecsOf, show: Show, rewrite: Show | None = None) -> End:
+def start(
+    topology: Topology, options: StartOptions, *, specs_of: SpecsOf, show: Show, rewrite: Show | None = None
+) -> End:
     """Start or resume a run and follow it to its end.
 
     Args:
@@ -82,22 +84,22 @@ def start(topology: Topology, wish: Wish, *, specs_of: SpecsOf, show: Show, rewr
     Raises:
         RunRefused: the run cannot be started.
     """
-    check_start(topology, wish.fresh, wish.node)
+    check_start(topology, options.fresh, options.node)
     raise_open_files(topology)
     run_dir = Path(topology.run.dir) / topology.run.name
-    with _claim(run_dir, claimed_node(topology, wish.node)) as claim:
+    with _claim(run_dir, claimed_node(topology, options.node)) as claim:
         _refuse_beside(claim)
-        if wish.fresh is not None:
-            _start_over(claim, topology, wish)
+        if options.fresh is not None:
+            _start_over(claim, topology, options)
         stored = stored_result(run_dir)
         if stored is not None and stored.finished and not wants_more_steps(run_dir, topology):
-            _show_all(show, _lines_of_a_finished_run(stored, topology.run.name, run_dir, wish))
+            _show_all(show, _lines_of_a_finished_run(stored, topology.run.name, run_dir, options))
             return End(exit_code=0, result_json=_json_of(stored))
         before = topology_in(run_dir)
         for change in prepare(claim, topology):
             show(f"changed since the last start: {change}")
         try:
-            return _run(_plan(topology, wish, claim, specs_of), wish, show, rewrite)
+            return _run(_plan(topology, options, claim, specs_of), options, show, rewrite)
         except RunRefused:
             put_back(claim, before)
             raise
@@ -125,35 +127,35 @@ def _refuse_beside(claim: Claim) -> None:
         raise RunRefused(str(error)) from error
 
 
-def _start_over(claim: Claim, topology: Topology, wish: Wish) -> None:
+def _start_over(claim: Claim, topology: Topology, options: StartOptions) -> None:
     """Discard the run. Its streams are discarded on the home node only, and only if the user named the run."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))  # the log goes too
-    url = topology.bus.url if wish.fresh and wish.node == home_node(topology) else None
-    bus_url = None if url is None else Secret(with_login(url, _login(topology, wish)))
+    url = topology.bus.url if options.fresh and options.node == home_node(topology) else None
+    bus_url = None if url is None else Secret(with_login(url, _login(topology, options)))
     try:
         discard(claim, topology.run.name, topology.nodes, bus_url)
     except NotDiscarded as error:
         raise RunRefused(str(error)) from error
 
 
-def _plan(topology: Topology, wish: Wish, claim: Claim, specs_of: SpecsOf) -> NodePlan:
-    is_home, sizes = wish.node == home_node(topology), stream_sizes(topology)
+def _plan(topology: Topology, options: StartOptions, claim: Claim, specs_of: SpecsOf) -> NodePlan:
+    is_home, sizes = options.node == home_node(topology), stream_sizes(topology)
     return NodePlan(
         run=topology.run.name,
-        node=wish.node,
+        node=options.node,
         run_dir=claim.run_dir,
         incarnation=raise_incarnation(claim.run_dir),
         num_steps=topology.train.num_steps,
         step_groups=topology.rollout.rollout_batch_size,
         graded=not trains_demonstrations(topology),
         started=_command_started(),
-        processes=tuple(specs_of(topology, wish.node, claim.run_dir)),
-        server=_server(topology, claim.run_dir) if bus_node(topology) == wish.node else None,
+        processes=tuple(specs_of(topology, options.node, claim.run_dir)),
+        server=_server(topology, claim.run_dir) if bus_node(topology) == options.node else None,
         bus_url=topology.bus.url,
-        bus_login=_login(topology, wish),
+        bus_login=_login(topology, options),
         limits=stream_limits(topology),
         owns_streams=is_home,
-        keeps_metrics=wish.node == next(iter(topology.nodes)),
+        keeps_metrics=options.node == next(iter(topology.nodes)),
         stall_after_s=topology.run.stall_after_s if is_home else None,
         stream_bytes=sizes.event_bytes + sizes.work_bytes + sizes.data_bytes if is_home else 0,
         min_free_bytes=min_free_bytes(topology),
@@ -171,23 +173,23 @@ def _server(topology: Topology, run_dir: Path) -> ServerSettings:
     )
 
 
-def _login(topology: Topology, wish: Wish) -> Login | None:
+def _login(topology: Topology, options: StartOptions) -> Login | None:
     """Return the login for an external bus."""
     if topology.bus.credentials is None:
-        return wish.bus_login
+        return options.bus_login
     try:
         return read_login(Path(topology.bus.credentials))
     except (OSError, ValueError) as error:
         raise RunRefused(f"bus.credentials: {error}") from error
 
 
-def _run(plan: NodePlan, wish: Wish, show: Show, rewrite: Show | None) -> End:
+def _run(plan: NodePlan, options: StartOptions, show: Show, rewrite: Show | None) -> End:
     log_path = plan.run_dir / "logs" / "agent.jsonl"
     log_path.parent.mkdir(exist_ok=True)
     with closing(LinesWhileRoom(log_path.open("a", encoding="utf-8"))) as log_file:
         configure_logging("agent", plan.run, cast("TextIO", log_file))
         show(f"{'resuming' if plan.incarnation > 1 else 'starting'} run {plan.run} in {plan.run_dir}")
-        agent = NodeAgent(plan, show=show, rewrite=rewrite)
+        agent = NodeDaemon(plan, show=show, rewrite=rewrite)
         outcome = anyio.run(agent.run, backend="asyncio")  # plain loop: children are forked from the main thread
     if outcome.refused is not None:
         raise RunRefused(outcome.refused)
@@ -198,7 +200,7 @@ def _run(plan: NodePlan, wish: Wish, show: Show, rewrite: Show | None) -> End:
     except OSError as error:
         show(f"how the run ended is not kept: {error}")
     _show_all(show, ["", _headline(plan.run, outcome), *report.summary(now)])
-    _show_all(show, _what_next(plan.run, plan.run_dir, wish, finished=outcome.finished))
+    _show_all(show, _what_next(plan.run, plan.run_dir, options, finished=outcome.finished))
     if outcome.failure is not None:
         _show_all(show, _lines_of_a_failure(plan.run, outcome.failure))
     return End(exit_code=exit_code_of(outcome), result_json=_json_of(stored))
@@ -219,21 +221,21 @@ def _headline(run: str, outcome: RunEnd) -> str:
     return f"run {run} failed" if outcome.error is None else f"run {run} failed: {outcome.error}"
 
 
-def _what_next(run: str, run_dir: Path, wish: Wish, *, finished: bool) -> Iterator[str]:
+def _what_next(run: str, run_dir: Path, options: StartOptions, *, finished: bool) -> Iterator[str]:
     yield f"run dir   {run_dir}"
     yield f"inspect   {run_dir / METRICS_FILE}, {run_dir / 'logs'}/<process>.jsonl"
     if finished:
-        yield f"again     {wish.command} --fresh {run}"
+        yield f"again     {options.command} --fresh {run}"
     else:
-        yield f"continue  {wish.command}"
+        yield f"continue  {options.command}"
 
 
-def _lines_of_a_finished_run(stored: StoredResult, run: str, run_dir: Path, wish: Wish) -> Iterator[str]:
+def _lines_of_a_finished_run(stored: StoredResult, run: str, run_dir: Path, options: StartOptions) -> Iterator[str]:
     result = stored.result
     reward = "" if result.reward_last is None else f", reward {result.reward_last:.3f}"
     yield f"run {run} is finished: {result.steps} steps{reward}"
-    yield f"to start over and discard it: {wish.command} --fresh {run}"
-    yield from _what_next(run, run_dir, wish, finished=True)
+    yield f"to start over and discard it: {options.command} --fresh {run}"
+    yield from _what_next(run, run_dir, options, finished=True)
 
 
 def _lines_of_a_failure(run: str, failure: GivenUp) -> Iterator[str]:

@@ -16,7 +16,7 @@ from runtime.bus.bus import Bus
 from runtime.bus.errors import BusError
 from runtime.bus.roster import Member, Roster
 from runtime.process.actor import INPUT_ERRORS, Actor, InputError
-from runtime.util.errors import leaves
+from runtime.util.errors import flatten
 
 log = structlog.get_logger()
 
@@ -70,8 +70,8 @@ async def _run_one(bus: Bus, hosted: Hosted, node: str) -> None:
                 async with view.serve(_standard_calls(view, actor, hosted, node)):
                     await actor.run(task_status=status)
             except Exception as error:
-                if not status.is_set and all(isinstance(leaf, INPUT_ERRORS) for leaf in leaves(error)):
-                    raise InputError(f"{hosted.name}: {'; '.join(str(leaf) for leaf in leaves(error))}") from error
+                if not status.is_set and all(isinstance(leaf, INPUT_ERRORS) for leaf in flatten(error)):
+                    raise InputError(f"{hosted.name}: {'; '.join(str(leaf) for leaf in flatten(error))}") from error
                 raise
             finally:
                 if status.is_set:

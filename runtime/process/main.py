@@ -20,7 +20,7 @@ from runtime.process.heartbeat import give_pulse
 from runtime.process.hosting import Hosted, host
 from runtime.settings.reading.config import TopologyError
 from runtime.util.disk import is_full, no_space_of
-from runtime.util.errors import leaves
+from runtime.util.errors import flatten
 from runtime.util.exit_codes import EXIT_FAILED, EXIT_FENCED, EXIT_INPUT_ERROR, EXIT_NO_SPACE, EXIT_OK
 
 log = structlog.get_logger()
@@ -32,7 +32,7 @@ COLLECT_AFTER: Final = 20_000  # new objects between collections: a few megabyte
 
 def exit_code_of(error: BaseException) -> int:
     """Return the exit code for an error. Fenced, wrong input and a full disk are permanent; else a restart may help."""
-    found = leaves(error)
+    found = flatten(error)
     if any(isinstance(leaf, Fenced) for leaf in found):
         return EXIT_FENCED
     if any(isinstance(leaf, (InputError, TopologyError)) for leaf in found):
@@ -81,7 +81,7 @@ def run_process(
         anyio.run(main, backend="asyncio", backend_options={"use_uvloop": True})
     except Exception as error:  # every error becomes an exit code
         code = EXIT_OK if stopping else exit_code_of(error)
-        for leaf in leaves(error):
+        for leaf in flatten(error):
             told = no_space_of(leaf, os.environ.get(RUN_DIR, os.curdir)) if is_full(leaf) else leaf
             log.error("actor_failed", error=repr(told), exit_code=code, exc_info=leaf)
         return code

@@ -60,15 +60,15 @@ class Greets(msgspec.Struct, frozen=True):
     """Liveness probe: the server sends data first, as NATS does."""
 
 
-class GivesPulse(msgspec.Struct, frozen=True):
+class SendsHeartbeats(msgspec.Struct, frozen=True):
     """Heartbeat: the process sends one while its event loop runs (runtime/process/heartbeat.py)."""
 
 
 Question = AnswersHttp | Greets
-Probe = Question | GivesPulse
+Probe = Question | SendsHeartbeats
 
 
-class PartOf(msgspec.Struct, frozen=True):
+class RestartGroupSpec(msgspec.Struct, frozen=True):
     """Restart group: the processes of one server or trainer, which start and restart together.
 
     An address for their rendezvous replaces "{peers}" in their commands and environments.
@@ -89,7 +89,7 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
     name: str  # also of its log
     command: tuple[str, ...]
     env: Mapping[str, str] = {}  # added to the node daemon's
-    part_of: PartOf | None = None
+    restart_group: RestartGroupSpec | None = None
     port: PortRequest | None = None
     ready: Readiness = WhenStarted()
     ready_timeout_s: float = 300.0  # from its start; a slower process is killed and counts as failed

@@ -3,9 +3,9 @@
 from typing import cast
 
 
-def leaves(error: BaseException) -> list[BaseException]:
+def flatten(error: BaseException) -> list[BaseException]:
     """Return all errors in nested exception groups, or the error itself."""
     if isinstance(error, BaseExceptionGroup):
         group = cast("BaseExceptionGroup[BaseException]", error)
-        return [leaf for inner in group.exceptions for leaf in leaves(inner)]
+        return [leaf for inner in group.exceptions for leaf in flatten(inner)]
     return [error]

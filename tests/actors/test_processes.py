@@ -134,7 +134,7 @@ def test_an_engine_of_several_processes_has_a_share_of_its_gpus_in_each_and_one_
     assert {(flag(spec, "--nnodes"), flag(spec, "--tp-size")) for spec in engines.values()} == {("2", "4")}
     assert all("--dist-init-addr={peers}" in spec.command for spec in engines.values())
     assert [spec.address_key is not None for spec in engines.values()] == [True, False, True, False]
-    servers = [spec.part_of.name for spec in engines.values() if spec.part_of is not None]
+    servers = [spec.restart_group.name for spec in engines.values() if spec.restart_group is not None]
     assert servers == ["engine.policy.0", "engine.policy.0", "engine.policy.1", "engine.policy.1"]
 
 

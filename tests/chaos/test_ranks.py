@@ -91,7 +91,7 @@ async def test_a_run_learns_the_same_whenever_a_rank_dies(
         (other,) = {"trainer.0", "trainer.1"} - {moment.process}
         assert told == {
             moment.process: f"event loop stood still for {STILL_S:g} s" if stopped else "killed by SIGKILL",
-            other: f"{moment.process}, another part of trainer, had ended",
+            other: f"{moment.process}, another process of trainer, had ended",
         }, moment
 
 

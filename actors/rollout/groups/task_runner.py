@@ -26,7 +26,7 @@ from runtime.data.stored_prompts import with_prompt
 from runtime.process.actor import InputError
 from runtime.settings.placement import num_engines
 from runtime.settings.topology import Topology
-from runtime.util.errors import leaves
+from runtime.util.errors import flatten
 
 log = structlog.get_logger()
 
@@ -138,10 +138,10 @@ class TaskRunner:
         try:
             await run.run(release)
         except* EnginesUnwilling as errors:
-            raise InputError(str(leaves(errors)[0])) from errors
+            raise InputError(str(flatten(errors)[0])) from errors
         except* POISON as errors:
             # samples may fail with equal errors
-            reason = "; ".join(dict.fromkeys(str(error) for error in leaves(errors)))
+            reason = "; ".join(dict.fromkeys(str(error) for error in flatten(errors)))
         finally:
             self._runs.discard(run)
         if reason is None:
@@ -194,9 +194,9 @@ class TaskRunner:
             try:
                 await run.run(release)
             except* EnginesUnwilling as errors:
-                raise InputError(str(leaves(errors)[0])) from errors
+                raise InputError(str(flatten(errors)[0])) from errors
             except* POISON as errors:
-                log.warning("eval_item_failed", set=task.set, item=task.item, reason=str(leaves(errors)[0]))
+                log.warning("eval_item_failed", set=task.set, item=task.item, reason=str(flatten(errors)[0]))
             else:
                 if not run.complete and delivery.num_delivered < EVAL_MAX_TRIES:  # an external client aborted it
                     await delivery.redeliver()

@@ -13,7 +13,7 @@ from actors.trainer.data.feed import Feed
 from actors.trainer.phases.states import CALLED, first_phase, must_all_answer, next_phase
 from actors.trainer.torch_thread import TorchThread
 from messages import EnginePhase, Phase, PhaseChanged, PhaseReached, PhaseRequested
-from runtime.bus.background import beside
+from runtime.bus.background import in_background
 from runtime.bus.bus import Bus
 from runtime.bus.errors import BusError
 from runtime.bus.roster import Member, Roster
@@ -173,10 +173,10 @@ class Colocation:
         self._phase, self._began, self._before, self._after = phase, now, {}, {}
         log.info("phase_changed", phase=phase, previous=changed.previous, took_s=changed.took_s, step=step)
         if phase is Phase.UPDATE:
-            async with beside(self._load_and_serve):
+            async with in_background(self._load_and_serve):
                 await self._call(phase, seq)
         elif phase is Phase.RESUME_KV:
-            async with beside(self._serve):
+            async with in_background(self._serve):
                 await self._call(phase, seq)
         elif phase in CALLED:
             await self._call(phase, seq)

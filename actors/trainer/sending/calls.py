@@ -9,7 +9,7 @@ from typing import Final
 import anyio
 
 from messages import EnginesAnswered, Message
-from runtime.bus.background import beside
+from runtime.bus.background import in_background
 from runtime.bus.bus import Bus
 from runtime.bus.errors import BusError, CallTimeout
 from runtime.bus.roster import Roster
@@ -55,7 +55,7 @@ async def ask_all(
 
     async def ask_while_it_lives(instance: str) -> None:
         with anyio.CancelScope() as scope:
-            async with beside(partial(_cut_when_another, bus, instance, scope)):
+            async with in_background(partial(_cut_when_another, bus, instance, scope)):
                 await ask(instance)
         if scope.cancelled_caught:
             failed[instance] = f"{instance} was started again"

@@ -14,7 +14,7 @@ from runtime.bus.limits import BusLimits
 from runtime.node.claims.claim import Claim, RunClaimed, is_lock, nodes_in
 from runtime.node.claims.node_claim import NodeClaim, NodeClaimed, holders
 from runtime.node.claims.run_id import RUN_ID_FILE
-from runtime.util.errors import leaves
+from runtime.util.errors import flatten
 from runtime.util.secrets import Secret
 
 BUS_LIMITS: Final = BusLimits()
@@ -64,7 +64,7 @@ def _discard_streams(bus_url: Secret, run: str, nodes: list[str], run_dir: Path,
     try:
         anyio.run(delete, backend="asyncio")
     except* (BusError, NodeClaimed) as errors:
-        raise NotDiscarded(f"{leaves(errors)[0]}; nothing was discarded") from errors
+        raise NotDiscarded(f"{flatten(errors)[0]}; nothing was discarded") from errors
 
 
 async def delete_unclaimed(bus: Bus, nodes: Iterable[str], run_dir: Path) -> None:

@@ -12,7 +12,7 @@ FIRST_WITHIN_S: Final = 1800.0  # from the start to the first heartbeat: imports
 CHUNK: Final = 1 << 16  # bytes: the capacity of a pipe
 
 
-class Pulse:
+class Heartbeats:
     """The heartbeat pipe of a process, across its restarts."""
 
     def __init__(self) -> None:
@@ -43,19 +43,19 @@ def stillness(still_s: float, *, waited_s: float, planned_s: float, sign: bool) 
     return 0.0 if sign or waited_s > LATE * planned_s else still_s + waited_s
 
 
-async def wait_until_still(pulse: Pulse, limit_s: float) -> None:
+async def wait_until_still(heartbeats: Heartbeats, limit_s: float) -> None:
     """Return when a new process has sent no heartbeat for `limit_s`, or no first one within FIRST_WITHIN_S.
 
     Args:
-        pulse: the pipe of its heartbeats.
+        heartbeats: the pipe of its heartbeats.
         limit_s: seconds without a heartbeat, counted over checks that were on time.
     """
     planned_s = min(LOOK_EVERY_S, limit_s / LOOKS_PER_LIMIT)
-    pulse.had_sign()  # discards those of the previous process
+    heartbeats.had_sign()  # discards those of the previous process
     still_s, patience_s, looked = 0.0, max(limit_s, FIRST_WITHIN_S), anyio.current_time()
     while still_s < patience_s:
         await anyio.sleep(planned_s)
-        now, sign = anyio.current_time(), pulse.had_sign()
+        now, sign = anyio.current_time(), heartbeats.had_sign()
         patience_s = limit_s if sign else patience_s
         still_s = stillness(still_s, waited_s=now - looked, planned_s=planned_s, sign=sign)
         looked = now

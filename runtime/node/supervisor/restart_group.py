@@ -7,7 +7,7 @@ import anyio
 from runtime.node.supervisor.ports import free_port
 
 
-class Together:
+class RestartGroup:
     """Synchronizes the supervisors of one restart group.
 
     A restarted process could not rejoin the running ones. So when one ends, all are killed, and none starts before all

@@ -12,18 +12,18 @@ import anyio.abc
 
 from runtime.bus.addresses import BUS_URL_VARIABLE, ENGINE_KEY_VARIABLE
 from runtime.node.supervisor import guardian
-from runtime.node.supervisor.heartbeats import Pulse, wait_until_still
+from runtime.node.supervisor.heartbeats import Heartbeats, wait_until_still
 from runtime.node.supervisor.output import OutputLog
 from runtime.node.supervisor.peers import ReadyServers
 from runtime.node.supervisor.ports import PortInUse, choose_port
 from runtime.node.supervisor.readiness import wait_until_ready, wait_until_silent
-from runtime.node.supervisor.restart_group import Together
+from runtime.node.supervisor.restart_group import RestartGroup
 from runtime.node.supervisor.restarts import RestartBudget
 from runtime.node.supervisor.spawn import Child, Guard
 from runtime.node.supervisor.state_changes import Exited, GivenUp, Listener, Ready, Started
 from runtime.process.heartbeat import PULSE_VARIABLE
 from runtime.settings.devices import with_own_gpus
-from runtime.settings.processes import GivesPulse, NotReady, ProcessSpec, Tier
+from runtime.settings.processes import NotReady, ProcessSpec, SendsHeartbeats, Tier
 from runtime.util.exit_codes import EXIT_FENCED, EXIT_INPUT_ERROR, EXIT_NO_SPACE, EXIT_NOT_STARTED
 from runtime.util.formatting import signal_name
 from runtime.util.secrets import Secret, split_login
@@ -51,16 +51,16 @@ class Supervisor:
         environment: Mapping[str, str],
         guard: Guard,
         listener: Listener,
-        together: Together | None = None,
+        restart_group: RestartGroup | None = None,
         servers: ReadyServers | None = None,
     ) -> None:
         self.spec = spec
         self._servers = servers or ReadyServers()
         self._came_up = True  # the last process became ready, if there was one
-        self._together = together
+        self._restart_group = restart_group
         self._ended_with = ""  # the other process of the restart group that ended first
-        if together is not None:
-            together.join(spec.name, self._end_with)
+        if restart_group is not None:
+            restart_group.join(spec.name, self._end_with)
         self.restarts = 0
         self._log = log
         self._base_environment = environment
@@ -70,7 +70,7 @@ class Supervisor:
         self._stop_asked = anyio.Event()
         self._ended = anyio.Event()
         self._child: Child | None = None
-        self._pulse = Pulse() if isinstance(spec.probe, GivesPulse) else None
+        self._heartbeats = Heartbeats() if isinstance(spec.probe, SendsHeartbeats) else None
         self._port: int | None = None
         self._late = ""  # why the wait for readiness ended, if it failed
         self._silent = False  # it stopped answering probes
@@ -88,8 +88,8 @@ class Supervisor:
                     with anyio.move_on_after(delay_s):
                         await self._stop_asked.wait()
         finally:
-            if self._pulse is not None:
-                self._pulse.close()
+            if self._heartbeats is not None:
+                self._heartbeats.close()
             self._log.close()
             self._ended.set()
 
@@ -124,18 +124,18 @@ class Supervisor:
 
     async def _run_once(self) -> float | None:
         """Run the process once, with its restart group; return the delay before the next start, None for no restart."""
-        if self._together is None:
+        if self._restart_group is None:
             return await self._run_alone()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._leave_when_stopped, tasks.cancel_scope)
-            await self._together.meet()
+            await self._restart_group.meet()
             tasks.cancel_scope.cancel()
         if self._stop_asked.is_set():
             return None
         try:
             return await self._run_alone()
         finally:
-            self._together.ended(self.spec.name)
+            self._restart_group.ended(self.spec.name)
 
     async def _leave_when_stopped(self, scope: anyio.CancelScope) -> None:
         await self._stop_asked.wait()
@@ -151,7 +151,7 @@ class Supervisor:
         self._began = anyio.current_time()
         try:
             self._port = self._choose_port()
-            kept_open = () if self._pulse is None else (self._pulse.given,)
+            kept_open = () if self._heartbeats is None else (self._heartbeats.given,)
             child = await Child.start(self._command(), self._environment(), kept_open=kept_open)
         except PortInUse as error:
             if self.restarts == 0:
@@ -221,9 +221,9 @@ class Supervisor:
         match self.spec.probe:
             case None:
                 return
-            case GivesPulse():
-                assert self._pulse is not None
-                await wait_until_still(self._pulse, self.spec.unresponsive_after_s)
+            case SendsHeartbeats():
+                assert self._heartbeats is not None
+                await wait_until_still(self._heartbeats, self.spec.unresponsive_after_s)
             case probe:
                 await wait_until_silent(probe, host or "", self._port or 0, self.spec.unresponsive_after_s)
         self._silent = not self._stop_asked.is_set()
@@ -257,10 +257,10 @@ class Supervisor:
         if self._late:
             return self._late
         if self._silent:
-            what = "event loop stood still" if self._pulse is not None else "did not answer"
+            what = "event loop stood still" if self._heartbeats is not None else "did not answer"
             return f"{what} for {self.spec.unresponsive_after_s:g} s"
-        if self._ended_with and self.spec.part_of is not None:
-            return f"{self._ended_with}, another part of {self.spec.part_of.name}, had ended"
+        if self._ended_with and self.spec.restart_group is not None:
+            return f"{self._ended_with}, another process of {self.spec.restart_group.name}, had ended"
         how = describe_exit(code)
         said = self._log.why()
         if code in (-signal.SIGKILL, -signal.SIGTERM):  # its last error is a cause only if a crash
@@ -282,13 +282,13 @@ class Supervisor:
 
     def _environment(self) -> dict[str, str]:
         own = {key: self._filled_in(value) for key, value in self.spec.env.items()}
-        if self._pulse is not None:
-            own[PULSE_VARIABLE] = str(self._pulse.given)
+        if self._heartbeats is not None:
+            own[PULSE_VARIABLE] = str(self._heartbeats.given)
         return {**self._base_environment, **with_own_gpus(own, self._base_environment)}
 
     def _filled_in(self, text: str) -> str:
-        if self._together is not None:
-            text = text.replace("{peers}", f"{PEERS_HOST}:{self._together.port}")
+        if self._restart_group is not None:
+            text = text.replace("{peers}", f"{PEERS_HOST}:{self._restart_group.port}")
         text = text.replace("{others}", self._servers.others(self.spec) if self._came_up else "")
         if self.spec.port is None:
             return text
@@ -309,7 +309,7 @@ class Supervision:
         self._listener = listener
         self._guard = Guard(self._mark, sys.executable)
         self._supervisors: dict[str, Supervisor] = {}
-        self._wholes: dict[str, Together] = {}  # restart groups by name
+        self._restart_groups: dict[str, RestartGroup] = {}  # restart groups by name
         self._servers = ReadyServers()
         guardian.kill(f"@{run_dir.resolve()}")  # left by an earlier daemon whose guardian died too
 
@@ -332,8 +332,9 @@ class Supervision:
         """
         if spec.name in self._supervisors:
             raise ValueError(f"two processes are called {spec.name}")
-        whole = spec.part_of
-        together = None if whole is None else self._wholes.setdefault(whole.name, Together(whole.num_processes))
+        wanted, group = spec.restart_group, None
+        if wanted is not None:
+            group = self._restart_groups.setdefault(wanted.name, RestartGroup(wanted.num_processes))
         path = self._log_dir / f"{spec.name}.jsonl"
         log = OutputLog(path, spec.name, hidden=_secrets_of(spec), crash_words=spec.crash_words)
         supervisor = Supervisor(
@@ -342,7 +343,7 @@ class Supervision:
             environment=self._environment,
             guard=self._guard,
             listener=self._listener,
-            together=together,
+            restart_group=group,
             servers=self._servers,
         )
         self._supervisors[spec.name] = supervisor

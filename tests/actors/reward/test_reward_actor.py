@@ -26,7 +26,7 @@ from runtime.bus.calls import Inbox
 from runtime.process.actor import InputError
 from runtime.settings.recipe import EvalConfig
 from runtime.settings.topology import Topology
-from runtime.util.errors import leaves
+from runtime.util.errors import flatten
 from tests.build.topology import topology_with
 from tests.fixtures.nats import NatsServer
 
@@ -324,7 +324,7 @@ async def test_a_grader_that_fails_from_its_first_call_on_ends_the_run(bus: Bus,
 
     with pytest.raises(ExceptionGroup) as caught:
         await ask()
-    (error,) = leaves(caught.value)
+    (error,) = flatten(caught.value)
     assert isinstance(error, InputError)
     assert str(error).startswith("the first 8 calls of graders in this run all failed; ")
     assert f"{USER_CODE}:as_told: returned 'good' (str), not a number" in str(error)

@@ -20,7 +20,7 @@ from messages import (
 from runtime.bus.bus import Bus
 from runtime.process.hosting import Hosted, host
 from runtime.settings.topology import Topology
-from runtime.util.errors import leaves
+from runtime.util.errors import flatten
 
 SAID = (TrainerStarted, BatchTrained, PayloadsMissing, CheckpointSaved, CheckpointSetAside, WeightsAnnounced)
 TIMEOUT_S = 20.0
@@ -61,7 +61,7 @@ async def errors_of(
                 await meanwhile()
             await anyio.sleep(TIMEOUT_S)
     except ExceptionGroup as group:
-        return leaves(group)
+        return flatten(group)
     raise AssertionError("the trainer did not end")
 
 

@@ -19,7 +19,7 @@ from runtime.bus.bus import Bus
 from runtime.bus.errors import CallRefused
 from runtime.bus.limits import MIB, StreamLimits
 from runtime.bus.nats.server import ServerSettings
-from runtime.node.daemon import NodeAgent
+from runtime.node.daemon import NodeDaemon
 from runtime.node.node_plan import NodePlan, RunEnd, exit_code_of
 from runtime.report.report import Notice, Report
 from runtime.settings.processes import PortRequest, ProcessSpec, Tier, WhenListening
@@ -59,7 +59,7 @@ class Running:
 
     def __init__(self, node_plan: NodePlan, **options: float) -> None:
         self.lines: list[str] = []
-        self.agent = NodeAgent(node_plan, show=self._show, **options)
+        self.agent = NodeDaemon(node_plan, show=self._show, **options)
         self.outcome: RunEnd | None = None
         self._more = anyio.Event()
 
@@ -171,7 +171,7 @@ async def test_a_terminal_that_fails_or_stands_still_holds_nobody_up(tmp_path: P
 
     try:
         with anyio.fail_after(20):
-            outcome = await NodeAgent(plan(tmp_path / "r", player("3")), show=stuck).run()
+            outcome = await NodeDaemon(plan(tmp_path / "r", player("3")), show=stuck).run()
     finally:
         go_on.set()
     assert outcome.finished

@@ -28,7 +28,7 @@ from runtime.process.actor import Actor, InputError
 from runtime.process.hosting import Hosted, host
 from runtime.process.main import exit_code_of, run_process
 from runtime.settings.reading.config import TopologyError
-from runtime.util.errors import leaves
+from runtime.util.errors import flatten
 from runtime.util.exit_codes import EXIT_FAILED, EXIT_FENCED, EXIT_INPUT_ERROR, EXIT_OK
 from tests.fixtures.nats import NatsServer, eventually, group_failed, score_request
 
@@ -158,7 +158,7 @@ async def test_an_actor_writes_and_reads_only_what_it_declares(bus: Bus) -> None
 async def test_when_one_actor_fails_the_others_are_cancelled(bus: Bus) -> None:
     with pytest.raises(ExceptionGroup) as failed:
         await host(bus, [echo(), scripted(after=raising(RuntimeError("broken")))])
-    assert [str(leaf) for leaf in leaves(failed.value)] == ["broken"]
+    assert [str(leaf) for leaf in flatten(failed.value)] == ["broken"]
     assert not await is_member(bus, "echo.0")
 
 
@@ -170,7 +170,7 @@ async def test_a_value_error_before_the_start_is_wrong_input_and_later_a_failure
     with pytest.raises(ExceptionGroup) as early:
         await host(bus, [scripted(before=raising(ValueError("data/train.jsonl, line 3: not JSON")))])
     assert exit_code_of(early.value) == EXIT_INPUT_ERROR
-    assert "line 3" in str(leaves(early.value)[0])
+    assert "line 3" in str(flatten(early.value)[0])
     with pytest.raises(ExceptionGroup) as late:
         await host(bus, [scripted(after=raising(ValueError("a bug")))])
     assert exit_code_of(late.value) == EXIT_FAILED

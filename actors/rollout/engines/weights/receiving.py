@@ -17,7 +17,7 @@ from actors.rollout.sglang.client import SglangClient
 from actors.rollout.sglang.errors import EngineError, EngineFailed, EngineSilent, RequestRefused
 from actors.rollout.sglang.updates import WeightUpdates
 from messages import BucketSent, UpdateGroupsOffered, WeightSyncFinished, WeightSyncPrepared
-from runtime.bus.background import beside
+from runtime.bus.background import in_background
 
 log = structlog.get_logger()
 
@@ -93,7 +93,7 @@ class Receiver:
             EngineSilent: the weight sync was closed, and the engine still waits.
         """
         with anyio.CancelScope() as scope:
-            async with beside(lambda: _cut_when_over(member, scope)):
+            async with in_background(lambda: _cut_when_over(member, scope)):
                 await self._do(url, member, step)
         if scope.cancelled_caught:
             raise EngineSilent(f"{url}: is still in weight sync {member.session}, which was closed")

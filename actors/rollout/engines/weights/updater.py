@@ -14,7 +14,7 @@ from actors.rollout.engines.weights.sync import SyncMember
 from actors.rollout.sglang.client import ADMIN_TIMEOUT_S, Load, SglangClient
 from actors.rollout.sglang.errors import EngineError, EngineSilent, EngineUnavailable
 from messages import WeightsAnnounced
-from runtime.bus.background import beside
+from runtime.bus.background import in_background
 
 log = structlog.get_logger()
 
@@ -136,7 +136,7 @@ class Updater:
             if self._mode == "drain":
                 await self._until_idle(url)
             else:
-                async with beside(lambda: self._keep_interrupting(url)):
+                async with in_background(lambda: self._keep_interrupting(url)):
                     await self._until_idle(url)
             async with self._paused(url, "retract"):
                 yield
@@ -179,7 +179,7 @@ class Updater:
         if self._mode == "drain":
             await self._client.update_weights(url, announced.path, label)
             return
-        async with beside(lambda: self._keep_interrupting(url)):
+        async with in_background(lambda: self._keep_interrupting(url)):
             await self._client.update_weights(url, announced.path, label)
 
     async def _keep_interrupting(self, url: str) -> None:

@@ -20,7 +20,7 @@ from runtime.process.actor import InputError
 from runtime.process.hosting import host
 from runtime.settings.recipe import DataConfig
 from runtime.settings.topology import Topology
-from runtime.util.errors import leaves
+from runtime.util.errors import flatten
 from tests.build.topology import topology_with
 from tests.support.rollout import announcement
 
@@ -137,6 +137,6 @@ async def test_a_function_that_fails_later_ends_the_run_with_its_number(bus: Bus
     await bus.publish(announcement(1))
     with pytest.raises(ExceptionGroup) as caught, anyio.fail_after(15):
         await host(bus, [hosted("buffer", wide, Path())])
-    (found,) = leaves(caught.value)
+    (found,) = flatten(caught.value)
     assert isinstance(found, InputError)
     assert str(found).endswith("mine.py:source(9): raised ZeroDivisionError: division by zero")

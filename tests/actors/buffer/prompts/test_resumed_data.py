@@ -13,7 +13,7 @@ from runtime.bus.bus import Bus
 from runtime.process.actor import InputError
 from runtime.process.hosting import host
 from runtime.settings.topology import Topology
-from runtime.util.errors import leaves
+from runtime.util.errors import flatten
 from tests.build.topology import topology_with
 
 pytestmark = pytest.mark.anyio
@@ -51,7 +51,7 @@ async def load(bus: Bus, topology: Topology) -> list[PromptsLoaded]:
 async def refusal(bus: Bus, topology: Topology) -> str:
     with pytest.raises(ExceptionGroup) as caught, anyio.fail_after(15):
         await host(bus, [hosted("buffer", topology, Path())])
-    (error,) = leaves(caught.value)
+    (error,) = flatten(caught.value)
     assert isinstance(error, InputError)
     return str(error)
 

@@ -15,7 +15,7 @@ from runtime.bus.errors import PublishTimeout, StreamFull
 from runtime.bus.limits import KIB
 from runtime.process.actor import InputError
 from runtime.process.hosting import host
-from runtime.util.errors import leaves
+from runtime.util.errors import flatten
 from tests.actors.buffer.storage.test_pressure import at_work
 from tests.actors.buffer.storage.test_trimming import topology_of
 from tests.fixtures.nats import TEST_LIMITS, TEST_STREAMS, NatsServer, group_failed
@@ -90,7 +90,7 @@ async def test_a_full_log_without_a_snapshot_is_widened_a_little_and_once(
     await fill(impatient)
     with pytest.raises(ExceptionGroup) as failed:
         await next_start(impatient, tmp_path)
-    assert any(isinstance(error, InputError) and "bus.event_bytes" in str(error) for error in leaves(failed.value))
+    assert any(isinstance(error, InputError) and "bus.event_bytes" in str(error) for error in flatten(failed.value))
     assert (await bus.state(Plane.EVENT)).max_bytes <= LOG_BYTES * 1.05
 
 

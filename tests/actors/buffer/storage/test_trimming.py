@@ -49,7 +49,7 @@ from runtime.ledger.group_life import GroupLife
 from runtime.process.actor import InputError
 from runtime.process.hosting import host
 from runtime.settings.topology import Topology
-from runtime.util.errors import leaves
+from runtime.util.errors import flatten
 from tests.actors.buffer.test_whole_runs import World
 from tests.build.topology import topology_with
 from tests.fixtures.nats import eventually
@@ -318,7 +318,7 @@ async def test_a_trimmed_log_without_its_archive_and_without_a_snapshot_is_refus
     monkeypatch.setattr("actors.buffer.ledger_log.FOLD_VERSION", 99)
     with pytest.raises(ExceptionGroup) as failed:
         await host(bus, [hosted("buffer", topology, tmp_path / "elsewhere")])
-    (error,) = leaves(failed.value)
+    (error,) = flatten(failed.value)
     assert isinstance(error, InputError)
     assert "has no snapshot that this version can load" in str(error)
 
@@ -336,7 +336,7 @@ async def test_a_log_that_an_older_buffer_trims_meanwhile_is_not_taken_over(
     monkeypatch.setattr(LedgerLog, "load", older)
     with pytest.raises(ExceptionGroup) as caught, anyio.fail_after(15):
         await host(bus, [hosted("buffer", topology_of(tmp_path, trim_min_events=1), tmp_path)])
-    (error,) = leaves(caught.value)
+    (error,) = flatten(caught.value)
     assert "while it was read" in str(error)
     assert await bus.last_ledger_seq() == 0
 
@@ -350,7 +350,7 @@ async def test_changed_data_are_refused_after_their_fingerprint_was_trimmed(bus:
     (tmp_path / "prompts.jsonl").write_text('{"input": "7", "label": "2"}\n')
     with pytest.raises(ExceptionGroup) as failed:
         await host(bus, [hosted("buffer", topology, tmp_path)])
-    (error,) = leaves(failed.value)
+    (error,) = flatten(failed.value)
     assert "is not what this run began with" in str(error)
 
 

@@ -18,7 +18,7 @@ from actors.rollout.engines.weights.verifier import UpdateResult, WeightVerifier
 from actors.rollout.sglang.client import RouterWorker, SglangClient
 from actors.rollout.sglang.errors import EngineError, EngineUnavailable
 from messages import EngineState, WeightsAnnounced
-from runtime.bus.background import beside
+from runtime.bus.background import in_background
 from tests.fixtures.nats import eventually
 from tests.support.one_router import OneRouter
 from tests.support.rollout import announcement
@@ -152,7 +152,7 @@ async def until_out(engine: Engine, target: FleetTarget) -> None:
 
 
 async def admitted_while_weights_change(engine: Engine, target: FleetTarget) -> None:
-    async with beside(lambda: change_weights_of(engine, target)):
+    async with in_background(lambda: change_weights_of(engine, target)):
         await engine.admit()
 
 

@@ -25,7 +25,7 @@ from messages.subjects import stream_of
 from runtime.bus.addresses import Address, address_key
 from runtime.bus.bus import Bus
 from runtime.bus.nats.store import api_call
-from runtime.util.errors import leaves
+from runtime.util.errors import flatten
 from runtime.util.retrying import Backoff
 from tests.build.topology import topology_with
 from tests.fixtures.nats import eventually
@@ -216,7 +216,7 @@ async def test_weights_that_no_engine_takes_end_the_actor_with_the_reason(bus: B
                 await bus.publish(announcement(1, probe=PROBE))
                 await anyio.sleep(20)
         except ExceptionGroup as group:
-            errors = leaves(group)
+            errors = flatten(group)
     assert ["differ from the trainer's by 0.1 in the mean, over 0.001" in str(error) for error in errors] == [True]
     assert len(agent.asked) == MAX_RESTARTS
 

@@ -15,7 +15,7 @@ from runtime.bus.errors import PayloadLost
 from runtime.ledger.fold import FOLD_VERSION, LEDGER_EVENTS, LedgerState, fold
 from runtime.process.actor import InputError
 from runtime.settings.topology import Topology
-from runtime.util.errors import leaves
+from runtime.util.errors import flatten
 from tests.actors.trainer.hosting import names, of, running, said_until
 from tests.actors.trainer.logs import publish_batch, publish_groups
 from tests.build.topology import MakeTopology
@@ -125,7 +125,7 @@ async def test_a_log_without_its_beginning_and_without_a_snapshot_of_it_is_refus
     await bus.purge(Plane.EVENT, below_seq=3)
     with pytest.raises(ExceptionGroup) as caught:
         await caught_up(Feed(bus))
-    (error,) = leaves(caught.value)
+    (error,) = flatten(caught.value)
     assert isinstance(error, InputError)
     assert "the log begins at event 3" in str(error)
 

@@ -8,7 +8,7 @@ import pytest
 
 from runtime.bus.bus import Bus
 from runtime.node.claims.node_claim import NodeClaim, NodeClaimed, NodeHolder
-from runtime.node.daemon import NodeAgent
+from runtime.node.daemon import NodeDaemon
 from runtime.node.node_plan import NodePlan
 from tests.fixtures.nats import TEST_STREAMS, NatsServer, eventually
 from tests.runtime.node.test_daemon import Running, player
@@ -105,4 +105,4 @@ async def test_of_two_agents_in_two_directories_on_one_server_the_second_ends(
     assert first.outcome is not None
     assert first.outcome.finished
     assert not (tmp_path / "two" / "logs" / "player.jsonl").exists()
-    assert isinstance(first.agent, NodeAgent)
+    assert isinstance(first.agent, NodeDaemon)

@@ -9,9 +9,9 @@ from pathlib import Path
 import anyio
 import pytest
 
-from runtime.node.supervisor.heartbeats import Pulse, stillness, wait_until_still
+from runtime.node.supervisor.heartbeats import Heartbeats, stillness, wait_until_still
 from runtime.node.supervisor.state_changes import Exited, Started
-from runtime.settings.processes import GivesPulse, ProcessSpec
+from runtime.settings.processes import ProcessSpec, SendsHeartbeats
 from tests.runtime.node.supervisor.test_supervisor import Changes, said, supervising
 
 pytestmark = pytest.mark.anyio
@@ -33,7 +33,7 @@ anyio.run(main)
 
 def actor(code: str = ACTOR) -> ProcessSpec:
     return ProcessSpec(
-        name="reward", command=(sys.executable, "-c", code), probe=GivesPulse(), unresponsive_after_s=LIMIT_S
+        name="reward", command=(sys.executable, "-c", code), probe=SendsHeartbeats(), unresponsive_after_s=LIMIT_S
     )
 
 
@@ -56,12 +56,12 @@ def test_only_looks_that_came_in_time_and_saw_nothing_add_up() -> None:
 
 async def test_before_its_first_sign_a_process_has_more_time() -> None:
     """And what its former life has left in the pipe is no sign of this one."""
-    pulse = Pulse()
-    os.write(pulse.given, b".")
+    heartbeats = Heartbeats()
+    os.write(heartbeats.given, b".")
     with anyio.move_on_after(3 * LIMIT_S) as scope:
-        await wait_until_still(pulse, LIMIT_S)
+        await wait_until_still(heartbeats, LIMIT_S)
     assert scope.cancelled_caught
-    pulse.close()
+    heartbeats.close()
 
 
 async def test_an_actor_that_is_stopped_is_killed_and_started_again(tmp_path: Path) -> None:

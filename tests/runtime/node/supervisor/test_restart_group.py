@@ -9,7 +9,7 @@ import anyio
 import pytest
 
 from runtime.node.supervisor.state_changes import Exited, Started
-from runtime.settings.processes import PartOf, ProcessSpec
+from runtime.settings.processes import ProcessSpec, RestartGroupSpec
 from tests.fixtures.nats import eventually
 from tests.runtime.node.supervisor.test_supervisor import SLEEPER, said, supervising
 
@@ -20,7 +20,7 @@ MEETS = "import sys; print('meets at', sys.argv[1], flush=True); " + SLEEPER
 
 def part(name: str, number: int = 2, **settings: object) -> ProcessSpec:
     command = (sys.executable, "-c", MEETS, "{peers}")
-    return ProcessSpec(name=name, command=command, part_of=PartOf("engine", number), **settings)  # type: ignore[arg-type]
+    return ProcessSpec(name=name, command=command, restart_group=RestartGroupSpec("engine", number), **settings)  # type: ignore[arg-type]
 
 
 def meetings(run_dir: Path, name: str) -> list[str]:
@@ -56,7 +56,7 @@ async def test_when_one_dies_all_are_started_again_once_all_have_ended(tmp_path:
         ends = [change for change in changes.of(Exited) if isinstance(change, Exited)]
         assert {end.spec.name: end.reason for end in ends} == {
             names[killed]: "killed by SIGKILL",
-            names[1 - killed]: f"{names[killed]}, another part of engine, had ended",
+            names[1 - killed]: f"{names[killed]}, another process of engine, had ended",
         }
         order = [type(change) for change in changes.all if isinstance(change, Started | Exited)]
         assert order == [Started, Started, Exited, Exited, Started, Started]
