@@ -140,9 +140,9 @@ class Engine:
         elif not await self._continued():
             return False
         if self.state is EngineState.PAUSED:
-            self._apply(Trigger.CONTINUED, "it goes on")
+            self._apply(Trigger.CONTINUED, "its pause has ended")
         elif self.state is EngineState.GONE:
-            self._apply(Trigger.FOUND, "it answers")
+            self._apply(Trigger.FOUND, "it is reachable")
         self.answers = True
         return True
 
@@ -239,7 +239,7 @@ class Engine:
 
     def replaced(self) -> None:
         """Its server was restarted: a new Engine replaces this one."""
-        self._apply(Trigger.LOST, "it was started again")
+        self._apply(Trigger.LOST, "its process was restarted")
 
     def reroute(self) -> None:
         """The router changed: accept requests again once the new router lists this engine."""
@@ -298,7 +298,7 @@ class Engine:
     async def _recovered(self) -> bool:
         if not await makes_tokens(self._client, self.url, SUSPECT_LOOK_S):
             return False
-        self._apply(Trigger.MOVED, "it makes tokens")
+        self._apply(Trigger.MOVED, "it generates tokens again")
         return True
 
     async def _loss(self) -> tuple[Trigger, str] | None:
@@ -314,7 +314,7 @@ class Engine:
         except EngineError as error:
             return Trigger.LOST, str(error)
         if label != self._label and not updating and self.state is not EngineState.UPDATING:
-            return Trigger.LOST, f"calls its weights {label!r}, it verified {self._label!r}"
+            return Trigger.LOST, f"reports weights {label!r}, expected the verified {self._label!r}"
         if await self.registration.is_missing():
             return Trigger.REROUTED, "the router does not know it any more"
         return None

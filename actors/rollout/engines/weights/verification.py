@@ -58,7 +58,7 @@ def is_thorough(verify: Verify | None, announced: WeightsAnnounced, *, first: bo
 
 def label_mismatch(label: str, answered: str | None) -> str:
     """Return why an engine's label shows an incomplete update; empty if it matches."""
-    return "" if answered == label else f"calls its weights {answered!r}, it was to load {label!r}"
+    return "" if answered == label else f"reports weights {answered!r}, expected {label!r}"
 
 
 def probe_mismatch(probe: WeightProbe, answered: Sequence[float | None], *, tolerance: float) -> str:
@@ -125,7 +125,7 @@ class KnownChecksums:
             all_digits: different files always give different tensors on this engine.
         """
         if not tensors:
-            return "does not say the checksum of its weights"
+            return "reports no checksum of its weights"
         seen = self._seen.get(server.layout, {})
         same = seen.get(files)
         if same is not None and same.tensors != tensors:

@@ -56,7 +56,7 @@ def test_a_probe_is_refused_exactly_above_the_tolerance(shifts: list[float], tol
 
 def test_a_label_is_taken_or_it_is_not() -> None:
     assert label_mismatch("7@e.1", "7@e.1") == ""
-    assert label_mismatch("7@e.1", "6@e.1") == "calls its weights '6@e.1', it was to load '7@e.1'"
+    assert label_mismatch("7@e.1", "6@e.1") == "reports weights '6@e.1', expected '7@e.1'"
     assert label_mismatch("7@e.1", None)
 
 
