@@ -22,7 +22,7 @@ from actors.buffer.prompts.storing import AvailablePrompts, PromptStore
 from actors.buffer.storage.pressure import RECHECK_S, Pressure
 from actors.buffer.storage.recorder import Recorder
 from actors.buffer.storage.trimming import Trimmer
-from actors.buffer.waiting import Activity, describe_source, describe_wait
+from actors.buffer.waiting import LONG_S, Activity, describe_source, describe_wait
 from messages import (
     BatchReady,
     BufferStarted,
@@ -111,7 +111,24 @@ class BufferActor(Actor):
         EvalCompleted,
     )
 
-    def __init__(self, topology: Topology, bus: Bus, run_dir: Path) -> None:
+    def __init__(
+        self,
+        topology: Topology,
+        bus: Bus,
+        run_dir: Path,
+        *,
+        recheck_s: float = RECHECK_S,
+        long_activity_s: float = LONG_S,
+    ) -> None:
+        """Start empty.
+
+        Args:
+            topology: the topology, with its recipe.
+            bus: the bus.
+            run_dir: run directory, for the archive of the log.
+            recheck_s: minimum seconds between two measurements of the streams.
+            long_activity_s: seconds below which `waits_for` does not report an activity.
+        """
         self._topology = topology
         self._bus = bus
         self._run_dir = run_dir
@@ -119,9 +136,9 @@ class BufferActor(Actor):
         self._left_out_step = 0  # newest checkpoint step whose snapshot does not fit into an event
         self._selector = Selector(topology, bus.publish)
         self._trimmer = Trimmer(bus, run_dir, topology.buffer.trim_min_events)
-        self._pressure = Pressure(bus, self._trimmer.is_busy)
+        self._pressure = Pressure(bus, self._trimmer.is_busy, recheck_s=recheck_s)
         self._schedule: Schedule | None = None  # set once the data is read
-        self._activity = Activity()
+        self._activity = Activity(long_s=long_activity_s)
         self._store = PromptStore(bus)
         self._issue_prompts: dict[int, Prompt] = {}  # prompts of the groups being issued, by number
         self._recorder = Recorder(topology, bus)

@@ -10,7 +10,7 @@ from runtime.ledger.fold import Evaluation, LedgerState, Stage
 from runtime.settings.recipe import DataConfig
 from runtime.util.formatting import count_of, duration
 
-LONG_S: Final = 1.0  # shorter activities are not reported
+LONG_S: Final = 1.0
 STAGE_TEXTS: Final = {
     Stage.READY: "ready",
     Stage.COMPLETED: "waiting for a verdict",
@@ -19,9 +19,14 @@ STAGE_TEXTS: Final = {
 
 
 class Activity:
-    """The current activity outside the event loop, and its start."""
+    """The current activity outside the event loop, and its start.
 
-    def __init__(self) -> None:
+    Args:
+        long_s: seconds below which an activity is not reported.
+    """
+
+    def __init__(self, *, long_s: float = LONG_S) -> None:
+        self._long_s = long_s
         self._what = ""
         self._since = 0.0
 
@@ -35,9 +40,9 @@ class Activity:
             self._what = ""
 
     def words(self) -> str:
-        """The activity and its duration; empty if it runs for less than LONG_S."""
+        """The activity and its duration; empty if it runs for less than `long_s`."""
         took_s = time.monotonic() - self._since
-        return f"{self._what}, for {duration(took_s)}" if self._what and took_s >= LONG_S else ""
+        return f"{self._what}, for {duration(took_s)}" if self._what and took_s >= self._long_s else ""
 
 
 def describe_source(data: Sequence[DataConfig]) -> str:

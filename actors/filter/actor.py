@@ -26,7 +26,7 @@ ACK_WAIT_S = 5.0  # redelivery delay for the groups that a killed filter held
 GIVE_BACK_TIMEOUT_S = 1.0
 MAX_ACK_PENDING = 1024  # summed over all filter actors
 MAX_CONCURRENT_VERDICTS = 16  # concurrency of built-in filters, so that publishes and acks of several groups overlap
-FILTER_TIMEOUT_S = 10.0  # for one group in a user's filter
+FILTER_TIMEOUT_S = 10.0
 MAX_REASON_CHARS = 500
 
 log = structlog.get_logger()
@@ -41,9 +41,20 @@ class FilterActor(Actor):
     reads = (GroupCompleted, PromptStored)
     writes = (VerdictGiven,)
 
-    def __init__(self, topology: Topology, bus: Bus) -> None:
-        """Raises ValueError for an unknown filter, PluginError if a user's filter cannot be used."""
+    def __init__(self, topology: Topology, bus: Bus, *, timeout_s: float = FILTER_TIMEOUT_S) -> None:
+        """Find the filter.
+
+        Args:
+            topology: the topology, with its recipe.
+            bus: the bus.
+            timeout_s: maximum seconds of a user's filter for one group.
+
+        Raises:
+            ValueError: the filter is unknown.
+            PluginError: a user's filter cannot be used.
+        """
         self._bus = bus
+        self._timeout_s = timeout_s
         self._name = topology.rollout.dynamic_filter or "none"
         self._keeps_spares = topology.rollout.keep_when_insufficient
         self._filter = find_filter(self._name)
@@ -98,13 +109,13 @@ class FilterActor(Actor):
 
     async def _verdict_on(self, group: GroupCompleted) -> Verdict:
         try:
-            with anyio.fail_after(FILTER_TIMEOUT_S):
+            with anyio.fail_after(self._timeout_s):
                 if group.prompt_parts and self._name not in BUILT_IN_FILTERS:  # built-in filters do not read metadata
                     metadata = (await fetch_prompt(self._bus, group.prompt_parts)).metadata
                     group = msgspec.structs.replace(group, metadata=metadata)
                 verdict = await _call_filter(self._filter, self._name, group, self._threads)
         except Exception as error:  # noqa: BLE001 - a user's filter may raise anything; the group fails, the run continues
-            reason = f"no verdict within {FILTER_TIMEOUT_S:g} s" if isinstance(error, TimeoutError) else repr(error)
+            reason = f"no verdict within {self._timeout_s:g} s" if isinstance(error, TimeoutError) else repr(error)
             return Verdict(outcome=Outcome.FAILED, reason=reason[:MAX_REASON_CHARS])
         if self._keeps_spares and verdict.outcome is Outcome.DROP:
             return Verdict(outcome=Outcome.SPARE, reason=verdict.reason)

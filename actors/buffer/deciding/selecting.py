@@ -1,5 +1,6 @@
 """Calls a user's selection function. A failure falls back to first come, first served; no group is lost or doubled."""
 
+import threading
 from collections.abc import Awaitable, Callable
 from typing import Any, Final, get_args
 
@@ -14,7 +15,7 @@ from runtime.settings.topology import Topology
 
 log = structlog.get_logger()
 
-SELECTION_TIMEOUT_S: Final = 10.0  # for one call of a user's function
+SELECTION_TIMEOUT_S: Final = 10.0
 MAX_REASON_CHARS: Final = 500
 THREADS: Final = 2  # a function that hangs occupies a thread
 
@@ -25,13 +26,18 @@ class Selector:
     Args:
         topology: the topology, with its recipe.
         report: called with each failure.
+        timeout_s: maximum seconds for one call of a user's function.
 
     Raises:
         ValueError: no function has the given name; PluginError if a user's function cannot be used.
     """
 
     def __init__(
-        self, topology: Topology, report: Callable[[SelectionFailed], Awaitable[object]] | None = None
+        self,
+        topology: Topology,
+        report: Callable[[SelectionFailed], Awaitable[object]] | None = None,
+        *,
+        timeout_s: float = SELECTION_TIMEOUT_S,
     ) -> None:
         names = {"over_sampling_filter": topology.rollout.over_sampling_filter}
         names["buffer_filter"] = topology.rollout.buffer_filter
@@ -41,15 +47,16 @@ class Selector:
             function = None if name is None else find_selection(kind, name)
             if function is not None:
                 self._functions[kind] = function
-        self._threads = anyio.CapacityLimiter(THREADS)
+        self._free = threading.BoundedSemaphore(THREADS)  # a capacity limiter forgets abandoned threads
         self._report = report
+        self._timeout_s = timeout_s
 
     async def choose(self, selection: Selection) -> Chosen:
         """The function's choice, or the first groups if it raises, hangs or gives an invalid answer."""
         try:
             return await self._call(selection)
         except Exception as error:  # noqa: BLE001 - a user's function may raise anything; the run continues without it
-            reason = f"no answer within {SELECTION_TIMEOUT_S:g} s" if isinstance(error, TimeoutError) else repr(error)
+            reason = f"no answer within {self._timeout_s:g} s" if isinstance(error, TimeoutError) else repr(error)
             log.warning("selection_failed", kind=selection.kind, reason=reason, instead="first come first")
             if self._report is not None:
                 failed = SelectionFailed(
@@ -59,15 +66,18 @@ class Selector:
             return first_come(selection)
 
     async def _call(self, selection: Selection) -> Chosen:
-        if not self._threads.available_tokens:
-            raise RuntimeError(f"{THREADS} earlier calls of the function have not returned")
         arguments: list[Any] = [list(selection.groups)]
         if selection.kind == "buffer_filter":
             arguments.append(selection.count)
         function = self._functions[selection.kind]
 
         def call() -> Chosen:
-            return chosen_of(selection, function(*arguments))  # reads a generator here, in the thread
+            try:
+                return chosen_of(selection, function(*arguments))  # reads a generator here, in the thread
+            finally:
+                self._free.release()
 
-        with anyio.fail_after(SELECTION_TIMEOUT_S):
-            return await to_thread.run_sync(call, abandon_on_cancel=True, limiter=self._threads)
+        if not self._free.acquire(blocking=False):
+            raise RuntimeError(f"{THREADS} earlier calls of the function have not returned")
+        with anyio.fail_after(self._timeout_s):
+            return await to_thread.run_sync(call, abandon_on_cancel=True, limiter=anyio.CapacityLimiter(1))

@@ -33,7 +33,7 @@ def makes_room_later(state: LedgerState, *, checkpoint_requested: bool) -> bool:
 
     Args:
         state: the ledger.
-        checkpoint_asked: whether a checkpoint was requested within CHECKPOINT_WAIT_S.
+        checkpoint_requested: whether a checkpoint was requested within CHECKPOINT_WAIT_S.
     """
     at_work = any(group.stage in (Stage.IN_FLIGHT, Stage.COMPLETED) for group in state.groups.values())
     again = min(state.taken_back, default=None)  # a rebuilt batch needs new groups, and trains first
@@ -48,11 +48,13 @@ class Pressure:
     Args:
         bus: the bus.
         trims: returns whether the log is being trimmed, or about to be.
+        recheck_s: minimum seconds between two measurements; also the interval while issuing waits.
     """
 
-    def __init__(self, bus: Bus, trims: Callable[[], bool]) -> None:
+    def __init__(self, bus: Bus, trims: Callable[[], bool], *, recheck_s: float = RECHECK_S) -> None:
         self._bus = bus
         self._trims = trims
+        self._recheck_s = recheck_s
         self._used: dict[Plane, float] = {}
         self._data_bytes = -1  # limit of the data stream; -1: no limit
         self._short = False  # the next groups' prompts do not fit into the data stream
@@ -62,7 +64,7 @@ class Pressure:
         self._requested_step = 0
         self._requested_at = -CHECKPOINT_WAIT_S
         self._holding = ""  # why issuing waits
-        self._measured_at = -RECHECK_S
+        self._measured_at = -recheck_s
 
     @property
     def holding(self) -> str:
@@ -81,7 +83,7 @@ class Pressure:
             state: the ledger.
             adding: bytes of prompts that issuing stores in the data stream first.
         """
-        if not self._used or time.monotonic() - self._measured_at >= RECHECK_S:
+        if not self._used or time.monotonic() - self._measured_at >= self._recheck_s:
             await self._measure()  # even if a background measurement runs: its result is not available yet
         over = {plane: used for plane, used in self._used.items() if used > HOLD_ABOVE}
         if await self._is_short(adding):
@@ -105,11 +107,11 @@ class Pressure:
     async def run(self) -> None:
         """Measure the streams after events of the log, with a minimum interval, until cancelled."""
         while True:
-            with anyio.move_on_after(RECHECK_S if self._holding else CHECK_INTERVAL_S):
+            with anyio.move_on_after(self._recheck_s if self._holding else CHECK_INTERVAL_S):
                 await self._changed.wait()
             self._changed = anyio.Event()
             await self._measure()
-            await anyio.sleep(RECHECK_S)
+            await anyio.sleep(self._recheck_s)
 
     async def _measure(self) -> None:
         self._measured_at = time.monotonic()

@@ -4,8 +4,10 @@ import time
 from pathlib import Path
 
 import anyio
+import msgspec
 import pytest
 
+from actors.buffer.actor import BufferActor
 from actors.buffer.deciding.decide import Schedule
 from actors.buffer.waiting import Activity, describe_wait
 from actors.registry import hosted
@@ -73,8 +75,7 @@ def test_what_takes_a_moment_only_is_not_waited_for(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.anyio
-async def test_a_data_function_that_hangs_is_named(bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("actors.buffer.waiting.LONG_S", 0.05)
+async def test_a_data_function_that_hangs_is_named(bus: Bus, tmp_path: Path) -> None:
     source, go_on = tmp_path / "mine.py", tmp_path / "go_on"
     source.write_text(
         f"import pathlib, time\ndef endless(number):\n    while not pathlib.Path({str(go_on)!r}).exists():\n"
@@ -91,7 +92,11 @@ async def test_a_data_function_that_hangs_is_named(bus: Bus, tmp_path: Path, mon
         return given.waits_for.startswith(f"the data function {source}:endless, for ")
 
     async with anyio.create_task_group() as group:
-        group.start_soon(host, bus, [hosted("buffer", topology, tmp_path)])
+        buffer = msgspec.structs.replace(
+            hosted("buffer", topology, tmp_path),
+            build=lambda view: BufferActor(topology, view, tmp_path, long_activity_s=0.05),
+        )
+        group.start_soon(host, bus, [buffer])
         try:
             await eventually(is_named)
         finally:

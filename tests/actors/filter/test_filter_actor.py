@@ -7,8 +7,7 @@ from pathlib import Path
 import anyio
 import pytest
 
-import actors.filter.actor
-from actors.filter.actor import FilterActor
+from actors.filter.actor import FILTER_TIMEOUT_S, FilterActor
 from messages.events import GroupCompleted, Outcome, VerdictGiven
 from messages.samples import SampleStatus, SampleSummary
 from runtime.bus.bus import Bus
@@ -20,9 +19,11 @@ pytestmark = pytest.mark.anyio
 
 
 @asynccontextmanager
-async def running(bus: Bus, dynamic_filter: str | None, **rollout: bool) -> AsyncGenerator[FilterActor]:
+async def running(
+    bus: Bus, dynamic_filter: str | None, *, timeout_s: float = FILTER_TIMEOUT_S, **rollout: bool
+) -> AsyncGenerator[FilterActor]:
     topology = topology_with(rollout={"dynamic_filter": dynamic_filter, **rollout})
-    actor = FilterActor(topology, bus)
+    actor = FilterActor(topology, bus, timeout_s=timeout_s)
     async with anyio.create_task_group() as group:
         await group.start(actor.run)
         yield actor
@@ -105,15 +106,13 @@ async def later(group): return len(group.response_lens) == 2
 async def test_a_users_filter_decides_or_fails_its_group(
     bus: Bus,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     name: str,
     rewards: list[float | None],
     outcome: Outcome,
     reason: str | None,
 ) -> None:
-    monkeypatch.setattr(actors.filter.actor, "FILTER_TIMEOUT_S", 0.2)
     (tmp_path / "mine.py").write_text(USER_FILTERS)
-    async with running(bus, f"{tmp_path}/mine.py:{name}") as actor, bus.read(VerdictGiven) as verdicts:
+    async with running(bus, f"{tmp_path}/mine.py:{name}", timeout_s=0.2) as actor, bus.read(VerdictGiven) as verdicts:
         await complete(bus, 1, rewards)
         verdict = await next_verdict(verdicts)
         assert actor.stats()[f"num_{outcome}"] == 1

@@ -1,6 +1,5 @@
 """Which groups are taken first, and what becomes of a function that answers nonsense."""
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import actors.buffer.deciding.selecting
 from actors.buffer.deciding.selecting import Selector
 from actors.buffer.deciding.selection import (
     Chosen,
@@ -139,31 +137,33 @@ def endless(groups, n): return itertools.repeat(groups[0])
     ],
 )
 async def test_a_users_function_chooses_or_the_first_come_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, taken: tuple[int, ...], failed: int
+    tmp_path: Path, name: str, taken: tuple[int, ...], failed: int
 ) -> None:
-    monkeypatch.setattr(actors.buffer.deciding.selecting, "SELECTION_TIMEOUT_S", 0.2)
     (tmp_path / "mine.py").write_text(FUNCTIONS)
     told: list[SelectionFailed] = []
 
     async def report(event: SelectionFailed) -> None:
         told.append(event)
 
-    selector = Selector(topology_with(rollout={"buffer_filter": f"{tmp_path}/mine.py:{name}"}), report)
+    selector = Selector(topology_with(rollout={"buffer_filter": f"{tmp_path}/mine.py:{name}"}), report, timeout_s=0.2)
     assert await selector.choose(POOL) == Chosen(kind="buffer_filter", group_ids=taken)
     assert [(event.kind, event.num_groups) for event in told] == [("buffer_filter", len(POOL.groups))] * failed
 
 
 @pytest.mark.anyio
-async def test_functions_that_hang_are_not_waited_for_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(actors.buffer.deciding.selecting, "SELECTION_TIMEOUT_S", 0.1)
+async def test_functions_that_hang_are_not_waited_for_again(tmp_path: Path) -> None:
+    reasons: list[str] = []
+
+    async def report(event: SelectionFailed) -> None:
+        reasons.append(event.reason)
+
     (tmp_path / "mine.py").write_text(FUNCTIONS)
-    selector = Selector(topology_with(rollout={"buffer_filter": f"{tmp_path}/mine.py:hangs"}))
-    for _ in range(2):
-        await selector.choose(POOL)
-    monkeypatch.setattr(actors.buffer.deciding.selecting, "SELECTION_TIMEOUT_S", 60.0)
-    started = time.monotonic()
-    assert await selector.choose(POOL) == first_come(POOL)
-    assert time.monotonic() - started < 5
+    topology = topology_with(rollout={"buffer_filter": f"{tmp_path}/mine.py:hangs"})
+    selector = Selector(topology, report, timeout_s=0.1)
+    for _ in range(3):
+        assert await selector.choose(POOL) == first_come(POOL)
+    assert reasons[:2] == ["no answer within 0.1 s"] * 2
+    assert "2 earlier calls of the function have not returned" in reasons[2]  # it was not called
 
 
 def test_a_name_of_nothing_is_refused_with_those_there_are() -> None:

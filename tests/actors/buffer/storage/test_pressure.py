@@ -10,7 +10,8 @@ import anyio
 import msgspec
 import pytest
 
-from actors.buffer.storage.pressure import Pressure, fullest, makes_room_later
+from actors.buffer.actor import BufferActor
+from actors.buffer.storage.pressure import RECHECK_S, Pressure, fullest, makes_room_later
 from actors.registry import hosted
 from messages import (
     BatchReady,
@@ -110,14 +111,23 @@ def give_rows(topology: Topology, metadata: str) -> None:
 
 @asynccontextmanager
 async def at_work(
-    bus: Bus, tmp_path: Path, *, num_steps: int = NUM_STEPS, metadata: str | None = None
+    bus: Bus,
+    tmp_path: Path,
+    *,
+    num_steps: int = NUM_STEPS,
+    metadata: str | None = None,
+    recheck_s: float = RECHECK_S,
 ) -> AsyncGenerator[None]:
     topology = topology_of(tmp_path, trim_min_events=10_000)
     topology = msgspec.structs.replace(topology, train=msgspec.structs.replace(topology.train, num_steps=num_steps))
     if metadata is not None:
         give_rows(topology, metadata)
     async with anyio.create_task_group() as group:
-        group.start_soon(host, bus, [hosted("buffer", topology, tmp_path)])
+        buffer = msgspec.structs.replace(
+            hosted("buffer", topology, tmp_path),
+            build=lambda view: BufferActor(topology, view, tmp_path, recheck_s=recheck_s),
+        )
+        group.start_soon(host, bus, [buffer])
         group.start_soon(Others(bus, num_steps).run)
         yield
         group.cancel_scope.cancel()
@@ -129,12 +139,11 @@ async def at_work(
     ids=["data", "event"],
 )
 async def test_a_run_passes_through_streams_that_hold_a_part_of_it(
-    bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limits: dict[str, int], stream: str
+    bus: Bus, tmp_path: Path, limits: dict[str, int], stream: str
 ) -> None:
-    monkeypatch.setattr("actors.buffer.storage.pressure.RECHECK_S", 0.0)  # these streams are full in a moment
     tiny: StreamLimits = msgspec.structs.replace(TEST_STREAMS, **limits)
     await bus.ensure_streams(tiny)
-    async with at_work(bus, tmp_path):
+    async with at_work(bus, tmp_path, recheck_s=0.0):  # these streams are full in a moment
         finished, _ = await next_event(bus, RunFinished, timeout_s=25)
     assert isinstance(finished, RunFinished)
     async with history(bus, tmp_path) as events:
@@ -151,11 +160,10 @@ async def test_a_run_passes_through_streams_that_hold_a_part_of_it(
     assert 0 < len(requested) < NUM_STEPS
 
 
-async def test_issuing_waits_for_room_for_large_rows(bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_issuing_waits_for_room_for_large_rows(bus: Bus, tmp_path: Path) -> None:
     """Two rows fit, two more do not, while the stream is less full than where a checkpoint is asked for."""
-    monkeypatch.setattr("actors.buffer.storage.pressure.RECHECK_S", 0.0)
     await bus.ensure_streams(msgspec.structs.replace(TEST_STREAMS, data_bytes=400 * KIB))
-    async with at_work(bus, tmp_path, num_steps=4, metadata="x" * 110_000):
+    async with at_work(bus, tmp_path, num_steps=4, metadata="x" * 110_000, recheck_s=0.0):
         finished, _ = await next_event(bus, RunFinished, timeout_s=25)
     assert isinstance(finished, RunFinished)
 
@@ -202,10 +210,9 @@ def test_a_batch_behind_one_that_is_made_again_makes_no_room() -> None:
     assert not makes_room_later(ledger_of(*batched, missing), checkpoint_requested=False)
 
 
-async def test_issuing_waits_above_nine_tenths_and_goes_on_below(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("actors.buffer.storage.pressure.RECHECK_S", 60.0)
+async def test_issuing_waits_above_nine_tenths_and_goes_on_below(bus: Bus) -> None:
     busy = False
-    pressure = Pressure(bus, lambda: busy)
+    pressure = Pressure(bus, lambda: busy, recheck_s=60.0)
     assert not await pressure.holds(LedgerState())  # and has looked
     running = ledger_of(announced(1, 0), issued(0, 1))
     pressure._used = {Plane.EVENT: 0.2, Plane.DATA: 0.89, Plane.WORK: 0.1}
