@@ -49,9 +49,17 @@ class RewardActor(Actor):
     reads = (ScoreRequested, PromptStored)
     writes = (ScoresGiven,)
 
-    def __init__(self, topology: Topology, bus: Bus) -> None:
+    def __init__(self, topology: Topology, bus: Bus, *, ack_wait_s: float = ACK_WAIT_S) -> None:
+        """Start without processes.
+
+        Args:
+            topology: the topology, with its recipe.
+            bus: the bus.
+            ack_wait_s: seconds after which the requests of a killed actor are redelivered.
+        """
         config = topology.reward
         self._bus = bus
+        self._ack_wait_s = ack_wait_s
         self._num_tasks = config.processes * REQUESTS_PER_PROCESS
         self._settings = PoolSettings(
             hello=Hello(
@@ -82,7 +90,7 @@ class RewardActor(Actor):
         async with (
             open_pool(self._settings) as self._pool,
             self._bus.consume(
-                ScoreRequested, durable=DURABLE, ack_wait_s=ACK_WAIT_S, max_ack_pending=MAX_ACK_PENDING
+                ScoreRequested, durable=DURABLE, ack_wait_s=self._ack_wait_s, max_ack_pending=MAX_ACK_PENDING
             ) as deliveries,
             anyio.create_task_group() as tasks,
         ):

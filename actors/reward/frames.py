@@ -53,15 +53,19 @@ class FrameError(ValueError):
     """Invalid or oversized frame."""
 
 
-def encode_frame(struct: msgspec.Struct) -> bytes:
+def encode_frame(struct: msgspec.Struct, *, max_bytes: int = MAX_FRAME_BYTES) -> bytes:
     """Encode a struct as a length-prefixed frame.
 
+    Args:
+        struct: its content.
+        max_bytes: maximum bytes of the frame.
+
     Raises:
-        FrameError: the frame exceeds MAX_FRAME_BYTES.
+        FrameError: the frame exceeds `max_bytes`.
     """
     payload = msgspec.msgpack.encode(struct)
-    if LENGTH_BYTES + len(payload) > MAX_FRAME_BYTES:
-        raise FrameError(f"{len(payload)} bytes, {MAX_FRAME_BYTES} are taken")
+    if LENGTH_BYTES + len(payload) > max_bytes:
+        raise FrameError(f"{len(payload)} bytes, {max_bytes} are taken")
     return len(payload).to_bytes(LENGTH_BYTES, "big") + payload
 
 

@@ -9,17 +9,14 @@ from itertools import takewhile
 import anyio
 import structlog
 
-from actors.reward.frames import FrameError, Grade, Graded, GraderSpec, Hello, encode_frame
+from actors.reward.frames import MAX_FRAME_BYTES, FrameError, Grade, Graded, GraderSpec, Hello, encode_frame
 from actors.reward.process import GraderDiedError, GraderProcess, GraderProcessError
 from actors.reward.samples import GradedSample
 from actors.reward.sandbox import Sandbox
 from runtime.util.retrying import Backoff, retried
 
-QUEUE_SIZE = 1024  # batches of samples; a full queue makes callers wait
 BATCH_S = 0.002  # expected grading time per frame: cheap graders amortize a frame, expensive ones get one each
 MAX_BATCH = 32
-BACKOFF = Backoff()
-MAX_FAILED_STARTS = 8  # consecutive failures, per process
 TICK_S = 0.25
 LATE_S = 0.25  # a tick later than this means that the process was suspended, not that the loop was busy
 TIMEOUT = "timeout"  # error of a score whose grader was killed for exceeding timeout_s
@@ -36,6 +33,10 @@ class PoolSettings:
     num_processes: int = 2
     timeout_s: float = 10.0  # per score, from the moment its grader may start
     max_tries: int = 3  # crashes of processes on one sample before the sample fails
+    queue_size: int = 1024  # batches of samples; a full queue makes callers wait
+    max_failed_starts: int = 8  # consecutive failures, per process
+    max_frame_bytes: int = MAX_FRAME_BYTES  # of a request; a larger one fails its samples
+    backoff: Backoff = field(default_factory=Backoff)  # pauses between starts
 
 
 @dataclass(eq=False, kw_only=True)
@@ -83,7 +84,7 @@ class GraderPool:
 
     def __init__(self, settings: PoolSettings) -> None:
         self._settings = settings
-        self._send_gradings, self._gradings = anyio.create_memory_object_stream[list[_Grading]](QUEUE_SIZE)
+        self._send_gradings, self._gradings = anyio.create_memory_object_stream[list[_Grading]](settings.queue_size)
         self._mean_s: dict[GraderSpec, float] = {}
         self._counts: Counter[str] = Counter()
         self._grading_s = 0.0
@@ -122,7 +123,7 @@ class GraderPool:
         """Keep one process running and busy. Never returns.
 
         Raises:
-            GraderProcessError: the process failed to start MAX_FAILED_STARTS + 1 times in a row.
+            GraderProcessError: the process failed to start max_failed_starts + 1 times in a row.
         """
         gradings: list[_Grading] = []  # taken from the queue, unfinished
         num_idle_deaths = 0  # consecutive, without a score in between
@@ -134,15 +135,15 @@ class GraderPool:
             process = None
             num_idle_deaths = 0 if self._counts["scores"] > num_scores else num_idle_deaths + 1
             if num_idle_deaths > 1:
-                await anyio.sleep(BACKOFF.pause_s(num_idle_deaths - 1))
+                await anyio.sleep(self._settings.backoff.pause_s(num_idle_deaths - 1))
 
     async def _start_again(self) -> GraderProcess:
         return await retried(
             lambda: GraderProcess.start(self._settings.hello, self._settings.sandbox),
             on=GraderProcessError,
-            times=MAX_FAILED_STARTS + 1,
+            times=self._settings.max_failed_starts + 1,
             failed=_log_failed_start,
-            backoff=BACKOFF,
+            backoff=self._settings.backoff,
         )
 
     async def _use(self, process: GraderProcess, gradings: list[_Grading]) -> None:
@@ -172,7 +173,7 @@ class GraderPool:
             while not gradings:
                 gradings.extend(await self._take())
             try:
-                batch, frame = _leading_frame(gradings)
+                batch, frame = _leading_frame(gradings, self._settings.max_frame_bytes)
             except FrameError as error:
                 self._fail(gradings.pop(0), f"too large for a grader process: {error}")
                 continue
@@ -274,7 +275,7 @@ def _leading_batch(gradings: Sequence[_Grading]) -> list[_Grading]:
     return list(takewhile(lambda grading: grading.grader == first, gradings))
 
 
-def _leading_frame(gradings: Sequence[_Grading]) -> tuple[list[_Grading], bytes]:
+def _leading_frame(gradings: Sequence[_Grading], max_bytes: int) -> tuple[list[_Grading], bytes]:
     """The first gradings that fit into one frame, and the frame.
 
     Raises:
@@ -284,7 +285,7 @@ def _leading_frame(gradings: Sequence[_Grading]) -> tuple[list[_Grading], bytes]
     while True:
         samples = tuple(sample for grading in batch for sample in grading.samples)
         try:
-            return batch, encode_frame(Grade(grader=batch[0].grader, samples=samples))
+            return batch, encode_frame(Grade(grader=batch[0].grader, samples=samples), max_bytes=max_bytes)
         except FrameError:
             if len(batch) == 1:
                 raise

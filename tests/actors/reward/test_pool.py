@@ -11,7 +11,6 @@ import anyio
 import anyio.lowlevel
 import pytest
 
-import actors.reward.pool
 from actors.reward.frames import Graded, GraderSpec, Hello
 from actors.reward.pool import GraderPool, PoolSettings, open_pool
 from actors.reward.process import GraderProcess, GraderStartError, GraderUnusableError
@@ -27,7 +26,12 @@ LENGTH = GraderSpec(name=f"{USER_CODE}:length")
 
 
 def pool_of(
-    num_processes: int = 1, timeout_s: float = 2.0, max_tries: int = 2, sandbox: Sandbox | None = None, **hello: Any
+    num_processes: int = 1,
+    timeout_s: float = 2.0,
+    max_tries: int = 2,
+    sandbox: Sandbox | None = None,
+    bounds: dict[str, Any] | None = None,
+    **hello: Any,
 ):
     return open_pool(
         PoolSettings(
@@ -36,6 +40,7 @@ def pool_of(
             num_processes=num_processes,
             timeout_s=timeout_s,
             max_tries=max_tries,
+            **(bounds or {}),
         )
     )
 
@@ -100,10 +105,9 @@ async def test_a_group_function_is_called_once_with_all_samples() -> None:
     assert [graded.error for graded in wrong] == ["returned 1 rewards for 2 samples"] * 2
 
 
-async def test_what_is_too_large_for_a_frame_fails_its_group_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("actors.reward.frames.MAX_FRAME_BYTES", 100_000)  # of ours, not of the grader process
+async def test_what_is_too_large_for_a_frame_fails_its_group_and_nothing_else() -> None:
     rank, row = GraderSpec(name=f"{USER_CODE}:rank", group=True), "x" * 40_000
-    async with pool_of() as pool:
+    async with pool_of(bounds={"max_frame_bytes": 100_000}) as pool:
         large = await tell(pool, *(["a"] * 3), grader=rank, row=row)
         fitting = await tell(pool, "a", "abc", grader=rank, row=row)
         pool._mean_s[LENGTH] = 1e-6  # cheap: many samples share a frame
@@ -335,21 +339,19 @@ async def test_a_module_that_hangs_is_refused_at_the_start(tmp_path: Path) -> No
 
 
 async def test_a_pool_that_cannot_replace_a_process_fails_in_bounded_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(actors.reward.pool, "MAX_FAILED_STARTS", 2)
-    monkeypatch.setattr(actors.reward.pool, "BACKOFF", Backoff(first_s=0.01))
+    bounds = {"max_failed_starts": 2, "backoff": Backoff(first_s=0.01)}
     file = tmp_path / "short_lived.py"
     file.write_text("import os\ndef f(sample): os._exit(1)")
     with pytest.RaisesGroup(GraderUnusableError):
-        async with pool_of(graders=(GraderSpec(name=f"{file}:f"),), max_tries=9, timeout_s=5) as pool:
+        async with pool_of(graders=(GraderSpec(name=f"{file}:f"),), max_tries=9, timeout_s=5, bounds=bounds) as pool:
             await anyio.Path(file).unlink()
             await tell(pool, "x", grader=GraderSpec(name=f"{file}:f"))
 
 
-async def test_more_samples_than_the_queue_holds_are_graded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(actors.reward.pool, "QUEUE_SIZE", 3)
-    async with pool_of(timeout_s=5) as pool:
+async def test_more_samples_than_the_queue_holds_are_graded() -> None:
+    async with pool_of(timeout_s=5, bounds={"queue_size": 3}) as pool:
         grades = await tell(pool, *["abc"] * 50, grader=LENGTH)
     assert [graded.reward for graded in grades] == [3.0] * 50
 

@@ -12,8 +12,7 @@ import anyio
 import msgspec
 import pytest
 
-import actors.reward.actor
-from actors.reward.actor import RewardActor
+from actors.reward.actor import ACK_WAIT_S, RewardActor
 from actors.reward.first_grades import KEY
 from actors.reward.process import GraderUnusableError
 from messages import MessageDeadLettered
@@ -43,9 +42,11 @@ def topology_of(*graders: str, **reward: Any) -> Topology:
 
 
 @asynccontextmanager
-async def running(bus: Bus, *, graders: Sequence[str] = (), **reward: Any) -> AsyncGenerator[RewardActor]:
+async def running(
+    bus: Bus, *, graders: Sequence[str] = (), ack_wait_s: float = ACK_WAIT_S, **reward: Any
+) -> AsyncGenerator[RewardActor]:
     own = {} if reward.get("group_rm") else {f"own-{name}": f"{USER_CODE}:{name}" for name in OWN}
-    actor = RewardActor(topology_of(*graders, graders=own, **reward), bus)
+    actor = RewardActor(topology_of(*graders, graders=own, **reward), bus, ack_wait_s=ack_wait_s)
     async with anyio.create_task_group() as group:
         await group.start(actor.run)
         yield actor
@@ -263,22 +264,21 @@ async def test_a_stopped_actor_gives_its_requests_back_at_once(bus: Bus, asker: 
 
 ACTOR_PROCESS = """
 import sys, anyio, msgspec
-import actors.reward.actor as reward
+from actors.reward.actor import RewardActor
 from runtime.bus.bus import Bus
 from runtime.settings.topology import Topology
 from tests.fixtures.nats import NatsServer
 
 async def main(url, run, topology):
-    reward.ACK_WAIT_S = 1.0
     async with Bus.connect(url, run, name="reward") as bus:
-        await reward.RewardActor(msgspec.json.decode(topology, type=Topology), bus).run()
+        await RewardActor(msgspec.json.decode(topology, type=Topology), bus, ack_wait_s=1.0).run()
 
 anyio.run(main, *sys.argv[1:])
 """
 
 
 async def test_a_request_of_a_killed_actor_goes_to_another(
-    bus: Bus, asker: Asker, tmp_path: Path, nats_server: NatsServer, monkeypatch: pytest.MonkeyPatch
+    bus: Bus, asker: Asker, tmp_path: Path, nats_server: NatsServer
 ) -> None:
     own = {"own-as_told": f"{USER_CODE}:as_told"}
     topology = msgspec.json.encode(topology_of(timeout_s=20.0, graders=own)).decode()
@@ -287,8 +287,7 @@ async def test_a_request_of_a_killed_actor_goes_to_another(
         request_id = await begin(asker, tmp_path)
         killed.kill()
     await anyio.Path(tmp_path / "go").touch()
-    monkeypatch.setattr(actors.reward.actor, "ACK_WAIT_S", 1.0)
-    async with running(bus, timeout_s=20.0):
+    async with running(bus, ack_wait_s=1.0, timeout_s=20.0):
         answer = await asker.answer()
     assert answer.request_id == request_id
     assert [score.reward for score in answer.scores] == [1.0]
