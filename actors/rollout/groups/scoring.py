@@ -18,7 +18,7 @@ from runtime.util.formatting import count_of
 log = structlog.get_logger()
 
 PATIENCE_S = 600.0  # on top of the grading time: waiting in the queue of slow graders is no failure
-REPEAT_S = 5.0  # an unanswered request is published again; refused while it is queued or a worker has it
+REPEAT_S = 5.0  # the bus refuses the repetition while the request is queued or a worker has it
 
 
 class Scorer:
@@ -28,8 +28,17 @@ class Scorer:
     is published again.
     """
 
-    def __init__(self, bus: Bus, *, timeout_s: float, max_tries: int) -> None:
+    def __init__(self, bus: Bus, *, timeout_s: float, max_tries: int, repeat_s: float = REPEAT_S) -> None:
+        """Start without requests.
+
+        Args:
+            bus: the bus.
+            timeout_s: seconds for grading one sample.
+            max_tries: maximum requests for the same samples.
+            repeat_s: seconds after which an unanswered request is published again.
+        """
         self._bus = bus
+        self._repeat_s = repeat_s
         self._grading_s = timeout_s * max_tries
         self._max_tries = max_tries
         self._waiting: dict[str, _Answer] = {}
@@ -80,7 +89,7 @@ class Scorer:
             with anyio.move_on_after(wait_s):
                 while not answer.arrived.is_set():
                     await self._put(request)
-                    with anyio.move_on_after(REPEAT_S):
+                    with anyio.move_on_after(self._repeat_s):
                         await answer.arrived.wait()
             return answer.scores
         finally:

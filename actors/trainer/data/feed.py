@@ -40,8 +40,8 @@ log = structlog.get_logger()
 NO_LIMIT: Final = LengthLimit()
 NUM_PREFETCHERS: Final = 8
 MAX_PREFETCHES: Final = 1024  # groups queued for prefetching; further groups are fetched with their batch
-EVENT_TIMEOUT_S: Final = 30.0  # for reading an event that is known to be in the log
-SNAPSHOT_TIMEOUT_S: Final = 120.0  # for the buffer to fold the archive and take a snapshot
+EVENT_TIMEOUT_S: Final = 30.0
+SNAPSHOT_TIMEOUT_S: Final = 120.0
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,9 @@ class Feed:
         masking: Masking = NO_MASKING,
         limit: LengthLimit = NO_LIMIT,
         vocab_size: int | None = None,
+        *,
+        event_timeout_s: float = EVENT_TIMEOUT_S,
+        snapshot_timeout_s: float = SNAPSHOT_TIMEOUT_S,
     ) -> None:
         """Start empty.
 
@@ -72,6 +75,8 @@ class Feed:
             masking: Masks tokens by the weights that sampled them.
             limit: Length limit of samples.
             vocab_size: Vocabulary size of the model. None: unknown.
+            event_timeout_s: Seconds for one read of an event that is known to be in the log.
+            snapshot_timeout_s: Seconds for the buffer to fold the archive and take a snapshot.
         """
         self.history = History()
         self.caught_up = anyio.Event()  # set once everything in the log at the start is folded
@@ -79,6 +84,8 @@ class Feed:
         self._masking = masking
         self._limit = limit
         self._vocab_size = vocab_size
+        self._event_timeout_s = event_timeout_s
+        self._snapshot_timeout_s = snapshot_timeout_s
         self._changed = anyio.Condition()
         self._payloads: dict[int, dict[int, SegmentsPublished]] = {}  # by log sequence of the group
         self._prefetch: MemoryObjectSendStream[int] | None = None
@@ -108,7 +115,7 @@ class Feed:
         async with self._bus.read(*HISTORY, from_seq=self.history.from_seq) as events:
             async for received in events.so_far():
                 self.history.fold(received.message, received.seq)
-            if await is_trimmed(self._bus, self.history.covered):
+            if await is_trimmed(self._bus, self.history.covered, timeout_s=self._snapshot_timeout_s):
                 return
             self.caught_up.set()
             await self._keep_following(events)
@@ -229,9 +236,9 @@ class Feed:
         if ref.event_seq in self.history.completed:
             return self.history.completed[ref.event_seq]
         async with self._bus.read(GroupCompleted, from_seq=ref.event_seq) as events:
-            received = await events.next(EVENT_TIMEOUT_S)
+            received = await events.next(self._event_timeout_s)
             while received is None and (await self._bus.state(Plane.EVENT)).first_seq <= ref.event_seq:
-                received = await events.next(EVENT_TIMEOUT_S)  # a slow bus is no loss
+                received = await events.next(self._event_timeout_s)  # a slow bus is no loss
         if received is None or received.seq != ref.event_seq:
             raise PayloadLost(f"the log has no completed group at {ref.event_seq}")
         self.history.completed[ref.event_seq] = received.message
@@ -265,10 +272,11 @@ class Feed:
             yield
 
 
-async def is_trimmed(bus: Bus, covered: int) -> bool:
+async def is_trimmed(bus: Bus, covered: int, *, timeout_s: float = SNAPSHOT_TIMEOUT_S) -> bool:
     """Whether the log was trimmed past a snapshot before it could be read. A later snapshot then covers the events.
 
-    Waits for such a snapshot: after a change of the fold, the buffer takes one when it starts.
+    Waits up to `timeout_s` seconds for such a snapshot: after a change of the fold, the buffer takes one when it
+    starts.
 
     Raises:
         InputError: No snapshot covers the events.
@@ -276,7 +284,7 @@ async def is_trimmed(bus: Bus, covered: int) -> bool:
     first_seq = (await bus.state(Plane.EVENT)).first_seq
     if first_seq <= covered + 1:
         return False
-    with anyio.move_on_after(SNAPSHOT_TIMEOUT_S):
+    with anyio.move_on_after(timeout_s):
         async with bus.read(SnapshotTaken, buries=False) as snapshots:
             async for received in snapshots:
                 if received.message.fold_version == FOLD_VERSION and received.message.covers > covered:

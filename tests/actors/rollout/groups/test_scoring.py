@@ -6,7 +6,6 @@ from contextlib import asynccontextmanager
 import anyio
 import pytest
 
-from actors.rollout.groups import scoring
 from actors.rollout.groups.scoring import Scorer
 from actors.rollout.groups.tasks import training_task
 from messages import SampleStatus, Score, ScoreItem, ScoreRequested, ScoresGiven
@@ -21,15 +20,13 @@ TASK = training_task(task(7), "lease", group_rm=False)
 ITEM = ScoreItem(index=0, prompt="p", response="1", status=SampleStatus.COMPLETED, response_len=1)
 
 
-@pytest.fixture(autouse=True)
-def soon_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scoring, "REPEAT_S", 0.1)
+REPEAT_S = 0.1
 
 
 @asynccontextmanager
 async def asked(bus: Bus, scores: list[Score]) -> AsyncGenerator[Deliveries[ScoreRequested]]:
     """One request under way, and the worker's side of it; its answer is added to `scores`."""
-    scorer = Scorer(bus, timeout_s=10.0, max_tries=1)
+    scorer = Scorer(bus, timeout_s=10.0, max_tries=1, repeat_s=REPEAT_S)
 
     async def ask() -> None:
         answer: Sequence[Score] = await scorer.score(TASK, [ITEM])
@@ -63,6 +60,6 @@ async def test_a_request_that_a_worker_has_is_put_no_second_time(bus: Bus) -> No
     scores: list[Score] = []
     async with asked(bus, scores) as deliveries:
         delivery = await anext(deliveries)
-        assert await deliveries.next(4 * scoring.REPEAT_S) is None
+        assert await deliveries.next(4 * REPEAT_S) is None
         await answer(bus, delivery)
         await eventually(lambda: bool(scores))

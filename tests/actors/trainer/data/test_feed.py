@@ -116,25 +116,21 @@ async def test_a_snapshot_that_can_be_used_is_waited_for_after_a_change_of_the_f
     assert (feed.history.covered, feed.history.batches.keys()) == (covers, {0})
 
 
-async def test_a_log_without_its_beginning_and_without_a_snapshot_of_it_is_refused(
-    bus: Bus, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("actors.trainer.data.feed.SNAPSHOT_TIMEOUT_S", 0.2)
+async def test_a_log_without_its_beginning_and_without_a_snapshot_of_it_is_refused(bus: Bus) -> None:
     await publish_batch(bus, 0)
     await take_snapshot(bus, fold_version=FOLD_VERSION + 1)
     await bus.purge(Plane.EVENT, below_seq=3)
     with pytest.raises(ExceptionGroup) as caught:
-        await caught_up(Feed(bus))
+        await caught_up(Feed(bus, snapshot_timeout_s=0.2))
     (error,) = flatten(caught.value)
     assert isinstance(error, InputError)
     assert "the log begins at event 3" in str(error)
 
 
-async def test_a_completed_group_that_comes_slowly_is_not_lost(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("actors.trainer.data.feed.EVENT_TIMEOUT_S", 0.0)
+async def test_a_completed_group_that_comes_slowly_is_not_lost(bus: Bus) -> None:
     ref, gone = await publish_groups(bus, 0), GroupRef(group_id=9, attempt=0, event_seq=1)
     await bus.purge(Plane.EVENT, below_seq=2)
-    feed = Feed(bus)
+    feed = Feed(bus, event_timeout_s=0.0)
     assert (await feed._completed(ref[0])).group_id == 0
     with pytest.raises(PayloadLost, match="no completed group at 1"):
         await feed._completed(gone)
