@@ -3,9 +3,9 @@
 import inspect
 import time
 from collections import Counter
+from functools import partial
 
 import anyio
-import anyio.to_thread
 import msgspec
 import structlog
 from anyio.abc import TaskStatus
@@ -20,6 +20,7 @@ from runtime.data.stored_prompts import fetch_prompt
 from runtime.process.actor import Actor
 from runtime.settings.topology import Topology
 from runtime.util.formatting import duration
+from runtime.util.threads import BoundedThreads
 
 DURABLE = "filter"
 ACK_WAIT_S = 5.0  # redelivery delay for the groups that a killed filter held
@@ -59,7 +60,7 @@ class FilterActor(Actor):
         self._keeps_spares = topology.rollout.keep_when_insufficient
         self._filter = find_filter(self._name)
         self._num_tasks = MAX_CONCURRENT_VERDICTS if self._name in BUILT_IN_FILTERS else 1
-        self._threads = anyio.CapacityLimiter(2)  # a filter that hangs occupies a thread
+        self._threads = BoundedThreads(2)  # a filter that hangs occupies a thread
         self._counts: Counter[Outcome] = Counter()
         self._judging: dict[int, float] = {}  # start time, by group
 
@@ -132,11 +133,11 @@ def _verdict_given(delivery: Delivery[GroupCompleted], verdict: Verdict) -> Verd
     )
 
 
-async def _call_filter(filter_: Filter, name: str, group: GroupCompleted, threads: anyio.CapacityLimiter) -> Verdict:
+async def _call_filter(filter_: Filter, name: str, group: GroupCompleted, threads: BoundedThreads) -> Verdict:
     if filter_ is keep_all:
         return verdict_of(True, name)
     summary = summary_of(group)
     if name in BUILT_IN_FILTERS:
         return verdict_of(filter_(summary), name)
-    answer = await anyio.to_thread.run_sync(filter_, summary, abandon_on_cancel=True, limiter=threads)
+    answer = await threads.run(partial(filter_, summary))
     return verdict_of(await answer if inspect.isawaitable(answer) else answer, name)

@@ -4,7 +4,8 @@ from collections.abc import Callable, Hashable
 from typing import Final
 
 import anyio
-import anyio.to_thread
+
+from runtime.util.threads import BoundedThreads
 
 MAX_THREADS: Final = 2  # one reads; an abandoned one may still wait for the disk
 
@@ -21,7 +22,7 @@ class SharedLooks:
     def __init__(self) -> None:
         self._next: dict[Hashable, _Look] = {}  # checks that have not started
         self._reading = anyio.Lock()
-        self._threads = anyio.CapacityLimiter(MAX_THREADS)
+        self._threads = BoundedThreads(MAX_THREADS)
 
     async def look(self, key: Hashable, read: Callable[[], str]) -> str:
         """Run `read` on a thread, started after this call, and return its result. Cancellation abandons the thread.
@@ -44,7 +45,7 @@ class SharedLooks:
         try:
             async with self._reading:
                 del self._next[key]
-                look.found = await anyio.to_thread.run_sync(read, abandon_on_cancel=True, limiter=self._threads)
+                look.found = await self._threads.run(read)
         finally:
             if self._next.get(key) is look:
                 del self._next[key]

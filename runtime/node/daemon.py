@@ -3,6 +3,7 @@
 import signal
 import sys
 from contextlib import suppress
+from functools import partial
 
 import anyio
 import anyio.abc
@@ -34,6 +35,7 @@ from runtime.util.errors import flatten
 from runtime.util.exit_codes import EXIT_FENCED
 from runtime.util.files import write_atomically
 from runtime.util.secrets import Secret, with_login
+from runtime.util.threads import BoundedThreads
 
 log = structlog.get_logger()
 
@@ -69,7 +71,7 @@ class NodeDaemon:
         self._changes, self._changes_to_tell = send, receive
         self._told = anyio.Event()
         self._ending = anyio.Event()
-        self._disk_asked = anyio.CapacityLimiter(1)  # an abandoned thread may still wait for the disk
+        self._disk_threads = BoundedThreads(1)
         self._outcome: RunEnd | None = None
         self._bus_url = None if plan.bus_url is None else Secret(with_login(plan.bus_url, plan.bus_login))
         self._bus_ready = anyio.Event()
@@ -118,9 +120,7 @@ class NodeDaemon:
         """Return the free bytes of the run directory's disk; sys.maxsize while the disk does not answer."""
         try:
             with anyio.fail_after(self._disk_timeout_s):  # a network disk may hang, the event loop must not
-                return await anyio.to_thread.run_sync(
-                    free_bytes, self._plan.run_dir, abandon_on_cancel=True, limiter=self._disk_asked
-                )
+                return await self._disk_threads.run(partial(free_bytes, self._plan.run_dir))
         except OSError as error:  # a TimeoutError is one
             log.warning("disk_unknown", path=str(self._plan.run_dir), reason=str(error) or "no answer")
             return sys.maxsize

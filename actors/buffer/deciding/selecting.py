@@ -1,17 +1,16 @@
 """Calls a user's selection function. A failure falls back to first come, first served; no group is lost or doubled."""
 
-import threading
 from collections.abc import Awaitable, Callable
 from typing import Any, Final, get_args
 
 import anyio
 import structlog
-from anyio import to_thread
 
 from actors.buffer.deciding.selection import Chosen, Kind, Selection, chosen_of, find_selection, first_come
 from messages import SelectionFailed
 from messages.plain import clipped
 from runtime.settings.topology import Topology
+from runtime.util.threads import BoundedThreads
 
 log = structlog.get_logger()
 
@@ -47,7 +46,7 @@ class Selector:
             function = None if name is None else find_selection(kind, name)
             if function is not None:
                 self._functions[kind] = function
-        self._free = threading.BoundedSemaphore(THREADS)  # a capacity limiter forgets abandoned threads
+        self._threads = BoundedThreads(THREADS)
         self._report = report
         self._timeout_s = timeout_s
 
@@ -72,12 +71,9 @@ class Selector:
         function = self._functions[selection.kind]
 
         def call() -> Chosen:
-            try:
-                return chosen_of(selection, function(*arguments))  # reads a generator here, in the thread
-            finally:
-                self._free.release()
+            return chosen_of(selection, function(*arguments))  # reads a generator here, in the thread
 
-        if not self._free.acquire(blocking=False):
+        if self._threads.is_full:
             raise RuntimeError(f"{THREADS} earlier calls of the function have not returned")
         with anyio.fail_after(self._timeout_s):
-            return await to_thread.run_sync(call, abandon_on_cancel=True, limiter=anyio.CapacityLimiter(1))
+            return await self._threads.run(call)

@@ -129,7 +129,7 @@ def test_our_masks_are_those_of_transformers(tmp_path: Path) -> None:
 def test_a_template_that_changes_earlier_turns_is_refused_with_the_line(tmp_path: Path) -> None:
     tokenizing = FastTokenizing(model_with(tmp_path, FORGETS))
     said = error(tmp_path, tokenizing, {"messages": TALK[:2]}, {"messages": TALK})
-    assert said.startswith(":2: the chat template renders message 1 of 4 (from 0) otherwise than")
+    assert said.startswith(":2: the chat template renders message 1 of 4 (from 0) differently than")
     assert '"step_loss_mask": 0' in said
     turns = [TALK[0], {**TALK[1], "step_loss_mask": 0}, *TALK[2:]]
     assert pieces_of(turns, tokenizing) == [

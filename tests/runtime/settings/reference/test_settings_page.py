@@ -136,4 +136,4 @@ def test_a_change_of_the_schema_makes_the_page_stale(tmp_path: Path, capsys: pyt
     assert (tmp_path / "settings.md").read_text(encoding="utf-8") == PAGE
     (tmp_path / "settings.md").write_text(PAGE.replace("`rollout.top_p` | float", "`rollout.top_p` | int"))
     assert describe_settings.main(["--docs", str(tmp_path), "--check"]) == 1
-    assert capsys.readouterr().err == f"{tmp_path}/settings.md: not current, run bin/describe-settings\n"
+    assert capsys.readouterr().err == f"{tmp_path}/settings.md: not current: run bin/describe-settings\n"

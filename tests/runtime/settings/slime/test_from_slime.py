@@ -119,7 +119,7 @@ def test_a_stale_page_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert describe_settings.main(["--docs", str(tmp_path), "--check"]) == 0
     (tmp_path / "from-slime.md").write_text("old")
     assert describe_settings.main(["--docs", str(tmp_path), "--check"]) == 1
-    assert capsys.readouterr().err == f"{tmp_path}/from-slime.md: not current, run bin/describe-settings\n"
+    assert capsys.readouterr().err == f"{tmp_path}/from-slime.md: not current: run bin/describe-settings\n"
 
 
 def test_every_flag_is_on_the_page() -> None:
