@@ -20,7 +20,7 @@ from bin.entry import Screen, ended, parser_of, run
 from runtime.util.exit_codes import EXIT_OK
 
 if TYPE_CHECKING:
-    from actors.filter.replayed import ReplayedFilter
+    from actors.filter.filters import ReplayedFilter
     from runtime.data.dumped_run import DumpedGroups
     from runtime.settings.load import LoadedTopology
     from runtime.settings.topology import Topology
@@ -81,7 +81,7 @@ def _topology_file(args: argparse.Namespace) -> Path:
 
 def _opened(args: argparse.Namespace) -> "tuple[Topology, DumpedGroups, ReplayedFilter]":
     """Open the topology, the dump and the filter."""
-    from actors.filter.replayed import ReplayedFilter
+    from actors.filter.filters import ReplayedFilter
     from runtime.data.dumped_run import DumpedGroups
     from runtime.settings.load import load_topology
     from runtime.settings.reading.config import Problem, TopologyError

@@ -1,5 +1,6 @@
 """Filters of completed prompt groups: pure functions of a group's summary."""
 
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
@@ -7,6 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast
 
+import anyio
 import msgspec
 
 from messages.events import GroupCompleted, Outcome
@@ -147,3 +149,27 @@ def _votes(group: GroupSummary) -> list[float]:
 def _sample_std(values: Sequence[float]) -> float:
     mean = math.fsum(values) / len(values)
     return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
+
+
+class ReplayedFilter:
+    """A filter by name, applied to one group at a time, without a timeout."""
+
+    def __init__(self, name: str | None) -> None:
+        """Raises ValueError for an unknown filter, PluginError if a user's filter cannot be used."""
+        self.name = name or "none"
+        self._filter: Filter = find_filter(name)
+
+    def judge(self, group: GroupCompleted) -> Verdict:
+        """Judge a group; a filter that raises gives a failed verdict."""
+        try:
+            answer = self._filter(summary_of(group))
+            if inspect.isawaitable(answer):
+                answer = anyio.run(_awaited, answer)
+            return verdict_of(answer, self.name)
+        except Exception as error:  # noqa: BLE001 - a user's filter may raise anything
+            return Verdict(outcome=Outcome.FAILED, reason=repr(error)[:500])
+
+
+async def _awaited(answer: object) -> object:
+    assert inspect.isawaitable(answer)
+    return await answer

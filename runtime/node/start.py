@@ -16,7 +16,6 @@ from runtime.bus.nats.server import ServerSettings
 from runtime.node.checks.limits import raise_open_files
 from runtime.node.claims.claim import Claim, RunClaimed, refuse_claimed
 from runtime.node.claims.discarding import NotDiscarded, discard
-from runtime.node.claims.incarnation import raise_incarnation
 from runtime.node.claims.rundir import (
     METRICS_FILE,
     RunRefused,
@@ -25,6 +24,7 @@ from runtime.node.claims.rundir import (
     claimed_node,
     prepare,
     put_back,
+    raise_incarnation,
     store_result,
     stored_result,
     topology_in,

@@ -9,7 +9,7 @@ from actors.reward.graders.boxed import BOXED_PREFIX, Grader, boxed
 from actors.reward.graders.matching import exact_match, f1, positional_match
 from actors.reward.graders.numeric import numeric
 from runtime.settings.plugins import OWN
-from runtime.settings.slime.graders import slime_grader_hint
+from runtime.settings.slime.hints import slime_grader_hint
 
 
 def _text(label: Any) -> str:

@@ -4,17 +4,28 @@ from collections.abc import Iterator
 from typing import Final
 
 from runtime.node.checks.apart import Doing, unlimited
-from runtime.node.checks.built import not_built
 from runtime.node.checks.buses import Asker, check_bus
 from runtime.node.checks.files import check_paths, paths_of
 from runtime.node.checks.findings import Checked, Findings
 from runtime.node.checks.machine import check_machine
 from runtime.settings.load import LoadedTopology
 from runtime.settings.placement import home_node, max_sample_tokens
+from runtime.settings.reading.config import Problem
 from runtime.settings.recipe import max_prompt_len
-from runtime.settings.topology import Topology
+from runtime.settings.topology import Topology, answers_are_recorded
 
 ASK_TIMEOUT_S: Final = 120.0  # for servers and interpreters, which have their own limits too
+
+
+def not_built(topology: Topology) -> Iterator[Problem]:
+    """Yield every setting that is not implemented yet."""
+    if len(topology.nodes) > 1:
+        yield Problem.of("nodes", list(topology.nodes), "a run on several nodes is not built yet; one is")
+    if topology.algorithm.use_rollout_routing_replay and not answers_are_recorded(topology):
+        message = (
+            'engines are not asked for experts yet: it trains on a dump that tells them, with run.only = "trainer"'
+        )
+        yield Problem.of("algorithm.use_rollout_routing_replay", True, message)
 
 
 def check_here(

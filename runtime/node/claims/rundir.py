@@ -1,4 +1,4 @@
-"""The run directory: create, resume, start over, or refuse."""
+"""The run directory: create, resume, start over, or refuse; its incarnation counts the starts."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,6 +31,17 @@ HARMLESS = frozenset(
 LASTING = ("model", "data", "rollout", "algorithm", "optimizer", "train", "eval", "run.seed", "run.only", "run.load")
 LASTING_OF_REWARD = ("reward.on_failure", "reward.reward_key", "reward.group_rm")
 LASTING_OF_TRAINER = ("trainer.load", "trainer.load_weights_only")
+
+
+INCARNATION_FILE = "incarnation"
+
+
+def raise_incarnation(run_dir: Path) -> int:
+    """Count this start and return its number, from 1. The directory must be claimed."""
+    path = run_dir / INCARNATION_FILE
+    incarnation = (int(path.read_text()) if path.exists() else 0) + 1
+    write_atomically(path, f"{incarnation}\n".encode())
+    return incarnation
 
 
 class RunRefused(Exception):

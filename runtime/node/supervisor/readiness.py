@@ -1,5 +1,6 @@
 """Readiness and liveness checks of a process, through its port."""
 
+import aiohttp
 import anyio
 
 from runtime.settings.processes import (
@@ -11,12 +12,25 @@ from runtime.settings.processes import (
     WhenListening,
     WhenStarted,
 )
-from runtime.util.http import status_of
 
 ASK_INTERVAL_S = 0.03
 ANSWER_TIMEOUT_S = 2.0
 PROBE_EVERY_S = 5.0
 PROBES_PER_LIMIT = 4  # at least, before a server counts as unresponsive
+
+
+async def status_of(url: str, *, timeout_s: float) -> int | None:
+    """Status of the answer to a GET; None without an answer in time."""
+    timeout = aiohttp.ClientTimeout(total=timeout_s)
+    connector = aiohttp.TCPConnector(force_close=True)
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=timeout, connector=connector) as session,
+            session.get(url, allow_redirects=False) as response,
+        ):
+            return response.status
+    except (aiohttp.ClientError, OSError, TimeoutError):
+        return None
 
 
 async def wait_until_ready(readiness: Readiness, pid: int, host: str, port: int) -> None:

@@ -17,8 +17,7 @@ from runtime.node.supervisor.output import OutputLog
 from runtime.node.supervisor.peers import ReadyServers
 from runtime.node.supervisor.ports import PortInUse, choose_port
 from runtime.node.supervisor.readiness import wait_until_ready, wait_until_silent
-from runtime.node.supervisor.restart_group import RestartGroup
-from runtime.node.supervisor.restarts import RestartBudget
+from runtime.node.supervisor.restarts import RestartBudget, RestartGroup
 from runtime.node.supervisor.spawn import Child, Guard
 from runtime.node.supervisor.state_changes import Exited, GivenUp, Listener, Ready, Started
 from runtime.process.heartbeat import PULSE_VARIABLE

@@ -6,12 +6,22 @@ from difflib import SequenceMatcher, get_close_matches
 from typing import Final
 
 from runtime.settings.megatron.fields import megatron_hint
-from runtime.settings.slime.flags import Found, find_by_rule, find_flag, spelled_as_flag
+from runtime.settings.slime.flags import Found, find_by_rule, find_flag, from_slime, spelled_as_flag
 
 CLOSE: Final = 0.75  # similarity of whole names; 1 is equal
 CLOSE_WORD: Final = 0.6  # similarity of each word: min_lr is not a typo of max_lr
 ENGINES: Final = "engines"
 OF_TRAINERS: Final = "Megatron"  # its names in an engine pool are SGLang arguments
+
+
+def slime_grader_hint(name: str) -> str | None:
+    """Return the equivalent of a slime grader; None for other names, and for graders with the same name here."""
+    grader = next((grader for grader in from_slime().graders if grader.name == name), None)
+    return (
+        None
+        if grader is None or grader.key == name
+        else f"slime's {name} is not built yet: {plain_text(grader.remark)};"
+    )
 
 
 def hint(key: str, siblings: Sequence[str], keys: Sequence[str]) -> str | None:

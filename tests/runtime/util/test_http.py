@@ -7,7 +7,7 @@ import anyio
 import pytest
 from aiohttp import web
 
-from runtime.util.http import status_of
+from runtime.node.supervisor.readiness import status_of
 
 pytestmark = pytest.mark.anyio
 

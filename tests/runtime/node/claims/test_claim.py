@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from runtime.node.claims.claim import Claim, RunClaimed, kept_unclaimed, refuse_claimed
-from runtime.node.claims.incarnation import raise_incarnation
+from runtime.node.claims.rundir import raise_incarnation
 
 
 def test_a_second_claim_is_refused_and_names_the_holder(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from bin import describe_settings
-from runtime.node.checks.built import not_built
+from runtime.node.checks.check import not_built
 from runtime.settings.reading.config import Config
 from runtime.settings.reading.schema import is_config, keys_of, type_at
 from runtime.settings.recipe import ModelConfig, RolloutConfig, TrainConfig
