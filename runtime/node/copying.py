@@ -89,7 +89,7 @@ class LocalCopies:
         job.done.set()
 
     def _make(self, version: Version, request: LocalCopyRequested, tell: Callable[[LocalCopyGiven], None]) -> None:
-        answer = LocalCopyGiven(reason="the agent failed to copy it; its log says how")
+        answer = LocalCopyGiven(reason="the node daemon failed to copy it; its log says how")
         try:
             with self._making:
                 begin = time.perf_counter()

@@ -102,7 +102,7 @@ class NodeDaemon:
                 tasks.cancel_scope.cancel()
 
     def _failure_of(self, error: BaseException) -> str:
-        return str(no_space_of(error, self._plan.run_dir)) if is_full(error) else f"the agent failed: {error}"
+        return str(no_space_of(error, self._plan.run_dir)) if is_full(error) else f"the node daemon failed: {error}"
 
     async def _watch_disk(self) -> None:
         """End the run when disk space is low, while processes and the bus can still store pending data."""

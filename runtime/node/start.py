@@ -189,11 +189,11 @@ def _run(plan: NodePlan, options: StartOptions, show: Show, rewrite: Show | None
     with closing(LinesWhileRoom(log_path.open("a", encoding="utf-8"))) as log_file:
         configure_logging("agent", plan.run, cast("TextIO", log_file))
         show(f"{'resuming' if plan.incarnation > 1 else 'starting'} run {plan.run} in {plan.run_dir}")
-        agent = NodeDaemon(plan, show=show, rewrite=rewrite)
-        outcome = anyio.run(agent.run, backend="asyncio")  # plain loop: children are forked from the main thread
+        daemon = NodeDaemon(plan, show=show, rewrite=rewrite)
+        outcome = anyio.run(daemon.run, backend="asyncio")  # plain loop: children are forked from the main thread
     if outcome.refused is not None:
         raise RunRefused(outcome.refused)
-    report, now = agent.reporting.report, time.time()
+    report, now = daemon.reporting.report, time.time()
     stored = StoredResult(finished=outcome.finished, result=report.result(now))
     try:
         store_result(plan.run_dir, stored)

@@ -122,7 +122,7 @@ def test_fresh_is_refused_while_an_agent_of_the_run_is_alive_elsewhere(nats_serv
         first.until("step   1/")
         with started(tmp_path / "two" / "alive", ["1"], more=(*on_bus, "--fresh", "alive")) as second:
             assert second.end() == 2
-        assert f"is run by another agent: process {first.process.pid} on " in second.lines[-1]
+        assert f"is run by another node daemon: process {first.process.pid} on " in second.lines[-1]
         assert second.lines[-1].endswith("; nothing was discarded")
         assert first.process.poll() is None
     assert trained(nats_server.url, "alive") == [0]

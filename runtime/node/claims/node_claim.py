@@ -35,7 +35,7 @@ class NodeClaimed(Exception):
     """Another daemon runs the node."""
 
     def __init__(self, run: str, node: str, holder: NodeHolder) -> None:
-        super().__init__(f"node {node} of run {run} is run by another agent: {place_of(holder)}; stop that first")
+        super().__init__(f"node {node} of run {run} is run by another node daemon: {place_of(holder)}; stop that first")
         self.holder = holder
 
 

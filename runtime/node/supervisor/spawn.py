@@ -150,10 +150,10 @@ async def _shielded(start: Awaitable[asyncio.subprocess.Process]) -> asyncio.sub
     raise AssertionError(scope)  # a shielded scope swallows no exception
 
 
-def _dying_with(agent: int) -> Callable[[], None]:
+def _dying_with(daemon: int) -> Callable[[], None]:
     def prepare() -> None:
         _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != agent:  # the daemon died before prctl
+        if os.getppid() != daemon:  # the daemon died before prctl
             os._exit(1)
 
     return prepare

@@ -71,7 +71,7 @@ def _as_changes(topology: Topology, engine: EngineConfig, key: str) -> Iterator[
         message = f"needs engines with memory of their own, {key}.colocate left out; allowed otherwise: 1"
         yield Problem.of("trainer.full_export_interval", interval, message)
     if engine.urls:
-        message = "no agent of the run is there to apply changes: needs trainer.full_export_interval = 1"
+        message = "no node daemon of the run is there to apply changes: needs trainer.full_export_interval = 1"
         yield Problem.of(f"{key}.urls", list(engine.urls), message)
 
 
@@ -80,7 +80,7 @@ def _in_copies(engine: EngineConfig, key: str) -> Iterator[Problem]:
         message = f'only files are copied: needs {key}.weight_transport = "disk"; allowed otherwise: false'
         yield Problem.of(f"{key}.local_copy", True, message)
     if engine.urls:
-        message = f"no agent of the run is there to copy: needs {key}.local_copy = false"
+        message = f"no node daemon of the run is there to copy: needs {key}.local_copy = false"
         yield Problem.of(f"{key}.urls", list(engine.urls), message)
 
 

@@ -117,7 +117,7 @@ async def test_a_failure_of_ours_is_an_answer_too(
     for thread in threading.enumerate():
         if thread.name == "copy":
             thread.join(20)  # it fails after its answer
-    assert answer.reason == "the agent failed to copy it; its log says how"
+    assert answer.reason == "the node daemon failed to copy it; its log says how"
 
 
 async def test_a_copy_that_an_engine_has_read_is_compared_and_left_as_it_is(

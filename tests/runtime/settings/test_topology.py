@@ -217,7 +217,7 @@ def test_gpus_of_a_node_that_has_none_are_refused() -> None:
         (
             ("engines.policy.urls=['http://x']", "trainer.full_export_interval=4"),
             "engines.policy.urls",
-            "no agent of the run is there to apply changes",
+            "no node daemon of the run is there to apply changes",
         ),
         (
             ("engines.policy.weight_transport=collective", "engines.policy.local_copy=true"),
@@ -227,7 +227,7 @@ def test_gpus_of_a_node_that_has_none_are_refused() -> None:
         (
             ("engines.policy.urls=['http://x']", "engines.policy.local_copy=true"),
             "engines.policy.urls",
-            "no agent of the run is there to copy",
+            "no node daemon of the run is there to copy",
         ),
         (
             ("engines.policy.start_weights=peer",),

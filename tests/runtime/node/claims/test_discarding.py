@@ -55,7 +55,7 @@ async def test_streams_of_a_living_agent_stay_whichever_node_it_runs(bus: Bus, t
         with pytest.raises(ExceptionGroup) as refused:
             await delete_unclaimed(bus, ["n0"], tmp_path)
         tasks.cancel_scope.cancel()
-    assert refused.group_contains(NodeClaimed, match="node n7 of run .* is run by another agent")
+    assert refused.group_contains(NodeClaimed, match="node n7 of run .* is run by another node daemon")
     assert (await bus.holdings()).whole
 
 
