@@ -80,11 +80,6 @@ SERVED: Final[dict[str, Any]] = {
 }
 
 
-def transformers_reads(shape: Sequence[int]) -> bool:
-    """Return whether transformers reads the blocks of a matrix correctly."""
-    return all(side <= BLOCK or side % BLOCK == 0 for side in shape)
-
-
 def sglang_refuses(
     shapes: Mapping[str, Sequence[int]], head_dim: int, *, tp_size: int = 1, ep_size: int = 1
 ) -> str | None:

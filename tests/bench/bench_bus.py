@@ -37,8 +37,8 @@ from messages import (
 from messages.subjects import stream_of, subject_of
 from runtime.bus.bus import Bus
 from runtime.bus.limits import StreamLimits
-from runtime.bus.nats.server import running_server
 from runtime.process.logs import configure_logging
+from tests.support.running_server import running_server
 
 RUN = "bench"
 IN_FLIGHT = 64

@@ -52,7 +52,6 @@ from messages import (
 )
 from runtime.bus.bus import Bus
 from runtime.bus.consumer import Delivery
-from runtime.bus.nats.server import running_server
 from runtime.ledger.fold import LedgerState, fold
 from runtime.node.claims.rundir import TOPOLOGY_FILE
 from runtime.process.logs import configure_logging
@@ -71,6 +70,7 @@ from tests.bench.rig import (
     showing_logs,
     specs_of,
 )
+from tests.support.running_server import running_server
 
 RECIPE = ROOT / "topologies" / "laptop.toml"
 TARGETS = {"pure_groups_per_s": 2000, "bus_groups_per_s": 300}

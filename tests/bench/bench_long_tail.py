@@ -33,7 +33,6 @@ import psutil
 from messages import BatchReady, BatchTrained, GroupAborted, GroupCompleted, Message, RoundHalted
 from runtime.bus.addresses import Address, address_key
 from runtime.bus.bus import Bus
-from runtime.bus.nats.server import running_server
 from runtime.ledger.fold import LEDGER_EVENTS, LedgerState, Stage, fold
 from runtime.node.claims.rundir import TOPOLOGY_FILE
 from runtime.node.supervisor.ports import free_port
@@ -55,6 +54,7 @@ from tests.bench.rig import (
     showing_logs,
     specs_of,
 )
+from tests.support.running_server import running_server
 from tests.support.tiny_engine import wait_until_200
 
 RECIPE = ROOT / "topologies" / "laptop.toml"

@@ -34,7 +34,6 @@ from actors.rollout.sglang.client import SglangClient
 from messages import BatchTrained
 from runtime.bus.addresses import Address, address_key
 from runtime.bus.bus import Bus
-from runtime.bus.nats.server import running_server
 from runtime.node.claims.rundir import TOPOLOGY_FILE
 from runtime.node.supervisor.ports import free_port
 from runtime.process.logs import configure_logging
@@ -55,6 +54,7 @@ from tests.bench.rig import (
     showing_logs,
     specs_of,
 )
+from tests.support.running_server import running_server
 from tests.support.tiny_engine import wait_until_200
 
 RECIPE = ROOT / "topologies" / "laptop.toml"

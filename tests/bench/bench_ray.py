@@ -30,10 +30,10 @@ import anyio
 from runtime.bus.addresses import BUS_URL_VARIABLE
 from runtime.bus.bus import Bus
 from runtime.bus.limits import StreamLimits
-from runtime.bus.nats.server import running_server
 from runtime.process.logs import configure_logging
 from tests.bench.bus_side import RUN
 from tests.bench.rig import ROOT, processes, rounded, showing_logs
+from tests.support.running_server import running_server
 
 RAY_PYTHON = ROOT / ".venv-ray" / "bin" / "python"
 HOW_TO_INSTALL = f"""no Ray: {{python}} cannot import it. To compare with it:

@@ -33,7 +33,6 @@ from actors.rollout.sglang.body import generate_body
 from messages import GroupCompleted, Int32Array, Prompt, RolloutRequested, SamplingParams, WeightsAnnounced
 from runtime.bus.addresses import Address, address_key
 from runtime.bus.bus import Bus
-from runtime.bus.nats.server import running_server
 from runtime.node.claims.rundir import TOPOLOGY_FILE
 from runtime.node.supervisor.ports import free_port
 from runtime.process.logs import configure_logging
@@ -44,6 +43,7 @@ from tests.bench.rig import ROOT, connected, cpu_seconds, difference, processes,
 from tests.sglang.recipe import RECIPE, overrides
 from tests.sglang.server import SGLANG_START_S, TP1, Server, wait_until_up
 from tests.support.rollout import grade
+from tests.support.running_server import running_server
 from tests.support.tiny_engine import wait_until_200
 from tests.support.tiny_models import write_model
 

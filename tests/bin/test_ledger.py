@@ -17,7 +17,7 @@ import pytest
 
 from messages import ActorStarted, BufferStarted, Message, Plane, RunStalled, SnapshotTaken
 from runtime.bus.bus import Bus
-from runtime.bus.nats.server import ServerSettings, running_server
+from runtime.bus.nats.server import ServerSettings
 from runtime.ledger.archive import archive
 from runtime.ledger.fold import FOLD_VERSION, LedgerState, fold
 from runtime.node.claims.claim import Claim
@@ -25,6 +25,7 @@ from tests.build.events import announced, completed, issued
 from tests.fixtures.nats import TEST_LIMITS, TEST_STREAMS
 from tests.support.cpu import interpreter_starts
 from tests.support.log_of_a_run import LOG, THE_END
+from tests.support.running_server import running_server
 
 ROOT = Path(__file__).parents[2]
 COMMAND = ROOT / "bin" / "ledger.py"

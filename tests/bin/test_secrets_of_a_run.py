@@ -13,11 +13,12 @@ import pytest
 from actors.processes import METRICS_HOST
 from bin.start_topology import main
 from runtime.bus.addresses import engine_key
-from runtime.bus.nats.server import ServerSettings, running_server
+from runtime.bus.nats.server import ServerSettings
 from runtime.util.secrets import Login, Secret, split_login, with_login
 from tests.bin.test_start_topology import TOPOLOGY, arguments_of, environment, started
 from tests.chaos.harness import Run
 from tests.support.other_user import files_with, listening, open_directory, seen_by_nobody
+from tests.support.running_server import running_server
 
 pytestmark = pytest.mark.anyio
 ROOT = Path(__file__).parents[2]

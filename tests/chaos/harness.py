@@ -23,10 +23,11 @@ from messages import ActorStarted, BatchTrained, Message, RunFinished
 from runtime.bus.bus import Bus
 from runtime.bus.events import Events, Received
 from runtime.bus.limits import BusLimits
-from runtime.bus.nats.server import ServerSettings, running_server
+from runtime.bus.nats.server import ServerSettings
 from runtime.node.supervisor import guardian
 from runtime.settings.load import load_topology
 from tests.fixtures.nats import eventually
+from tests.support.running_server import running_server
 
 ROOT = Path(__file__).parents[2]
 COMMAND = (sys.executable, str(ROOT / "bin" / "start_topology.py"))

@@ -1,5 +1,7 @@
 """Reads FP8 matrices in plain torch."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -11,3 +13,8 @@ def dequantized(weight: Tensor, scales: Tensor, dtype: torch.dtype = torch.bfloa
     rows, columns = weight.shape
     by_number = scales.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)[:rows, :columns]
     return (weight.to(torch.float32) * by_number).to(dtype)
+
+
+def transformers_reads(shape: Sequence[int]) -> bool:
+    """Return whether transformers reads the blocks of a matrix correctly."""
+    return all(side <= BLOCK or side % BLOCK == 0 for side in shape)

@@ -113,11 +113,6 @@ class History:
         """Highest trainer incarnation seen."""
         return self._steps.trainer_incarnation
 
-    @property
-    def saved_step(self) -> int:
-        """Train steps in the newest announced checkpoint."""
-        return self._steps.checkpoint_step
-
     def fold(self, event: Message, seq: int) -> tuple[StepChange, ...]:
         """Apply the event at a log sequence, in log order. Return its changes to batches."""
         if seq <= self._covered and not (isinstance(event, GroupCompleted) and seq in self._cited):

@@ -1,13 +1,10 @@
 """The embedded nats-server: binary, configuration, command line, and readiness check.
 
-The node daemon keeps it running. `running_server` runs one for the duration of a block.
+The node daemon keeps it running.
 """
 
-import asyncio
 import os
 import shutil
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import Final
@@ -27,7 +24,6 @@ BINARY: Final = "nats-server"
 STORED_STREAMS: Final = Path("jetstream", "$G", "streams")  # location in a store; $G is the server's only account
 POLL_S: Final = 0.005
 PATIENCE_S: Final = 60.0  # for a server that reads no more of its store; a block of a store is a few MiB
-STOP_TIMEOUT_S: Final = 5.0
 READY_LIMITS: Final = BusLimits(connect_timeout_s=2.0, publish_timeout_s=2.0)
 
 
@@ -204,73 +200,3 @@ def _alive(pid: int) -> bool:
         return False
     stat = Path(f"/proc/{pid}/stat")
     return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] != "Z"
-
-
-class RunningServer:
-    """A server started by `running_server`. It can be killed and restarted on its port."""
-
-    def __init__(self, settings: ServerSettings, directory: Path) -> None:
-        self._settings = settings
-        self._directory = directory
-        self._process: asyncio.subprocess.Process | None = None
-        self.ports = ServerPorts(())
-
-    @property
-    def url(self) -> str:
-        """URL for clients, with their login."""
-        return with_login(self.ports.url, self._settings.login)
-
-    @property
-    def pid(self) -> int:
-        """Process id."""
-        assert self._process is not None
-        return self._process.pid
-
-    async def start(self, *, timeout_s: float = 10.0) -> None:
-        """Start the server, on its previous port if there is one.
-
-        Raises:
-            BusUnavailable: not ready in time.
-        """
-        settings = self._settings
-        if self.ports.nats:
-            settings = msgspec.structs.replace(settings, port=self.ports.port)
-        config = write_config(self._directory / "nats.conf", settings)
-        with (self._directory / "nats.log").open("ab") as output:
-            self._process = await asyncio.create_subprocess_exec(
-                *server_command(config, self._directory), stdout=output, stderr=output
-            )
-        self.ports = await wait_ready(self._directory, self._process.pid, timeout_s=timeout_s, login=settings.login)
-
-    async def kill(self) -> None:
-        """Kill the server (SIGKILL)."""
-        if self._process is not None and self._process.returncode is None:
-            self._process.kill()
-            await self._process.wait()
-
-    async def stop(self) -> None:
-        """Terminate the server (SIGTERM), and kill it after STOP_TIMEOUT_S."""
-        if self._process is None or self._process.returncode is not None:
-            return
-        self._process.terminate()
-        with anyio.move_on_after(STOP_TIMEOUT_S):
-            await self._process.wait()
-        await self.kill()
-
-
-@asynccontextmanager
-async def running_server(
-    directory: Path, settings: ServerSettings | None = None
-) -> AsyncGenerator[RunningServer, None]:
-    """Run a private server for the duration of a block, with its files in `directory`.
-
-    Raises:
-        BusUnavailable: the server does not start.
-    """
-    server = RunningServer(settings or ServerSettings(store_dir=directory / "nats"), directory)
-    try:
-        await server.start()
-        yield server
-    finally:
-        with anyio.CancelScope(shield=True):
-            await server.stop()

@@ -22,10 +22,11 @@ from messages.subjects import subject_of
 from runtime.bus.bus import Bus
 from runtime.bus.errors import LogTrimmedAway, MessageRefused, MessageTooLarge, UnknownDecision
 from runtime.bus.limits import MIB, BusLimits
-from runtime.bus.nats.server import ServerSettings, running_server
+from runtime.bus.nats.server import ServerSettings
 from runtime.ledger.fold import LEDGER_EVENTS
 from tests.fixtures.nats import TEST_LIMITS, TEST_STREAMS, NatsServer, group_failed
 from tests.support.raw_nats import publish_raw
+from tests.support.running_server import running_server
 
 pytestmark = pytest.mark.anyio
 

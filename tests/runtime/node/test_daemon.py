@@ -85,7 +85,7 @@ class Running:
 
 async def events_of(run_dir: Path) -> list[Message]:
     """The log of a run that has ended, read from its store."""
-    from runtime.bus.nats.server import running_server
+    from tests.support.running_server import running_server
 
     settings = ServerSettings(store_dir=run_dir / "nats")
     async with (
@@ -338,7 +338,7 @@ async def test_a_disk_that_does_not_tell_its_free_bytes_ends_no_run(
 
     monkeypatch.setattr("runtime.node.daemon.free_bytes", stale)
     try:
-        outcome = await Running(plan(tmp_path / "r", player("3")), disk_timeout_s=0.1).run()
+        outcome = await Running(plan(tmp_path / "r", player("3")), disk_timeout_s=1.0).run()
     finally:
         over.set()
     assert asked.is_set()

@@ -32,7 +32,7 @@ class AnyHistory(AnyLog):
         state = self.state
         assert batches_of(history) == {step: (batch.groups, batch.trained) for step, batch in state.batches.items()}
         assert (history.frontier, history.incarnation) == (state.trained_steps, state.trainer_incarnation)
-        assert (history.version, history.saved_step) == (state.version, state.checkpoint_step)
+        assert (history.version, history._steps.checkpoint_step) == (state.version, state.checkpoint_step)
         needed = {version: state.version_steps[version] for version in state.version_steps}
         assert needed.items() <= history.steps_of_versions.items()
 

@@ -131,7 +131,7 @@ def test_a_zombie_that_trained_a_batch_before_it_was_taken_back_settles_nothing(
 def test_a_checkpoint_that_was_told_settles_what_no_loadable_one_lacks() -> None:
     checkpoint = CheckpointSaved(step=2, incarnation=1, path="", oldest_step=1, took_s=0)
     history = folded(completed(1, 0), ready(0, (1, 1)), ready(1, (2, 2)), checkpoint)
-    assert (history.saved_step, sorted(history.batches), history.completed) == (2, [1], {})
+    assert (history._steps.checkpoint_step, sorted(history.batches), history.completed) == (2, [1], {})
 
 
 def test_the_newest_request_for_a_checkpoint_counts() -> None:
@@ -186,8 +186,9 @@ def test_a_snapshot_and_the_rest_of_the_log_give_what_the_whole_log_gives(covers
     whole = folded(*events)
     whole.settle(1)
     history.settle(1)
-    for name in ("frontier", "incarnation", "version", "saved_step"):
+    for name in ("frontier", "incarnation", "version"):
         assert getattr(history, name) == getattr(whole, name), name
+    assert history._steps.checkpoint_step == whole._steps.checkpoint_step
     assert {step: batch.groups for step, batch in history.batches.items()} == {
         step: batch.groups for step, batch in whole.batches.items()
     }

@@ -26,12 +26,12 @@ from actors.trainer.sending.cast import (
     to_fp8,
 )
 from runtime.models.checksums import checksums_of
-from runtime.models.fp8 import is_quantized, quantization_config, transformers_reads
+from runtime.models.fp8 import is_quantized, quantization_config
 from runtime.settings.topology import WeightFormat
 from tests.actors.trainer.hf import whole_weights, write_model
 from tests.actors.trainer.models.test_model_parity import load
 from tests.actors.trainer.tiny import TINY, config_of
-from tests.support.fp8 import dequantized
+from tests.support.fp8 import dequantized, transformers_reads
 
 FP8 = torch.float8_e4m3fn
 MATRIX = "model.layers.0.mlp.up_proj.weight"

@@ -18,13 +18,13 @@ from runtime.bus.nats.server import (
     ServerPorts,
     ServerSettings,
     render_config,
-    running_server,
     server_command,
     wait_ready,
     write_config,
 )
 from runtime.util.secrets import Login, Secret, with_login
 from tests.fixtures.nats import TEST_STREAMS, NatsServer, group_failed
+from tests.support.running_server import running_server
 
 pytestmark = pytest.mark.anyio
 
