@@ -114,7 +114,7 @@ FAULTS: dict[str, Callable[[], Any]] = {
     ),
     "sequences are cut plainly": lambda: mock.patch.object(Context, "kept", _plain_cut),
     "keys take their own rank's gradient": lambda: mock.patch.object(
-        attention._Gather, "backward", staticmethod(_own_gradient)
+        attention._StackRanks, "backward", staticmethod(_own_gradient)
     ),
 }
 
