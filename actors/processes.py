@@ -23,7 +23,7 @@ from runtime.settings.processes import (
 from runtime.settings.topology import EngineConfig, Topology, answers_are_recorded, has_filter
 
 METRICS_HOST = "127.0.0.2"  # the router needs a free metrics port: its own port on another loopback address
-STAND_IN = "stand-in"  # name of the no-op trainer, which runs when run.only = "rollout"
+NO_OP_TRAINER = "no-op-trainer"  # process name; it runs when run.only = "rollout"
 LIGHT_ACTORS = ("rollout", "reward", "filter", "buffer")
 
 
@@ -43,7 +43,7 @@ def process_specs(topology: Topology, node: str, run_dir: Path) -> list[ProcessS
     if topology.run.only != "rollout":
         specs += _trainer(topology, node, run_dir, home=home)
     elif home:
-        specs.append(_host(topology, run_dir, STAND_IN, ["trainer"], OURS | HIDDEN))
+        specs.append(_host(topology, run_dir, NO_OP_TRAINER, ["trainer"], OURS | HIDDEN))
     if home:
         shared = {role for roles in topology.share for role in roles}
         alone = [(role,) for role in LIGHT_ACTORS if role not in shared]

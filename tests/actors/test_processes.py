@@ -176,8 +176,8 @@ def test_what_computes_on_the_cpu_sees_no_gpu_whatever_the_machine_has() -> None
     found = specs("laptop.toml", "local")
     on_cpu = [spec for name, spec in found.items() if name.startswith(("trainer", "engine."))]
     assert len(on_cpu) >= 2
-    stand_in = specs("laptop.toml", "local", "run.only=rollout")["stand-in"]
-    for spec in (*on_cpu, stand_in):
+    no_op = specs("laptop.toml", "local", "run.only=rollout")["no-op-trainer"]
+    for spec in (*on_cpu, no_op):
         assert (spec.env["CUDA_VISIBLE_DEVICES"], spec.env["HIP_VISIBLE_DEVICES"]) == ("", "")
 
 

@@ -169,7 +169,7 @@ def services(topology: Topology, run_dir: Path, bus_url: str) -> Iterator[Servic
 
 @contextmanager
 def actors(topology: Topology, run_dir: Path, bus_url: str) -> Iterator[dict[str, psutil.Process]]:
-    """The light actors as a run starts them, and the trainer's stand-in."""
+    """The light actors as a run starts them, and the no-op trainer."""
     commands = {spec.name: list(spec.command) for spec in specs_of(topology, run_dir) if spec.tier is Tier.ACTOR}
     commands["trainer"] = [sys.executable, "-m", "tests.bench.zero_trainer", str(run_dir)]
     with processes(commands, run_dir, bus_url) as running:
