@@ -71,7 +71,7 @@ def place(tmp_path_factory: pytest.TempPathFactory, halves: Halves) -> Path:
 
 def test_demonstrations_are_trained_without_an_engine_and_exported(place: Path) -> None:
     logs = {path.stem for path in (place / "runs/boxed-copy-sft/logs").glob("*.jsonl")}
-    assert {"agent", "trainer", "rollout", "buffer"} <= logs
+    assert {"daemon", "trainer", "rollout", "buffer"} <= logs
     assert undocumented(rows(place, "boxed-copy-sft")) == set()
     assert not [name for name in logs if name.startswith(("engine", "router", "reward", "filter"))]
     exported = {path.name for path in (place / "runs/boxed-copy-sft/hf").iterdir()}

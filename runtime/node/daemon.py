@@ -134,7 +134,7 @@ class NodeDaemon:
         await _first_of(self._bus_ready, self._ending)
         if self._ending.is_set() or self._bus_url is None:
             return
-        name = f"agent-{self._plan.node}"
+        name = f"daemon-{self._plan.node}"
         async with Bus.connect(self._bus_url.reveal(), self._plan.run, name=name, limits=BUS_LIMITS) as bus:
             try:
                 claim = await self._claimed(bus)

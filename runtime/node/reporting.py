@@ -181,7 +181,7 @@ class Reporting:
         log.error("reporting_failed", what=what, exc_info=error)
         if not self._failed:
             self._failed = True
-            self.display.show(f"{what}: {error!r}; the run goes on (logs/agent.jsonl has more)")
+            self.display.show(f"{what}: {error!r}; the run goes on (logs/daemon.jsonl has more)")
 
     @staticmethod
     def _new_report(plan: NodePlan) -> Report:

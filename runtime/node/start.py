@@ -184,10 +184,10 @@ def _login(topology: Topology, options: StartOptions) -> Login | None:
 
 
 def _run(plan: NodePlan, options: StartOptions, show: Show, rewrite: Show | None) -> End:
-    log_path = plan.run_dir / "logs" / "agent.jsonl"
+    log_path = plan.run_dir / "logs" / "daemon.jsonl"
     log_path.parent.mkdir(exist_ok=True)
     with closing(LinesWhileRoom(log_path.open("a", encoding="utf-8"))) as log_file:
-        configure_logging("agent", plan.run, cast("TextIO", log_file))
+        configure_logging("daemon", plan.run, cast("TextIO", log_file))
         show(f"{'resuming' if plan.incarnation > 1 else 'starting'} run {plan.run} in {plan.run_dir}")
         daemon = NodeDaemon(plan, show=show, rewrite=rewrite)
         outcome = anyio.run(daemon.run, backend="asyncio")  # plain loop: children are forked from the main thread

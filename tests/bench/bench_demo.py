@@ -126,7 +126,7 @@ class CpuTimes:
 
     def _name(self, process: psutil.Process) -> str:
         if process.pid == self._command.pid:
-            return "agent"
+            return "daemon"
         words = " ".join(process.cmdline())
         names = ("nats-server", "router", "reward.worker", "tiny_engine", "guardian")
         return next((name for name in names if name in words), words.rpartition(" ")[2] or process.name())

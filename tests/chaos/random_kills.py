@@ -39,8 +39,8 @@ from runtime.settings.topology import Topology
 from tests.chaos.audit import Log, audit, read_all
 from tests.chaos.harness import LAPTOP, Command, Run
 
-AGENT: Final = "agent"
-WEIGHTS: Final = {AGENT: 0.3}  # draw weight of a role; default 1. The node daemon's death ends all processes
+DAEMON: Final = "daemon"
+WEIGHTS: Final = {DAEMON: 0.3}  # draw weight of a role; default 1. The node daemon's death ends all processes
 STEPS_PER_S: Final = 10.0  # more than a run reaches, so that time ends it and not the number of steps
 LAST_STEPS: Final = 3  # trained without kills, after the steps already started
 
@@ -67,7 +67,7 @@ class Victims:
     def choose(self, living: Sequence[str], now_s: float) -> str | None:
         """Choose a live process or the node daemon. None: no process may be killed now."""
         rested = now_s - self._trainer_killed_s >= self._spacing_s
-        names = [name for name in sorted([*living, AGENT]) if rested or not _ends_trainer(name)]
+        names = [name for name in sorted([*living, DAEMON]) if rested or not _ends_trainer(name)]
         if not living or not names:
             return None
         name = self._random.choices(names, [WEIGHTS.get(name, 1.0) for name in names])[0]
@@ -77,7 +77,7 @@ class Victims:
 
 
 def _ends_trainer(name: str) -> bool:
-    return name == AGENT or name.startswith("trainer")
+    return name == DAEMON or name.startswith("trainer")
 
 
 class Toll(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,19 +99,19 @@ async def torment(run: Run, victims: Victims, *, seconds: float) -> tuple[list[s
     ends, from_seq, finished = anyio.current_time() + seconds, 1, False
     while not finished and anyio.current_time() < ends:
         async with run.started(from_seq=from_seq) as command:
-            killed += await _kill_until_the_agent(command, victims, ends)
+            killed += await _kill_until_the_daemon(command, victims, ends)
             finished = command.log.finished
             family: list[psutil.Process] = []
             if not finished:
                 family = command.family()
-                command.send(signal.SIGKILL if killed[-1:] == [AGENT] else signal.SIGINT)
+                command.send(signal.SIGKILL if killed[-1:] == [DAEMON] else signal.SIGINT)
             await command.end()
             await run.gone(family)
             from_seq = command.log.seq + 1
     return killed, finished
 
 
-async def _kill_until_the_agent(command: Command, victims: Victims, ends: float) -> list[str]:
+async def _kill_until_the_daemon(command: Command, victims: Victims, ends: float) -> list[str]:
     """Kill until the time is over, the run has finished, or the node daemon is next. Return the killed processes."""
     killed: list[str] = []
     while not command.log.finished and (left_s := ends - anyio.current_time()) > 0:
@@ -122,7 +122,7 @@ async def _kill_until_the_agent(command: Command, victims: Victims, ends: float)
             continue
         killed.append(name)
         say(f"kill -9 of {name} after {command.log.trained} steps")
-        if name == AGENT:
+        if name == DAEMON:
             break
         with suppress(ProcessLookupError):  # the process has just ended
             command.log.kill(name)

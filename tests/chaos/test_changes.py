@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.chaos, pytest.mark.anyio, pytest.mark.timeout(400)]
 
 MOMENTS = (
     Moment("published", 3, "trainer"),  # changes, of which nobody is told
-    Moment("applying", 6, "agent"),  # the third of a chain, half written
+    Moment("applying", 6, "daemon"),  # the third of a chain, half written
 )
 
 
@@ -32,7 +32,7 @@ async def test_trainer_engine_and_agent_die_while_versions_are_changes(
     (marks := tmp_path / "marks").mkdir()
     for name, value in planned(MOMENTS, marks).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv(PROCESS, "agent")  # the command is one
+    monkeypatch.setenv(PROCESS, "daemon")  # the command is one
     overrides = ("trainer.full_export_interval=4", "engines.policy.num_engines=2")
     run = Run(tmp_path, num_steps=8, eval_interval=4, overrides=overrides)
     async with run.started() as command:

@@ -10,7 +10,7 @@ import anyio
 import pytest
 
 from tests.chaos.harness import ROOT, SEED, SMALL
-from tests.chaos.random_kills import AGENT, Victims
+from tests.chaos.random_kills import DAEMON, Victims
 
 LIVING = ["buffer", "engine.policy.0", "nats-server", "rollout", "trainer.0", "trainer.1"]
 MINUTES = 1.2
@@ -32,8 +32,8 @@ def test_a_seed_always_kills_the_same_processes_at_the_same_moments() -> None:
 
 def test_every_process_is_hit_and_the_trainer_has_its_peace() -> None:
     kills = drawn(7, 2000)
-    assert {name for _, name in kills} == {*LIVING, AGENT}
-    moments = [now_s for now_s, name in kills if name in ("trainer.0", "trainer.1", AGENT)]
+    assert {name for _, name in kills} == {*LIVING, DAEMON}
+    moments = [now_s for now_s, name in kills if name in ("trainer.0", "trainer.1", DAEMON)]
     assert min(later - earlier for earlier, later in pairwise(moments)) >= 60.0
     assert 14.0 < kills[-1][0] / len(kills) < 16.0
 

@@ -134,7 +134,7 @@ def ends_after(directory: Path, mark: Path) -> dict[str, str]:
     (run,) = (directory / "runs").iterdir()
     came = mark.stat().st_mtime
     ended: dict[str, str] = {}
-    for line in map(json.loads, (run / "logs" / "agent.jsonl").read_text().splitlines()):
+    for line in map(json.loads, (run / "logs" / "daemon.jsonl").read_text().splitlines()):
         after_s = datetime.fromisoformat(line["time"]).timestamp() - came
         if after_s > 0 and line["event"] == "process_changed" and line["change"] == "exited":
             if line["process"] not in ended:

@@ -14,7 +14,7 @@ import msgspec
 
 from runtime.util.secrets import make_private
 
-LOCK_FILE = "agent.lock"
+LOCK_FILE = "agent.lock"  # keeps its old name: a daemon of an older version must see the lock
 NODE_LOCK_FILE = "agent-{}.lock"  # for nodes that share the directory
 
 

@@ -18,7 +18,7 @@ from runtime.util.errors import flatten
 from runtime.util.secrets import Secret
 
 BUS_LIMITS: Final = BusLimits()
-CLIENT: Final = "agent-fresh"  # client name in the server's monitoring
+CLIENT: Final = "daemon-fresh"  # client name in the server's monitoring
 
 
 class NotDiscarded(Exception):

@@ -17,7 +17,7 @@ LAST = {  # module that is imported late, by kind of process; patched modules ar
     "actors.tiny_engine.http.sessions": "engine",
     "sglang.srt.managers.scheduler_components.weight_updater": "engine",
     "actors.rollout.engines.weights.receiving": "rollout",
-    "runtime.node.copying": "agent",  # if PHYSARUM_PROCESS of the command is "agent"
+    "runtime.node.copying": "daemon",  # if PHYSARUM_PROCESS of the command is "daemon"
 }
 
 

@@ -156,7 +156,7 @@ async def test_an_error_in_the_report_costs_what_is_shown_and_says_so(
     assert outcome.finished
     (line,) = [line for line in running.lines if "a report that nobody foresaw" in line]
     assert "cannot be shown: LookupError" in line
-    assert line.endswith("the run goes on (logs/agent.jsonl has more)")
+    assert line.endswith("the run goes on (logs/daemon.jsonl has more)")
 
 
 @pytest.mark.slow
