@@ -91,7 +91,7 @@ class ScoreRequested(Message, kw_only=True, tag="score_requested"):
     rm_type: str  # a built-in grader or a plug-in
     group_rm: bool = False  # one call for all items, which are the whole group
     prompt_parts: tuple[int, ...] = ()  # PromptStored messages with prompt, label and metadata; the items omit these
-    deadline_s: float  # Unix time in seconds; after it, the caller no longer waits
+    timeout_s: float = 0.0  # seconds from the delivery until the caller no longer waits; 0: unlimited
     items: tuple[ScoreItem, ...]
 
     def key(self) -> str:

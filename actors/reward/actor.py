@@ -1,5 +1,6 @@
 """The reward actor: pulls score requests, grades them in separate processes, replies with the scores."""
 
+import math
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -147,14 +148,14 @@ class RewardActor(Actor):
                 return
 
     async def _grade(self, pool: GraderPool, request: ScoreRequested) -> list[Graded] | None:
-        """Grade a request; return None if its deadline has passed."""
+        """Grade a request; return None if its caller no longer waits."""
         name = self._names.get(request.rm_type, request.rm_type)
         if is_plugin(name) and request.rm_type not in self._names:
             log.warning("grader_refused", grader=request.rm_type)
             reason = f"{request.rm_type!r} is no built-in grader, and the topology does not name it"
             return [Graded(error=reason) for _ in request.items]
         spec = GraderSpec(name=name, group=request.group_rm)
-        with anyio.move_on_after(request.deadline_s - time.time()):
+        with anyio.move_on_after(request.timeout_s or math.inf):
             try:
                 items = await self._items_of(request)
             except PayloadLost as error:

@@ -55,6 +55,10 @@ class Administration:
         """Delete the messages of a plane below a sequence."""
         await streams.purge(self._connection, stream_of(self._run, plane), below_seq=below_seq)
 
+    async def delete_message(self, plane: Plane, seq: int) -> None:
+        """Delete one message of a plane, if it is still stored."""
+        await streams.delete_message(self._connection, stream_of(self._run, plane), seq)
+
     async def state(self, plane: Plane) -> StreamState:
         """State of a plane's stream."""
         return await streams.state_of(self._connection, stream_of(self._run, plane))

@@ -126,6 +126,16 @@ class Bus:
             await self._room.wait_and_take(len(encoded.payload))
         return await self._store.put(subject_of(self.run, message), encoded.payload, encoded.headers)
 
+    async def withdraw(self, seq: int) -> None:
+        """Remove a task of this run from the work stream, if it is still there: its caller no longer waits.
+
+        A worker that has the task finishes it.
+
+        Raises:
+            BusUnavailable: no server until the deadline.
+        """
+        await self._administration.delete_message(Plane.WORK, seq)
+
     async def append(self, message: Message, *, expected_last: int) -> int:
         """Store a ledger event if `expected_last` is still the last sequence of the ledger; return its sequence.
 

@@ -2,16 +2,12 @@
 
 import asyncio
 from collections.abc import Sequence
-from typing import Final
 
 from runtime.bus.errors import LogTrimmedAway
 from runtime.bus.nats.connection import Connection, RawMessage
 from runtime.bus.nats.consumers import forget_reader, make_reader
 from runtime.bus.nats.pull import ConsumerLost, Place, Pull, place_of
-from runtime.bus.nats.store import Store, stored_at
 from runtime.bus.nats.streams import state_of
-
-CLOCKS_DIFFER_S: Final = 2.0  # maximum difference between the server's clock and the local one
 
 
 class LogReader:
@@ -43,7 +39,6 @@ class LogReader:
         self._last_per_subject = from_seq is None
         self._skips = skips
         self._was_open = False
-        self._store = Store(connection)
         limits = connection.limits
         self._pull = Pull(
             connection, stream, ahead=limits.read_ahead, max_bytes=limits.read_ahead_bytes, redelivers=False
@@ -71,21 +66,19 @@ class LogReader:
     async def _check_that_nothing_is_gone(self) -> None:
         """Raise LogTrimmedAway if unread messages may be gone.
 
-        None are lost if the oldest message is older than the reader's last idle moment: all deleted ones were read or
-        are outside its filters. Messages missing at the first open are no loss: the caller has their content from
-        elsewhere.
+        None are lost if the deleted ones were read, or were outside its filters by the server's last heartbeat. That
+        compares sequences only: clocks of two machines differ. Messages missing at the first open are no loss: the
+        caller has their content from elsewhere.
         """
         first_seq = (await state_of(self._connection, self._stream)).first_seq
-        if first_seq <= self._last_seq + 1:
+        if first_seq <= max(self._last_seq, self._pull.idle_seq) + 1:
             return
         if not self._was_open:
             self._last_seq = first_seq - 1
             return
-        oldest = await self._store.get(self._stream, first_seq)
-        if oldest is None or stored_at(oldest) + CLOCKS_DIFFER_S > self._pull.idle_at:
-            raise LogTrimmedAway(
-                f"{self._stream} begins at {first_seq}: what was to be read from {self._last_seq + 1} on is gone"
-            )
+        raise LogTrimmedAway(
+            f"{self._stream} begins at {first_seq}: what was to be read from {self._last_seq + 1} on is gone"
+        )
 
     async def close(self) -> None:
         """Close. Removes the consumer, which the server otherwise removes as inactive."""

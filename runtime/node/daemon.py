@@ -10,7 +10,7 @@ import anyio.abc
 import msgspec
 import structlog
 
-from messages import KillAnswered, KillRequested, LocalCopyRequested, Message
+from messages import KillAnswered, KillRequested, LocalCopyRequested, Message, Plane
 from runtime.bus.addresses import BUS_URL_VARIABLE, ENGINE_KEY_VARIABLE, engine_key
 from runtime.bus.bus import Bus
 from runtime.bus.calls import Handler
@@ -167,6 +167,7 @@ class NodeDaemon:
         incarnation = claim.holder.incarnation
         if incarnation > 1:
             await forget_addresses(bus, self._plan.processes)
+        await self._begin(bus)
         key = await engine_key(bus.kv)
         for spec in self._plan.processes:
             self._supervision.start(self._with_secrets(spec, incarnation, key))
@@ -184,6 +185,12 @@ class NodeDaemon:
                 await self._told.wait()
             await self.reporting.finish()
             tasks.cancel_scope.cancel()
+
+    async def _begin(self, bus: Bus) -> None:
+        """Note where this start begins in the log, before any of its processes writes."""
+        first_seq = (await bus.state(Plane.EVENT)).last_seq + 1
+        self._follower.begin_at(first_seq)
+        self.reporting.begin_at(first_seq)
 
     async def _tell_changes(self, bus: Bus) -> None:
         await publish_changes(bus, self._plan.node, self._changes_to_tell)

@@ -32,6 +32,11 @@ class Follower:
         self._end = end
         self._steps = 0
         self._last_seq = 0
+        self._first_seq = 1
+
+    def begin_at(self, first_seq: int) -> None:
+        """Set the log sequence from which events belong to this start: an earlier failure does not end it."""
+        self._first_seq = first_seq
 
     async def follow(self, bus: Bus, watch: StallWatch | None) -> None:
         """Follow until cancelled. Events that are trimmed before they are read are skipped."""
@@ -47,7 +52,7 @@ class Follower:
                 self._last_seq = received.seq
                 if watch is not None:
                     watch.happened(received.message)
-                self._decide(received.message, live=received.time.timestamp() >= self._plan.started)
+                self._decide(received.message, live=received.seq >= self._first_seq)
                 await self._reporting.take(received)
 
     def _decide(self, event: Message, *, live: bool) -> None:

@@ -77,9 +77,14 @@ class Reporting:
         self._plan = plan
         self._metrics = MetricsFile(plan.run_dir / METRICS_FILE) if plan.keeps_metrics else None
         self._failed = False
+        self._first_seq = 1
         send, receive = anyio.create_memory_object_stream[Event](EVENTS_BOUND)
         self._send, self._events = send, receive
         self._ended = anyio.Event()
+
+    def begin_at(self, first_seq: int) -> None:
+        """Set the log sequence from which events belong to this start. Lines of earlier ones are not shown again."""
+        self._first_seq = self.report.first_seq = first_seq
 
     async def take(self, event: Event) -> None:
         """Queue an event of the log for the report."""
@@ -134,19 +139,19 @@ class Reporting:
         log.error("archive_damaged", error=str(error))
         self.display.show(f"{error}: what was before the newest snapshot is known from that alone")
         self.report = self._new_report(self._plan)
+        self.report.first_seq = self._first_seq
         state = await newest_snapshot(bus)
         if state is not None:
             self.report.begin(state)
 
     async def _report(self, bus: Bus, event: Event, samples: anyio.abc.TaskGroup) -> None:
-        moment = event.time.timestamp()
         try:
-            notices = self.report.apply(event.message, event.seq, moment)
+            notices = self.report.apply(event.message, event.seq, event.time.timestamp())
         except Exception as error:  # noqa: BLE001 - as above
             self._fail(f"event {event.seq} cannot be shown", error)
             return
         for notice in notices:
-            await self._show(bus, notice, samples, live=moment >= self._plan.started)
+            await self._show(bus, notice, samples, live=event.seq >= self._first_seq)
 
     async def _show(self, bus: Bus, notice: Notice, samples: anyio.abc.TaskGroup, *, live: bool) -> None:
         match notice:

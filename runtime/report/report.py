@@ -80,6 +80,7 @@ class Report:
         self.run = run
         self.num_steps = num_steps
         self.started = started
+        self.first_seq = 1  # log sequence of the first event of this start; clocks of two machines are not compared
         self.steps = 0  # trained train steps
         self._earlier_steps = 0  # of these, trained before the command
         self.finished: str | None = None  # reason
@@ -121,13 +122,13 @@ class Report:
         self._progress.note(event, max(time, self.started))
         match event:
             case BatchTrained():
-                return self._train(event, settled, time)
+                return self._train(event, settled, seq, time)
             case TrainerStarted():
                 return self._begin_again(event, settled)
             case GroupCompleted():
                 return self._complete(event, seq, time)
             case BatchReady():
-                return self._batch(event, time)
+                return self._batch(event, seq)
             case EvalEnded():
                 return self._evaluate(event, time)
             case RunFinished():
@@ -165,8 +166,8 @@ class Report:
         texts = self._failures.lines(failure) if failure is not None else [line] if line is not None else []
         return [Line(text) for text in texts]
 
-    def _batch(self, event: BatchReady, time: float) -> list[Notice]:
-        if event.step + 1 != self.num_steps or time < self.started or not event.groups:
+    def _batch(self, event: BatchReady, seq: int) -> list[Notice]:
+        if event.step + 1 != self.num_steps or seq < self.first_seq or not event.groups:
             return []
         return [SampleShown("last", max(ref.event_seq for ref in event.groups), graded=self._graded)]
 
@@ -214,13 +215,13 @@ class Report:
         """Return the books as a sum; brief: without zeros."""
         return sum_line(self._ledger.books(), brief=brief)
 
-    def _train(self, event: BatchTrained, settled: Sequence[Settled], time: float) -> list[Notice]:
+    def _train(self, event: BatchTrained, settled: Sequence[Settled], seq: int, time: float) -> list[Notice]:
         if not settled:
             return []  # replayed after a crash, or a duplicate event
         groups = self._numbers.take(ref.event_seq for ref in settled[0].groups)
         notices = self.close()
         self.steps = max(self.steps, event.step + 1)
-        if time < self.started:
+        if seq < self.first_seq:
             self._earlier_steps = self.steps
         self.tokens += event.num_tokens
         metrics = event.metrics | not_finite_in(event)
@@ -265,9 +266,9 @@ class Report:
         reasons = {f"no score, reward {sample.reward:g} instead: {sample.reason}" for sample in ungraded}
         reasons |= {f"sample left out: {sample.reason}" for sample in event.samples if is_left_out(sample)}
         lines: list[Notice] = [Line(text) for reason in sorted(reasons) for text in self._failures.lines(reason)]
-        if self._scores is not None and self._scores.take(event.samples) and time >= self.started:
+        if self._scores is not None and self._scores.take(event.samples) and seq >= self.first_seq:
             lines.append(SampleShown("typical", seq, why=self._scores.why, causes=self._scores.causes))
-        if self._first_rollout is not None or time < self.started:
+        if self._first_rollout is not None or seq < self.first_seq:
             return lines
         self._first_rollout = time
         return [*lines, SampleShown("first", seq, graded=self._graded)]

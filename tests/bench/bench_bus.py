@@ -49,9 +49,7 @@ def event(number: int) -> GroupFailed:
 
 
 def task(name: str) -> ScoreRequested:
-    return ScoreRequested(
-        request_id=name, reply_to="_INBOX.x", group_id=1, attempt=1, rm_type="exact_match", deadline_s=0.0, items=()
-    )
+    return ScoreRequested(request_id=name, reply_to="_INBOX.x", group_id=1, attempt=1, rm_type="exact_match", items=())
 
 
 def payload(tokens: int = 64) -> SegmentsPublished:

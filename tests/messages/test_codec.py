@@ -21,6 +21,7 @@ from messages import (
     SampleKey,
     SampleStatus,
     SampleSummary,
+    ScoreRequested,
     Segment,
     SegmentRef,
     SegmentsPublished,
@@ -128,6 +129,17 @@ def test_an_array_takes_neither_two_dimensions_nor_values_out_of_range() -> None
 
 def test_arithmetic_leaves_the_packed_type() -> None:
     assert type(Int32Array([1, 2]) * 0.5) is np.ndarray
+
+
+def test_a_score_request_with_the_deadline_of_a_clock_is_still_read() -> None:
+    """As it was written before the duration. Its sender is gone: nothing bounds the grading, and nobody waits."""
+    old = (
+        b'{"type":"score_requested","request_id":"r","reply_to":"_INBOX.x","group_id":1,"attempt":2,"rm_type":"math",'
+        b'"group_rm":false,"prompt_parts":[],"deadline_s":1763650000.5,"items":[]}'
+    )
+    request = decode(old, {TYPE_HEADER: "score_requested", CONTENT_TYPE_HEADER: JSON})
+    assert isinstance(request, ScoreRequested)
+    assert (request.timeout_s, request.rm_type) == (0.0, "math")
 
 
 def test_unknown_fields_are_ignored_so_that_fields_can_be_added() -> None:

@@ -12,7 +12,7 @@ from actors.rollout.groups.open_samples import OpenSample
 from actors.rollout.groups.tasks import GroupTask
 from messages import Score, ScoreItem, ScoreRequested, ScoresGiven
 from runtime.bus.bus import Bus
-from runtime.bus.errors import AlreadyQueued, MessageTooLarge
+from runtime.bus.errors import AlreadyQueued, BusError, MessageTooLarge
 from runtime.util.formatting import count_of
 
 log = structlog.get_logger()
@@ -28,7 +28,9 @@ class Scorer:
     is published again.
     """
 
-    def __init__(self, bus: Bus, *, timeout_s: float, max_tries: int, repeat_s: float = REPEAT_S) -> None:
+    def __init__(
+        self, bus: Bus, *, timeout_s: float, max_tries: int, repeat_s: float = REPEAT_S, patience_s: float = PATIENCE_S
+    ) -> None:
         """Start without requests.
 
         Args:
@@ -36,10 +38,11 @@ class Scorer:
             timeout_s: seconds for grading one sample.
             max_tries: maximum requests for the same samples.
             repeat_s: seconds after which an unanswered request is published again.
+            patience_s: seconds to wait for an answer, in addition to the grading time.
         """
         self._bus = bus
         self._repeat_s = repeat_s
-        self._grading_s = timeout_s * max_tries
+        self._wait_s = timeout_s * max_tries + patience_s
         self._max_tries = max_tries
         self._waiting: dict[str, _Answer] = {}
         self._reply_to = ""
@@ -73,7 +76,6 @@ class Scorer:
         assert rm_type is not None, "the recipe's rules ask for a reward"
         request_id = uuid.uuid4().hex
         answer = self._waiting[request_id] = _Answer()
-        wait_s = self._grading_s + PATIENCE_S
         request = ScoreRequested(
             request_id=request_id,
             reply_to=self._reply_to,
@@ -82,24 +84,35 @@ class Scorer:
             rm_type=rm_type,
             group_rm=task.group_rm,
             prompt_parts=task.prompt.parts,
-            deadline_s=time.time() + wait_s,
+            timeout_s=self._wait_s,
             items=tuple(items),
         )
         try:
-            with anyio.move_on_after(wait_s):
+            with anyio.move_on_after(self._wait_s):
                 while not answer.arrived.is_set():
-                    await self._put(request)
+                    answer.seq = await self._put(request) or answer.seq
                     with anyio.move_on_after(self._repeat_s):
                         await answer.arrived.wait()
+            if answer.scores is None:
+                await self._withdraw(request, answer.seq)
             return answer.scores
         finally:
             del self._waiting[request_id]
 
-    async def _put(self, request: ScoreRequested) -> None:
+    async def _put(self, request: ScoreRequested) -> int:
+        """Publish a request; return its sequence, 0 if it is still queued."""
         try:
-            await self._bus.publish(request)
+            return await self._bus.publish(request)
         except AlreadyQueued:
             log.debug("scores_awaited", request_id=request.request_id)
+            return 0
+
+    async def _withdraw(self, request: ScoreRequested, seq: int) -> None:
+        """Remove an unanswered request from the queue, so that no worker grades it for nothing."""
+        try:
+            await self._bus.withdraw(seq)
+        except BusError as error:
+            log.warning("score_request_not_withdrawn", request_id=request.request_id, reason=str(error))
 
 
 class SampleScoring:
@@ -174,3 +187,4 @@ class _Answer:
     def __init__(self) -> None:
         self.arrived = anyio.Event()
         self.scores: Sequence[Score] | None = None
+        self.seq = 0  # of the newest copy of the request in the work stream

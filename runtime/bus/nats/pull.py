@@ -1,7 +1,6 @@
 """Pull requests of one consumer, and the messages that they return. Bounded: only requested messages arrive."""
 
 import asyncio
-import time
 from collections import deque
 from datetime import UTC, datetime
 from typing import Final, NamedTuple
@@ -16,6 +15,8 @@ from runtime.bus.nats.store import API, NANOSECONDS
 DELIVERY: Final = "$JS.ACK."
 HEARTBEAT: Final = "100"
 PENDING_MESSAGES: Final = "Nats-Pending-Messages"  # undelivered messages of a pull request at its end
+LAST_DELIVERED: Final = "Nats-Last-Consumer"  # in a heartbeat: number of messages that the consumer sent
+LAST_CONSIDERED: Final = "Nats-Last-Stream"  # in a heartbeat: stream sequence up to which the consumer looked
 TOO_LARGE: Final = "exceeds maxbytes"  # the next message exceeds the byte limit of the request
 LOST_REASONS: Final = ("consumer deleted", "server shutdown", "leadership change", "consumer is push based")
 GRACE_S: Final = 1.0  # added to a request's own expiry
@@ -83,7 +84,8 @@ class Pull:
         self._epoch = connection.epoch
         self._lost = ""
         self._served_until = 0.0  # loop time until which the server sends messages as soon as it stores them
-        self.idle_at = 0.0  # Unix seconds of the last moment with nothing to send and an empty buffer
+        self._num_delivered = 0  # messages that arrived from the current consumer
+        self.idle_seq = 0  # stream sequence up to which all messages were taken or did not match, by a heartbeat
 
     async def open(self, consumer: str, epoch: int) -> None:
         """Start or restart to pull from a consumer that existed in this epoch of the connection."""
@@ -97,6 +99,7 @@ class Pull:
         if self._listener is not None:  # messages of the old consumer must not pass for the new one's
             await self._listener.stop()
         self._buffer.clear()
+        self._num_delivered = 0
         self._inbox = self._connection.new_inbox()
         self._listener = await self._connection.subscribe(self._inbox, self._on_message)
         self._connection.on_reconnect(self._wake_all)
@@ -223,6 +226,7 @@ class Pull:
         if message.reply.startswith(DELIVERY):
             self._outstanding = max(0, self._outstanding - 1)  # requests from before a reconnect may be answered too
             self._arrived = True
+            self._num_delivered += 1
             self._note_end()
             self._buffer.append(message)
             self._wake_one()
@@ -230,10 +234,14 @@ class Pull:
             self._connection.counters.async_errors += 1  # only the server should send to this subject
         elif status == HEARTBEAT:
             self._heard(2 * self._limits.pull_heartbeat_s)
-            if not self._buffer:  # after a stall of this process, the heartbeat may be old
-                self.idle_at = time.time() - max(0.0, asyncio.get_running_loop().time() - self._served_until)
+            self._note_idle(message.headers or {})
         else:
             self._on_status(status, message.headers or {})
+
+    def _note_idle(self, headers: dict[str, str]) -> None:
+        """Note how far the consumer has read the stream, if every message that it sent arrived and was taken."""
+        if not self._buffer and headers.get(LAST_DELIVERED) == str(self._num_delivered):
+            self.idle_seq = max(self.idle_seq, int(headers.get(LAST_CONSIDERED, 0)))
 
     def _on_status(self, status: str, headers: dict[str, str]) -> None:
         description = headers.get("Description", "").lower()

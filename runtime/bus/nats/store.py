@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Mapping
-from datetime import datetime
 from itertools import count
 from typing import Any, NamedTuple, cast
 
@@ -24,7 +23,6 @@ EXPECTED_LAST = "Nats-Expected-Last-Subject-Sequence"
 EXPECTED_LAST_FILTER = "Nats-Expected-Last-Subject-Sequence-Subject"
 SEQUENCE = "Nats-Sequence"
 SUBJECT = "Nats-Subject"
-TIME = "Nats-Time-Stamp"
 API = "$JS.API"
 NANOSECONDS = 1_000_000_000  # JetStream's unit of time, per second
 
@@ -62,11 +60,6 @@ class Stored(NamedTuple):
     subject: str
     headers: Mapping[str, str]
     data: bytes
-
-
-def stored_at(stored: Stored) -> float:
-    """Time at which the server stored it, in Unix seconds."""
-    return datetime.fromisoformat(stored.headers[TIME]).timestamp()
 
 
 class ApiFailed(BusError):

@@ -14,6 +14,7 @@ from runtime.bus.nats.store import NANOSECONDS, STREAM_NOT_FOUND, ApiFailed, api
 
 log = structlog.get_logger()
 
+MESSAGE_GONE: Final = frozenset({10037, 10043, 10057})  # error codes for a sequence that holds no message
 MAX_CONSUMERS: Final = 1024
 _FIXED: Final = ("retention", "storage")  # the server refuses to change these
 
@@ -81,6 +82,15 @@ async def delete_stream(connection: Connection, name: str) -> None:
 async def purge(connection: Connection, stream: str, *, below_seq: int) -> None:
     """Delete the messages of a stream below a sequence."""
     await api_call(connection, f"STREAM.PURGE.{stream}", {"seq": below_seq})
+
+
+async def delete_message(connection: Connection, stream: str, seq: int) -> None:
+    """Delete one message of a stream, if the stream still holds it."""
+    try:
+        await api_call(connection, f"STREAM.MSG.DELETE.{stream}", {"seq": seq, "no_erase": True})
+    except ApiFailed as error:
+        if error.err_code not in MESSAGE_GONE:
+            raise
 
 
 async def widen(connection: Connection, stream: str, *, to_bytes: int) -> None:

@@ -57,7 +57,6 @@ async def test_a_worker_in_javascript_scores(bus: Bus, url: str) -> None:
                         group_id=1,
                         attempt=1,
                         rm_type="length",
-                        deadline_s=1e10,
                         items=tuple(items),
                     )
                 )

@@ -1,6 +1,6 @@
 """A process for tests of the agent: plays a small run by publishing its events, steered by its arguments.
 
-player.py STEPS [--then finish|sleep|crash|input_error|fenced] [--wait FILE] [--odd]
+player.py STEPS [--then finish|fail|sleep|crash|input_error|fenced] [--wait FILE] [--odd]
 """
 
 import argparse
@@ -21,6 +21,7 @@ from messages import (
     GroupsIssued,
     IssuedGroup,
     Outcome,
+    RunFailed,
     RunFinished,
     SampleStatus,
     SampleSummary,
@@ -69,6 +70,8 @@ async def main() -> int:
             await anyio.sleep(0.02)
         if args.then == "finish":
             await bus.publish(RunFinished(incarnation=1, steps=args.steps, reason="all steps trained"))
+        if args.then == "fail":
+            await bus.publish(RunFailed(incarnation=1, steps=args.steps, reason="the player has had enough"))
     if args.then == "crash":
         raise RuntimeError("the player stumbled")
     if args.then == "input_error":
@@ -77,7 +80,7 @@ async def main() -> int:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if args.then == "family":  # a grandchild in a session of its own
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)  # noqa: ASYNC220
-    if args.then in ("finish", "sleep", "hang", "family"):
+    if args.then in ("finish", "fail", "sleep", "hang", "family"):
         time.sleep(60)  # noqa: ASYNC251 - until it is stopped
     return {"input_error": 2, "fenced": 3}[args.then]
 

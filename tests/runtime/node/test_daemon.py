@@ -305,6 +305,18 @@ async def test_a_resumed_run_counts_what_went_before_and_shows_only_what_is_new(
     assert rows == [1, 2]
 
 
+@pytest.mark.parametrize("ahead_s", [7200.0, -7200.0])
+async def test_a_failure_of_this_start_ends_it_and_an_earlier_one_does_not(tmp_path: Path, ahead_s: float) -> None:
+    """Whatever this machine's clock says: with one ahead of the server's, no failure ended the run."""
+    first = plan(tmp_path / "r", player("1", "--then", "fail"))
+    failed = await Running(msgspec.structs.replace(first, started=time.time() + ahead_s)).run()
+    assert failed.error == "the player has had enough"
+    second = plan(tmp_path / "r", player("2"), incarnation=2)
+    resumed = Running(msgspec.structs.replace(second, started=time.time() + ahead_s))
+    assert (await resumed.run()).finished
+    assert [line.partition(" ")[0] for line in resumed.lines if line.startswith("step ")] == ["step"]
+
+
 async def test_the_first_signal_stops_in_order(tmp_path: Path) -> None:
     running = Running(plan(tmp_path / "r", player("1", "--then", "sleep")))
     async with anyio.create_task_group() as tasks:

@@ -266,7 +266,8 @@ def test_an_evaluation_before_the_first_step_may_end_after_it() -> None:
 
 def test_the_first_sample_of_this_start_is_shown_once() -> None:
     story = Story()
-    story.now = STARTED - 100  # of an earlier start
+    story.report.first_seq = 3  # what is before it is of an earlier start
+    story.now = STARTED - 100
     story.issue(0, 1, 2)
     story.complete(0, 1.0)
     story.now = STARTED
@@ -499,8 +500,10 @@ def test_the_summary_says_where_the_time_went() -> None:
 def test_the_summary_of_a_resumed_run_says_how_many_steps_this_start_made() -> None:
     story = Story()
     story.now -= 10
+    story.report.first_seq = 100
     one_step(story, 0, 0.5)
     story.now = STARTED
+    story.report.first_seq = story.seq + 1
     one_step(story, 1, 0.5)
     one_step(story, 2, 0.5)
     assert story.report.summary(STARTED + 6)[0].startswith("steps     3 of 4, 2 of them in 6.0s, first rollout after")

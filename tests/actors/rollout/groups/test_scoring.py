@@ -6,9 +6,9 @@ from contextlib import asynccontextmanager
 import anyio
 import pytest
 
-from actors.rollout.groups.scoring import Scorer
+from actors.rollout.groups.scoring import PATIENCE_S, Scorer
 from actors.rollout.groups.tasks import training_task
-from messages import SampleStatus, Score, ScoreItem, ScoreRequested, ScoresGiven
+from messages import Plane, SampleStatus, Score, ScoreItem, ScoreRequested, ScoresGiven
 from runtime.bus.bus import Bus
 from runtime.bus.consumer import Deliveries, Delivery
 from tests.fixtures.nats import eventually
@@ -24,9 +24,9 @@ REPEAT_S = 0.1
 
 
 @asynccontextmanager
-async def asked(bus: Bus, scores: list[Score]) -> AsyncGenerator[Deliveries[ScoreRequested]]:
+async def asked(bus: Bus, scores: list[Score], **options: float) -> AsyncGenerator[Deliveries[ScoreRequested]]:
     """One request under way, and the worker's side of it; its answer is added to `scores`."""
-    scorer = Scorer(bus, timeout_s=10.0, max_tries=1, repeat_s=REPEAT_S)
+    scorer = Scorer(bus, timeout_s=10.0, max_tries=1, repeat_s=REPEAT_S, **options)
 
     async def ask() -> None:
         answer: Sequence[Score] = await scorer.score(TASK, [ITEM])
@@ -63,3 +63,22 @@ async def test_a_request_that_a_worker_has_is_put_no_second_time(bus: Bus) -> No
         assert await deliveries.next(4 * REPEAT_S) is None
         await answer(bus, delivery)
         await eventually(lambda: bool(scores))
+
+
+async def test_a_request_says_how_long_its_caller_waits_and_not_until_when(bus: Bus) -> None:
+    """A deadline of one machine's clock was late on another: no score was accepted, and the run stood still."""
+    scores: list[Score] = []
+    async with asked(bus, scores) as deliveries:
+        delivery = await anext(deliveries)
+        assert delivery.message.timeout_s == 10.0 + PATIENCE_S
+        await answer(bus, delivery)
+        await eventually(lambda: bool(scores))
+
+
+async def test_a_request_that_was_given_up_leaves_the_queue(bus: Bus) -> None:
+    scores: list[Score] = []
+    async with asked(bus, scores, patience_s=-9.7) as deliveries:  # 0.3 s in all
+        await deliveries.close()  # no worker
+        await eventually(lambda: bool(scores))
+        assert (await bus.state(Plane.WORK)).messages == 0
+    assert scores[0].error == "no answer from a reward worker"
