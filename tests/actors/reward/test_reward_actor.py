@@ -12,8 +12,7 @@ import anyio
 import msgspec
 import pytest
 
-from actors.reward.actor import ACK_WAIT_S, RewardActor
-from actors.reward.first_grades import KEY
+from actors.reward.actor import ACK_WAIT_S, FIRST_GRADE_KEY, RewardActor
 from actors.reward.process import GraderUnusableError
 from messages import MessageDeadLettered
 from messages.base import Plane
@@ -348,7 +347,7 @@ async def test_good_grades_of_an_evaluation_hide_no_grader_that_never_works(bus:
         await group.start(actor.run)
         await Asker(bus, inbox).scores("exact_match", *["7"] * 20, label="7")
         group.cancel_scope.cancel()
-    assert await bus.kv.get(KEY, bool) is None
+    assert await bus.kv.get(FIRST_GRADE_KEY, bool) is None
 
 
 @pytest.mark.slow
