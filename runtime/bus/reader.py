@@ -84,7 +84,8 @@ class LogReader:
         oldest = await self._store.get(self._stream, first_seq)
         if oldest is None or stored_at(oldest) + CLOCKS_DIFFER_S > self._pull.idle_at:
             raise LogTrimmedAway(
-                f"{self._stream} begins at {first_seq}: what was to be read from {self._last_seq + 1} on is gone"
+                f"{self._stream} begins at {first_seq}: messages from {self._last_seq + 1} on were deleted "
+                f"before they were read"
             )
 
     async def close(self) -> None:

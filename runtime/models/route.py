@@ -52,8 +52,8 @@ def route_to(wanted: Version, held: Version | None, on_disk: Iterable[OnDisk]) -
         size, place = size + stored.delta_bytes, stored.base
     if not found:
         raise ValueError(
-            f"no way to version {wanted.number} from {_said(held)}: back from there by deltas, version {place.number} "
-            f"({place.checksum}) has neither whole files nor a delta; there are {_numbers(known)}"
+            f"version {wanted.number} cannot be made from {_name_of(held)}: its deltas need version {place.number} "
+            f"({place.checksum}), which has neither whole files nor a delta; on disk: {_numbers(known)}"
         )
     return min(found, key=lambda route: (route.size_bytes, len(route.deltas)))
 
@@ -80,7 +80,7 @@ def goes_whole(latest: Version | None, on_disk: Iterable[OnDisk], *, every: int)
         return True
 
 
-def _said(held: Version | None) -> str:
+def _name_of(held: Version | None) -> str:
     return "nothing" if held is None else f"version {held.number} ({held.checksum})"
 
 

@@ -134,7 +134,9 @@ async def test_a_request_to_be_answered_elsewhere_is_dead_lettered(bus: Bus, ask
     assert score.reward == 1.0
     assert await bus.last_ledger_seq() == 0
     async with bus.read(MessageDeadLettered) as events:
-        assert ["is no inbox of this run" in received.message.reason async for received in events.so_far()] == [True]
+        assert ["is not an inbox of this run" in received.message.reason async for received in events.so_far()] == [
+            True
+        ]
 
 
 async def test_of_an_answer_that_is_too_long_the_rewards_are_sent(bus: Bus, asker: Asker) -> None:
