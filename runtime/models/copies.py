@@ -15,8 +15,7 @@ from messages import FileSum
 from runtime.models.checksums import checksums_of
 from runtime.models.delta import INDEX, NOTE, DeltaError, Version, apply_deltas, held_in, write_held
 from runtime.models.file_sums import damage_in
-from runtime.models.route import route_to
-from runtime.models.versions import name_of, on_disk, versions_in
+from runtime.models.versions import name_of, on_disk, route_to, versions_in
 from runtime.util.files import atomic_directory
 
 KEEP_COPIES: Final = 2  # the newest, and one that an engine may still be reading

@@ -32,7 +32,7 @@ from actors.trainer.data.precomputed import LogProbs
 from actors.trainer.data.skipped import Flags, names_of, samples_with, with_masked, without
 from actors.trainer.megatron import groups as ranks
 from actors.trainer.megatron.rank_model import Replica, TokenOutputs
-from actors.trainer.step.by_group import GroupLogProbs
+from actors.trainer.step.by_group import GroupLogProbs, ReferenceModel
 from actors.trainer.step.layout import laid_out, shared
 from actors.trainer.step.metrics import (
     MTP_LOSS,
@@ -46,7 +46,6 @@ from actors.trainer.step.metrics import (
     size_metrics,
     speed_metrics,
 )
-from actors.trainer.step.reference import ReferenceModel
 from actors.trainer.step.skips import too_many
 from runtime.process.actor import InputError
 from runtime.settings.placement import max_sample_tokens

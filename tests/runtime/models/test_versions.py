@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runtime.models.delta import Version
-from runtime.models.route import OnDisk, Route, goes_whole, needed_for, route_to
+from runtime.models.versions import OnDisk, Route, goes_whole, needed_for, route_to
 
 WHOLE = 1000
 
