@@ -95,7 +95,7 @@ class Asker:
 
     async def scores(self, rm_type: str, *responses: str, **options: Any) -> tuple[Score, ...]:
         request_id = await self.ask(rm_type, *responses, **options)
-        answer = await self.answer()
+        answer = await self.answer(timeout_s=60)  # starts up to nine graders, on a busy machine
         assert answer.request_id == request_id
         return answer.scores
 
