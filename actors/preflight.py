@@ -24,7 +24,7 @@ from runtime.node.checks.apart import Doing, unlimited
 from runtime.node.checks.check import ASK_TIMEOUT_S, check_here
 from runtime.node.checks.findings import Checked
 from runtime.node.checks.hub import hub_models
-from runtime.node.checks.limits import free_memory_bytes
+from runtime.node.checks.machine import free_memory_bytes
 from runtime.settings.load import LoadedTopology
 from runtime.settings.placement import data_parallel_size
 from runtime.settings.plugins import is_plugin

@@ -203,7 +203,7 @@ def _counted(loaded: LoadedTopology, screen: Screen) -> LoadedTopology:
     from runtime.node.checks.apart import Doing, apart
 
     def work(doing: Doing) -> Topology:
-        from actors.buffer.prompts.epochs import count_steps  # imports tokenizers and NumPy; others need neither
+        from actors.buffer.prompts.source import count_steps
 
         return count_steps(loaded.topology, doing)
 

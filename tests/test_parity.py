@@ -1,11 +1,9 @@
 """docs/develop/parity-rows.md: every row and trap once, in a state that agrees with the tree and its tests."""
 
 import ast
-import functools
 import re
 from collections import Counter
 from collections.abc import Iterable
-from pathlib import Path
 
 import pytest
 
@@ -13,25 +11,12 @@ from actors.reward.graders.builtin import BUILT_IN_GRADERS
 from runtime.settings.reading.schema import keys_of
 from runtime.settings.slime.flags import find_flag
 from runtime.settings.topology import Topology
+from tests.docs.citations import CITED, ROOT, cited_files, wrong_citations
 
-ROOT = Path(__file__).parent.parent
 LINES = (ROOT / "docs" / "develop" / "parity-rows.md").read_text(encoding="utf-8").splitlines()
 CELLS = [[cell.strip() for cell in line.strip("|").split("|")] for line in LINES if line.startswith("|")]
 ROWS = [cells for cells in CELLS if re.fullmatch(r"\d+|\([a-z]\)", cells[0])]
 STATES = ("done", "replaced", "narrower", "not yet")
-CITED = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
-CITATIONS = sorted({found for row in ROWS for found in CITED.findall(row[3])})
-
-
-@functools.cache
-def functions_of(path: str) -> frozenset[str]:
-    """Names of the test functions of a file; none where there is no such file."""
-    file = ROOT / path
-    if not file.is_file():
-        return frozenset()
-    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
-    names = (node.name for node in ast.parse(file.read_bytes()).body if isinstance(node, functions))
-    return frozenset(name for name in names if name.startswith("test_"))
 
 
 def test_every_row_and_every_trap_is_there_once_and_in_order() -> None:
@@ -56,33 +41,31 @@ def test_the_page_for_users_has_the_same_counts() -> None:
 def test_every_row_says_what_its_state_asks_for() -> None:
     """Done is shown by a test, a replacement says what and why, a narrower one what is lost; what is open says so."""
     forms = {
-        "done": "`tests/",
-        "replaced": r"(?!`tests/).",
-        "narrower": r"(?!`tests/).*Lost: .*`tests/",
+        "done": "`test_",
+        "replaced": r"(?!`test_).*`test_",
+        "narrower": r"(?!`test_).*Lost: .*`test_",
         "not yet": r"later: .*; (absent|refused): `",
     }
     wrong = [row for row in ROWS if not (row[1] and row[2] in forms and re.match(forms[row[2]], row[3]))]
     assert wrong == []
 
 
-def test_every_test_that_is_cited_exists() -> None:
-    assert [f"{path}::{name}" for path, name in CITATIONS if name not in functions_of(path)] == []
+def test_every_test_that_is_cited_exists_and_no_citation_is_overlooked() -> None:
+    cited = "\n".join(row[3] for row in ROWS)
+    assert wrong_citations(cited) == []
+    assert len(CITED.findall(cited)) > 200
 
 
-def test_no_citation_is_overlooked() -> None:
-    mentioned = sum(row[3].count(".py::") for row in ROWS)
-    assert mentioned == sum(len(CITED.findall(row[3])) for row in ROWS) > 150
-
-
-@functools.cache
-def marks_of(path: str) -> dict[str, frozenset[str]]:
-    """Marks of each test function of a file: its own and those of its parameters, else those of the file."""
-    body = ast.parse((ROOT / path).read_bytes()).body
-    functions = [node for node in body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    all_of_file = [
+def marks_of(path: str, name: str) -> frozenset[str]:
+    """Marks of a cited test function: its own and those of its parameters, and those of its file."""
+    (file,) = cited_files(path, name)
+    body = ast.parse(file.read_bytes()).body
+    of_file = [
         node.value for node in body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark"
     ]
-    return {node.name: named_marks(node.decorator_list) | named_marks(all_of_file) for node in functions}
+    functions = [node for node in body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    (own,) = [node.decorator_list for node in functions if node.name == name]
+    return named_marks(own) | named_marks(of_file)
 
 
 def named_marks(nodes: Iterable[ast.AST]) -> frozenset[str]:
@@ -98,12 +81,12 @@ def test_what_is_there_is_shown_by_a_test_of_ci() -> None:
     """A test that only `just nightly` or a GPU runs shows nothing of today's tree."""
     cited = {row[0]: CITED.findall(row[3]) for row in ROWS if row[2] in ("done", "narrower")}
     assert [
-        row for row, tests in cited.items() if not any(runs_in_ci(marks_of(path)[name]) for path, name in tests)
+        row for row, tests in cited.items() if not any(runs_in_ci(marks_of(path, name)) for path, name in tests)
     ] == []
 
 
 def test_marks_of_functions_and_parameters_are_seen() -> None:
-    assert "nightly" in marks_of("tests/sglang/test_poison.py")["test_a_request_that_kills_the_server_fails_alone"]
+    assert "nightly" in marks_of("test_poison.py", "test_a_request_that_kills_the_server_fails_alone")
     assert not runs_in_ci(frozenset({"nightly", "timeout"}))
     assert runs_in_ci(frozenset({"nightly", "chaos"}))
 

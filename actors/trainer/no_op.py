@@ -200,9 +200,8 @@ def _draw(topology: Topology, directory: Path) -> None:
         return
     from actors.trainer.megatron.config import DTYPES
     from actors.trainer.models.config import read_hf_config
-    from actors.trainer.models.files import write_model
+    from actors.trainer.models.files import random_source, write_model
     from actors.trainer.models.shapes import hf_shapes
-    from actors.trainer.models.sources import random_source
 
     model_directory = Path(topology.model.hf_checkpoint)
     model = read_hf_config(model_directory, topology.trainer.megatron.mtp_num_layers)

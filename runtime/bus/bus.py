@@ -276,7 +276,7 @@ class Bus:
         try:
             message = decode(stored.data, stored.headers)
             if not isinstance(message, message_type):
-                raise DecodeError(f"{type(message).__name__} where {message_type.__name__} is expected")
+                raise DecodeError(f"got {type(message).__name__}, expected {message_type.__name__}")
         except DecodeError as error:
             await self._dead_letters.bury(
                 f"{Plane.DATA}.{seq}",
@@ -331,7 +331,7 @@ class Bus:
         """
         self._check_writes(type(message))
         if not self.is_inbox(to):
-            raise MessageRefused(f"{to[:80]!r} is no inbox of run {self.run}")
+            raise MessageRefused(f"{to[:80]!r} is not an inbox of run {self.run}")
         encoded = to_wire(message)
         await self._connection.send(to, encoded.payload, encoded.headers)
 

@@ -89,12 +89,12 @@ class CallServer:
     async def _answer(self, raw: RawMessage) -> None:
         try:
             if raw.reply and not is_inbox(self._run, raw.reply):
-                await self._bury(
-                    raw, f"{clipped(raw.reply, 80)!r}, where it is to be answered, is no inbox of this run"
-                )
+                await self._bury(raw, f"reply subject {clipped(raw.reply, 80)!r} is not an inbox of this run")
                 return
             if self._num_active > self._connection.limits.max_calls:
-                answer: Message = CallFailed(reason=f"busy: {self._connection.limits.max_calls} calls at work")
+                answer: Message = CallFailed(
+                    reason=f"busy: {self._connection.limits.max_calls} calls are in progress already"
+                )
             else:
                 answer = await self._handle(raw)
             await self._reply(raw, answer)
@@ -106,7 +106,7 @@ class CallServer:
             request = decode(raw.data, raw.headers)
             handler = self._handlers.get(type(request))
             if handler is None:
-                raise DecodeError(f"{type(request).__name__} is not served here")
+                raise DecodeError(f"{type(request).__name__} is not a request that this process serves")
         except DecodeError as error:
             await self._bury(raw, str(error))
             return CallFailed(reason=str(error))
@@ -194,7 +194,7 @@ class Inbox(Generic[MessageT]):
             try:
                 message = decode(raw.data, raw.headers)
                 if not isinstance(message, self._type):
-                    raise DecodeError(f"{type(message).__name__} where {self._type.__name__} is expected")
+                    raise DecodeError(f"got {type(message).__name__}, expected {self._type.__name__}")
             except DecodeError as error:
                 await self._dead_letters.bury(
                     f"call.{self._connection.unique()}",

@@ -75,7 +75,7 @@ class Delivery(Generic[MessageT]):
 
     async def _end(self, how: bytes) -> None:
         if self._ended:
-            raise ValueError(f"delivery of {self._raw.subject} was ended before")
+            raise ValueError(f"delivery of {self._raw.subject} has already ended")
         self._ended = True
         await self._deliveries.answer(self._raw.reply, how)
 
@@ -145,7 +145,7 @@ class Deliveries(Generic[MessageT]):
             try:
                 message = decode(raw.data, raw.headers)
                 if not isinstance(message, self._types):
-                    raise DecodeError(f"{type(message).__name__} where {self._type_names()} is expected")
+                    raise DecodeError(f"got {type(message).__name__}, expected {self._type_names()}")
             except DecodeError as error:
                 await self.answer(raw.reply, await self.bury(raw, place, str(error)))
                 continue

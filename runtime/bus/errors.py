@@ -46,7 +46,7 @@ class MessageTooLarge(MessageRefused):
     """Headers and payload exceed a limit of readers or of the server. Nothing was sent."""
 
     def __init__(self, subject: str, size_bytes: int, limit_bytes: int) -> None:
-        super().__init__(f"{subject}: {size_bytes} bytes with headers, {limit_bytes} are taken")
+        super().__init__(f"{subject}: {size_bytes} bytes with headers; allowed: at most {limit_bytes}")
         self.size_bytes = size_bytes
         self.limit_bytes = limit_bytes
 

@@ -100,8 +100,8 @@ class Events(Generic[MessageT]):
         if isinstance(error, UnknownType) and is_ledger(raw.subject):
             version = (raw.headers or {}).get(VERSION_HEADER, "unknown")
             raise UnknownDecision(
-                f"event {seq} on {raw.subject} is of type {error.tag!r}, written by version {version} of the messages; "
-                f"this is version {VERSION}. What is folded without a decision is false: use the version that wrote it"
+                f"event {seq} on {raw.subject} has the unknown type {error.tag!r}: version {version} of the messages "
+                f"wrote it, this is version {VERSION}. A ledger without it is wrong: use the version that wrote it"
             )
         if self._dead_letters is None or not (is_known_event(raw.subject) or is_ledger(raw.subject)):
             return
@@ -180,7 +180,9 @@ class Log:
                 if item is None and not reader.num_pending:
                     return  # deleted meanwhile
                 if item is None:
-                    raise BusUnavailable(f"{stream}: nothing more came to be read")
+                    raise BusUnavailable(
+                        f"{stream}: no further message arrived within {self._connection.limits.publish_timeout_s:g} s"
+                    )
                 raw, place = item
                 if place.stream_seq >= below_seq:
                     return

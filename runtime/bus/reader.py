@@ -77,7 +77,8 @@ class LogReader:
             self._last_seq = first_seq - 1
             return
         raise LogTrimmedAway(
-            f"{self._stream} begins at {first_seq}: what was to be read from {self._last_seq + 1} on is gone"
+            f"{self._stream} begins at {first_seq}: messages from {self._last_seq + 1} on were deleted before they "
+            f"were read"
         )
 
     async def close(self) -> None:

@@ -113,7 +113,7 @@ class Roster:
                 continue
             later = [other for other in members if other.instance == member.instance]
             if later and later[0].incarnation > member.incarnation:
-                raise Fenced(f"{member.instance} runs elsewhere: {later[0]}")
+                raise Fenced(f"a newer process runs {member.instance}: {later[0]}")
             log.warning("roster_joined_again", role=role, instance=member.instance)
             await self.join(role, member)
 
@@ -135,7 +135,7 @@ class Roster:
                 continue
             log.info("roster_changed", role=role, epoch=wanted.epoch, members=[one.instance for one in members])
             return wanted
-        raise BusError(f"roster of {role}: others were quicker {MAX_TRIES} times")
+        raise BusError(f"roster of {role}: not updated in {MAX_TRIES} tries; other processes changed it each time")
 
 
 def _key(role: str) -> str:

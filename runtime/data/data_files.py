@@ -93,7 +93,7 @@ def _json_object(text: bytes, place: str) -> dict[str, Any]:
     try:
         return msgspec.json.decode(text, type=dict[str, Any])
     except RecursionError:
-        raise DataError(f"{place}: lists and objects inside each other without end") from None
+        raise DataError(f"{place}: lists and objects are nested too deeply") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         excerpt = show(text[:200].decode(errors="replace"))
         raise DataError(f"{place}: not a JSON object: {error}: {excerpt}") from None

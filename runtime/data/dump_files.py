@@ -160,7 +160,9 @@ def read_pair(directory: Path, step: int, vocab_size: int | None = None) -> tupl
     for number, sample in enumerate(samples):
         key = tuple(int(columns[name][number]) for name in _KEYS)
         if key != (sample.group_id, sample.attempt, sample.index, sample.part):
-            raise DumpError(f"{lines_path(directory, step)}:{number + 1}: is another sample than in {path.name}")
+            raise DumpError(
+                f"{lines_path(directory, step)}:{number + 1}: is not the sample that {path.name} has at this place"
+            )
     segments: list[tuple[Segment, ...]] = []
     for number, sample in enumerate(samples):
         own, problem = _checked_segments(sample, number, columns, vocab_size)

@@ -88,16 +88,15 @@ def fitted(topology: Topology) -> Topology:
     rollout = topology.rollout
     if groups.sizes != {rollout.n_samples_per_prompt}:
         sizes = ", ".join(map(str, sorted(groups.sizes)))
-        message = f"the dump's groups have {sizes} samples; set it to that"
+        message = f"differs from the dump, whose groups have {sizes} samples; allowed: the same number"
         raise TopologyError(
             [Problem(key="rollout.n_samples_per_prompt", value=str(rollout.n_samples_per_prompt), message=message)]
         )
     usable = groups.num_kept if rollout.dynamic_filter else len(groups)
     steps = usable // rollout.rollout_batch_size
     if not steps:
-        message = (
-            f"has {usable} groups to train on; a batch is rollout.rollout_batch_size = {rollout.rollout_batch_size}"
-        )
+        batch = f"rollout.rollout_batch_size = {rollout.rollout_batch_size}"
+        message = f"has {usable} groups to train on, fewer than a batch: {batch}"
         raise TopologyError([Problem(key=key, value=value, message=message)])
     if steps >= topology.train.num_steps:
         return topology

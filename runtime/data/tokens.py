@@ -70,5 +70,5 @@ def sample_problem(segments: Sequence[Segment], vocab_size: int | None, *, num_t
                 return f"{where}{part}: {problem}"
     found = sum(len(segment.prompt_ids) + len(segment.response_ids) for segment in segments)
     if num_tokens is not None and found != num_tokens:
-        return f"its segments have {found} tokens, and {num_tokens} are reported"
+        return f"its segments have {found} tokens, but {num_tokens} are reported"
     return None

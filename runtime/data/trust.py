@@ -29,7 +29,7 @@ def untrusted_code(loaded: LoadedTopology, target: Target) -> list[Problem]:
         Problem(
             key=key,
             value=value,
-            message=f"code that only the dump names: read it, then run it with {TRUST}, or replace it with {SET}",
+            message=f"only the dump names this code: read it, then allow it with {TRUST}, or replace it with {SET}",
             file=loaded.loaded.origin(key),
         )
         for key, value in _code_of(loaded.topology, target)

@@ -147,7 +147,7 @@ def lines_of(summary: LedgerSummary) -> Iterator[str]:
 
 def skipped_text(reason: str, count: int) -> str:
     """Format the number of samples that contributed no gradient as one line."""
-    return f"untrained: {count_of(count, 'sample')} {reason}"
+    return f"skipped: {count_of(count, 'sample')} {reason}"
 
 
 def stall_text(event: RunStalled) -> str:
@@ -161,7 +161,7 @@ def _standing(summary: LedgerSummary) -> str:
         return f"finished: {summary.finished}"
     if summary.gave_up is not None:
         return f"gave up: {summary.gave_up}"
-    return f"not finished ({'read from its bus' if summary.live else 'nothing runs it'})"
+    return f"not finished ({'read from its bus' if summary.live else 'no node daemon runs it'})"
 
 
 def _evaluation(summary: LedgerSummary) -> str:

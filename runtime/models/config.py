@@ -163,13 +163,13 @@ def read_dense_model(directory: Path) -> ModelDescription:
     model = read_model(directory)
     if model.shape.mla is not None:
         raise ModelError(
-            f"{directory / 'config.json'}: the tiny engine has no multi-latent attention "
-            f"({model.shape.architecture}): SGLang has"
+            f"{directory / 'config.json'}: the tiny engine does not support multi-latent attention "
+            f'({model.shape.architecture}); use kind = "sglang"'
         )
     if model.shape.experts is not None:
         raise ModelError(
-            f"{directory / 'config.json'}: the tiny engine has no mixture of experts "
-            f"({model.shape.architecture} with {model.shape.experts.num_experts} experts): SGLang has"
+            f"{directory / 'config.json'}: the tiny engine does not support a mixture of experts "
+            f'({model.shape.architecture} with {model.shape.experts.num_experts} experts); use kind = "sglang"'
         )
     return model
 
@@ -231,7 +231,7 @@ def _architecture(raw: _Kind) -> str:
         known = ", ".join(sorted(ARCHITECTURES.values()))
         raise ValueError(f"architecture {architecture!r} is not supported; supported: {known}")
     if raw.model_type and ARCHITECTURES.get(raw.model_type) != architecture:
-        raise ValueError(f"model_type {raw.model_type!r} is not that of {architecture}")
+        raise ValueError(f"model_type {raw.model_type!r} does not match architecture {architecture}")
     return architecture
 
 
@@ -242,14 +242,16 @@ def _refuse_unknown(keys: Mapping[str, Any], architecture: str) -> None:
     for key, value in keys.items():
         known = key in read or key in WITHOUT_EFFECT or key.startswith(NOTES)
         if not known and value is not None and value is not False:
-            raise ValueError(f"{key} is not understood, and may change what the model computes")
+            raise ValueError(f"{key} is not supported: it may change what the model computes")
 
 
 def _head_dim(raw: ConfigKeys, architecture: str) -> int:
     if raw.head_dim or architecture == "Qwen3ForCausalLM":
         return raw.head_dim or 128
     if raw.hidden_size % raw.num_attention_heads:
-        raise ValueError(f"hidden_size {raw.hidden_size} does not split into {raw.num_attention_heads} heads")
+        raise ValueError(
+            f"hidden_size {raw.hidden_size} is not divisible by num_attention_heads {raw.num_attention_heads}"
+        )
     return raw.hidden_size // raw.num_attention_heads
 
 

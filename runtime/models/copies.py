@@ -15,8 +15,7 @@ from messages import FileSum
 from runtime.models.checksums import checksums_of
 from runtime.models.delta import INDEX, NOTE, DeltaError, Version, apply_deltas, held_in, write_held
 from runtime.models.file_sums import damage_in
-from runtime.models.route import route_to
-from runtime.models.versions import name_of, on_disk, versions_in
+from runtime.models.versions import name_of, on_disk, route_to, versions_in
 from runtime.util.files import atomic_directory
 
 KEEP_COPIES: Final = 2  # the newest, and one that an engine may still be reading
@@ -85,7 +84,7 @@ def damage_of(place: Path, wanted: Version, files: Mapping[str, FileSum]) -> str
         found = checksums_of(place).total
     except (OSError, ValueError) as error:
         return damage or str(error)
-    return "" if found == wanted.checksum else damage or f"{place}: its checksum is {found}, not {wanted.checksum}"
+    return "" if found == wanted.checksum else damage or f"{place}: its checksum is {found}, expected {wanted.checksum}"
 
 
 def _newest_held(copies: Path, wanted: Version) -> Iterator[Version]:
@@ -102,12 +101,14 @@ def _make(wanted: Version, published: Path, copies: Path, place: Path, held: Ver
     if route.whole is not None:
         base = published.with_name(name_of(route.whole))
     else:
-        assert held is not None, "a way that begins with what the copy holds"
+        assert held is not None, "a route without whole files begins at the held version"
         base = copies / name_of(held.number)
     made = apply_deltas(base, [published.with_name(name_of(number)) for number in route.deltas], place)
     if made != wanted:
         shutil.rmtree(place)
-        raise DeltaError(f"{published}: leads to version {made.number} ({made.checksum}), not to {wanted.checksum}")
+        raise DeltaError(
+            f"{published}: its deltas make version {made.number} ({made.checksum}), expected {wanted.checksum}"
+        )
 
 
 def _copy_whole(wanted: Version, published: Path, place: Path) -> None:
@@ -117,7 +118,7 @@ def _copy_whole(wanted: Version, published: Path, place: Path) -> None:
                 shutil.copyfile(file, partial / file.name)
         found = checksums_of(partial).total
         if found != wanted.checksum:
-            message = f"is not version {wanted.number}: its checksum is {found}, not {wanted.checksum}"
+            message = f"is not version {wanted.number}: its checksum is {found}, expected {wanted.checksum}"
             raise DeltaError(f"{published}: {message}")
         write_held(partial, wanted)
 

@@ -96,7 +96,7 @@ def write_index(directory: Path, base: Version, number: int, tensors: Iterable[T
     target = Version(number, _total(ordered, "target"))
     delta = Delta(base=base, target=target, tensors=ordered)
     if _total(ordered, "base") != base.checksum:
-        raise DeltaError(f"{directory}: made against other weights than version {base.number}, {base.checksum}")
+        raise DeltaError(f"{directory}: its base is not version {base.number} ({base.checksum})")
     raw = msgspec.json.encode(delta)
     sealed = _Sealed(hashlib.sha256(raw).hexdigest(), msgspec.Raw(raw))
     write_atomically(directory / INDEX, msgspec.json.encode(sealed))
@@ -115,12 +115,12 @@ def read_index(directory: Path) -> Delta:
     try:
         sealed = msgspec.json.decode(content, type=_Sealed)
         if sealed.sha256 != hashlib.sha256(sealed.delta).hexdigest() or content != msgspec.json.encode(sealed):
-            raise DeltaError(f"{path}: damaged, its hash is another")
+            raise DeltaError(f"{path}: damaged: its hash does not match")
         delta = msgspec.json.decode(sealed.delta, type=Delta)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise DeltaError(f"{path}: damaged: {error}") from error
     if delta.format != FORMAT:
-        raise DeltaError(f"{path}: format {delta.format}, read is {FORMAT}")
+        raise DeltaError(f"{path}: format {delta.format} is not supported; supported: {FORMAT}")
     return delta
 
 
@@ -141,7 +141,7 @@ def apply_deltas(copy: Path, deltas: Sequence[Path], target: Path) -> Version:
         FileExistsError: the target exists.
     """
     if target.exists():
-        raise FileExistsError(f"{target}: exists already")
+        raise FileExistsError(f"{target}: already exists")
     chain = _chain(deltas)
     files = read_files(copy)
     _check_names(copy, files, chain)
@@ -181,14 +181,16 @@ def _chain(directories: Sequence[Path]) -> list[_Link]:
         delta = read_index(directory)
         if chain and delta.base != chain[-1].delta.target:
             before = chain[-1].delta.target
-            raise DeltaError(f"{directory}: a delta against {_said(delta.base)}, not against {_said(before)}")
+            raise DeltaError(
+                f"{directory}: the base of this delta is {_name_of(delta.base)}, expected {_name_of(before)}"
+            )
         chain.append(_Link(directory, delta, {tensor.name: tensor for tensor in delta.tensors}))
     if not chain:
         raise DeltaError("no delta to apply")
     return chain
 
 
-def _said(version: Version) -> str:
+def _name_of(version: Version) -> str:
     return f"version {version.number} ({version.checksum})"
 
 
@@ -198,8 +200,8 @@ def _check_names(copy: Path, files: Iterable[StoredFile], chain: Iterable[_Link]
         if differing := sorted(names ^ link.tensors.keys()):
             only = "copy" if differing[0] in names else "delta"
             raise DeltaError(
-                f"{link.directory}: has other tensors than {copy}: {differing[0]} is in the {only} alone, "
-                f"one of {len(differing)}"
+                f"{link.directory}: its tensors are not those of {copy}: {len(differing)} differ, such as "
+                f"{differing[0]}, which only the {only} has"
             )
 
 
@@ -226,7 +228,7 @@ def _after(tensor: StoredTensor, data: memoryview, link: _Link) -> memoryview:
     own = link.tensors[tensor.name]
     if (own.dtype, own.shape) != (tensor.dtype, tensor.shape):
         raise DeltaError(
-            f"{tensor.file}: {tensor.name} is {tensor.dtype} {list(tensor.shape)}, in {link.directory} it is "
+            f"{tensor.file}: {tensor.name} is {tensor.dtype} {list(tensor.shape)}; {link.directory} has "
             f"{own.dtype} {list(own.shape)}"
         )
     if own.form == "unchanged":
@@ -237,16 +239,16 @@ def _after(tensor: StoredTensor, data: memoryview, link: _Link) -> memoryview:
     try:
         return apply(payload, own.count, data, ITEM_BYTES[tensor.dtype])
     except ValueError as error:
-        raise DeltaError(f"{link.directory / own.file}: the changes of {own.name}: {error}") from error
+        raise DeltaError(f"{link.directory / own.file}: the delta of {own.name}: {error}") from error
 
 
 def _payload(own: TensorDelta, link: _Link) -> memoryview:
     path = link.directory / own.file
     if own.begin + own.size_bytes > path.stat().st_size:
-        raise DeltaError(f"{path}: cut off before the end of {own.name}")
+        raise DeltaError(f"{path}: the file ends before {own.name} does")
     payload = np.memmap(path, dtype=np.uint8, mode="r", offset=own.begin, shape=(own.size_bytes,)).data
     if zlib.crc32(payload) != own.crc32:
-        raise DeltaError(f"{path}: damaged: {own.name} has another CRC than {INDEX} says")
+        raise DeltaError(f"{path}: damaged: the CRC of {own.name} does not match {INDEX}")
     return payload
 
 
@@ -258,12 +260,12 @@ def _why(tensor: StoredTensor, chain: Sequence[_Link]) -> str:
         if found != expected:
             where = tensor.file if link is chain[0] else link.directory
             return (
-                f"{where}: {tensor.name} is not that of {_said(link.delta.base)}: its checksum is {found}, the delta's "
-                f"base has {expected}"
+                f"{where}: {tensor.name} is not that of {_name_of(link.delta.base)}: its checksum is {found}, "
+                f"expected {expected}"
             )
         data = _after(tensor, data, link)
-    last = chain[-1]
-    return f"{last.directory}: {tensor.name} becomes other than {_said(last.delta.target)}, from the right base"
+    directory, target = chain[-1].directory, _name_of(chain[-1].delta.target)
+    return f"{directory}: from the right base, this delta does not give {tensor.name} of {target}"
 
 
 def _checksum(tensor: StoredTensor, data: memoryview) -> str:

@@ -161,13 +161,13 @@ class DeepseekV3Keys(msgspec.Struct, frozen=True):
             or of_each * of_token < self.num_experts_per_tok
         ):
             raise ValueError(
-                f"n_group {groups} with topk_group {of_token} does not fit {self._num_experts} experts, "
-                f"of which a token has {self.num_experts_per_tok}"
+                f"n_group {groups} with topk_group {of_token} does not fit {self._num_experts} experts "
+                f"with num_experts_per_tok {self.num_experts_per_tok}"
             )
         if self.num_experts_per_tok // of_token != 2:
             raise ValueError(
                 f"topk_group {of_token} is not supported with num_experts_per_tok {self.num_experts_per_tok}; "
-                f"supported: half of it, and n_group"
+                f"supported: n_group, with half of num_experts_per_tok as topk_group"
             )
         return groups, of_token
 
@@ -184,7 +184,7 @@ def _of_sigmoids(
 ) -> Experts:
     """Experts of a router with sigmoid scores and a bias, as all such families have them."""
     if not keys.norm_topk_prob:
-        raise ValueError("norm_topk_prob false is not supported of a router with sigmoids")
+        raise ValueError("norm_topk_prob false is not supported for a router with sigmoid scores; supported: true")
     return _checked(
         Experts(
             layers=tuple(index >= keys.first_k_dense_replace for index in range(keys.num_hidden_layers)),
@@ -218,5 +218,5 @@ def _checked(experts: Experts) -> Experts:
     if experts.moe_intermediate_size < 1:
         raise ValueError(f"moe_intermediate_size {experts.moe_intermediate_size} is not positive")
     if not any(experts.layers):
-        raise ValueError("none of its layers has experts: that is a dense model, of another model_type")
+        raise ValueError("no layer has experts: a dense model needs another model_type")
     return experts

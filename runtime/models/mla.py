@@ -48,7 +48,9 @@ class DeepseekV3Attention(msgspec.Struct, frozen=True):
         if not self.rope_interleave:
             raise ValueError("rope_interleave false is not supported; supported: true")
         if self.head_dim not in (None, self.qk_rope_head_dim):
-            raise ValueError(f"head_dim {self.head_dim} is not qk_rope_head_dim, {self.qk_rope_head_dim}")
+            raise ValueError(
+                f"head_dim {self.head_dim} is not supported; supported: qk_rope_head_dim, {self.qk_rope_head_dim}"
+            )
         for key in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
             if (size := getattr(self, key)) is not None and size < 1:
                 raise ValueError(f"{key} {size} is not positive")

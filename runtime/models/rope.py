@@ -83,7 +83,9 @@ def read_rope(keys: RopeKeys, *, share: float, stretching: str = "llama3") -> Ro
     if kind != stretching or share != 1.0:
         raise ValueError(f"rope_type {kind!r} is not supported; supported: 'default', {stretching!r}")
     if len(set(kinds)) > 1:
-        raise ValueError(f"rope_scaling says {kinds[0]!r} and rope_parameters {kinds[1]!r}: which is meant?")
+        raise ValueError(
+            f"rope_type is {kinds[0]!r} in rope_scaling and {kinds[1]!r} in rope_parameters: they must be equal"
+        )
     try:
         return _yarn(theta, parameters) if kind == "yarn" else _llama3(theta, parameters)
     except KeyError as error:
@@ -107,7 +109,7 @@ def _llama3(theta: float, parameters: Mapping[str, Any]) -> Rope:
 def _yarn(theta: float, parameters: Mapping[str, Any]) -> Rope:
     """Read as transformers (modeling_rope_utils._compute_yarn_parameters) and DeepSeek (yarn_apply_mscale) do."""
     if other := [key for key, value in parameters.items() if key not in _OF_YARN and value is not None]:
-        raise ValueError(f"{other[0]} of rope_type 'yarn' is not understood, and may change what the model computes")
+        raise ValueError(f"{other[0]} of rope_type 'yarn' is not supported: it may change what the model computes")
     mscale, all_dim = (float(parameters.get(key) or 0.0) for key in ("mscale", "mscale_all_dim"))
     if all_dim and not mscale:
         raise ValueError("mscale_all_dim of rope_type 'yarn' is not supported without mscale")

@@ -71,7 +71,7 @@ def shards_by_tensor(directory: Path) -> dict[str, Path]:
     try:
         weight_map: dict[str, Any] = dict(json.loads(index.read_bytes())["weight_map"].items())
         if not all(isinstance(name, str) for name in weight_map.values()):
-            raise TypeError("weight_map names files by their names")
+            raise TypeError("weight_map must map names of tensors to names of files")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{index}: not an index of safetensors shards: {error!r}") from error
     files: dict[str, Path] = {}
@@ -81,7 +81,7 @@ def shards_by_tensor(directory: Path) -> dict[str, Path]:
         except ValueError as error:
             raise ValueError(f"{index}: {error}") from error
         if not files[name].is_file():
-            raise FileNotFoundError(f"{files[name]}: named by {INDEX_FILE} and missing")
+            raise FileNotFoundError(f"{files[name]}: no such file, though {INDEX_FILE} names it")
     return {tensor: files[name] for tensor, name in weight_map.items()}
 
 
@@ -138,9 +138,9 @@ def _check_offsets(tensors: list[StoredTensor], start: int, size_bytes: int) -> 
     end = start
     for tensor in tensors:
         if tensor.begin != end or tensor.size_bytes < 0:
-            raise ValueError(f"{tensor.name} begins at byte {tensor.begin}, not at {end}")
+            raise ValueError(f"{tensor.name} begins at byte {tensor.begin}, expected {end}")
         end += tensor.size_bytes
         if end > size_bytes:
             raise ValueError(f"shorter than its header says ({tensor.name})")
     if end != size_bytes:
-        raise ValueError(f"{size_bytes} bytes, its header says {end}")
+        raise ValueError(f"has {size_bytes} bytes, but its header says {end}")

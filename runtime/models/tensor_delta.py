@@ -65,7 +65,7 @@ def apply(packed: memoryview, count: int, old: memoryview, item_bytes: int) -> m
     gaps = _from_planes(unpacked[: count * gap_type.itemsize], gap_type)
     where = np.cumsum(gaps.astype(np.uint64) + 1) - 1
     if count and (int(gaps.max()) >= len(new) or int(where[-1]) >= len(new)):
-        raise ValueError(f"a change beyond the {len(new)} numbers of the tensor")
+        raise ValueError(f"an index is outside the tensor, which has {len(new)} elements")
     new[where] = _from_planes(unpacked[count * gap_type.itemsize :], new.dtype)
     return new.view(np.uint8).data
 
@@ -94,5 +94,5 @@ def _unpacked(packed: memoryview, size: int) -> bytes:
     except zlib.error as error:
         raise ValueError(f"cannot be decompressed: {error}") from error
     if len(unpacked) != size or not decompressor.eof or decompressor.unused_data:
-        raise ValueError(f"{len(unpacked)} bytes or more when decompressed, not {size}")
+        raise ValueError(f"has {len(unpacked)} bytes or more when decompressed, expected {size}")
     return unpacked

@@ -17,7 +17,7 @@ from messages import LocalCopyGiven, LocalCopyRequested
 from messages.plain import clipped
 from runtime.models.copies import CopyFailed, damage_of, make_copy
 from runtime.models.delta import Version
-from runtime.models.shared_checks import SharedLooks
+from runtime.models.file_sums import SharedLooks
 from runtime.models.versions import name_of
 
 log = structlog.get_logger()

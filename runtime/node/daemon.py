@@ -1,9 +1,11 @@
 """The node daemon: runs the processes of one node, and stops everything together."""
 
+import math
 import signal
 import sys
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 
 import anyio
 import anyio.abc
@@ -14,22 +16,21 @@ from messages import KillAnswered, KillRequested, LocalCopyRequested, Message, P
 from runtime.bus.addresses import BUS_URL_VARIABLE, ENGINE_KEY_VARIABLE, engine_key
 from runtime.bus.bus import Bus
 from runtime.bus.calls import Handler
-from runtime.bus.errors import BusError
+from runtime.bus.errors import BusError, BusUnavailable
 from runtime.bus.limits import BusLimits
-from runtime.node.bus_process import BUS_PROCESS, bus_process
+from runtime.bus.nats.server import NoProgress, ServerSettings, server_command, wait_ready, write_config
 from runtime.node.claims.node_claim import NodeClaim, NodeClaimed
 from runtime.node.claims.run_id import RunMismatch, check_run_id, settle_run_id
 from runtime.node.claims.rundir import BUS_FILE
 from runtime.node.copying import COPIES, LocalCopies
 from runtime.node.display import Show
-from runtime.node.follow import Follower
 from runtime.node.node_plan import NodePlan, RunEnd
-from runtime.node.publishing import forget_addresses, publish_changes
 from runtime.node.reporting import Reporting
+from runtime.node.run_log import Follower, forget_addresses, publish_changes
 from runtime.node.stalls import StallWatch
 from runtime.node.supervisor.state_changes import Change, GivenUp, Ready
 from runtime.node.supervisor.supervisor import Supervision
-from runtime.settings.processes import ProcessSpec, Tier
+from runtime.settings.processes import Greets, NotReady, PortRequest, ProcessSpec, Tier, WhenConfirmed
 from runtime.util.disk import free_bytes, is_full, no_space, no_space_of, stored_bytes
 from runtime.util.errors import flatten
 from runtime.util.exit_codes import EXIT_FENCED
@@ -47,6 +48,45 @@ STOP_DEADLINE_S = 9.5  # from the stop signal until everything is killed
 TELL_TIMEOUT_S = 1.0  # for publishing the last process changes
 RELEASE_TIMEOUT_S = 1.0
 BUS_LIMITS = BusLimits(drain_timeout_s=1.0)  # at the end the server may already be gone
+
+
+BUS_PROCESS = "nats-server"
+BUS_STOP_S = 1.5
+
+
+def bus_process(plan: NodePlan, server: ServerSettings) -> ProcessSpec:
+    """Specify the NATS server process, on its previous port if that is free."""
+    directory = plan.run_dir / "bus"
+    config = write_config(directory / "nats.conf", server)
+    for leftover in directory.glob("*.ports"):  # of killed servers; a new server may get an old process id
+        leftover.unlink()
+
+    async def is_ready(pid: int) -> None:
+        try:
+            await wait_ready(directory, pid, login=server.login)
+        except NoProgress as error:
+            raise NotReady(str(error)) from error
+        except BusUnavailable:
+            await anyio.sleep_forever()  # it ended; the supervisor detects that
+
+    fixed = server.port if server.port > 0 else None
+    return ProcessSpec(
+        name=BUS_PROCESS,
+        command=(*server_command(config, directory), "--port", "{port}"),
+        port=PortRequest(host=server.host, fixed=fixed, preferred=_last_port(plan.run_dir), kept=True),
+        ready=WhenConfirmed(is_ready),
+        ready_timeout_s=math.inf,  # unlimited while it reads its store
+        probe=Greets(),
+        unresponsive_after_s=plan.bus_unresponsive_after_s,
+        tier=Tier.BUS,
+        stop_timeout_s=BUS_STOP_S,
+    )
+
+
+def _last_port(run_dir: Path) -> int | None:
+    path = run_dir / BUS_FILE
+    port = path.read_text().strip().rpartition(":")[2] if path.exists() else ""
+    return int(port) if port.isdigit() else None
 
 
 class NodeDaemon:

@@ -14,8 +14,8 @@ from runtime.ledger.archive import ArchiveDamaged, ArchivedBefore, newest_snapsh
 from runtime.node.claims.rundir import METRICS_FILE
 from runtime.node.display import Display, Show
 from runtime.node.node_plan import NodePlan
-from runtime.report.metrics_file import MetricsFile
 from runtime.report.report import Line, Notice, Report, RowDone, SampleShown
+from runtime.report.rows import MetricsFile
 from runtime.util.formatting import shortened
 
 log = structlog.get_logger()

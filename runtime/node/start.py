@@ -13,7 +13,7 @@ import msgspec
 import structlog
 
 from runtime.bus.nats.server import ServerSettings
-from runtime.node.checks.limits import raise_open_files
+from runtime.node.checks.machine import raise_open_files
 from runtime.node.claims.claim import Claim, RunClaimed, refuse_claimed
 from runtime.node.claims.discarding import NotDiscarded, discard
 from runtime.node.claims.rundir import (

@@ -22,8 +22,7 @@ from runtime.ledger.books import sum_line
 from runtime.ledger.changes import AttemptEnded, Closed
 from runtime.ledger.fold import LEDGER_EVENTS, LedgerState, fold
 from runtime.ledger.steps import Settled, TakenBack
-from runtime.report.equal_scores import EqualScores
-from runtime.report.group_numbers import CompletedNumbers, is_left_out, is_ungraded
+from runtime.report.group_numbers import CompletedNumbers, EqualScores, is_left_out, is_ungraded
 from runtime.report.lines import Failures, failure_in, line_of, step_line
 from runtime.report.progress import StepProgress
 from runtime.report.rows import MetricRow, drop_metrics, eval_means, group_metrics, mean_of, rewards_of

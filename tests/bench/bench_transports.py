@@ -260,7 +260,7 @@ class Least:
         }
 
     def __enter__(self) -> "Least":
-        from actors.tiny_engine.engine.groups import SENDER, join
+        from actors.tiny_engine.engine.updating import SENDER, join
 
         self._stack = ExitStack()
         sides = [["gloo", str(self._gloo_port), self._name, *self._sizes], ["post", str(self._post_port)]]

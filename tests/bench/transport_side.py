@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from aiohttp import web
 
-from actors.tiny_engine.engine.groups import SENDER, join
+from actors.tiny_engine.engine.updating import SENDER, join
 
 LIMIT_S = 120.0
 

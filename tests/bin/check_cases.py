@@ -120,7 +120,7 @@ REFUSED = {
     "another family": Case(("model.hf_checkpoint=TMP/mixtral",), "model.hf_checkpoint", "model_type 'mixtral'"),
     "yarn": Case(("model.hf_checkpoint=TMP/yarn",), "model.hf_checkpoint", "rope_type 'yarn'"),
     "a key that nobody reads": Case(
-        ("model.hf_checkpoint=TMP/scaled",), "model.hf_checkpoint", "logits_scaling is not understood"
+        ("model.hf_checkpoint=TMP/scaled",), "model.hf_checkpoint", "logits_scaling is not supported"
     ),
     "biases": Case(("model.hf_checkpoint=TMP/biased",), "model.hf_checkpoint", "attention_bias is not supported"),
     "weights of another": Case(

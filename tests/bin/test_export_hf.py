@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from actors.trainer.models.config import read_hf_config
-from actors.trainer.models.files import set_format, write_model
+from actors.trainer.models.files import random_source, set_format, write_model
 from actors.trainer.models.shapes import hf_shapes
-from actors.trainer.models.sources import random_source
 from runtime.settings.topology import encode_topology
 from tests.actors.trainer.tiny import TINY
 from tests.build.topology import trainer_topology

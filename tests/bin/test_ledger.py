@@ -93,7 +93,7 @@ def test_a_name_under_runs_is_found_and_told_for_people(ended: Path) -> None:
     done = ledger(RUN, cwd=runs.parent)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[:2] == [
-        f"run         {RUN}, not finished (nothing runs it)",
+        f"run         {RUN}, not finished (no node daemon runs it)",
         "groups      8 issued = 4 trained + 0 skipped + 2 dropped + 1 failed + 0 pooled + 0 ready + 1 in flight",
     ]
 

@@ -36,7 +36,7 @@ def test_the_trainer_alone_needs_a_dump_and_nobody_else_takes_one(tmp_path: Path
 def test_a_dump_that_does_not_fit_is_wrong_input(dump: Path, tmp_path: Path) -> None:
     with started(tmp_path / "r", ["1"], more=small(dump, 3)) as command:
         assert command.end() == 2
-    assert "has 2 groups to train on; a batch is rollout.rollout_batch_size = 3" in command.lines[-1]
+    assert "has 2 groups to train on, fewer than a batch: rollout.rollout_batch_size = 3" in command.lines[-1]
     (dump / "rollout_0.jsonl").write_text("{}\n")
     with started(tmp_path / "r", ["1"], more=small(dump, 2)) as command:
         assert command.end() == 2

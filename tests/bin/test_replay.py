@@ -182,7 +182,7 @@ def test_code_that_only_a_dump_names_is_not_imported(dump: Path, target: str, ch
     done = replay(dump, "--to", target)
     assert (done.returncode, done.stdout, mark.exists()) == (2, "", False)
     assert done.stderr.startswith(f"{dump / 'topology.json'}: {key} = ")
-    assert ": code that only the dump names: read it, then run it with --trust, or" in done.stderr
+    assert ": only the dump names this code: read it, then allow it with --trust, or" in done.stderr
     assert len(done.stderr.splitlines()) == 1
 
 

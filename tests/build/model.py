@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from actors.trainer.models.sources import Cut, WeightSource
+from actors.trainer.models.files import Cut, WeightSource
 
 
 def mapping_source(weights: Mapping[str, Tensor]) -> WeightSource:

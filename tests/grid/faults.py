@@ -10,7 +10,7 @@ from unittest import mock
 import numpy as np
 
 from actors.trainer.algorithms import log_probs
-from actors.trainer.data import mtp
+from actors.trainer.data.batch import with_mtp
 from actors.trainer.data.context import Context
 from actors.trainer.megatron import groups
 from actors.trainer.megatron.groups import data_parallel_rank
@@ -66,7 +66,7 @@ def _own_count() -> Any:
 
 def _next_of_part(batch: Any, micro_batch: Any) -> Any:
     """The tokens of a part, which is no stretch of its sequence, moved by one."""
-    right = mtp.with_mtp(batch, micro_batch)
+    right = with_mtp(batch, micro_batch)
     return replace(right, mtp=replace(right.mtp, tokens=np.roll(micro_batch.tokens, -1, axis=1)))
 
 

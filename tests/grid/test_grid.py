@@ -47,7 +47,8 @@ FEW_PAIRS += [("qwen3", "DP2+DO", "DP2+DO"), ("qwen3_moe", "EP2", "1")]
 MAIN = "optimizer.state.param."  # main parameters: the other optimizer has none in float32
 ROWS = [*ALL, *(row for row in FEW if row not in ALL)]
 HALVES = [row for row in ROWS if row.is_half]
-pytestmark = pytest.mark.timeout(2 * TIMEOUT_S + 60)
+# one worker runs them all, since one set of processes trains all layouts
+pytestmark = [pytest.mark.timeout(2 * TIMEOUT_S + 60), pytest.mark.xdist_group("grid")]
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from torch.multiprocessing import reductions
 from actors.rollout.sglang.client import SglangClient
 from actors.rollout.sglang.errors import RequestRefused
 from actors.rollout.sglang.updates import BucketLayout, GroupAddress, WeightUpdates
-from actors.tiny_engine.engine.groups import SENDER, join
+from actors.tiny_engine.engine.updating import SENDER, join
 from runtime.node.supervisor.ports import free_port
 from tests.sglang.server import TWO_PROCESSES, Server
 

@@ -17,7 +17,11 @@ from actors.buffer.prompts.tokenizing import Tokenizing, load_tokenizing
 from messages import Prompt
 from runtime.data.data_files import DataError
 from runtime.data.rows import read_rows
+from runtime.node.checks.apart import Doing, unlimited
+from runtime.settings.reading.config import TopologyError
 from runtime.settings.recipe import DataConfig, Recipe, eval_data, max_prompt_len, trains_demonstrations
+from runtime.settings.rules.validate import validate
+from runtime.settings.topology import Topology
 
 PART_ROWS: Final = 1000  # rows of a data file that are rendered and tokenized at a time
 WORD: Final = 2**64  # modulus of seeds and epochs
@@ -145,3 +149,45 @@ def load_data(data: DataConfig, reader: Reader) -> LoadedData:
 
 def _num_tokens(prompt: Prompt) -> int:
     return len(prompt.prompt_ids) + (0 if prompt.response_ids is None else len(prompt.response_ids))
+
+
+def count_steps(topology: Topology, doing: Doing = unlimited) -> Topology:
+    """Replace train.num_epoch by train.num_steps. Blocks: reads and tokenizes the data and reports progress.
+
+    Raises:
+        DataError: the data cannot be used, or has less than a batch of prompts.
+        TopologyError: the number of steps breaks a rule.
+    """
+    num_epoch = topology.train.num_epoch
+    if num_epoch is None:
+        return topology
+    num_steps = num_epoch * steps_per_epoch(topology, doing)
+    train = msgspec.structs.replace(topology.train, num_steps=num_steps, num_epoch=None)
+    counted = msgspec.structs.replace(topology, train=train)
+    if problems := validate(counted):
+        raise TopologyError(problems)
+    return counted
+
+
+def steps_per_epoch(recipe: Recipe, doing: Doing = unlimited) -> int:
+    """Count the full batches in one pass over all usable prompts; the rest goes into the next pass's first batch.
+
+    Raises:
+        DataError: the data cannot be used, or there is no full batch.
+    """
+    reader = training_reader(
+        recipe, load_tokenizing(recipe.model.hf_checkpoint, trust_remote_code=recipe.model.trust_remote_code)
+    )
+    batch_size = recipe.rollout.rollout_batch_size
+    num_prompts = 0
+    for index, data in enumerate(recipe.data):
+        doing(f"data.{index}.path", data.path, "counting its rows")
+        for prompts in read_in_parts(data, reader):
+            num_prompts += sum(reader.too_long(prompt) is None for prompt in prompts)
+            doing(f"data.{index}.path", data.path, f"counting its rows: {num_prompts:,} so far")
+    if num_prompts < batch_size:
+        raise DataError(
+            f"train.num_epoch: an epoch of {num_prompts} prompts has no full batch: "
+            f"rollout.rollout_batch_size is {batch_size}"
+        )
+    return num_prompts // batch_size

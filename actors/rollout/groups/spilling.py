@@ -1,18 +1,58 @@
 """Stores and reports the current segments of a group's samples, so that another attempt can continue from them."""
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import anyio
+import msgspec
 
 from actors.rollout.groups.open_samples import OpenSample
-from actors.rollout.groups.storing import label_of, store, text_of
 from actors.rollout.groups.tasks import GroupTask
 from actors.rollout.sglang.answers import Answer, segment_of
 from actors.rollout.sglang.streams import Stream
-from messages import Int32Array, SampleKey, SampleStatus, Segment, SegmentRef, SegmentsPublished, SegmentsSpilled
+from messages import (
+    Int32Array,
+    Prompt,
+    SampleKey,
+    SampleStatus,
+    Segment,
+    SegmentRef,
+    SegmentsPublished,
+    SegmentsSpilled,
+)
 from runtime.bus.bus import Bus
+from runtime.bus.errors import MessageTooLarge
+from runtime.data.stored_prompts import SHOWN_CHARS
 
 CARRIED_ON = Int32Array()  # empty new input: the segment continues the previous one
+
+
+async def store(bus: Bus, message: SegmentsPublished) -> Sequence[SegmentRef]:
+    """Publish segments, split into several messages if the server's size limit requires it; return their references.
+
+    Raises:
+        MessageTooLarge: a single segment exceeds the limit.
+    """
+    segments = message.segments
+    try:
+        seq = await bus.publish(message)
+    except MessageTooLarge:
+        if len(segments) <= 1:
+            raise
+        half = len(segments) // 2
+        parts = [msgspec.structs.replace(message, segments=part) for part in (segments[:half], segments[half:])]
+        return [ref for part in parts for ref in await store(bus, part)]
+    return [SegmentRef(seq=seq, position=position) for position in range(len(segments))]
+
+
+def text_of(prompt: Prompt) -> str:
+    """Return the prompt text to store with samples: all of it, or its start if the prompt is stored separately."""
+    return prompt.text[:SHOWN_CHARS] if prompt.parts else prompt.text
+
+
+def label_of(prompt: Prompt) -> Any:
+    """Return the label to store with samples; None if the prompt is stored separately."""
+    return None if prompt.parts else prompt.label
 
 
 class SegmentStore:

@@ -1,9 +1,11 @@
-"""The offline rollout actor: answers tasks with existing samples, from demonstrations or a dump."""
+"""The offline rollout actor: answers tasks with existing samples, from a source of demonstrations or of a dump."""
 
 import time
 import uuid
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import islice
+from typing import Protocol
 
 import anyio
 import msgspec
@@ -12,8 +14,7 @@ from anyio import to_thread
 from anyio.abc import TaskStatus
 
 from actors.rollout.groups.endings import Endings
-from actors.rollout.groups.storing import label_of, store, text_of
-from actors.rollout.offline.source import AnswerSource, OfflineSample
+from actors.rollout.groups.spilling import label_of, store, text_of
 from messages import (
     GroupCompleted,
     GroupFailed,
@@ -21,6 +22,7 @@ from messages import (
     PromptStored,
     RolloutRequested,
     SampleSummary,
+    Segment,
     SegmentRef,
     SegmentsPublished,
 )
@@ -35,6 +37,36 @@ log = structlog.get_logger()
 ACK_WAIT_S = 5.0  # tasks of a crashed actor are redelivered after this time
 DURABLE = "rollout-policy"  # the same durable consumer as the rollout actor with engines
 ANSWERED_AT_ONCE = 16
+
+
+@dataclass(frozen=True)
+class OfflineSample:
+    """An existing sample: its segments in order, and its summary for the event."""
+
+    segments: tuple[Segment, ...]  # carry the task's sample key (group_id, attempt, index, part)
+    summary: SampleSummary  # its `segments` field is filled in when they are stored
+
+
+class AnswerSource(Protocol):
+    """A source of samples for tasks."""
+
+    def answer(self, task: RolloutRequested) -> Sequence[OfflineSample]:
+        """Return the scored samples of a task's group.
+
+        Runs on a thread, one call at a time. The same task always gets the same samples.
+
+        Raises:
+            ValueError: there are none; the message is the reason. The group fails with that reason.
+            OSError: they are temporarily unreadable; the actor exits and is restarted.
+        """
+        ...
+
+    def prompt(self, task: RolloutRequested) -> Prompt:
+        """Return the prompt that the samples answer: the task's or another one.
+
+        Called after `answer`; raises the same errors.
+        """
+        ...
 
 
 class OfflineRolloutActor(Actor):

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from actors.rollout.offline.source import OfflineSample
+from actors.rollout.offline.actor import OfflineSample
 from messages import (
     Float32Array,
     Prompt,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import msgspec
 
-from actors.rollout.offline.source import OfflineSample
+from actors.rollout.offline.actor import OfflineSample
 from messages import Prompt, RolloutRequested, SampleKey, Segment
 from runtime.data.dumped_run import DumpedGroups
 from runtime.data.dumps import DumpedGroup, summary_of

@@ -5,7 +5,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from actors.tiny_engine.engine.refusal import EngineRefusal
+from actors.tiny_engine.engine.requests import EngineRefusal
 from actors.tiny_engine.engine.scheduler import Detokenize, Scheduler
 from actors.tiny_engine.engine.updating import Updating
 from actors.tiny_engine.model import forward as model

@@ -1,9 +1,13 @@
-"""A generation request: parameters, output, end."""
+"""A generation request: parameters, output, end. Also the error of a refused one."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import msgspec
+
+
+class EngineRefusal(Exception):
+    """The engine's state does not allow the operation, or the request is invalid. The text says why."""
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,13 +1,50 @@
-"""Answers to POST /generate: text, tokens and meta_info in SGLang's format."""
+"""Request bodies and answers of the endpoints, above all POST /generate: text, tokens and meta_info as in SGLang."""
 
+from collections.abc import Awaitable, Callable
 from itertools import repeat
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
+
+import msgspec
+from aiohttp import web
 
 from actors.tiny_engine.engine.requests import Finish, Request, Span
+from actors.tiny_engine.http import bodies
 from actors.tiny_engine.http.api import Job
 from actors.tiny_engine.model.text import Text
 
 CUT_CHARACTER: Final = "\ufffd"  # decoder output for an incomplete multi-byte character
+
+
+JSON: Final = "application/json"
+
+T = TypeVar("T")
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+async def body_of(request: web.Request, struct: type[T], *, needed: bool = True) -> T:
+    """Decode a request's body; unless `needed`, an empty body counts as {}.
+
+    Raises:
+        SchemaError: the body is not JSON, or a field has the wrong type.
+    """
+    data = await request.read()
+    return bodies.decode_body(data if data or needed else b"{}", struct)
+
+
+def json_answer(body: object, *, status: int = 200) -> web.Response:
+    """A JSON answer."""
+    return web.Response(body=msgspec.json.encode(body), status=status, content_type=JSON)
+
+
+def error_answer(status: int, message: str) -> web.Response:
+    """An error answer, in the format of most SGLang endpoints."""
+    return json_answer({"error": {"message": message}}, status=status)
+
+
+def schema_error(error: Exception) -> web.Response:
+    """An error answer to an invalid body."""
+    body = {"object": "error", "message": str(error), "type": "BadRequestError", "param": None, "code": 400}
+    return json_answer(body, status=400)
 
 
 class Progress(NamedTuple):

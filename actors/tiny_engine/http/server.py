@@ -13,12 +13,21 @@ from aiohttp.typedefs import Handler as AnyHandler
 from aiohttp.typedefs import Middleware
 
 from actors.tiny_engine.engine.frontend import Frontend, GenerateCall, QueueFull, Waiting
-from actors.tiny_engine.engine.refusal import EngineRefusal
+from actors.tiny_engine.engine.requests import EngineRefusal
 from actors.tiny_engine.engine.thread import EngineStopped
 from actors.tiny_engine.http import bodies
-from actors.tiny_engine.http.answering import Handler, body_of, error_answer, json_answer, schema_error
 from actors.tiny_engine.http.api import BrokenRequest, CallReader
-from actors.tiny_engine.http.rendering import Progress, SentSoFar, answer, rendered_text
+from actors.tiny_engine.http.rendering import (
+    Handler,
+    Progress,
+    SentSoFar,
+    answer,
+    body_of,
+    error_answer,
+    json_answer,
+    rendered_text,
+    schema_error,
+)
 from actors.tiny_engine.http.sessions import SessionEndpoints
 from actors.tiny_engine.model.text import Text
 from runtime.models.config import ModelDescription, ModelError

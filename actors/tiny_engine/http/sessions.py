@@ -8,10 +8,10 @@ from aiohttp import web
 
 from actors.tiny_engine.engine.core import Core, Updated
 from actors.tiny_engine.engine.frontend import Frontend
-from actors.tiny_engine.engine.refusal import EngineRefusal
+from actors.tiny_engine.engine.requests import EngineRefusal
 from actors.tiny_engine.engine.updating import FLATTENED, Bucket
 from actors.tiny_engine.http import bodies
-from actors.tiny_engine.http.answering import Handler, body_of, json_answer
+from actors.tiny_engine.http.rendering import Handler, body_of, json_answer
 
 GLOO: Final = "gloo"
 log: structlog.stdlib.BoundLogger = structlog.get_logger()

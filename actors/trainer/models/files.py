@@ -1,21 +1,75 @@
-"""Model directories in Hugging Face's format: reading one tensor at a time, and writing."""
+"""Model directories in Hugging Face's format, read one tensor at a time and written; and random weights.
 
+A `WeightSource` returns full tensors, or one rank's shard of them.
+"""
+
+import hashlib
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
+import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from actors.trainer.models.config import HfConfig
+from actors.trainer.models.shapes import copies_of, hf_shapes
 from actors.trainer.models.shards import write_weights
-from actors.trainer.models.sources import Cut, WeightSource
 from runtime.models.fp8 import quantization_config
 from runtime.models.safetensors import INDEX_FILE, SINGLE_FILE, safetensors_files, shards_by_tensor
 from runtime.settings.topology import WeightFormat
 
 _COPIED = ("config.json", "generation_config.json")
+
+
+@dataclass(frozen=True)
+class Cut:
+    """One of the equal shards of a tensor."""
+
+    dim: int
+    index: int
+    count: int
+
+    def of(self, whole: Tensor) -> Tensor:
+        """Return this shard of a full tensor."""
+        return whole.chunk(self.count, dim=self.dim)[self.index]
+
+
+class WeightSource(Protocol):
+    """Returns tensors by their Hugging Face name."""
+
+    def __call__(self, name: str, cut: Cut | None = None) -> Tensor:
+        """Return the full tensor, or a shard of it."""
+        ...
+
+
+def random_source(model: HfConfig, seed: int) -> WeightSource:
+    """Random weights, initialised as in transformers: matrices normal, norms one, biases zero.
+
+    Each tensor has its own generator. Its values therefore depend neither on the parallel layout nor on the order of
+    calls.
+    """
+    shapes = hf_shapes(model)
+    copied = {copy: name for name in shapes for copy in copies_of(name, model)}
+
+    def draw(name: str, cut: Cut | None = None) -> Tensor:
+        whole = draw_whole(copied.get(name, name))
+        return whole if cut is None else cut.of(whole)
+
+    def draw_whole(name: str) -> Tensor:
+        shape = shapes[name]
+        if name.endswith("bias"):
+            return torch.zeros(shape)
+        if len(shape) == 1:
+            return torch.ones(shape)
+        digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+        return torch.randn(shape, generator=generator) * model.initializer_range
+
+    return draw
 
 
 def file_source(directory: Path) -> WeightSource:

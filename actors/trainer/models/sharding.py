@@ -11,8 +11,8 @@ from torch import Tensor
 from actors.trainer.megatron.build import expert_biases
 from actors.trainer.megatron.imports import parallel_state
 from actors.trainer.models.config import HfConfig
+from actors.trainer.models.files import Cut, WeightSource
 from actors.trainer.models.names import joined_for_megatron
-from actors.trainer.models.sources import Cut, WeightSource
 
 EXPERT: Final = "mlp.experts.local_experts."
 

@@ -1,7 +1,7 @@
 """Delta of a rank's tensors to the last published version, written bucket by bucket during the export.
 
 The base is read from the files of that version, one tensor at a time. `runtime/models/delta.py` defines the file
-format and applies deltas. `runtime/models/route.py` decides when a version has to be full.
+format and applies deltas. `runtime/models/versions.py` decides when a version has to be full.
 """
 
 import os

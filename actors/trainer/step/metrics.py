@@ -1,7 +1,8 @@
 """Metrics of a train step: times, batch sizes, losses, speed, memory, and the engine/trainer mismatch."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ from actors.trainer.data.batch import Floats32, MicroBatch, TrainBatch
 from actors.trainer.data.staleness import staleness_metrics
 from actors.trainer.megatron import groups as ranks
 from actors.trainer.models.config import HfConfig
-from actors.trainer.models.flops import peak_flops, train_flops
+from actors.trainer.models.shapes import hf_shapes
 
 SUMS = (  # reduced with the weights and denominator of the loss
     "train/loss",
@@ -27,6 +28,45 @@ SFT_SUMS = ("train/loss", "train/sft_loss", "train/entropy_loss")
 MTP_LOSS = "train/mtp_loss"  # a mean over the tokens that the MTP layer predicts
 DIFF = "train/train_rollout_logprob_abs_diff"
 DIFF_MAX = "train/train_rollout_logprob_abs_diff_max"
+
+
+PEAK_TFLOPS: Final = {"H200": 989.0, "H100": 989.0, "A100": 312.0}  # dense, in bfloat16, by part of the GPU's name
+
+
+def train_flops(model: HfConfig, lengths: Iterable[int]) -> float:
+    """Count the operations of one forward and backward pass; the backward pass counts twice the forward pass.
+
+    Every position passes through each layer and the head. It passes only through the experts that it is routed to.
+    Attention is causal: on average, a position attends to half of its sequence. Recomputation does not count, and
+    positions that skip the head count like the others.
+
+    Args:
+        model: configuration of the model.
+        lengths: lengths of the sequences, in tokens.
+    """
+    values = model.head_dim if model.mla is None else model.mla.value_dim
+    width = model.num_attention_heads * (model.head_dim + values)
+    weights = _weights_of_a_token(model)
+    tokens, pairs = 0, 0.0
+    for length in lengths:
+        tokens += length
+        pairs += length * length / 2
+    return 3.0 * (2.0 * weights * tokens + 2.0 * width * model.num_hidden_layers * pairs)
+
+
+def _weights_of_a_token(model: HfConfig) -> float:
+    """Count the matrix weights that each token is multiplied with."""
+    share = model.experts.num_experts_per_tok / model.experts.num_experts if model.experts else 0.0
+    count = float(model.vocab_size * model.hidden_size)  # the head's
+    for name, shape in hf_shapes(model).items():
+        if len(shape) == 2 and name.startswith("model.layers.") and not name.endswith("embed_tokens.weight"):
+            count += shape[0] * shape[1] * (share if ".experts." in name else 1.0)
+    return count
+
+
+def peak_flops(device: str) -> float | None:
+    """Return a GPU's peak FLOPS in bfloat16, by its name. None: unknown."""
+    return next((1e12 * peak for name, peak in PEAK_TFLOPS.items() if name in device), None)
 
 
 class StepTimer:

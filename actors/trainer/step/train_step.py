@@ -1,6 +1,6 @@
 """One train step: trains a batch of scored samples in a few optimizer steps and reports metrics.
 
-A sample with a token whose loss is not finite is masked (data/masked.py): the gradients of its optimizer step are
+A sample with a token whose loss is not finite is masked (data/skipped.py): the gradients of its optimizer step are
 recomputed without it. Each rank sees only part of the losses, so all ranks agree on the masked samples first.
 """
 
@@ -17,14 +17,22 @@ from torch import Tensor
 from actors.trainer.algorithms.advantages import grpo_advantages
 from actors.trainer.algorithms.losses import Reduction, kl_divergence, policy_loss, reduction, sft_loss
 from actors.trainer.algorithms.schedules import entropy_coef, learning_rate
-from actors.trainer.data.batch import ExpertIds, Floats32, Ints, MicroBatch, TrainBatch, only_where
-from actors.trainer.data.masked import Flags, names_of, samples_with, with_masked, without
-from actors.trainer.data.mtp import num_mtp_tokens, with_mtp
+from actors.trainer.data.batch import (
+    ExpertIds,
+    Floats32,
+    Ints,
+    MicroBatch,
+    TrainBatch,
+    num_mtp_tokens,
+    only_where,
+    with_mtp,
+)
 from actors.trainer.data.plan import split_steps
 from actors.trainer.data.precomputed import LogProbs
+from actors.trainer.data.skipped import Flags, names_of, samples_with, with_masked, without
 from actors.trainer.megatron import groups as ranks
 from actors.trainer.megatron.rank_model import Replica, TokenOutputs
-from actors.trainer.step.by_group import GroupLogProbs
+from actors.trainer.step.by_group import GroupLogProbs, ReferenceModel
 from actors.trainer.step.layout import laid_out, shared
 from actors.trainer.step.metrics import (
     MTP_LOSS,
@@ -38,7 +46,6 @@ from actors.trainer.step.metrics import (
     size_metrics,
     speed_metrics,
 )
-from actors.trainer.step.reference import ReferenceModel
 from actors.trainer.step.skips import too_many
 from runtime.process.actor import InputError
 from runtime.settings.placement import max_sample_tokens

@@ -176,7 +176,7 @@ class Connection:
         self._connecting = None
         if self._refused or not self._client.is_connected:
             await self.close()
-            reason = self._refused or f"none within {self.limits.connect_timeout_s:g} s: {self._last_error}"
+            reason = self._refused or f"not established within {self.limits.connect_timeout_s:g} s: {self._last_error}"
             kind = BusRefused if self._refused else BusUnavailable
             raise kind(f"no connection to {servers}: {reason}")
         self._connected.set()
@@ -247,7 +247,7 @@ class Connection:
         except _LOST as error:
             raise Disconnected(repr(error)) from error
         except nats_errors.BadSubjectError as error:
-            raise MessageRefused(f"{subject[:80]!r} is no subject") from error
+            raise MessageRefused(f"{subject[:80]!r} is not a subject") from error
 
     async def request(self, subject: str, payload: bytes, headers: Headers | None, timeout_s: float) -> RawMessage:
         """Make one attempt of a request and wait for its answer. The caller has checked the size.
@@ -271,7 +271,7 @@ class Connection:
         except _LOST as error:
             raise Disconnected(repr(error)) from error
         except nats_errors.BadSubjectError as error:
-            raise MessageRefused(f"{subject[:80]!r} is no subject") from error
+            raise MessageRefused(f"{subject[:80]!r} is not a subject") from error
         finally:
             timer.cancel()
             self._waiting.pop(token, None)

@@ -33,8 +33,8 @@ def greeting_of(url: str, timeout_s: float) -> Greeting | None:
         line = connected.makefile("rb").readline(LONGEST)
     word, _, rest = line.partition(b" ")
     if word != b"INFO":
-        raise ValueError("what answers is not a NATS server")
+        raise ValueError("the answer is not that of a NATS server")
     try:
         return msgspec.json.decode(rest, type=Greeting)
     except msgspec.MsgspecError as error:
-        raise ValueError(f"what answers is not a NATS server: {error}") from error
+        raise ValueError(f"the answer is not that of a NATS server: {error}") from error

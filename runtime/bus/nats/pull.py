@@ -154,7 +154,7 @@ class Pull:
     async def _top_up(self, deadline: float | None) -> None:
         unserved_s = asyncio.get_running_loop().time() - self._served_until
         if not self._redelivers and self._connection.is_connected and unserved_s > STILL_S:
-            self._lost = "nothing asked for"  # the server silently skips messages trimmed meanwhile
+            self._lost = "no pull request open"  # the server silently skips messages trimmed meanwhile
         if self._epoch != self._connection.epoch:
             if not self._redelivers:
                 self._lost = "reconnected"

@@ -83,8 +83,8 @@ class Room:
         deadline = asyncio.get_running_loop().time() + limits.publish_timeout_s
         while not await self._look_and_take(num_bytes + OVERHEAD_BYTES):
             full = StreamFull(
-                f"{self._stream} is over {1 - KEPT_SHARE:.0%} full, and the rest is kept for those who can empty it; "
-                f"not so within {limits.publish_timeout_s:g} s. If no checkpoint empties it, raise bus.event_bytes"
+                f"{self._stream} is over {1 - KEPT_SHARE:.0%} full; the rest is kept for events that allow trimming. "
+                f"Nothing was trimmed within {limits.publish_timeout_s:g} s. If it stays full, raise bus.event_bytes"
             )
             if not failures:
                 log.warning("events_wait_for_room", stream=self._stream)

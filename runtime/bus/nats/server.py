@@ -109,7 +109,9 @@ def write_config(path: Path, settings: ServerSettings) -> Path:
         OSError: the file or the store's directory cannot be created.
     """
     if settings.host not in ("127.0.0.1", "::1", "localhost") and settings.login is None:
-        raise ValueError(f"nats-server on {settings.host}: listening beyond this machine takes a user and a password")
+        raise ValueError(
+            f"nats-server on {settings.host}: an address beyond this machine requires a user and a password"
+        )
     make_private(settings.store_dir)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, render_config(settings).encode())

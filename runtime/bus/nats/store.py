@@ -220,7 +220,7 @@ class Store:
     def _give_up(self, subject: str, failure: BusError) -> BusError:
         seconds = f"within {self._limits.publish_timeout_s:g} s"
         if isinstance(failure, NoResponders):
-            return BusUnavailable(f"{subject}: no stream took it {seconds}")
+            return BusUnavailable(f"{subject}: no stream accepted it {seconds}")
         if isinstance(failure, ApiFailed) and failure.err_code in STORAGE_EXHAUSTED:
             return StreamFull(f"{failure}, not resolved {seconds}")
         return PublishTimeout(f"{subject}: not confirmed {seconds}: {failure!r}; {self._connection.last_error}")

@@ -178,7 +178,7 @@ async def _ensure_stream(connection: Connection, wanted: dict[str, Any]) -> None
         return
     for key in _FIXED:
         if key in changes:
-            raise StreamConflict(f"stream {name}: {key} is {found['config'].get(key)!r}, wanted {wanted[key]!r}")
+            raise StreamConflict(f"stream {name}: {key} is {found['config'].get(key)!r}, expected {wanted[key]!r}")
     await api_call(connection, f"STREAM.UPDATE.{name}", found["config"] | wanted)
     log.info("stream_updated", stream=name, changes=sorted(changes))
 

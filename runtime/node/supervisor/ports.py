@@ -1,10 +1,12 @@
-"""Ports for the processes of a node."""
+"""Ports for the processes of a node, and the addresses of its ready servers."""
 
 import errno
 import secrets
 import socket
 from pathlib import Path
 from typing import Final
+
+from runtime.settings.processes import ProcessSpec
 
 LOWEST: Final = 20_000  # well-known services use ports below it
 TRIES: Final = 50
@@ -74,3 +76,26 @@ def choose_port(host: str, *, fixed: int | None = None, previous: int | None = N
 
 def _family(host: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+class ReadyServers:
+    """Addresses of a node's ready servers."""
+
+    def __init__(self) -> None:
+        self._addresses: dict[str, str] = {}  # HOST:PORT by KV key
+
+    def add(self, spec: ProcessSpec, host: str, port: int) -> None:
+        """Add a ready process, if it is a server."""
+        if spec.address_key is not None:
+            self._addresses[spec.address_key] = f"{host}:{port}"
+
+    def remove(self, spec: ProcessSpec) -> None:
+        """Remove a process that ended."""
+        self._addresses.pop(spec.address_key or "", None)
+
+    def others(self, spec: ProcessSpec) -> str:
+        """Return the addresses of its peer engines, as HOST:PORT,... Keys of one pool differ in the last part."""
+        key = spec.address_key or ""
+        pool = key.rpartition(".")[0]
+        found = {each: at for each, at in self._addresses.items() if each.rpartition(".")[0] == pool}
+        return ",".join(at for each, at in sorted(found.items()) if pool and each != key)

@@ -12,11 +12,9 @@ import anyio.abc
 
 from runtime.bus.addresses import BUS_URL_VARIABLE, ENGINE_KEY_VARIABLE
 from runtime.node.supervisor import guardian
-from runtime.node.supervisor.heartbeats import Heartbeats, wait_until_still
 from runtime.node.supervisor.output import OutputLog
-from runtime.node.supervisor.peers import ReadyServers
-from runtime.node.supervisor.ports import PortInUse, choose_port
-from runtime.node.supervisor.readiness import wait_until_ready, wait_until_silent
+from runtime.node.supervisor.ports import PortInUse, ReadyServers, choose_port
+from runtime.node.supervisor.readiness import Heartbeats, wait_until_ready, wait_until_silent, wait_until_still
 from runtime.node.supervisor.restarts import RestartBudget, RestartGroup
 from runtime.node.supervisor.spawn import Child, Guard
 from runtime.node.supervisor.state_changes import Exited, GivenUp, Listener, Ready, Started

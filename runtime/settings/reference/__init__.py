@@ -1,4 +1,4 @@
 """docs/reference/settings.md: every setting with its allowed values, default and description, from the schema.
 
-Open page.py first; meanings.py reads the descriptions from the comments of the fields.
+Open page.py: it reads the descriptions from the comments of the fields.
 """

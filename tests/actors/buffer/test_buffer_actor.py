@@ -142,7 +142,10 @@ async def test_a_decision_of_a_later_version_ends_the_buffer(bus: Bus, topology:
     """What it would fold without it is false."""
     headers = {TYPE_HEADER: "groups_split", VERSION_HEADER: "2"}
     await bus._store.put(ledger_filter(bus.run).replace(">", "groups_split"), b"{}", headers)
-    with anyio.fail_after(10), pytest.raises(UnknownDecision, match="'groups_split', written by version 2"):
+    with (
+        anyio.fail_after(10),
+        pytest.raises(UnknownDecision, match="'groups_split': version 2 of the messages wrote it"),
+    ):
         await BufferActor(topology, bus, Path()).run()
 
 

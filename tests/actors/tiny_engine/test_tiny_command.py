@@ -40,9 +40,9 @@ def test_a_directory_without_config_is_refused(tmp_path: Path) -> None:
         ({"architectures": []}, "'missing' is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"use_sliding_window": True}, "use_sliding_window"),
-        ({"logits_scaling": 8.0}, "logits_scaling is not understood"),
+        ({"logits_scaling": 8.0}, "logits_scaling is not supported"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types 'sliding_attention'"),
-        ({"model_type": "llama"}, "model_type 'llama' is not that of Qwen3ForCausalLM"),
+        ({"model_type": "llama"}, "model_type 'llama' does not match architecture Qwen3ForCausalLM"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type 'yarn'"),
         ({"rope_parameters": {"rope_type": "llama3"}}, "lacks 'factor'"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
@@ -62,7 +62,7 @@ def test_a_model_with_experts_is_refused(tmp_path: Path) -> None:
         tmp_path, architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", num_experts=4, num_experts_per_tok=2
     )
     line = refused("--model-path", str(tmp_path), "--port", "0")
-    assert "the tiny engine has no mixture of experts (Qwen3MoeForCausalLM with 4 experts)" in line
+    assert "the tiny engine does not support a mixture of experts (Qwen3MoeForCausalLM with 4 experts)" in line
 
 
 def test_a_model_with_latents_is_refused(tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_a_model_with_latents_is_refused(tmp_path: Path) -> None:
         num_key_value_heads=None, first_k_dense_replace=0, n_group=1, topk_group=1,
     )  # fmt: skip
     line = refused("--model-path", str(tmp_path), "--port", "0")
-    assert "the tiny engine has no multi-latent attention (DeepseekV3ForCausalLM)" in line
+    assert "the tiny engine does not support multi-latent attention (DeepseekV3ForCausalLM)" in line
 
 
 def test_missing_weights_are_refused(tmp_path: Path) -> None:

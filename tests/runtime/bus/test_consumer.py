@@ -89,7 +89,7 @@ async def test_a_delivery_ends_once(bus: Bus) -> None:
     async with bus.consume(ScoreRequested, durable="score") as deliveries:
         delivery = await taken(deliveries)
         await delivery.ack()
-        with pytest.raises(ValueError, match="ended before"):
+        with pytest.raises(ValueError, match="has already ended"):
             await delivery.redeliver()
 
 
@@ -191,7 +191,7 @@ async def test_a_rejected_delivery_is_kept_as_a_dead_letter(bus: Bus) -> None:
         (b"{}", {}, "no Physarum-Type header"),
         (b"{}", {"Physarum-Type": "no_such_type"}, "unknown message type"),
         (b"{}", {"Physarum-Type": "score_requested", "Content-Type": "text/plain"}, "unknown content type"),
-        (b"{}", {"Physarum-Type": "describe_requested"}, "DescribeRequested where ScoreRequested is expected"),
+        (b"{}", {"Physarum-Type": "describe_requested"}, "got DescribeRequested, expected ScoreRequested"),
     ],
 )
 async def test_what_cannot_be_used_is_set_aside_and_the_work_goes_on(

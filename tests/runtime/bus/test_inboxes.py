@@ -60,10 +60,10 @@ async def test_a_call_that_is_to_be_answered_elsewhere_is_dead_lettered(bus: Bus
     assert await bus.last_ledger_seq() == 0
     async with bus.read(MessageDeadLettered) as events:
         with anyio.fail_after(5):
-            assert "is no inbox of this run" in (await anext(events)).message.reason
+            assert "is not an inbox of this run" in (await anext(events)).message.reason
 
 
 @pytest.mark.parametrize("subject", ["phy.x.event.ledger.round_halted", "a b"])
 async def test_nothing_is_sent_to_what_is_no_inbox(bus: Bus, subject: str) -> None:
-    with pytest.raises(MessageRefused, match="is no inbox of run"):
+    with pytest.raises(MessageRefused, match="is not an inbox of run"):
         await bus.notify(group_failed(1), to=subject)

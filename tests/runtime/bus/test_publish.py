@@ -98,7 +98,7 @@ async def test_an_answer_that_is_late_does_not_store_twice(own_nats_server: Nats
 
 async def test_a_run_without_streams_is_unavailable(nats_server: NatsServer) -> None:
     async with Bus.connect(nats_server.url, "no-such-run", name="test", limits=SHORT) as bus:
-        with pytest.raises(BusUnavailable, match="no stream took it"):
+        with pytest.raises(BusUnavailable, match="no stream accepted it"):
             await bus.publish(group_failed(1))
 
 

@@ -155,7 +155,7 @@ def test_a_row_over_the_limit_is_refused_with_its_place(tmp_path: Path) -> None:
     [
         (str(2**64), "an integer is out of range: from -2**63 to 2**64 - 1 are allowed"),
         ("[" * 200 + "]" * 200, "lists and dicts are over 128 deep"),
-        ("[" * 100_000 + "]" * 100_000, "lists and objects inside each other without end"),
+        ("[" * 100_000 + "]" * 100_000, "lists and objects are nested too deeply"),
     ],
 )
 def test_a_value_that_no_message_can_carry_is_refused_with_its_place(tmp_path: Path, value: str, said: str) -> None:

@@ -206,7 +206,7 @@ def test_a_broken_line_is_named_by_file_and_number(tmp_path: Path) -> None:
     with pytest.raises(DumpError, match=r"rollout_0\.jsonl:2: "):
         read_pair(tmp_path, 0)
     path.write_bytes(whole[1] + whole[0])
-    with pytest.raises(DumpError, match=r"rollout_0\.jsonl:1: is another sample than in rollout_0\.npz"):
+    with pytest.raises(DumpError, match=r"rollout_0\.jsonl:1: is not the sample that rollout_0\.npz"):
         read_pair(tmp_path, 0)
     path.write_bytes(whole[0])
     with pytest.raises(DumpError, match=r"rollout_0\.npz: has 2 samples, rollout_0\.jsonl has 1 lines"):

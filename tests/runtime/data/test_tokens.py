@@ -67,4 +67,4 @@ def test_a_sample_is_wrong_where_one_of_its_segments_is_or_their_tokens_are_othe
     )
     wrong = segment([1], [3, 4], [-0.5, math.nan])
     assert sample_problem([wrong], 8) == "response: token 1 has log-prob nan (allowed: -1000 to 0.001)"
-    assert sample_problem([right], 8, num_tokens=4) == "its segments have 3 tokens, and 4 are reported"
+    assert sample_problem([right], 8, num_tokens=4) == "its segments have 3 tokens, but 4 are reported"

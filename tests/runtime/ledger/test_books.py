@@ -60,7 +60,7 @@ def test_the_listed_groups_are_as_many_as_the_books_say_after_every_event() -> N
 
 def test_people_read_the_books_as_a_sum_with_all_reasons() -> None:
     assert list(lines_of(summary_of(*LOG))) == [
-        "run         r, not finished (nothing runs it)",
+        "run         r, not finished (no node daemon runs it)",
         "groups      8 issued = 4 trained + 0 skipped + 2 dropped + 1 failed + 0 pooled + 0 ready + 1 in flight",
         "            dropped: 1 too_stale",
         "            dropped: 1 zero_std",
@@ -90,7 +90,7 @@ def test_groups_that_left_no_gradient_are_skipped_and_not_trained() -> None:
     assert summary.untrained == {"not_finite": 2}  # the step was told twice and counts once
     lines = list(lines_of(summary))
     assert "1 trained + 1 skipped" in lines[1]
-    assert "            untrained: 2 samples not_finite" in lines
+    assert "            skipped: 2 samples not_finite" in lines
 
 
 def test_a_life_says_which_samples_of_the_group_left_no_gradient() -> None:

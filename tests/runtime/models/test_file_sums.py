@@ -1,13 +1,16 @@
 """Files of a version compared with what was announced of them."""
 
+import threading
 from pathlib import Path
 
+import anyio
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from messages import FileSum
-from runtime.models.file_sums import RunningSum, damage_in, sum_of
+from runtime.models.file_sums import RunningSum, SharedLooks, damage_in, sum_of
+from tests.fixtures.nats import eventually
 from tests.support.published import flip
 
 CHECK: bytes = b"123456789"
@@ -57,3 +60,64 @@ def test_each_kind_of_damage_names_its_file(version: Path) -> None:
     assert damage_in(version, {"a.safetensors": CHECK_SUM}) == (
         f"{version}/a.safetensors: cannot be read: No such file or directory"
     )
+
+
+pytestmark = pytest.mark.anyio
+
+
+class Reads:
+    """Counts reads, and holds them."""
+
+    def __init__(self) -> None:
+        self.begun = 0
+        self.open = threading.Event()
+
+    def read(self) -> str:
+        self.begun += 1
+        number = self.begun
+        assert self.open.wait(10)
+        return str(number)
+
+
+async def test_who_asks_while_a_look_is_under_way_shares_the_next_one() -> None:
+    looks, reads, found = SharedLooks(), Reads(), list[str]()
+
+    async def ask() -> None:
+        found.append(await looks.look("v1", reads.read))
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(ask)
+        await eventually(lambda: reads.begun == 1)
+        for _ in range(3):
+            group.start_soon(ask)
+        await anyio.wait_all_tasks_blocked()
+        reads.open.set()
+    assert sorted(found) == ["1", "2", "2", "2"]
+
+
+async def test_a_look_that_is_cut_off_is_led_by_another_one() -> None:
+    looks, reads = SharedLooks(), Reads()
+    async with anyio.create_task_group() as group:
+        cut_off = anyio.CancelScope()
+
+        async def lead() -> None:
+            with cut_off:
+                await looks.look("v1", reads.read)
+
+        group.start_soon(lead)
+        await eventually(lambda: reads.begun == 1)
+        found: list[str] = []
+
+        async def follow() -> None:
+            found.append(await looks.look("v1", reads.read))
+
+        async def follow_on() -> None:
+            found.append(await looks.look("v1", reads.read))
+
+        group.start_soon(follow)
+        group.start_soon(follow_on)
+        await anyio.wait_all_tasks_blocked()
+        cut_off.cancel()
+        await eventually(lambda: reads.begun == 2)
+        reads.open.set()
+    assert found == ["2", "2"]

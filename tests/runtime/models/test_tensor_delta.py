@@ -54,11 +54,11 @@ def test_changes_by_hand() -> None:
 @pytest.mark.parametrize(
     ("raw", "count", "message"),
     [
-        (bytes([9, 0, 0, 0, 1, 1]), 1, "beyond the 8 numbers"),
-        (bytes([5, 5, 0, 0, 0, 0, 0, 0, 1, 2, 1, 2]), 2, "beyond the 8 numbers"),
-        (bytes([255] * 4 + [1, 1]), 1, "beyond the 8 numbers"),
-        (bytes(5), 1, "5 bytes or more when decompressed, not 6"),
-        (bytes(1000), 1, "7 bytes or more when decompressed, not 6"),
+        (bytes([9, 0, 0, 0, 1, 1]), 1, "outside the tensor, which has 8 elements"),
+        (bytes([5, 5, 0, 0, 0, 0, 0, 0, 1, 2, 1, 2]), 2, "outside the tensor, which has 8 elements"),
+        (bytes([255] * 4 + [1, 1]), 1, "outside the tensor, which has 8 elements"),
+        (bytes(5), 1, "has 5 bytes or more when decompressed, expected 6"),
+        (bytes(1000), 1, "has 7 bytes or more when decompressed, expected 6"),
     ],
 )
 def test_what_is_no_change_of_the_tensor_is_refused(raw: bytes, count: int, message: str) -> None:

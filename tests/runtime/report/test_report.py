@@ -44,9 +44,8 @@ from messages import (
     encode,
 )
 from runtime.ledger.fold import LedgerState
-from runtime.report.metrics_file import MetricsFile
 from runtime.report.report import Line, Notice, Report, RowDone, SampleShown
-from runtime.report.rows import mean_of
+from runtime.report.rows import MetricsFile, mean_of
 from runtime.util.formatting import duration, sparkline
 
 STARTED = 1000.0

@@ -14,8 +14,7 @@ import structlog
 from actors.rollout.engines.weights.verification import WeightsMismatch
 from actors.rollout.sglang.errors import EngineUnavailable
 from messages import WeightsAnnounced
-from runtime.models.file_sums import damage_in
-from runtime.models.shared_checks import SharedLooks
+from runtime.models.file_sums import SharedLooks, damage_in
 
 log = structlog.get_logger()
 

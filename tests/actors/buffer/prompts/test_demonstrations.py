@@ -9,9 +9,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from actors.buffer.prompts.demonstrations import DemonstrationReader, Piece, pieces_of
-from actors.buffer.prompts.epochs import steps_per_epoch
 from actors.buffer.prompts.prompts import LoadedData, fingerprint_of
-from actors.buffer.prompts.source import load_data, load_prompts
+from actors.buffer.prompts.source import load_data, load_prompts, steps_per_epoch
 from actors.buffer.prompts.tokenizing import FastTokenizing, Tokenizing, TransformersTokenizing
 from messages import Prompt
 from runtime.data.data_files import DataError

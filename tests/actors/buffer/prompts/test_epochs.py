@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.buffer.prompts.epochs import count_steps, steps_per_epoch
+from actors.buffer.prompts.source import count_steps, steps_per_epoch
 from runtime.data.data_files import DataError
 from runtime.settings.load import load_topology
 from runtime.settings.reading.config import TopologyError

@@ -96,7 +96,7 @@ async def test_a_full_log_without_a_snapshot_is_widened_a_little_and_once(
 
 async def test_other_writers_stop_before_the_log_is_full(bus: Bus, impatient: Bus) -> None:
     await bus.ensure_streams(msgspec.structs.replace(TEST_STREAMS, event_bytes=LOG_BYTES))
-    with pytest.raises(StreamFull, match="kept for those who can empty it"):
+    with pytest.raises(StreamFull, match="the rest is kept for events that allow trimming"):
         await publish_on_and_on(impatient)
     assert 0.9 < (await bus.state(Plane.EVENT)).used < 0.96
     seq = await impatient.append(BufferStarted(incarnation=1), expected_last=0)

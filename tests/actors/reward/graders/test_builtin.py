@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.reward.graders.boxed import last_boxed
-from actors.reward.graders.builtin import BUILT_IN_GRADERS, find_grader
-from actors.reward.graders.matching import exact_match, f1, positional_match
+from actors.reward.graders.builtin import BUILT_IN_GRADERS, exact_match, f1, find_grader, positional_match
 from actors.reward.graders.numeric import numeric
 from actors.reward.samples import GradedSample
 from runtime.settings.slime.flags import from_slime

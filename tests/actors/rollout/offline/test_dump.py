@@ -85,8 +85,8 @@ def test_a_run_is_not_longer_than_its_dump(dump: Path) -> None:
 @pytest.mark.parametrize(
     ("rollout", "message"),
     [
-        ({"n_samples_per_prompt": 4}, r"n_samples_per_prompt = 4: the dump's groups have 2 samples"),
-        ({"rollout_batch_size": 6}, r"run\.load = .*: has 5 groups to train on; .* = 6"),
+        ({"n_samples_per_prompt": 4}, r"n_samples_per_prompt = 4: differs from the dump, whose groups have 2 samples"),
+        ({"rollout_batch_size": 6}, r"run\.load = .*: has 5 groups to train on, .* = 6"),
     ],
 )
 def test_a_dump_that_does_not_fit_is_refused(dump: Path, rollout: dict[str, int], message: str) -> None:
@@ -140,7 +140,7 @@ def test_a_sample_with_other_tokens_than_its_line_says_fails(dump: Path) -> None
     lines = lines_path(dump, 2)
     lines.write_bytes(lines.read_bytes().replace(b'"response_len":2', b'"response_len":9'))
     wrong, right = Dumped(dump).answer(task(2))
-    assert "its segments have 4 tokens, and 11 are reported" in (wrong.summary.reason or "")
+    assert "its segments have 4 tokens, but 11 are reported" in (wrong.summary.reason or "")
     assert right.summary.reason is None
 
 

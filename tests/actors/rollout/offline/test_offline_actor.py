@@ -10,9 +10,8 @@ import msgspec
 import pytest
 
 from actors.registry import hosted
-from actors.rollout.offline.actor import OfflineRolloutActor
+from actors.rollout.offline.actor import AnswerSource, OfflineRolloutActor, OfflineSample
 from actors.rollout.offline.demonstrations import Demonstrations
-from actors.rollout.offline.source import AnswerSource, OfflineSample
 from messages import (
     GroupCompleted,
     GroupFailed,

@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 
-from actors.trainer.data.batch import make_micro_batch
+from actors.trainer.data.batch import make_micro_batch, num_mtp_tokens, with_mtp
 from actors.trainer.data.context import Context
-from actors.trainer.data.mtp import num_mtp_tokens, with_mtp
 from tests.actors.trainer.tiny import random_batch
 
 

@@ -12,7 +12,7 @@ from actors.trainer.commands import TrainerRank
 from actors.trainer.data.batch import make_micro_batch
 from actors.trainer.megatron.memory import PeakMemory, give_back
 from actors.trainer.megatron.rank_model import Replica
-from actors.trainer.step.reference import ReferenceModel
+from actors.trainer.step.by_group import ReferenceModel
 from actors.trainer.step.train_step import TrainStep
 from runtime.util.memory import own_anonymous_bytes
 from tests.actors.trainer.hf import whole_weights

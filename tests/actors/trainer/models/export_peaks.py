@@ -11,10 +11,10 @@ import torch.distributed as dist
 
 from actors.trainer.megatron import groups
 from actors.trainer.models.config import HfConfig, read_hf_config
+from actors.trainer.models.files import Cut
 from actors.trainer.models.gathering import Part
 from actors.trainer.models.shapes import hf_shapes
 from actors.trainer.models.sharding import rank_part
-from actors.trainer.models.sources import Cut
 from actors.trainer.models.weight_export import WeightExport, copied
 from runtime.settings.topology import MegatronConfig
 from tests.actors.trainer.measured import Peak

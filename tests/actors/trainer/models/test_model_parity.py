@@ -14,10 +14,9 @@ from actors.trainer.megatron.config import transformer_config
 from actors.trainer.megatron.imports import quiet
 from actors.trainer.megatron.layers.rows import packing
 from actors.trainer.models.config import read_hf_config
-from actors.trainer.models.files import file_source
+from actors.trainer.models.files import file_source, random_source
 from actors.trainer.models.shapes import hf_shapes
 from actors.trainer.models.sharding import load_weights
-from actors.trainer.models.sources import random_source
 from runtime.settings.topology import MegatronConfig
 from tests.actors.trainer.hf import whole_weights, write_model
 from tests.actors.trainer.tiny import TINY, VOCAB, YARN, config_of, random_batch

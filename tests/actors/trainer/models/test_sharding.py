@@ -13,9 +13,8 @@ from actors.trainer.megatron.config import transformer_config
 from actors.trainer.megatron.imports import quiet
 from actors.trainer.models import files
 from actors.trainer.models.config import HfConfig, read_hf_config
-from actors.trainer.models.files import file_source
+from actors.trainer.models.files import Cut, file_source, random_source
 from actors.trainer.models.sharding import rank_part
-from actors.trainer.models.sources import Cut, random_source
 from runtime.settings.topology import MegatronConfig
 from tests.actors.trainer.hf import write_model
 from tests.build.model import mapping_source

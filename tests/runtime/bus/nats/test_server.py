@@ -36,7 +36,7 @@ def test_every_limit_is_in_the_configuration(tmp_path: Path) -> None:
 
 
 def test_listening_beyond_this_machine_takes_a_password(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="takes a user and a password"):
+    with pytest.raises(ValueError, match="requires a user and a password"):
         write_config(tmp_path / "nats.conf", ServerSettings(store_dir=tmp_path, host="0.0.0.0"))
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import anyio
 import pytest
 
-from runtime.node.supervisor.heartbeats import Heartbeats, stillness, wait_until_still
+from runtime.node.supervisor.readiness import Heartbeats, stillness, wait_until_still
 from runtime.node.supervisor.state_changes import Exited, Started
 from runtime.settings.processes import ProcessSpec, SendsHeartbeats
 from tests.runtime.node.supervisor.test_supervisor import Changes, said, supervising

@@ -5,8 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from runtime.bus.addresses import address_key
 from runtime.node.supervisor import ports
-from runtime.node.supervisor.ports import LOWEST, PortInUse, choose_port, free_port, is_free
+from runtime.node.supervisor.ports import LOWEST, PortInUse, ReadyServers, choose_port, free_port, is_free
+from runtime.node.supervisor.state_changes import Exited, Ready
+from runtime.settings.processes import PortRequest, ProcessSpec, WhenListening
+from tests.runtime.node.supervisor.test_supervisor import python, supervising
 
 
 def test_a_taken_port_is_refused_when_fixed_and_avoided_when_not() -> None:
@@ -36,3 +40,63 @@ def test_without_such_ports_any_free_one_is_taken(tmp_path: Path, monkeypatch: p
             (tmp_path / "range").write_text(known)
         monkeypatch.setattr(ports, "CONNECTIONS", tmp_path / ("range" if known else "missing"))
         assert is_free("127.0.0.1", free_port())
+
+
+pytestmark = pytest.mark.anyio
+
+TELLS = """
+    import http.server, sys
+    from pathlib import Path
+    told = Path(sys.argv[2])
+    told.write_text((told.read_text() if told.exists() else "") + f"<{sys.argv[3]}>")
+    if sys.argv[3] and "fails" in sys.argv[4]:
+        sys.exit(1)
+    http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), http.server.BaseHTTPRequestHandler).serve_forever()
+"""
+
+
+def server(pool: str, index: int) -> ProcessSpec:
+    return ProcessSpec(name=f"engine.{pool}.{index}", command=(), address_key=address_key("engine", pool, index))
+
+
+def test_others_are_the_ready_ones_of_the_same_pool() -> None:
+    servers = ReadyServers()
+    one, two, judge = server("policy", 1), server("policy", 2), server("judge", 1)
+    actor = ProcessSpec(name="rollout", command=())
+    servers.add(one, "10.0.0.1", 21_000)
+    servers.add(two, "10.0.0.1", 22_000)
+    servers.add(judge, "10.0.0.1", 23_000)
+    servers.add(actor, "", 0)
+    assert servers.others(one) == "10.0.0.1:22000"
+    assert servers.others(server("policy", 3)) == "10.0.0.1:21000,10.0.0.1:22000"
+    assert (servers.others(judge), servers.others(actor)) == ("", "")
+    servers.remove(two)
+    assert servers.others(one) == ""
+
+
+def telling(index: int, told: Path, how: str) -> ProcessSpec:
+    return python(
+        f"engine.policy.{index}",
+        TELLS,
+        "{port}",
+        str(told),
+        "{others}",
+        how,
+        port=PortRequest(),
+        ready=WhenListening(),
+        address_key=address_key("engine", "policy", index),
+    )
+
+
+async def test_one_that_does_not_come_up_is_started_again_without_the_others(tmp_path: Path) -> None:
+    told = [tmp_path / "first", tmp_path / "second"]
+    async with supervising(tmp_path) as (supervision, changes):
+        supervision.start(telling(0, told[0], "comes up"))
+        await changes.until(lambda: len(changes.of(Ready)) == 1)
+        (first,) = changes.of(Ready)
+        assert isinstance(first, Ready)
+        address = f"{first.host}:{first.port}"
+        supervision.start(telling(1, told[1], "fails"))
+        await changes.until(lambda: len(changes.of(Ready)) == 2)
+        assert len(changes.of(Exited)) == 1
+    assert (told[0].read_text(), told[1].read_text()) == ("<>", f"<{address}><>")

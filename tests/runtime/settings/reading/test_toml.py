@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.settings.reading.allowed import describe
 from runtime.settings.reading.config import Config, TopologyError
 from runtime.settings.reading.overrides import apply_override
+from runtime.settings.reading.schema import describe
 from runtime.settings.reading.toml import SET, SHIPPED_TOPOLOGIES, convert, load_tables
 
 

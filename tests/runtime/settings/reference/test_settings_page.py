@@ -12,8 +12,7 @@ from runtime.node.checks.check import not_built
 from runtime.settings.reading.config import Config
 from runtime.settings.reading.schema import is_config, keys_of, type_at
 from runtime.settings.recipe import ModelConfig, RolloutConfig, TrainConfig
-from runtime.settings.reference.meanings import expert_settings, meanings
-from runtime.settings.reference.page import Table, tables_of
+from runtime.settings.reference.page import Table, expert_settings, meanings, tables_of
 from runtime.settings.topology import (
     EngineConfig,
     NodeConfig,

@@ -17,11 +17,10 @@ from actors.trainer.megatron.config import transformer_config
 from actors.trainer.megatron.imports import quiet
 from actors.trainer.megatron.rank_model import Replica
 from actors.trainer.models.config import HfConfig, read_hf_config
-from actors.trainer.models.files import file_source
+from actors.trainer.models.files import file_source, random_source
 from actors.trainer.models.names import split_for_hf
 from actors.trainer.models.shapes import hf_shapes
 from actors.trainer.models.sharding import global_name, load_weights
-from actors.trainer.models.sources import random_source
 from actors.trainer.step.train_step import TrainStep
 from runtime.models.safetensors import SINGLE_FILE
 from runtime.settings.topology import MegatronConfig, Topology

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runtime.models.delta import Version
-from runtime.models.route import OnDisk, Route, goes_whole, needed_for, route_to
+from runtime.models.versions import OnDisk, Route, goes_whole, needed_for, route_to
 
 WHOLE = 1000
 
@@ -44,7 +44,7 @@ def test_the_way_to_a_version(held: int | None, wanted: int, expected: Route) ->
 
 def test_a_copy_of_another_checksum_is_another_version() -> None:
     assert route_to(version(5), Version(4, "other"), CHAIN) == Route(4, (5,), 1020)
-    with pytest.raises(ValueError, match=r"back from there by deltas, version 4 \(other\) has neither"):
+    with pytest.raises(ValueError, match=r"its deltas need version 4 \(other\), which has neither"):
         route_to(version(5), version(4), [whole(4), delta(5, base=Version(4, "other"))])
 
 
@@ -55,16 +55,16 @@ def test_whole_files_are_taken_where_deltas_are_as_large() -> None:
 
 
 def test_no_way_says_where_the_last_one_ends() -> None:
-    with pytest.raises(ValueError, match="no way") as caught:
+    with pytest.raises(ValueError, match="cannot be made") as caught:
         route_to(version(3), version(1), [delta(3), delta(5)])
     assert str(caught.value) == (
-        "no way to version 3 from version 1 (sum1): back from there by deltas, version 2 (sum2) has neither whole "
-        "files nor a delta; there are 3, 5"
+        "version 3 cannot be made from version 1 (sum1): its deltas need version 2 (sum2), which has neither whole "
+        "files nor a delta; on disk: 3, 5"
     )
 
 
 def test_a_delta_that_leads_back_is_no_way() -> None:
-    with pytest.raises(ValueError, match="no way to version 2 from nothing"):
+    with pytest.raises(ValueError, match="version 2 cannot be made from nothing"):
         route_to(version(2), None, [delta(2, base=version(2)), delta(1, base=version(2))])
 
 

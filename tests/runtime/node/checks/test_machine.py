@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from runtime.node.checks.limits import free_memory_bytes
+from runtime.node.checks.machine import free_memory_bytes
 
 MIB = 1 << 20
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from actors.trainer.models.config import HfConfig, read_hf_config
-from actors.trainer.models.flops import peak_flops, train_flops
+from actors.trainer.step.metrics import peak_flops, train_flops
 from runtime.models.experts import Experts
 from tests.actors.trainer.tiny import config_of
 

@@ -1,0 +1,33 @@
+"""Test functions that pages cite, `file.py::test_name`, with or without the file's folder."""
+
+import ast
+import functools
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+CITED = re.compile(r"`([\w/]+\.py)::(test_\w+)`")
+
+
+@functools.cache
+def files_of_tests() -> dict[str, tuple[Path, ...]]:
+    """Files of each test function under tests/."""
+    found: dict[str, tuple[Path, ...]] = {}
+    for file in sorted((ROOT / "tests").rglob("test_*.py")):
+        for node in ast.parse(file.read_bytes()).body:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_"):
+                found[node.name] = (*found.get(node.name, ()), file)
+    return found
+
+
+def cited_files(path: str, name: str) -> list[Path]:
+    """Files that a citation may mean: exactly one where the citation is right."""
+    wanted = Path(path).parts
+    return [file for file in files_of_tests().get(name, ()) if file.parts[-len(wanted) :] == wanted]
+
+
+def wrong_citations(text: str) -> list[str]:
+    """Citations that name no test or more than one, or that have another form."""
+    cited = CITED.findall(text)
+    wrong = [f"{path}::{name}" for path, name in cited if len(cited_files(path, name)) != 1]
+    return wrong if len(cited) == text.count(".py::") else [*wrong, "a citation of another form"]
