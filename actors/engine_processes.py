@@ -14,7 +14,7 @@ from actors.rollout.sglang.server_arguments import FOREIGN, LAUNCH
 from runtime.bus.addresses import address_key
 from runtime.models.fp8 import SERVED
 from runtime.settings.devices import HIDDEN, NVIDIA
-from runtime.settings.placement import gpus_of, num_engines, served_dtype
+from runtime.settings.placement import gpus_of, nodes_of_pool, num_engines, served_dtype
 from runtime.settings.processes import AnswersHttp, PortRequest, ProcessSpec, RestartGroupSpec, Tier, WhenListening
 from runtime.settings.topology import EngineConfig, Topology, sglang_arguments
 from runtime.util.import_path import ROOT
@@ -28,7 +28,7 @@ READY_TIMEOUT_S: Final = {"tiny": 120.0, "sglang": 1800.0}  # a slow disk needs 
 STREAM_INTERVAL: Final = 64  # tokens per streamed chunk; an engine crash loses at most this many tokens of a sample
 
 
-def engine_specs(topology: Topology, pool: str, engine: EngineConfig, node: str, *, home: bool) -> list[ProcessSpec]:
+def engine_specs(topology: Topology, pool: str, engine: EngineConfig, node: str) -> list[ProcessSpec]:
     """Process specs of a pool's engines on one node.
 
     Args:
@@ -36,12 +36,12 @@ def engine_specs(topology: Topology, pool: str, engine: EngineConfig, node: str,
         pool: name of the pool.
         engine: settings of the pool.
         node: the node whose processes are returned.
-        home: whether this node has the bus; engines without GPUs run there.
     """
     if engine.urls:
         return []  # external engines are started elsewhere
     if engine.gpus is None:
-        places = [(index, ()) for index in range(num_engines(engine))] if home else []
+        nodes = nodes_of_pool(topology, engine)
+        places = [(index, ()) for index in range(num_engines(engine)) if nodes[index % len(nodes)] == node]
     else:
         gpus = gpus_of(topology, engine.gpus)
         size = engine.num_gpus_per_engine

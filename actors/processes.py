@@ -8,7 +8,7 @@ import msgspec
 
 from actors.engine_processes import OURS, engine_specs
 from actors.rollout.sglang.server_arguments import LAUNCH
-from runtime.bus.addresses import address_key
+from runtime.bus.addresses import INSTANCE_VARIABLE, address_key
 from runtime.settings.devices import HIDDEN, NVIDIA
 from runtime.settings.placement import gpus_of, home_node, num_ranks
 from runtime.settings.processes import (
@@ -30,14 +30,15 @@ LIGHT_ACTORS = ("rollout", "reward", "filter", "buffer")
 def process_specs(topology: Topology, node: str, run_dir: Path) -> list[ProcessSpec]:
     """Process specs of a node, without its node daemon and the NATS server.
 
-    Light actors, routers and tiny engines run on the node that has the bus. Trainer ranks and SGLang engines run
-    where their GPUs are.
+    Light actors and routers run on the node that has the bus. So do reward actors and engines without GPUs, unless
+    `reward.nodes` and `engines.<pool>.nodes` name others. Trainer ranks and engines with GPUs run where these are.
     """
     specs: list[ProcessSpec] = []
     home = node == home_node(topology)
     recorded = answers_are_recorded(topology)  # an offline rollout needs no engine and no grader
+    placed = topology.reward.nodes
     for pool, engine in topology.engines.items() if not recorded else ():
-        specs += engine_specs(topology, pool, engine, node, home=home)
+        specs += engine_specs(topology, pool, engine, node)
         if home:
             specs.append(_router(topology, pool, engine))
     if topology.run.only != "rollout":
@@ -46,10 +47,14 @@ def process_specs(topology: Topology, node: str, run_dir: Path) -> list[ProcessS
         specs.append(_host(topology, run_dir, NO_OP_TRAINER, ["trainer"], OURS | HIDDEN))
     if home:
         shared = {role for roles in topology.share for role in roles}
-        alone = [(role,) for role in LIGHT_ACTORS if role not in shared]
+        alone = [(role,) for role in LIGHT_ACTORS if role not in shared and not (role == "reward" and placed)]
         idle = {role for role, runs in (("reward", not recorded), ("filter", has_filter(topology))) if not runs}
         together = ([role for role in roles if role not in idle] for roles in (*topology.share, *alone))
         specs += [_host(topology, run_dir, "+".join(roles), roles, OURS) for roles in together if roles]
+    if node in placed and not recorded:
+        number = placed.index(node)
+        env = OURS | {INSTANCE_VARIABLE: str(number)}
+        specs.append(_host(topology, run_dir, f"reward.{number}", ["reward"], env))
     return specs
 
 

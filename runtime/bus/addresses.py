@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from runtime.bus.kv import KeyValues
 
 BUS_URL_VARIABLE = "PHYSARUM_BUS_URL"  # environment variable of every actor
+INSTANCE_VARIABLE = "PHYSARUM_INSTANCE"  # number of an actor process, if its role has several
+NODE_VARIABLE = "PHYSARUM_NODE"  # node of every process
+ADDRESS_VARIABLE = "PHYSARUM_ADDRESS"  # address of that node, for servers of its processes
+BUS_CERTIFICATE_VARIABLE = "PHYSARUM_BUS_CERTIFICATE"  # PEM certificate of the bus, if it uses TLS with its own one
 ENGINE_KEY_VARIABLE = "PHYSARUM_ENGINE_KEY"  # environment variable of every engine and router
 ENGINE_KEY = "engine_key"
 
@@ -22,6 +26,21 @@ class Address(msgspec.Struct, frozen=True, kw_only=True):
     url: str
     agent: str = ""  # instance that accepts KillRequested for it (messages/calls.py); empty: none
     pid: int = 0  # of its process, on that instance's node
+
+
+def host_port(host: str, port: int) -> str:
+    """Join a host and a port as in a URL: an IPv6 address gets brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def split_host_port(text: str) -> tuple[str, int]:
+    """Split what `host_port` joined; a scheme before it is allowed.
+
+    Raises:
+        ValueError: there is no port.
+    """
+    host, _, port = text.rpartition("://")[2].rpartition(":")
+    return host.strip("[]"), int(port)
 
 
 def address_filter(role: str, pool: str) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 import structlog
 
 from messages import ActorExited, ActorStarted, BatchTrained, Message, RunFailed, RunFinished, TrainerStarted
-from runtime.bus.addresses import Address
+from runtime.bus.addresses import Address, host_port
 from runtime.bus.bus import Bus
 from runtime.bus.errors import BusError, LogTrimmedAway
 from runtime.node.node_plan import NodePlan, RunEnd
@@ -98,8 +98,8 @@ async def publish_changes(bus: Bus, node: str, changes: AsyncIterable[Change]) -
                     restart_in_s=change.restart_in_s,
                 )
                 await _insist(bus.publish, event)
-            case Ready() if change.spec.address_key is not None:
-                address = Address(url=f"http://{change.host}:{change.port}", agent=bus.name, pid=change.pid)
+            case Ready(host=str(host), port=int(port)) if change.spec.address_key is not None:
+                address = Address(url=f"http://{host_port(host, port)}", agent=bus.name, pid=change.pid)
                 await _insist(bus.kv.put, change.spec.address_key, address)
             case _:
                 pass

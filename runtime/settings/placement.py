@@ -1,7 +1,14 @@
-"""Placement derived from a topology: the bus node, the number of ranks and engines, and their GPUs."""
+"""Placement derived from a topology: the home node, addresses, the number of ranks and engines, and their GPUs."""
+
+import ipaddress
+from typing import Final
 
 from runtime.settings.gpus import Gpu, order_gpus, parse_gpus
 from runtime.settings.topology import EngineConfig, Topology, TrainerConfig, WeightFormat
+
+AUTO: Final = "auto"
+LOOPBACK: Final = "127.0.0.1"
+BUS_PORT: Final = 4222  # of the run's own server, if other machines use it
 
 
 def bus_node(topology: Topology) -> str | None:
@@ -16,9 +23,40 @@ def home_node(topology: Topology) -> str:
     return bus_node(topology) or next(iter(topology.nodes))
 
 
+def is_networked(topology: Topology) -> bool:
+    """Return whether servers listen beyond this machine: with several nodes, or at an address that is not loopback."""
+    if len(topology.nodes) > 1:
+        return True
+    address = next(iter(topology.nodes.values())).address
+    return address is not None and not is_loopback(address)
+
+
+def is_loopback(address: str) -> bool:
+    """Return whether an address setting is loopback. DNS names other than localhost are not resolved."""
+    try:
+        return ipaddress.ip_address(address.strip("[]")).is_loopback
+    except ValueError:
+        return address == "localhost"
+
+
+def address_setting(topology: Topology, node: str) -> str:
+    """Return the address setting of a node, with its default."""
+    return topology.nodes[node].address or (AUTO if is_networked(topology) else LOOPBACK)
+
+
+def bus_port(topology: Topology) -> int | None:
+    """Return the port of the run's own server; None for a free port."""
+    return topology.bus.port or (BUS_PORT if is_networked(topology) else None)
+
+
+def nodes_of_pool(topology: Topology, engine: EngineConfig) -> tuple[str, ...]:
+    """Return the nodes of a pool without GPUs, in the order in which its engines take them."""
+    return engine.nodes or (home_node(topology),)
+
+
 def gpus_of(topology: Topology, text: str | None) -> tuple[Gpu, ...]:
     """Parse a GPU list into the order in which ranks and engines take its GPUs."""
-    return order_gpus(parse_gpus(text), {name: node.address for name, node in topology.nodes.items()})
+    return order_gpus(parse_gpus(text), {name: node.address or AUTO for name, node in topology.nodes.items()})
 
 
 def num_ranks(trainer: TrainerConfig) -> int:

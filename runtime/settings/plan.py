@@ -7,7 +7,7 @@ import msgspec
 
 from runtime.settings.devices import NVIDIA
 from runtime.settings.gpus import Gpu, show_gpus
-from runtime.settings.placement import bus_node, data_parallel_size, num_ranks
+from runtime.settings.placement import address_setting, bus_node, bus_port, data_parallel_size, num_ranks
 from runtime.settings.processes import ProcessSpec
 from runtime.settings.recipe import RolloutConfig, over_sampling_batch_size, trains_demonstrations
 from runtime.settings.sizes import (
@@ -83,19 +83,19 @@ def plan_of(topology: Topology, specs: Mapping[str, Sequence[ProcessSpec]]) -> P
 
 def _node(topology: Topology, name: str, specs: Sequence[ProcessSpec]) -> PlannedNode:
     node = topology.nodes[name]
-    processes = [_process(spec) for spec in specs]
+    address = address_setting(topology, name)
+    processes = [_process(spec, address) for spec in specs]
     if bus_node(topology) == name:
-        address = "127.0.0.1" if len(topology.nodes) == 1 else node.address
-        processes.insert(0, PlannedProcess(name="nats-server", host=address, port=topology.bus.port))
-    return PlannedNode(name=name, address=node.address, gpus=node.gpus, processes=tuple(processes))
+        processes.insert(0, PlannedProcess(name="nats-server", host=address, port=bus_port(topology)))
+    return PlannedNode(name=name, address=address, gpus=node.gpus, processes=tuple(processes))
 
 
-def _process(spec: ProcessSpec) -> PlannedProcess:
+def _process(spec: ProcessSpec, address: str) -> PlannedProcess:
     visible = spec.env.get(NVIDIA, "")
     return PlannedProcess(
         name=spec.name,
         gpus=tuple(int(index) for index in visible.split(",")) if visible else (),
-        host=spec.port.host if spec.port else None,
+        host=address if spec.port else None,
         port=spec.port.fixed if spec.port else None,
     )
 

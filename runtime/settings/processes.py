@@ -15,13 +15,14 @@ class Tier(IntEnum):
 
 
 class PortRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The port of a server process. It replaces "{port}" and "{host}" in the command and environment.
+    """The port of a server process, at its node's address.
 
+    They replace "{port}" and "{host}" in the command and environment.
     The port stays the same across restarts unless another program takes it meanwhile.
     """
 
-    host: str = "127.0.0.1"
     fixed: int | None = None  # if it is in use, the start fails
+    key: str | None = None  # setting of the fixed port, for the error
     preferred: int | None = None  # used if it is free
     kept: bool = False  # never changed after the first start: clients cannot learn of another port
 

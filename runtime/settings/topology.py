@@ -49,7 +49,8 @@ class BusConfig(Config, frozen=True, kw_only=True):
     url: BusUrl | None = None
     # File with the user and password, or the token, for `url`. Only its owner may be able to read it.
     credentials: Text | None = None
-    # Port of the server that the run starts. By default a free port is chosen at each start.
+    # Port of the server that the run starts. By default 4222 if other machines use the server, and otherwise a free
+    # port that is chosen at each start.
     port: Port | None = None
     # Size limit of the event stream in bytes. A limit below what the recipe can need is refused.
     event_bytes: Positive | None = None
@@ -64,10 +65,14 @@ class BusConfig(Config, frozen=True, kw_only=True):
 class NodeConfig(Config, frozen=True, kw_only=True):
     """One machine."""
 
-    # Address at which other nodes reach this one. "auto" finds it at the start.
-    address: Text = "auto"
+    # Address at which this node's servers listen and other nodes reach them: an IP address, a DNS name, a network
+    # interface, or "auto". "auto" is the address of the default route on the node with the bus, and of the route to the
+    # bus on other nodes. By default "auto" with several nodes, and loopback with one.
+    address: Text | None = None
     # Number of GPUs that the run may use here. They are numbered from 0.
     gpus: Count = 0
+    # Seconds that this node waits at its start for the run's bus. After that it ends with an error.
+    wait_s: Timeout = 600.0
 
 
 class MegatronConfig(Config, frozen=True, kw_only=True):
@@ -211,6 +216,9 @@ class EngineConfig(Config, frozen=True, kw_only=True):
     num_processes: Positive = 1
     # Number of CPU engines. With `gpus` set, the GPUs decide the number.
     num_engines: Positive = 1
+    # Nodes of a pool without GPUs. Its engines are assigned to them in turn. By default all run on the node with the
+    # bus.
+    nodes: tuple[Name, ...] = ()
     # Maximum number of samples in flight per engine. At the limit, further groups wait for a free slot.
     concurrency: Positive = 64
     # Seconds from an engine's start until it must serve; a slower one is killed and restarted. By default 1800 for
@@ -256,6 +264,8 @@ class EngineConfig(Config, frozen=True, kw_only=True):
 class RewardConfig(Config, frozen=True, kw_only=True):
     """Reward workers, and how failed scores are handled."""
 
+    # Nodes with a reward actor, one each. By default there is one, on the node with the bus.
+    nodes: tuple[Name, ...] = ()
     # Number of grader processes per reward actor.
     processes: Positive = 2
     # Seconds that one score may take. After that the sample fails and its grader process is killed.
@@ -294,7 +304,7 @@ class BufferConfig(Config, frozen=True, kw_only=True):
 
 
 def _sole_node() -> dict[str, NodeConfig]:
-    return {SOLE_NODE: NodeConfig(address="127.0.0.1")}
+    return {SOLE_NODE: NodeConfig()}
 
 
 class Topology(Recipe, frozen=True, kw_only=True):

@@ -11,6 +11,7 @@ from actors.rollout.sglang.server_arguments import LAUNCH
 from runtime.settings.load import load_topology
 from runtime.settings.processes import ProcessSpec
 
+TWO = ("nodes.local.address=auto", "nodes.b.address=10.0.0.2", "bus.node=local")
 TOPOLOGIES = Path(__file__).resolve().parents[2] / "topologies"
 
 
@@ -189,3 +190,17 @@ def test_a_dying_server_of_sglang_waits_for_no_diagnostics_unless_its_pool_says_
     env = specs("disaggregate-2x8gpu.toml", "n1", wanted)["engine.policy.0"].env
     assert [env[name] for name in names] == ["true", "false"]
     assert not {*names} & {*specs("laptop.toml", "local")["engine.policy.0"].env}
+
+
+def test_engines_without_gpus_are_assigned_to_the_nodes_of_their_pool_in_turn() -> None:
+    placed = (*TWO, "engines.policy.num_engines=3", "engines.policy.nodes=['b','local']")
+    assert [name for name in specs("laptop.toml", "local", *placed) if name.startswith("engine")] == ["engine.policy.1"]
+    assert list(specs("laptop.toml", "b", *placed)) == ["engine.policy.0", "engine.policy.2"]
+
+
+def test_each_node_of_reward_has_a_reward_actor() -> None:
+    assert "reward" in specs("laptop.toml", "local", *TWO)
+    assert not specs("laptop.toml", "b", *TWO)
+    placed = (*TWO, "reward.nodes=['b','local']")
+    assert list(specs("laptop.toml", "b", *placed)) == ["reward.0"]
+    assert [name for name in specs("laptop.toml", "local", *placed) if name.startswith("reward")] == ["reward.1"]

@@ -31,7 +31,7 @@ class Asker(msgspec.Struct, frozen=True, kw_only=True):
 def check_bus(findings: Findings, asker: Asker) -> None:
     """Try to listen on the port of our server, or connect to an existing server as a start would."""
     bus = findings.topology.bus
-    if bus.port is not None:
+    if bus.port is not None and asker.node == home_node(findings.topology):
         _check_port(findings, bus.port)
     if bus.url is None:
         return

@@ -1,25 +1,51 @@
 """Ports for the processes of a node, and the addresses of its ready servers."""
 
 import errno
+import os
 import secrets
 import socket
 from pathlib import Path
 from typing import Final
 
+from runtime.bus.addresses import host_port
 from runtime.settings.processes import ProcessSpec
 
 LOWEST: Final = 20_000  # well-known services use ports below it
 TRIES: Final = 50
+LISTENERS: Final = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
+STATE_LISTENING: Final = "0A"
 CONNECTIONS: Final = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 class PortInUse(Exception):
-    """A port that the topology sets is in use."""
+    """A port that the topology sets is in use. The text names the program that holds it, if it can be seen."""
 
-    def __init__(self, host: str, port: int) -> None:
-        super().__init__(f"port {port} on {host} is in use by another program")
+    def __init__(self, host: str, port: int, key: str | None = None) -> None:
+        setting = f" ({key})" if key else ""
+        super().__init__(f"port {port}{setting} on {host} is in use by {holder_of(port) or 'another program'}")
         self.host = host
         self.port = port
+
+
+def holder_of(port: int) -> str | None:
+    """Describe the process of this machine that listens on a port; None if it cannot be seen, as another user's."""
+    sockets = {f"socket:[{inode}]" for table in LISTENERS for inode in _listening(table, port)}
+    for directory in Path("/proc").glob("[0-9]*") if sockets else ():
+        try:
+            if any(os.readlink(fd) in sockets for fd in (directory / "fd").iterdir()):
+                return f"process {directory.name} ({(directory / 'comm').read_text().strip()})"
+        except OSError:  # it ended, or is another user's
+            continue
+    return None
+
+
+def _listening(table: Path, port: int) -> list[str]:
+    """Return the inodes of the sockets that listen on a port, from a table of the kernel."""
+    try:
+        rows = [line.split() for line in table.read_text().splitlines()[1:]]
+    except OSError:
+        return []
+    return [row[9] for row in rows if row[3] == STATE_LISTENING and int(row[1].rpartition(":")[2], 16) == port]
 
 
 def is_free(host: str, port: int) -> bool:
@@ -59,15 +85,21 @@ def _lowest_of_connections() -> int:
         return 0
 
 
-def choose_port(host: str, *, fixed: int | None = None, previous: int | None = None) -> int:
+def choose_port(host: str, *, fixed: int | None = None, previous: int | None = None, key: str | None = None) -> int:
     """Choose the fixed port, else the previous one if it is free, else another free port.
+
+    Args:
+        host: address at which the server listens.
+        fixed: port that the topology sets.
+        previous: port of an earlier start.
+        key: setting of the fixed port, for the error.
 
     Raises:
         PortInUse: the fixed port is in use.
     """
     if fixed is not None:
         if not is_free(host, fixed):
-            raise PortInUse(host, fixed)
+            raise PortInUse(host, fixed, key)
         return fixed
     if previous is not None and is_free(host, previous):
         return previous
@@ -87,7 +119,7 @@ class ReadyServers:
     def add(self, spec: ProcessSpec, host: str, port: int) -> None:
         """Add a ready process, if it is a server."""
         if spec.address_key is not None:
-            self._addresses[spec.address_key] = f"{host}:{port}"
+            self._addresses[spec.address_key] = host_port(host, port)
 
     def remove(self, spec: ProcessSpec) -> None:
         """Remove a process that ended."""

@@ -6,6 +6,7 @@ from typing import Final
 import aiohttp
 import anyio
 
+from runtime.bus.addresses import host_port
 from runtime.settings.processes import (
     AnswersHttp,
     Greets,
@@ -70,7 +71,7 @@ async def _responds(probe: Question, host: str, port: int, timeout_s: float) -> 
     """Return whether a server answers at all."""
     match probe:
         case AnswersHttp(path):
-            return await status_of(f"http://{_in_url(host)}:{port}{path}", timeout_s=timeout_s) is not None
+            return await status_of(f"http://{host_port(host, port)}{path}", timeout_s=timeout_s) is not None
         case Greets():
             return await _greets(host, port, timeout_s)
 
@@ -93,10 +94,6 @@ async def _listens(host: str, port: int) -> bool:
         except OSError:
             return False
     return False
-
-
-def _in_url(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
 
 
 LOOK_EVERY_S: Final = 5.0

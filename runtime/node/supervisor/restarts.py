@@ -5,6 +5,7 @@ from collections.abc import Callable
 import anyio
 
 from runtime.node.supervisor.ports import free_port
+from runtime.settings.placement import LOOPBACK
 from runtime.util.retrying import Backoff
 
 BACKOFF = Backoff(first_s=0.1, max_s=10.0)
@@ -18,7 +19,8 @@ class RestartGroup:
     have ended.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, host: str = LOOPBACK) -> None:
+        self.host = host  # of the rendezvous
         self.port = 0  # of the rendezvous; a new one for each start
         self._size = size
         self._waiting = 0
@@ -35,7 +37,7 @@ class RestartGroup:
         self._waiting += 1
         try:
             if self._waiting == self._size:
-                self.port, self._meeting = free_port(), anyio.Event()
+                self.port, self._meeting = free_port(self.host), anyio.Event()
                 meeting.set()
             await meeting.wait()
         finally:

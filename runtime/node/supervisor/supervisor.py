@@ -10,7 +10,7 @@ from pathlib import Path
 import anyio
 import anyio.abc
 
-from runtime.bus.addresses import BUS_URL_VARIABLE, ENGINE_KEY_VARIABLE
+from runtime.bus.addresses import BUS_URL_VARIABLE, ENGINE_KEY_VARIABLE, host_port
 from runtime.node.supervisor import guardian
 from runtime.node.supervisor.output import OutputLog
 from runtime.node.supervisor.ports import PortInUse, ReadyServers, choose_port
@@ -20,13 +20,13 @@ from runtime.node.supervisor.spawn import Child, Guard
 from runtime.node.supervisor.state_changes import Exited, GivenUp, Listener, Ready, Started
 from runtime.process.heartbeat import PULSE_VARIABLE
 from runtime.settings.devices import with_own_gpus
+from runtime.settings.placement import LOOPBACK
 from runtime.settings.processes import NotReady, ProcessSpec, SendsHeartbeats, Tier
 from runtime.util.exit_codes import EXIT_FENCED, EXIT_INPUT_ERROR, EXIT_NO_SPACE, EXIT_NOT_STARTED
 from runtime.util.formatting import signal_name
 from runtime.util.secrets import Secret, split_login
 
 DRAIN_S = 1.0  # for the last output of a process that ended
-PEERS_HOST = "127.0.0.1"  # rendezvous host of a restart group
 STOP_WITHIN_S = 8.0
 TIER_RESERVE_S = 1.5  # reserved for each tier that is still to be stopped
 
@@ -50,8 +50,10 @@ class Supervisor:
         listener: Listener,
         restart_group: RestartGroup | None = None,
         servers: ReadyServers | None = None,
+        address: str = LOOPBACK,
     ) -> None:
         self.spec = spec
+        self._address = address
         self._servers = servers or ReadyServers()
         self._came_up = True  # the last process became ready, if there was one
         self._restart_group = restart_group
@@ -204,7 +206,7 @@ class Supervisor:
             os.close(output)
 
     async def _watch_readiness(self, child: Child) -> None:
-        host = self.spec.port.host if self.spec.port else None
+        host = self._address if self.spec.port else None
         try:
             with anyio.fail_after(self.spec.ready_timeout_s):
                 await wait_until_ready(self.spec.ready, child.pid, host or "", self._port or 0)
@@ -269,7 +271,7 @@ class Supervisor:
         if request is None:
             return None
         fixed = request.fixed if not request.kept or self._port is None else self._port
-        return choose_port(request.host, fixed=fixed, previous=self._port or request.preferred)
+        return choose_port(self._address, fixed=fixed, previous=self._port or request.preferred, key=request.key)
 
     def _port_was_taken(self) -> bool:
         return any("address already in use" in line.lower() for line in self._log.tail(50))
@@ -285,11 +287,11 @@ class Supervisor:
 
     def _filled_in(self, text: str) -> str:
         if self._restart_group is not None:
-            text = text.replace("{peers}", f"{PEERS_HOST}:{self._restart_group.port}")
+            text = text.replace("{peers}", host_port(self._restart_group.host, self._restart_group.port))
         text = text.replace("{others}", self._servers.others(self.spec) if self._came_up else "")
         if self.spec.port is None:
             return text
-        return text.replace("{port}", str(self._port)).replace("{host}", self.spec.port.host)
+        return text.replace("{port}", str(self._port)).replace("{host}", self._address)
 
 
 class Supervision:
@@ -297,10 +299,26 @@ class Supervision:
 
     Leaving its context kills everything that still runs, also when the node daemon fails. The guardian covers the
     daemon's own death.
+
+    Args:
+        run_dir: of the run.
+        environment: added to the environment of every process.
+        listener: called with each change.
+        log_dir: directory of the processes' logs; by default `logs` in the run directory.
+        address: address of this node, at which servers listen.
     """
 
-    def __init__(self, run_dir: Path, *, environment: Mapping[str, str], listener: Listener) -> None:
-        self._log_dir = run_dir / "logs"
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        environment: Mapping[str, str],
+        listener: Listener,
+        log_dir: Path | None = None,
+        address: str = LOOPBACK,
+    ) -> None:
+        self._log_dir = log_dir or run_dir / "logs"
+        self._address = address
         self._mark = guardian.mark_of(uuid.uuid4().hex, run_dir)
         self._environment = {**os.environ, **environment, guardian.MARK_VARIABLE: self._mark, "PYTHONUNBUFFERED": "1"}
         self._listener = listener
@@ -331,7 +349,7 @@ class Supervision:
             raise ValueError(f"two processes are called {spec.name}")
         wanted, group = spec.restart_group, None
         if wanted is not None:
-            group = self._restart_groups.setdefault(wanted.name, RestartGroup(wanted.num_processes))
+            group = self._restart_groups.setdefault(wanted.name, RestartGroup(wanted.num_processes, self._address))
         path = self._log_dir / f"{spec.name}.jsonl"
         log = OutputLog(path, spec.name, hidden=_secrets_of(spec), crash_words=spec.crash_words)
         supervisor = Supervisor(
@@ -342,6 +360,7 @@ class Supervision:
             listener=self._listener,
             restart_group=group,
             servers=self._servers,
+            address=self._address,
         )
         self._supervisors[spec.name] = supervisor
         self._tasks.start_soon(supervisor.run)

@@ -1,7 +1,10 @@
 """Topology rules except those of GPUs: graders, bus and sizes, engines, processes."""
 
+import ipaddress
+import re
 from collections.abc import Iterator
 
+from runtime.settings.placement import is_loopback
 from runtime.settings.reading.config import Problem
 from runtime.settings.recipe import eval_data, precomputes_old_log_probs, trains_demonstrations
 from runtime.settings.sizes import MAX_MESSAGE_BYTES, needed_sizes, show_bytes
@@ -25,13 +28,14 @@ SET_ELSEWHERE = {  # SGLang arguments that the run sets itself, and their source
 }
 DETERMINISTIC = ("enable_deterministic_inference", "rl_on_policy_target")  # arguments that make SGLang follow seeds
 SET_BY_US = ("CUDA_VISIBLE_DEVICES", "PHYSARUM_")  # variables or their prefixes
+NAME_OR_INTERFACE = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.@-]*[A-Za-z0-9_])?")
 POLICY = "policy"  # the pool that generates training samples
 TINY_ENGINE_CONCURRENCY = 4096  # the maximum that the tiny engine accepts
 
 
 def topology_problems(topology: Topology) -> Iterator[Problem]:
     """Yield problems of a topology's tables; those of GPUs are in gpus.py."""
-    for rule in (_group_graders, _bus, _sizes, _engines, _shares, _load, _ahead):
+    for rule in (_group_graders, _bus, _addresses, _placed, _sizes, _engines, _shares, _load, _ahead):
         yield from rule(topology)
 
 
@@ -60,6 +64,53 @@ def _bus(topology: Topology) -> Iterator[Problem]:
         yield Problem.of("bus.port", bus.port, "the port belongs into bus.url")
     if bus.credentials is not None and bus.url is None:
         yield Problem.of("bus.credentials", bus.credentials, "is for bus.url; a server of our own makes its password")
+
+
+def _addresses(topology: Topology) -> Iterator[Problem]:
+    given = {name: node.address for name, node in topology.nodes.items() if node.address is not None}
+    on_loopback = [name for name, address in given.items() if is_loopback(address)]
+    for name, address in given.items():
+        key = f"nodes.{name}.address"
+        if (why := _no_address(address)) is not None:
+            yield Problem.of(key, address, f'{why}; allowed: an IP address, a DNS name, an interface, or "auto"')
+        elif name in on_loopback and len(on_loopback) < len(topology.nodes):
+            yield Problem.of(key, address, "other nodes cannot reach loopback; it is allowed if all nodes have it")
+
+
+def _no_address(text: str) -> str | None:
+    """Return why a text is not the address of one machine, or None."""
+    try:
+        address = ipaddress.ip_address(text.strip("[]"))
+    except ValueError:
+        if NAME_OR_INTERFACE.fullmatch(text) is None:
+            return "not an address: it stands without scheme, path and port (bus.port)"
+        return None
+    if address.is_unspecified or address.is_multicast:
+        return "not the address of one machine"
+    return "a link-local address is not unique: name its interface" if address.is_link_local else None
+
+
+def _placed(topology: Topology) -> Iterator[Problem]:
+    """Yield problems of pools and reward actors that are placed on nodes without GPUs."""
+    placed = [(f"engines.{name}.nodes", engine.nodes) for name, engine in topology.engines.items()]
+    for key, nodes in (*placed, ("reward.nodes", topology.reward.nodes)):
+        unknown = [name for name in nodes if name not in topology.nodes]
+        if unknown:
+            message = f"no node {', '.join(unknown)}; allowed: {', '.join(topology.nodes)}"
+            yield Problem.of(key, list(nodes), message)
+        elif len(set(nodes)) < len(nodes):
+            yield Problem.of(key, list(nodes), "names a node twice")
+    for name, engine in topology.engines.items():
+        key, nodes = f"engines.{name}.nodes", list(engine.nodes)
+        if nodes and engine.gpus is not None:
+            yield Problem.of(key, nodes, f"engines run where their GPUs are (engines.{name}.gpus)")
+        elif nodes and engine.urls:
+            yield Problem.of(key, nodes, f"the run does not start engines that run already (engines.{name}.urls)")
+        elif nodes and engine.colocate is not None:
+            yield Problem.of(key, nodes, f"engines run where the trainer is (engines.{name}.colocate)")
+    if topology.reward.nodes and any("reward" in roles for roles in topology.share):
+        message = 'a reward actor that shares a process (share) runs on the node with the bus: leave "reward" out there'
+        yield Problem.of("reward.nodes", list(topology.reward.nodes), message)
 
 
 def _sizes(topology: Topology) -> Iterator[Problem]:

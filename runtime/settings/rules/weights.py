@@ -6,7 +6,7 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from runtime.settings.gpus import parse_gpus
-from runtime.settings.placement import num_engines
+from runtime.settings.placement import is_networked, num_engines
 from runtime.settings.reading.config import Problem
 from runtime.settings.topology import EngineConfig, Topology, answers_are_recorded, sglang_arguments
 
@@ -143,13 +143,14 @@ def _has_two_on_a_node(engine: EngineConfig) -> bool:
 def _in_groups(topology: Topology, engine: EngineConfig, key: str) -> Iterator[Problem]:
     """Yield problems of process groups with engines.
 
-    One backend serves all ranks of a group. With one node the trainer waits for engines at 127.0.0.1.
+    One backend serves all ranks of a group. With one node and no address of its own the trainer waits for engines at
+    127.0.0.1.
     """
     if (topology.trainer.device == "cuda") != (engine.gpus is not None) and not engine.urls:
         message = 'needs trainer and engines on GPUs, or both on the CPU; allowed otherwise: "disk"'
         yield Problem.of(f"{key}.weight_transport", engine.weight_transport, message)
     away = [url for url in engine.urls if urlsplit(url).hostname not in LOOPBACK]
-    if away and len(topology.nodes) == 1:
+    if away and not is_networked(topology):
         message = (
             f'the trainer cannot be reached from there: needs {key}.weight_transport = "disk", or urls of 127.0.0.1'
         )

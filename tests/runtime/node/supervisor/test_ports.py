@@ -1,5 +1,6 @@
 """Choosing ports."""
 
+import os
 import socket
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import pytest
 
 from runtime.bus.addresses import address_key
 from runtime.node.supervisor import ports
-from runtime.node.supervisor.ports import LOWEST, PortInUse, ReadyServers, choose_port, free_port, is_free
+from runtime.node.supervisor.ports import LOWEST, PortInUse, ReadyServers, choose_port, free_port, holder_of, is_free
 from runtime.node.supervisor.state_changes import Exited, Ready
 from runtime.settings.processes import PortRequest, ProcessSpec, WhenListening
 from tests.runtime.node.supervisor.test_supervisor import python, supervising
@@ -40,6 +41,16 @@ def test_without_such_ports_any_free_one_is_taken(tmp_path: Path, monkeypatch: p
             (tmp_path / "range").write_text(known)
         monkeypatch.setattr(ports, "CONNECTIONS", tmp_path / ("range" if known else "missing"))
         assert is_free("127.0.0.1", free_port())
+
+
+def test_a_fixed_port_in_use_is_refused_with_its_holder_and_its_key() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        holder = Path(f"/proc/{os.getpid()}/comm").read_text().strip()
+        with pytest.raises(PortInUse) as caught:
+            choose_port("127.0.0.1", fixed=port, key="bus.port")
+    assert str(caught.value) == f"port {port} (bus.port) on 127.0.0.1 is in use by process {os.getpid()} ({holder})"
+    assert holder_of(port) is None
 
 
 pytestmark = pytest.mark.anyio
