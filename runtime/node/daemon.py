@@ -73,7 +73,7 @@ def bus_process(plan: NodePlan, server: ServerSettings) -> ProcessSpec:
     return ProcessSpec(
         name=BUS_PROCESS,
         command=(*server_command(config, directory), "--port", "{port}"),
-        port=PortRequest(host=server.host, fixed=fixed, preferred=_last_port(plan.run_dir), kept=True),
+        port=PortRequest(fixed=fixed, key="bus.port", preferred=_last_port(plan.run_dir), kept=True),
         ready=WhenConfirmed(is_ready),
         ready_timeout_s=math.inf,  # unlimited while it reads its store
         probe=Greets(),
