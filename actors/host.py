@@ -9,11 +9,11 @@ from typing import NoReturn
 import msgspec
 
 from actors.registry import ROLES, hosted
-from runtime.bus.addresses import BUS_URL_VARIABLE
-from runtime.node.claims.rundir import TOPOLOGY_FILE
+from runtime.bus.addresses import BUS_CERTIFICATE_VARIABLE, BUS_URL_VARIABLE, INSTANCE_VARIABLE, NODE_VARIABLE
+from runtime.node.claims.rundir import TOPOLOGY_FILE, TOPOLOGY_VARIABLE
 from runtime.process.logs import configure_logging
 from runtime.process.main import run_process
-from runtime.settings.topology import decode_topology
+from runtime.settings.topology import SOLE_NODE, decode_topology
 from runtime.util.exit_codes import EXIT_INPUT_ERROR
 from runtime.util.import_path import user_folder_last
 
@@ -26,20 +26,23 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     user_folder_last()
     try:
-        topology = decode_topology((args.run_dir / TOPOLOGY_FILE).read_bytes())
+        topology = decode_topology((args.run_dir / os.environ.get(TOPOLOGY_VARIABLE, TOPOLOGY_FILE)).read_bytes())
         url = os.environ[BUS_URL_VARIABLE]
     except (OSError, KeyError, msgspec.DecodeError) as error:
         sys.stderr.write(f"{args.run_dir}: {error!r}\n")
         return EXIT_INPUT_ERROR
     configure_logging("+".join(args.roles), topology.run.name)
     actors = [hosted(role, topology, args.run_dir, name=_instance_name(role)) for role in args.roles]
-    return run_process(url, topology.run.name, actors)
+    node = os.environ.get(NODE_VARIABLE, SOLE_NODE)
+    certificate = os.environ.get(BUS_CERTIFICATE_VARIABLE)
+    return run_process(url, topology.run.name, actors, node=node, certificate=certificate)
 
 
 def _instance_name(role: str) -> str:
-    """Instance name: the role, followed by the rank if the trainer has several ranks."""
+    """Instance name: the role, followed by its number or rank if it has several instances."""
     alone = os.environ.get("WORLD_SIZE", "1") == "1"
-    return role if alone else f"{role}.{os.environ['RANK']}"
+    number = os.environ.get(INSTANCE_VARIABLE) if alone else os.environ["RANK"]
+    return role if number is None else f"{role}.{number}"
 
 
 def end(code: int) -> NoReturn:

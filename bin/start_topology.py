@@ -88,6 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--elsewhere", action="store_true", help="With --check: skip the checks that need the machine of the run.")
     add("--plan", action="store_true", help="Print the processes of each node and the sizes of the streams, and exit.")
     add("--node", metavar="NAME", help="Name of this machine's node in the topology.")
+    add("--join", type=Path, metavar="FILE", help="Join file of the run, for a node without the run directory.")
     add(
         "--only",
         choices=["rollout", "trainer"],
@@ -232,7 +233,11 @@ def _start(loaded: LoadedTopology, args: argparse.Namespace, specs_of: "SpecsOf"
     if any(without_logins(override) != override for override in args.set):
         screen.show("note: every user of this machine can see a password on a command line: use bus.credentials")
     options = StartOptions(
-        node=_node_of(topology, args.node), fresh=args.fresh, command=_command_of(args), bus_login=loaded.bus_login
+        node=_node_of(topology, args.node),
+        fresh=args.fresh,
+        command=_command_of(args),
+        bus_login=loaded.bus_login,
+        join=args.join,
     )
     try:
         end = start(
@@ -267,9 +272,9 @@ def _command_of(args: argparse.Namespace) -> str:
     words = [command_path("start-topology", here), str(args.topology)]
     for override in args.set:
         words += ["--set", without_logins(override)]
-    for option in ("node", "only", "load"):
+    for option in ("node", "join", "only", "load"):
         value = getattr(args, option)
-        words += [] if value is None else [f"--{option}", value]
+        words += [] if value is None else [f"--{option}", str(value)]
     return f"cd {shlex.quote(str(here))} && {shlex.join(words)}"
 
 

@@ -4,20 +4,20 @@ import os
 import socket
 from datetime import timedelta
 from typing import Any, Final
-from urllib.parse import urlsplit
 
 import anyio
 import anyio.to_thread
 
-from runtime.bus.addresses import BUS_URL_VARIABLE, Address
+from runtime.bus.addresses import ADDRESS_VARIABLE, Address, host_port, split_host_port
 from runtime.bus.bus import Bus
-from runtime.settings.placement import num_ranks
+from runtime.settings.placement import LOOPBACK, num_ranks
 from runtime.settings.topology import Topology
 from runtime.util.retrying import FOR_EVER, retried
 
 KEY: Final = "address.trainer.rendezvous.0"
 CONNECT_TIMEOUT: Final = timedelta(seconds=10)
 JOIN_TIMEOUT_S: Final = 300.0
+BACKLOG: Final = 2048  # connections of ranks that wait to be accepted, as in torch
 
 
 class _NoAddress(Exception):
@@ -47,9 +47,9 @@ async def meet(topology: Topology, bus: Bus, rank: int) -> Any:
     if world == 1:
         return None
     if rank == 0:
-        host = own_address(topology)
+        host = own_address()
         store = await anyio.to_thread.run_sync(_make_store, host, 0, world, True)
-        await bus.kv.put(KEY, Address(url=f"tcp://{host}:{store.port}"))
+        await bus.kv.put(KEY, Address(url=f"tcp://{host_port(host, store.port)}"))
         return store
     with anyio.fail_after(JOIN_TIMEOUT_S):  # rank 0 may restart and get another address
         return await retried(lambda: _join(bus, world), on=(OSError, RuntimeError, _NoAddress), times=FOR_EVER)
@@ -66,22 +66,34 @@ async def _join(bus: Bus, world: int) -> Any:
     entry = await bus.kv.get(KEY, Address)
     if entry is None or entry.value is None:
         raise _NoAddress
-    host, _, port = entry.value.url.removeprefix("tcp://").rpartition(":")
-    await (await anyio.connect_tcp(host, int(port))).aclose()  # torch would wait CONNECT_TIMEOUT for a dead address
-    return await anyio.to_thread.run_sync(_make_store, host, int(port), world, False)
+    host, port = split_host_port(entry.value.url)
+    await (await anyio.connect_tcp(host, port)).aclose()  # torch would wait CONNECT_TIMEOUT for a dead address
+    return await anyio.to_thread.run_sync(_make_store, host, port, world, False)
 
 
 def _make_store(host: str, port: int, world: int, is_master: bool) -> Any:
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - documented as public
 
-    return TCPStore(host, port, world, is_master, timeout=CONNECT_TIMEOUT, wait_for_workers=False)
+    if not is_master:
+        return TCPStore(host, port, world, False, timeout=CONNECT_TIMEOUT, wait_for_workers=False)
+    listener = listening_at(host)
+    return TCPStore(
+        host,
+        listener.getsockname()[1],
+        world,
+        True,
+        timeout=CONNECT_TIMEOUT,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
 
 
-def own_address(topology: Topology) -> str:
-    """Return an address at which other ranks reach this process."""
-    if len(topology.nodes) == 1:
-        return "127.0.0.1"
-    server = urlsplit(os.environ[BUS_URL_VARIABLE])
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((server.hostname, server.port or 4222))  # sends nothing; the kernel selects the route
-        return probe.getsockname()[0]
+def listening_at(host: str) -> socket.socket:
+    """Listen at an address, for a store: torch alone would listen at all addresses of the machine."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, 0), family=family, backlog=BACKLOG)
+
+
+def own_address() -> str:
+    """Return the address of this node, at which other processes reach this one."""
+    return os.environ.get(ADDRESS_VARIABLE, LOOPBACK)

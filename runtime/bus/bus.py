@@ -55,7 +55,7 @@ class Bus:
     @classmethod
     @asynccontextmanager
     async def connect(
-        cls, url: str, run: str, *, name: str, limits: BusLimits = DEFAULT_LIMITS
+        cls, url: str, run: str, *, name: str, limits: BusLimits = DEFAULT_LIMITS, certificate: str | None = None
     ) -> AsyncGenerator["Bus", None]:
         """Connect to the bus for the duration of a block.
 
@@ -64,13 +64,16 @@ class Bus:
             run: name of the run, which need not exist on the server yet.
             name: shown in the server's monitoring.
             limits: deadlines and buffer bounds.
+            certificate: PEM certificate of a run's own server, which alone is trusted.
 
         Raises:
             BusUnavailable: no server answers within limits.connect_timeout_s, or the connection closes for good.
             ValueError: the run's name is invalid in subjects.
         """
         check_run_name(run)
-        async with open_connection(url, name=name, limits=limits, inboxes=inbox_prefix(run, name)) as connection:
+        async with open_connection(
+            url, name=name, limits=limits, inboxes=inbox_prefix(run, name), certificate=certificate
+        ) as connection:
             yield cls(connection, run, name)
 
     def for_actor(self, name: str, *, reads: Iterable[type[Message]], writes: Iterable[type[Message]]) -> "Bus":

@@ -1,6 +1,7 @@
 """The node daemon: runs the processes of one node, and stops everything together."""
 
 import math
+import os
 import signal
 import sys
 from contextlib import suppress
@@ -13,7 +14,16 @@ import msgspec
 import structlog
 
 from messages import KillAnswered, KillRequested, LocalCopyRequested, Message, Plane
-from runtime.bus.addresses import BUS_URL_VARIABLE, ENGINE_KEY_VARIABLE, engine_key
+from runtime.bus.addresses import (
+    ADDRESS_VARIABLE,
+    BUS_CERTIFICATE_VARIABLE,
+    BUS_URL_VARIABLE,
+    ENGINE_KEY_VARIABLE,
+    NODE_VARIABLE,
+    engine_key,
+    host_port,
+    split_host_port,
+)
 from runtime.bus.bus import Bus
 from runtime.bus.calls import Handler
 from runtime.bus.errors import BusError, BusUnavailable
@@ -21,15 +31,18 @@ from runtime.bus.limits import BusLimits
 from runtime.bus.nats.server import NoProgress, ServerSettings, server_command, wait_ready, write_config
 from runtime.node.claims.node_claim import NodeClaim, NodeClaimed
 from runtime.node.claims.run_id import RunMismatch, check_run_id, settle_run_id
-from runtime.node.claims.rundir import BUS_FILE
+from runtime.node.claims.rundir import BUS_FILE, TOPOLOGY_VARIABLE
 from runtime.node.copying import COPIES, LocalCopies
 from runtime.node.display import Show
+from runtime.node.join import JOIN_FILE, Join, write_join
 from runtime.node.node_plan import NodePlan, RunEnd
+from runtime.node.other_nodes import show_nodes, wait_until_left
 from runtime.node.reporting import Reporting
 from runtime.node.run_log import Follower, forget_addresses, publish_changes
 from runtime.node.stalls import StallWatch
 from runtime.node.supervisor.state_changes import Change, GivenUp, Ready
 from runtime.node.supervisor.supervisor import Supervision
+from runtime.settings.placement import LOOPBACK
 from runtime.settings.processes import Greets, NotReady, PortRequest, ProcessSpec, Tier, WhenConfirmed
 from runtime.util.disk import free_bytes, is_full, no_space, no_space_of, stored_bytes
 from runtime.util.errors import flatten
@@ -50,6 +63,8 @@ RELEASE_TIMEOUT_S = 1.0
 BUS_LIMITS = BusLimits(drain_timeout_s=1.0)  # at the end the server may already be gone
 
 
+INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # else gloo takes the address of the host's name
+HOST_VARIABLE = "SGLANG_HOST_IP"
 BUS_PROCESS = "nats-server"
 BUS_STOP_S = 1.5
 
@@ -63,7 +78,8 @@ def bus_process(plan: NodePlan, server: ServerSettings) -> ProcessSpec:
 
     async def is_ready(pid: int) -> None:
         try:
-            await wait_ready(directory, pid, login=server.login)
+            certificate = None if server.certificate is None else server.certificate.pem()
+            await wait_ready(directory, pid, login=server.login, certificate=certificate)
         except NoProgress as error:
             raise NotReady(str(error)) from error
         except BusUnavailable:
@@ -105,7 +121,13 @@ class NodeDaemon:
         self._disk_timeout_s = disk_timeout_s
         self.reporting = Reporting(plan, show=show, rewrite=rewrite)
         self._show = self.reporting.display.show
-        self._supervision = Supervision(plan.run_dir, environment=self._environment(), listener=self._on_change)
+        self._supervision = Supervision(
+            plan.run_dir,
+            environment=self._environment(),
+            listener=self._on_change,
+            log_dir=plan.log_dir,
+            address=LOOPBACK if plan.address is None else plan.address.ip,
+        )
         self._follower = Follower(plan, self.reporting, progress=self._supervision.progress, end=self._end)
         send, receive = anyio.create_memory_object_stream[Change](CHANGES_BOUND)
         self._changes, self._changes_to_tell = send, receive
@@ -115,6 +137,8 @@ class NodeDaemon:
         self._outcome: RunEnd | None = None
         self._bus_url = None if plan.bus_url is None else Secret(with_login(plan.bus_url, plan.bus_login))
         self._bus_ready = anyio.Event()
+        own = None if plan.server is None else plan.server.certificate
+        self._certificate = plan.bus_certificate if own is None else own.pem()
 
     async def run(self) -> RunEnd:
         """Run the node until everything has ended."""
@@ -168,6 +192,7 @@ class NodeDaemon:
     async def _work(self) -> None:
         """Start the bus and all processes; return after the run ended and the processes are stopped."""
         if self._plan.server is not None:
+            (self._plan.run_dir / JOIN_FILE).unlink(missing_ok=True)  # of an earlier start
             self._supervision.start(bus_process(self._plan, self._plan.server))
         elif self._bus_url is not None:
             self._found_bus(self._bus_url)
@@ -175,7 +200,9 @@ class NodeDaemon:
         if self._ending.is_set() or self._bus_url is None:
             return
         name = f"daemon-{self._plan.node}"
-        async with Bus.connect(self._bus_url.reveal(), self._plan.run, name=name, limits=BUS_LIMITS) as bus:
+        async with Bus.connect(
+            self._bus_url.reveal(), self._plan.run, name=name, limits=BUS_LIMITS, certificate=self._certificate
+        ) as bus:
             try:
                 claim = await self._claimed(bus)
             except NodeClaimed as error:
@@ -197,11 +224,33 @@ class NodeDaemon:
         await bus.ensure_streams(plan.limits)
         claim = await NodeClaim.take(bus, plan.node, plan.run_dir, incarnation=plan.incarnation)
         try:
-            await settle_run_id(bus, plan.run_dir, owns=plan.owns_streams)
-        except RunMismatch:
+            run_id = await settle_run_id(bus, plan.run_dir, owns=plan.owns_streams)
+            self._invite(run_id, claim.holder.incarnation)
+        except (RunMismatch, OSError):
             await claim.release()
             raise
         return claim
+
+    def _invite(self, run_id: str, incarnation: int) -> None:
+        """Write the join file for the other nodes.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        plan, server = self._plan, self._plan.server
+        if plan.address is None or server is None or server.login is None or self._bus_url is None:
+            return
+        _, port = split_host_port(self._bus_url.reveal())
+        join = Join(
+            run=plan.run,
+            run_id=run_id,
+            incarnation=incarnation,
+            url=f"tls://{host_port(plan.address.announced, port)}",
+            user=server.login.user or "",
+            password=server.login.password.reveal(),
+            certificate=self._certificate or "",
+        )
+        write_join(plan.run_dir / JOIN_FILE, join)
 
     async def _run_processes(self, bus: Bus, claim: NodeClaim) -> None:
         incarnation = claim.holder.incarnation
@@ -218,8 +267,13 @@ class NodeDaemon:
             tasks.start_soon(self._tell_changes, bus)
             tasks.start_soon(self.reporting.run, bus)
             tasks.start_soon(self._follower.follow, bus, self._watch(bus, tasks))
+            has_others = self._plan.owns_streams and len(self._plan.nodes) > 1
+            if has_others:
+                tasks.start_soon(show_nodes, bus, self._plan.node, self._show)
             await self._ending.wait()
             await self._supervision.stop(Tier.ACTOR, Tier.SERVICE)
+            if has_others:
+                await wait_until_left(bus, self._plan.node)
             self._changes.close()
             with anyio.move_on_after(TELL_TIMEOUT_S):
                 await self._told.wait()
@@ -279,7 +333,9 @@ class NodeDaemon:
                 return
             case Ready() if change.spec.name == BUS_PROCESS and not self._bus_ready.is_set():
                 login = None if self._plan.server is None else self._plan.server.login
-                self._found_bus(Secret(with_login(f"nats://{change.host}:{change.port}", login)))
+                scheme = "nats" if self._certificate is None else "tls"
+                url = f"{scheme}://{host_port(change.host or LOOPBACK, change.port or 0)}"
+                self._found_bus(Secret(with_login(url, login)))
             case _:
                 pass
         try:
@@ -292,6 +348,9 @@ class NodeDaemon:
     def _found_bus(self, url: Secret) -> None:
         """Store the URL of the bus, which is up, in the run directory, readable by its owner only."""
         self._bus_url = url
+        if not self._plan.owns_streams:  # the directory may be shared, and the file is of the node with the bus
+            self._bus_ready.set()
+            return
         try:
             write_atomically(self._plan.run_dir / BUS_FILE, f"{url.reveal()}\n".encode())
         except OSError as error:
@@ -314,17 +373,26 @@ class NodeDaemon:
 
     def _environment(self) -> dict[str, str]:
         plan = self._plan
-        return {
+        environment = {
             "PHYSARUM_RUN": plan.run,
             "PHYSARUM_RUN_DIR": str(plan.run_dir),
-            "PHYSARUM_NODE": plan.node,
+            NODE_VARIABLE: plan.node,
         }
+        if plan.topology_file is not None:
+            environment[TOPOLOGY_VARIABLE] = plan.topology_file
+        if plan.address is None:
+            return environment
+        environment[ADDRESS_VARIABLE] = plan.address.ip
+        by_libraries = dict.fromkeys(INTERFACE_VARIABLES, plan.address.interface) | {HOST_VARIABLE: plan.address.ip}
+        return environment | {name: value for name, value in by_libraries.items() if name not in os.environ}
 
     def _with_secrets(self, spec: ProcessSpec, incarnation: int, key: Secret) -> ProcessSpec:
         """Add secrets to a process's environment. Only its owner can read it; engines and routers get no bus login."""
         env = {"PHYSARUM_PROCESS": spec.name, **spec.env, "PHYSARUM_INCARNATION": str(incarnation)}
         if spec.tier is Tier.ACTOR and self._bus_url is not None:
             env[BUS_URL_VARIABLE] = self._bus_url.reveal()
+            if self._certificate is not None:
+                env[BUS_CERTIFICATE_VARIABLE] = self._certificate
         if spec.tier is Tier.SERVICE:
             env[ENGINE_KEY_VARIABLE] = key.reveal()
         return msgspec.structs.replace(spec, env=env)

@@ -6,6 +6,7 @@ import msgspec
 
 from runtime.bus.limits import StreamLimits
 from runtime.bus.nats.server import ServerSettings
+from runtime.node.network import NodeAddress
 from runtime.node.supervisor.state_changes import GivenUp
 from runtime.settings.processes import ProcessSpec
 from runtime.util.exit_codes import EXIT_FAILED, EXIT_INPUT_ERROR, EXIT_OK
@@ -25,11 +26,16 @@ class NodePlan(msgspec.Struct, frozen=True, kw_only=True):
     started: float  # Unix time of the command
     processes: tuple[ProcessSpec, ...]
     server: ServerSettings | None = None  # NATS server settings, if this node runs it
+    address: NodeAddress | None = None  # of this node; none: loopback, because nothing listens beyond this machine
+    nodes: tuple[str, ...] = ()  # of the run
+    log_dir: Path | None = None  # none: `logs` in the run directory
+    topology_file: str | None = None  # name of this node's file in a directory that another node owns
     bus_url: str | None = None  # otherwise the URL of the bus, without its login
     bus_login: Login | None = None  # login of that bus
+    bus_certificate: str | None = None  # its PEM certificate, if another node of the run has it
     limits: StreamLimits = StreamLimits()
     owns_streams: bool = True  # the streams belong with this node's directory; true for one node of a run
-    keeps_metrics: bool = True  # true for one node of a run
+    keeps_metrics: bool = True  # true on the node that owns the streams
     stall_after_s: float | None = None  # without any event, before run.stalled; none: another node reports it
     bus_unresponsive_after_s: float = 60.0
     stream_bytes: int = 0  # maximum size of the streams in the run directory

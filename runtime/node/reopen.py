@@ -15,6 +15,7 @@ from messages.subjects import RUN_NAME, stream_of
 from runtime.bus.bus import Bus
 from runtime.bus.errors import BusError
 from runtime.bus.limits import BusLimits
+from runtime.bus.nats.certificate import CERTIFICATE_FILE
 from runtime.bus.nats.server import STORED_STREAMS, ServerSettings, server_command, wait_ready, write_config
 from runtime.ledger.archive import RunEvents, history, start_state
 from runtime.ledger.fold import LedgerState
@@ -25,6 +26,7 @@ from runtime.node.supervisor.spawn import Child
 from runtime.util.secrets import Login, Secret, with_login
 
 RUNS = Path("runs")
+BUS_DIRECTORY = "bus"  # in the run directory
 STREAMS = Path("nats") / STORED_STREAMS  # in the run directory
 LIMITS = BusLimits(connect_timeout_s=2.0, publish_timeout_s=10.0)
 SERVER_STOP_S = 5.0
@@ -115,7 +117,9 @@ async def opened_log(run: FoundRun) -> AsyncGenerator[OpenedLog, None]:
         live = url is not None
         if url is None:
             url = await stack.enter_async_context(_server_on(scratch))
-        bus = await stack.enter_async_context(Bus.connect(url, run.name, name="spectator", limits=LIMITS))
+        certificate = certificate_in(run.directory) if live else None
+        connecting = Bus.connect(url, run.name, name="spectator", limits=LIMITS, certificate=certificate)
+        bus = await stack.enter_async_context(connecting)
         events = await stack.enter_async_context(history(bus, run.directory))
         yield OpenedLog(events=events, begins=await start_state(bus, run.directory), live=live)
 
@@ -134,7 +138,7 @@ async def _live_url(run: FoundRun, scratch: Path) -> str | None:
             url = _url_in(run.directory) or run.bus_url  # the stored URL contains the login
             if url is not None:
                 try:
-                    await _look(url, run.name)
+                    await _look(url, run.name, certificate_in(run.directory))
                 except BusError as error:
                     problem = str(error)
                 else:
@@ -164,9 +168,15 @@ def _url_in(directory: Path) -> str | None:
     return path.read_text().strip() or None if path.exists() else None
 
 
-async def _look(url: str, name: str) -> None:
+def certificate_in(directory: Path) -> str | None:
+    """Return the PEM certificate of a run's own server; None if it uses no TLS."""
+    path = directory / BUS_DIRECTORY / CERTIFICATE_FILE
+    return path.read_text() if path.exists() and not (_url_in(directory) or "").startswith("nats://") else None
+
+
+async def _look(url: str, name: str, certificate: str | None) -> None:
     """Check the bus. Raises BusError if no server answers, or it has no such log."""
-    async with Bus.connect(url, name, name="spectator", limits=LIMITS) as bus:
+    async with Bus.connect(url, name, name="spectator", limits=LIMITS, certificate=certificate) as bus:
         await bus.state(Plane.EVENT)
 
 

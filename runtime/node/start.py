@@ -5,19 +5,23 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import TextIO, cast
+from urllib.parse import urlsplit
 
 import anyio
 import msgspec
 import structlog
 
+from runtime.bus.nats.certificate import own_certificate
 from runtime.bus.nats.server import ServerSettings
 from runtime.node.checks.machine import raise_open_files
 from runtime.node.claims.claim import Claim, RunClaimed, refuse_claimed
 from runtime.node.claims.discarding import NotDiscarded, discard
 from runtime.node.claims.rundir import (
     METRICS_FILE,
+    NODE_TOPOLOGY_FILE,
     RunRefused,
     StoredResult,
     check_start,
@@ -32,24 +36,47 @@ from runtime.node.claims.rundir import (
 )
 from runtime.node.daemon import NodeDaemon
 from runtime.node.display import Show
+from runtime.node.join import JOIN_FILE, Join, NotJoined, joined
+from runtime.node.network import (
+    NoAddress,
+    NodeAddress,
+    address_here,
+    address_towards,
+    interfaces_here,
+    resolve_name,
+    source_towards,
+)
 from runtime.node.node_plan import NodePlan, RunEnd, exit_code_of
 from runtime.node.supervisor.state_changes import GivenUp
 from runtime.process.logs import configure_logging
-from runtime.settings.placement import bus_node, home_node
+from runtime.settings.placement import (
+    AUTO,
+    BUS_PORT,
+    LOOPBACK,
+    address_setting,
+    bus_node,
+    bus_port,
+    home_node,
+    is_loopback,
+    is_networked,
+)
 from runtime.settings.plan import stream_limits
 from runtime.settings.processes import ProcessSpec
 from runtime.settings.recipe import trains_demonstrations
 from runtime.settings.sizes import min_free_bytes, stream_sizes
-from runtime.settings.topology import Topology
+from runtime.settings.topology import Topology, encode_topology
 from runtime.util.disk import LinesWhileRoom, is_full, no_space_of
 from runtime.util.exit_codes import EXIT_INPUT_ERROR, EXIT_NO_SPACE
+from runtime.util.files import write_atomically
 from runtime.util.formatting import printable_json
-from runtime.util.secrets import Login, Secret, kept_secret, read_login, with_login
+from runtime.util.secrets import Login, Secret, kept_secret, read_login, with_login, without_logins
 
 __all__ = ["End", "RunRefused", "SpecsOf", "StartOptions", "start"]
 
 BUS_USER = "physarum"
-BUS_PASSWORD_FILE = Path("bus", "password")  # in the run directory, readable by its owner only
+BUS_DIRECTORY = "bus"  # in the run directory
+BUS_PASSWORD_FILE = Path(BUS_DIRECTORY, "password")  # in the run directory, readable by its owner only
+LOGS = "logs"  # in the run directory; of several nodes each has a directory of its own in it
 STORE_BOUND = 1 << 50  # above the streams' own limits, which may have been larger at an earlier start
 
 SpecsOf = Callable[[Topology, str, Path], Sequence[ProcessSpec]]
@@ -61,6 +88,7 @@ class StartOptions(msgspec.Struct, frozen=True, kw_only=True):
     node: str
     command: str  # command that resumes the run, for messages
     bus_login: Login | None = None  # taken from bus.url
+    join: Path | None = None  # join file of the run; none: the one in the run directory
     fresh: str | None = None  # start over: name of the run to discard, "" for none
 
 
@@ -87,6 +115,8 @@ def start(
     check_start(topology, options.fresh, options.node)
     raise_open_files(topology)
     run_dir = Path(topology.run.dir) / topology.run.name
+    if options.node != home_node(topology):
+        return _take_part(topology, options, run_dir, specs_of=specs_of, show=show, rewrite=rewrite)
     with _claim(run_dir, claimed_node(topology, options.node)) as claim:
         _refuse_beside(claim)
         if options.fresh is not None:
@@ -99,7 +129,8 @@ def start(
         for change in prepare(claim, topology):
             show(f"changed since the last start: {change}")
         try:
-            return _run(_plan(topology, options, claim, specs_of), options, show, rewrite)
+            address = _address(topology, options, None) if is_networked(topology) else None
+            return _run(_plan(topology, options, claim, specs_of, address), options, show, rewrite)
         except RunRefused:
             put_back(claim, before)
             raise
@@ -107,6 +138,54 @@ def start(
             if not is_full(error):
                 raise
             raise RunRefused(str(no_space_of(error, run_dir))) from error
+
+
+def _take_part(
+    topology: Topology, options: StartOptions, run_dir: Path, *, specs_of: SpecsOf, show: Show, rewrite: Show | None
+) -> End:
+    """Join the run of the home node and follow it to its end. The files of a shared directory are those of home.
+
+    Raises:
+        RunRefused: the run's bus was not found in time, or this node cannot take part.
+    """
+    node, join = options.node, None
+    if topology.bus.url is None:
+        wait_s = topology.nodes[node].wait_s
+        path = options.join or run_dir / JOIN_FILE
+        try:
+            join = anyio.run(partial(joined, path, topology.run.name, run_dir, wait_s=wait_s, show=show))
+        except NotJoined as error:
+            why = f"found no bus of run {topology.run.name} within {wait_s:g} s (nodes.{node}.wait_s)"
+            raise RunRefused(f"node {node} {why}: {error}") from error
+    address = _address(topology, options, topology.bus.url if join is None else join.url)
+    with _claim(run_dir, node) as claim:
+        _refuse_beside(claim)
+        try:
+            write_atomically(run_dir / NODE_TOPOLOGY_FILE.format(node), encode_topology(topology))
+            return _run(_plan(topology, options, claim, specs_of, address, join), options, show, rewrite)
+        except OSError as error:
+            if not is_full(error):
+                raise
+            raise RunRefused(str(no_space_of(error, run_dir))) from error
+
+
+def _address(topology: Topology, options: StartOptions, bus_url: str | None) -> NodeAddress:
+    """Return this node's address; "auto" is that of the route to the bus, if there is one already.
+
+    Raises:
+        RunRefused: the setting means no address of this machine, or several.
+    """
+    node, setting = options.node, address_setting(topology, options.node)
+    try:
+        if setting != AUTO or bus_url is None:
+            return address_here(setting, interfaces_here(), resolve_name)
+        bus = urlsplit(bus_url.partition(",")[0])
+        host = bus.hostname or ""
+        return address_towards(
+            source_towards(host, bus.port or BUS_PORT), interfaces_here(), loopback=is_loopback(host)
+        )
+    except (NoAddress, OSError) as error:
+        raise RunRefused(f'nodes.{node}.address = "{setting}": {error}') from error
 
 
 def _claim(run_dir: Path, node: str | None) -> Claim:
@@ -138,24 +217,37 @@ def _start_over(claim: Claim, topology: Topology, options: StartOptions) -> None
         raise RunRefused(str(error)) from error
 
 
-def _plan(topology: Topology, options: StartOptions, claim: Claim, specs_of: SpecsOf) -> NodePlan:
+def _plan(
+    topology: Topology,
+    options: StartOptions,
+    claim: Claim,
+    specs_of: SpecsOf,
+    address: NodeAddress | None,
+    join: Join | None = None,
+) -> NodePlan:
     is_home, sizes = options.node == home_node(topology), stream_sizes(topology)
+    logs = claim.run_dir / LOGS
     return NodePlan(
         run=topology.run.name,
         node=options.node,
         run_dir=claim.run_dir,
-        incarnation=raise_incarnation(claim.run_dir),
+        incarnation=raise_incarnation(claim.run_dir, claim.node),
         num_steps=topology.train.num_steps,
         step_groups=topology.rollout.rollout_batch_size,
         graded=not trains_demonstrations(topology),
         started=_command_started(),
         processes=tuple(specs_of(topology, options.node, claim.run_dir)),
-        server=_server(topology, claim.run_dir) if bus_node(topology) == options.node else None,
-        bus_url=topology.bus.url,
-        bus_login=_login(topology, options),
+        server=_server(topology, claim.run_dir, address) if bus_node(topology) == options.node else None,
+        address=address,
+        nodes=tuple(topology.nodes),
+        log_dir=logs if claim.node is None else logs / claim.node,
+        topology_file=None if is_home else NODE_TOPOLOGY_FILE.format(options.node),
+        bus_url=topology.bus.url if join is None else join.url,
+        bus_login=_login(topology, options) if join is None else join.login,
+        bus_certificate=None if join is None else join.certificate,
         limits=stream_limits(topology),
         owns_streams=is_home,
-        keeps_metrics=options.node == next(iter(topology.nodes)),
+        keeps_metrics=is_home,
         stall_after_s=topology.run.stall_after_s if is_home else None,
         stream_bytes=sizes.event_bytes + sizes.work_bytes + sizes.data_bytes if is_home else 0,
         min_free_bytes=min_free_bytes(topology),
@@ -163,10 +255,12 @@ def _plan(topology: Topology, options: StartOptions, claim: Claim, specs_of: Spe
     )
 
 
-def _server(topology: Topology, run_dir: Path) -> ServerSettings:
+def _server(topology: Topology, run_dir: Path, address: NodeAddress | None) -> ServerSettings:
     return ServerSettings(
         store_dir=run_dir / "nats",
-        port=topology.bus.port or -1,
+        host=LOOPBACK if address is None else address.ip,
+        port=bus_port(topology) or -1,
+        certificate=None if address is None else own_certificate(run_dir / BUS_DIRECTORY),
         max_payload=stream_sizes(topology).max_payload_bytes,
         max_file_store=STORE_BOUND,
         login=Login(user=BUS_USER, password=kept_secret(run_dir / BUS_PASSWORD_FILE)),
@@ -184,11 +278,14 @@ def _login(topology: Topology, options: StartOptions) -> Login | None:
 
 
 def _run(plan: NodePlan, options: StartOptions, show: Show, rewrite: Show | None) -> End:
-    log_path = plan.run_dir / "logs" / "daemon.jsonl"
-    log_path.parent.mkdir(exist_ok=True)
+    log_path = (plan.log_dir or plan.run_dir / LOGS) / "daemon.jsonl"
+    log_path.parent.mkdir(parents=True, exist_ok=True)
     with closing(LinesWhileRoom(log_path.open("a", encoding="utf-8"))) as log_file:
         configure_logging("daemon", plan.run, cast("TextIO", log_file))
-        show(f"{'resuming' if plan.incarnation > 1 else 'starting'} run {plan.run} in {plan.run_dir}")
+        if plan.owns_streams:
+            show(f"{'resuming' if plan.incarnation > 1 else 'starting'} run {plan.run} in {plan.run_dir}")
+        else:
+            show(f"node {plan.node} joins run {plan.run} at {without_logins(plan.bus_url or '')}")
         daemon = NodeDaemon(plan, show=show, rewrite=rewrite)
         outcome = anyio.run(daemon.run, backend="asyncio")  # plain loop: children are forked from the main thread
     if outcome.refused is not None:
@@ -196,7 +293,8 @@ def _run(plan: NodePlan, options: StartOptions, show: Show, rewrite: Show | None
     report, now = daemon.reporting.report, time.time()
     stored = StoredResult(finished=outcome.finished, result=report.result(now))
     try:
-        store_result(plan.run_dir, stored)
+        if plan.owns_streams:
+            store_result(plan.run_dir, stored)
     except OSError as error:
         show(f"how the run ended is not kept: {error}")
     _show_all(show, ["", _headline(plan.run, outcome), *report.summary(now)])

@@ -48,6 +48,7 @@ def run_process(
     actors: Sequence[Hosted],
     *,
     node: str = "local",
+    certificate: str | None = None,
     limits: BusLimits = DEFAULT_LIMITS,
     stop_timeout_s: float = STOP_TIMEOUT_S,
 ) -> int:
@@ -71,7 +72,7 @@ def run_process(
         async with anyio.create_task_group() as group:
             await group.start(_stop_on_signal, group.cancel_scope, on_stop)
             group.start_soon(give_pulse)
-            async with Bus.connect(url, run, name=name, limits=limits) as bus:
+            async with Bus.connect(url, run, name=name, limits=limits, certificate=certificate) as bus:
                 await host(bus, actors, node=node)
             group.cancel_scope.cancel()
 

@@ -312,7 +312,7 @@ class Topology(Recipe, frozen=True, kw_only=True):
 
     run: RunConfig
     bus: BusConfig = BusConfig()
-    # Not implemented yet: several nodes. Without this table there is one node, "local".
+    # The machines of the run. Without this table there is one node, "local".
     nodes: dict[Name, NodeConfig] = msgspec.field(default_factory=_sole_node)
     trainer: TrainerConfig = TrainerConfig()
     # The pool "policy" generates samples. Training on demonstrations runs no engines.

@@ -16,6 +16,7 @@ from torch.distributed.distributed_c10d import (
     _new_process_group_helper as new_process_group,  # pyright: ignore[reportPrivateUsage, reportUnknownVariableType]
 )
 
+from actors.trainer.rendezvous import listening_at
 from messages import UpdateGroup
 
 JOIN_TIMEOUT_S: Final = 60.0  # seconds for all engines to join
@@ -35,8 +36,15 @@ class StageGroup:
             timeout_s: seconds for a broadcast.
         """
         self._timeout = timedelta(seconds=timeout_s)
+        listener = listening_at(host)
         self._store = TCPStore(
-            host, 0, world_size, is_master=True, timeout=timedelta(seconds=JOIN_TIMEOUT_S), wait_for_workers=False
+            host,
+            listener.getsockname()[1],
+            world_size,
+            is_master=True,
+            timeout=timedelta(seconds=JOIN_TIMEOUT_S),
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
         )
         self.spec = UpdateGroup(
             name=name,

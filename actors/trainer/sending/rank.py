@@ -117,7 +117,7 @@ class RankSender:
         group = None
         if self._is_first:
             name = f"{order.name}-{parallel_state.get_pipeline_model_parallel_rank()}"
-            own = own_address(self._topology)
+            own = own_address()
             group = StageGroup(name, own, order.world_size, self._replica.device, timeout_s=order.timeout_s)
             self._groups[order.part] = group
         specs = all_gather_objects(None if group is None else group.spec)

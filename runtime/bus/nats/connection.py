@@ -23,6 +23,7 @@ from nats.aio.subscription import Subscription
 from messages.subjects import INBOX
 from runtime.bus.errors import BusError, BusRefused, BusUnavailable, MessageRefused, MessageTooLarge
 from runtime.bus.limits import BusLimits
+from runtime.bus.nats.certificate import NAME, client_context
 from runtime.util.retrying import Backoff
 from runtime.util.secrets import Login, split_login, without_logins
 
@@ -159,7 +160,9 @@ class Connection:
 
     # opening and closing
 
-    async def start(self, url: str, name: str, inboxes: str, on_lost: Callable[[], None]) -> None:
+    async def start(
+        self, url: str, name: str, inboxes: str, on_lost: Callable[[], None], certificate: str | None = None
+    ) -> None:
         """Connect, and subscribe to the reply inbox.
 
         Raises:
@@ -172,7 +175,7 @@ class Connection:
         except ValueError as error:
             raise BusUnavailable(str(error)) from error
         with anyio.move_on_after(self.limits.connect_timeout_s) as self._connecting:
-            await self._connect(servers, login, name, inboxes)
+            await self._connect(servers, login, name, inboxes, certificate)
         self._connecting = None
         if self._refused or not self._client.is_connected:
             await self.close()
@@ -183,12 +186,15 @@ class Connection:
         self._reply_prefix = self.new_inbox()
         await self.subscribe(f"{self._reply_prefix}.*", self._on_reply)
 
-    async def _connect(self, servers: str, login: Login | None, name: str, inboxes: str) -> None:
+    async def _connect(
+        self, servers: str, login: Login | None, name: str, inboxes: str, certificate: str | None
+    ) -> None:
         await self._client.connect(
             servers=servers.split(","),
             name=name,
             inbox_prefix=inboxes,
             **_login_options(login),
+            **_tls_options(certificate),
             error_cb=self._on_error,
             disconnected_cb=self._on_disconnected,
             reconnected_cb=self._on_reconnected,
@@ -431,9 +437,14 @@ def _login_options(login: Login | None) -> dict[str, Any]:
     return {"user": login.user, "password": login.password.reveal()}
 
 
+def _tls_options(certificate: str | None) -> dict[str, Any]:
+    """TLS with a pinned certificate as nats-py options. Without one, the URL's scheme decides."""
+    return {} if certificate is None else {"tls": client_context(certificate), "tls_hostname": NAME}
+
+
 @asynccontextmanager
 async def open_connection(
-    url: str, *, name: str, limits: BusLimits, inboxes: str = INBOX
+    url: str, *, name: str, limits: BusLimits, inboxes: str = INBOX, certificate: str | None = None
 ) -> AsyncGenerator[Connection, None]:
     """Open a connection for the duration of a block. If it closes for good, the block is cancelled.
 
@@ -442,6 +453,7 @@ async def open_connection(
         name: shown in the server's monitoring.
         limits: deadlines and buffer bounds.
         inboxes: subject prefix of its inboxes.
+        certificate: PEM certificate of a run's own server, which alone is trusted; none: no TLS, or that of the URL.
 
     Raises:
         BusUnavailable: no server at first, or the connection closed for good during the block.
@@ -455,7 +467,7 @@ async def open_connection(
             lost = True
             scope.cancel()
 
-        await connection.start(url, name, inboxes, on_lost)
+        await connection.start(url, name, inboxes, on_lost, certificate)
         try:
             yield connection
         finally:

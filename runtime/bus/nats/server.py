@@ -14,6 +14,7 @@ import msgspec
 
 from runtime.bus.errors import BusError, BusUnavailable
 from runtime.bus.limits import GIB, MIB, BusLimits
+from runtime.bus.nats.certificate import Certificate
 from runtime.bus.nats.connection import open_connection
 from runtime.bus.nats.store import api_call
 from runtime.util.files import write_atomically
@@ -39,6 +40,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_file_store: int = 64 * GIB  # at least the sum of the streams
     sync_interval: str = "10s"  # "always" survives a power failure; a killed server loses nothing with either
     login: Login | None = None  # required login of clients; None: every user of this machine has access
+    certificate: Certificate | None = None  # TLS with it; None: no TLS
 
 
 class ServerPorts(msgspec.Struct, frozen=True):
@@ -94,6 +96,9 @@ def render_config(settings: ServerSettings) -> str:
     if settings.login is not None:
         user, password = settings.login.user, _quoted(settings.login.password.reveal())
         lines.append(f"authorization {{ {f'user: {_quoted(user)}, password' if user else 'token'}: {password} }}")
+    if settings.certificate is not None:
+        files = (("cert_file", settings.certificate.certificate), ("key_file", settings.certificate.key))
+        lines += ["tls {", *(f"  {name}: {_quoted(str(path))}" for name, path in files), "  timeout: 5", "}"]
     return "\n".join(lines) + "\n"
 
 
@@ -137,7 +142,12 @@ class NoProgress(BusUnavailable):
 
 
 async def wait_ready(
-    ports_dir: Path, pid: int, *, timeout_s: float = PATIENCE_S, login: Login | None = None
+    ports_dir: Path,
+    pid: int,
+    *,
+    timeout_s: float = PATIENCE_S,
+    login: Login | None = None,
+    certificate: str | None = None,
 ) -> ServerPorts:
     """Wait until the server with this process id accepts clients and has read its store.
 
@@ -149,6 +159,7 @@ async def wait_ready(
         pid: process id of the server.
         timeout_s: maximum time without read bytes, and without an answer once the server listens.
         login: login of the server.
+        certificate: its PEM certificate, if it uses TLS.
 
     Raises:
         NoProgress: the time is over.
@@ -157,7 +168,7 @@ async def wait_ready(
     path, num_read, read_at = ports_file(ports_dir, pid), -1, anyio.current_time()
     while True:
         ports = _read_ports(path)
-        if ports is not None and await _has_recovered(with_login(ports.url, login)):
+        if ports is not None and await _has_recovered(with_login(ports.url, login), certificate):
             return ports
         if not _alive(pid):
             raise BusUnavailable(f"nats-server (pid {pid}) ended before it was ready")
@@ -185,10 +196,10 @@ def _read_ports(path: Path) -> ServerPorts | None:
         return None
 
 
-async def _has_recovered(url: str) -> bool:
+async def _has_recovered(url: str, certificate: str | None) -> bool:
     """Whether JetStream answers. Uses a client, because a monitoring port would be open to everyone."""
     try:
-        async with open_connection(url, name="readiness", limits=READY_LIMITS) as connection:
+        async with open_connection(url, name="readiness", limits=READY_LIMITS, certificate=certificate) as connection:
             await api_call(connection, "INFO")
     except BusError:
         return False

@@ -1,7 +1,5 @@
 """Checks the bus: the port of our own server, or access to an existing server."""
 
-import socket
-from contextlib import closing
 from pathlib import Path
 from typing import Final
 
@@ -11,7 +9,9 @@ from runtime.bus.errors import BusError, BusRefused
 from runtime.bus.limits import BusLimits
 from runtime.bus.nats.greeting import greeting_of
 from runtime.node.checks.findings import Findings
-from runtime.settings.placement import home_node
+from runtime.node.network import NoAddress, address_here, interfaces_here, resolve_name
+from runtime.node.supervisor.ports import holder_of, is_free
+from runtime.settings.placement import AUTO, LOOPBACK, address_setting, bus_port, home_node, is_networked
 from runtime.settings.sizes import needed_sizes, show_bytes
 from runtime.settings.topology import Topology
 from runtime.util.secrets import Login, read_login, with_login
@@ -31,8 +31,10 @@ class Asker(msgspec.Struct, frozen=True, kw_only=True):
 def check_bus(findings: Findings, asker: Asker) -> None:
     """Try to listen on the port of our server, or connect to an existing server as a start would."""
     bus = findings.topology.bus
-    if bus.port is not None and asker.node == home_node(findings.topology):
-        _check_port(findings, bus.port)
+    address = _check_address(findings, asker.node)
+    port = bus_port(findings.topology)
+    if port is not None and address is not None and bus.url is None and asker.node == home_node(findings.topology):
+        _check_port(findings, address, port)
     if bus.url is None:
         return
     has_login = asker.bus_login is not None or bus.credentials is not None
@@ -43,13 +45,29 @@ def check_bus(findings: Findings, asker: Asker) -> None:
         _ask(findings, bus.url, asker)
 
 
-def _check_port(findings: Findings, port: int) -> None:
-    with closing(socket.socket()) as taken:
-        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            taken.bind(("127.0.0.1", port))
-        except OSError as error:
-            findings.problem("bus.port", port, f"cannot be listened on: {error.strerror or error}")
+def _check_address(findings: Findings, node: str) -> str | None:
+    """Return the address of this node; None if it is not known before the bus is, or not usable."""
+    topology = findings.topology
+    if not is_networked(topology) or node not in topology.nodes:
+        return LOOPBACK
+    setting = address_setting(topology, node)
+    if setting == AUTO and node != home_node(topology):
+        return None
+    try:
+        return address_here(setting, interfaces_here(), resolve_name).ip
+    except (NoAddress, OSError) as error:
+        findings.problem(f"nodes.{node}.address", setting, str(error))
+        return None
+
+
+def _check_port(findings: Findings, address: str, port: int) -> None:
+    try:
+        if is_free(address, port):
+            return
+        why = f"in use on {address} by {holder_of(port) or 'another program'}"
+    except OSError as error:
+        why = error.strerror or str(error)
+    findings.problem("bus.port", port, f"cannot be listened on: {why}")
 
 
 def _refused_by(url: str, *, has_login: bool, topology: Topology) -> str | None:

@@ -9,7 +9,8 @@ from runtime.node.checks.files import check_paths, paths_of
 from runtime.node.checks.findings import Checked, Findings
 from runtime.node.checks.machine import check_machine
 from runtime.settings.load import LoadedTopology
-from runtime.settings.placement import home_node, max_sample_tokens
+from runtime.settings.gpus import parse_gpus
+from runtime.settings.placement import gpus_of, home_node, max_sample_tokens
 from runtime.settings.reading.config import Problem
 from runtime.settings.recipe import max_prompt_len
 from runtime.settings.topology import Topology, answers_are_recorded
@@ -19,13 +20,25 @@ ASK_TIMEOUT_S: Final = 120.0  # for servers and interpreters, which have their o
 
 def not_built(topology: Topology) -> Iterator[Problem]:
     """Yield every setting that is not implemented yet."""
-    if len(topology.nodes) > 1:
-        yield Problem.of("nodes", list(topology.nodes), "a run on several nodes is not built yet; one is")
+    yield from _over_nodes(topology)
     if topology.algorithm.use_rollout_routing_replay and not answers_are_recorded(topology):
         message = (
             'engines are not asked for experts yet: it trains on a dump that tells them, with run.only = "trainer"'
         )
         yield Problem.of("algorithm.use_rollout_routing_replay", True, message)
+
+
+def _over_nodes(topology: Topology) -> Iterator[Problem]:
+    """Yield a trainer or an engine that several nodes would have to run together."""
+    trainer = {gpu.node for gpu in parse_gpus(topology.trainer.gpus)}
+    if len(trainer) > 1:
+        message = "not implemented yet: a trainer over several nodes; name GPUs of one node"
+        yield Problem.of("trainer.gpus", topology.trainer.gpus, message)
+    for name, engine in topology.engines.items():
+        gpus, size = gpus_of(topology, engine.gpus), engine.num_gpus_per_engine
+        if any(len({gpu.node for gpu in gpus[at : at + size]}) > 1 for at in range(0, len(gpus), size)):
+            message = f"not implemented yet: an engine over several nodes; {engine.gpus} has fewer on a node"
+            yield Problem.of(f"engines.{name}.num_gpus_per_engine", size, message)
 
 
 def check_here(

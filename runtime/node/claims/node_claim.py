@@ -115,6 +115,14 @@ async def holders(bus: Bus) -> list[tuple[str, NodeHolder]]:
     return [(entry.key.removeprefix(_key("")), entry.value) for entry in entries if entry.value is not None]
 
 
+async def claims(bus: Bus) -> dict[str, tuple[NodeHolder, int]]:
+    """Return the claimed nodes with their holders and revisions. A renewal raises the revision."""
+    entries = await bus.kv.entries(_key("*"), NodeHolder)
+    return {
+        entry.key.removeprefix(_key("")): (entry.value, entry.revision) for entry in entries if entry.value is not None
+    }
+
+
 async def _enter(bus: Bus, node: str, holder: NodeHolder) -> int:
     """Wait until the claim is ours, and return its revision."""
     first_seen, other = 0, holder

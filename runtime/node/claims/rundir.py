@@ -8,10 +8,13 @@ import msgspec
 
 from runtime.node.claims.claim import Claim, RunClaimed, refuse_claimed
 from runtime.report.summary import Result
+from runtime.settings.placement import home_node
 from runtime.settings.topology import Topology, decode_topology, encode_topology
 from runtime.util.files import write_atomically
 
 TOPOLOGY_FILE = "topology.json"
+TOPOLOGY_VARIABLE = "PHYSARUM_TOPOLOGY"  # name of this file for actors of a node that does not own the directory
+NODE_TOPOLOGY_FILE = "topology-{}.json"  # of such a node
 RESULT_FILE = "result.json"
 METRICS_FILE = "metrics.jsonl"
 BUS_FILE = "bus.url"  # URL of the run's bus, for users and tools
@@ -36,9 +39,14 @@ LASTING_OF_TRAINER = ("trainer.load", "trainer.load_weights_only")
 INCARNATION_FILE = "incarnation"
 
 
-def raise_incarnation(run_dir: Path) -> int:
-    """Count this start and return its number, from 1. The directory must be claimed."""
-    path = run_dir / INCARNATION_FILE
+def raise_incarnation(run_dir: Path, node: str | None = None) -> int:
+    """Count this start and return its number, from 1. The directory must be claimed.
+
+    Args:
+        run_dir: of the run.
+        node: of a shared directory, where each node counts its own starts.
+    """
+    path = run_dir / (INCARNATION_FILE if node is None else f"{INCARNATION_FILE}-{node}")
     incarnation = (int(path.read_text()) if path.exists() else 0) + 1
     write_atomically(path, f"{incarnation}\n".encode())
     return incarnation
@@ -69,13 +77,14 @@ def check_start(topology: Topology, fresh: str | None, node: str) -> None:
     run, run_dir = topology.run.name, Path(topology.run.dir) / topology.run.name
     if fresh and fresh != run:
         raise RunRefused(f"--fresh {fresh}: this topology's run is {run}; nothing was discarded")
-    if fresh == "" and (run_dir / TOPOLOGY_FILE).exists():
+    is_home = node == home_node(topology)  # the directory belongs to that node; others may share it
+    if fresh == "" and is_home and (run_dir / TOPOLOGY_FILE).exists():
         raise RunRefused(f"{run_dir} exists; to discard that run and start over, name it: --fresh {run}")
     try:
         refuse_claimed(run_dir, claimed_node(topology, node))
     except RunClaimed as error:
         raise RunRefused(str(error)) from error
-    if fresh is None:
+    if fresh is None and is_home:
         changes_since(run_dir, topology)
 
 
