@@ -33,7 +33,7 @@ def main(argv: list[str] | None = None) -> int:
         return EXIT_INPUT_ERROR
     configure_logging("+".join(args.roles), topology.run.name)
     actors = [hosted(role, topology, args.run_dir, name=_instance_name(role)) for role in args.roles]
-    return run_process(url, topology.run.name, actors)
+    return run_process(url, topology.run.name, actors, node=os.environ.get("PHYSARUM_NODE", "local"))
 
 
 def _instance_name(role: str) -> str:
