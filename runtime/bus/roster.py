@@ -109,7 +109,7 @@ class Roster:
             log.info("roster_left", role=role, instance=member.instance)
             return
         raise BusError(
-            f"roster of {role}: {member.instance} not updated in {MAX_TRIES} tries; other processes changed it each time"
+            f"roster of {role}: {member.instance} not updated in {MAX_TRIES} tries; others changed it each time"
         )
 
     async def call_all(
@@ -203,7 +203,7 @@ class Roster:
                 log.info("roster_joined", role=role, instance=member.instance, epoch=revision)
             return _Held(revision, held.joined or revision)
         raise BusError(
-            f"roster of {role}: {member.instance} not updated in {MAX_TRIES} tries; other processes changed it each time"
+            f"roster of {role}: {member.instance} not updated in {MAX_TRIES} tries; others changed it each time"
         )
 
 
