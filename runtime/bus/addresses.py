@@ -18,14 +18,17 @@ ADDRESS_VARIABLE = "PHYSARUM_ADDRESS"  # address of that node, for servers of it
 BUS_CERTIFICATE_VARIABLE = "PHYSARUM_BUS_CERTIFICATE"  # PEM certificate of the bus, if it uses TLS with its own one
 ENGINE_KEY_VARIABLE = "PHYSARUM_ENGINE_KEY"  # environment variable of every engine and router
 ENGINE_KEY = "engine_key"
+LIFETIME_S = 60  # of an address without renewal, in whole seconds as the bucket needs
+RENEW_EVERY_S = 10.0
 
 
 class Address(msgspec.Struct, frozen=True, kw_only=True):
-    """A server's URL. Each start of the server rewrites it, so a new revision means a new server."""
+    """A server's URL. It is renewed while the server runs; another `start` means a new server."""
 
     url: str
     agent: str = ""  # instance that accepts KillRequested for it (messages/calls.py); empty: none
     pid: int = 0  # of its process, on that instance's node
+    start: str = ""  # unique to one start of the server
 
 
 def host_port(host: str, port: int) -> str:

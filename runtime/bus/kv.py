@@ -1,6 +1,6 @@
 """A run's key-value bucket: small shared facts such as addresses, claims and the roster, as JSON."""
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from typing import Any, Generic, TypeVar
 
@@ -13,7 +13,7 @@ from runtime.bus.errors import PayloadUnreadable
 from runtime.bus.nats.bucket import Bucket, is_removal
 from runtime.bus.nats.connection import Connection, RawMessage
 from runtime.bus.nats.pull import Place
-from runtime.bus.nats.store import Store
+from runtime.bus.nats.store import TOO_MANY, ApiFailed, Store
 from runtime.bus.reader import LogReader
 
 log = structlog.get_logger()
@@ -83,7 +83,10 @@ class KeyValues:
 
     async def entries(self, key_filter: str, value_type: type[T]) -> list[Entry[T]]:
         """All current values under a filter such as "nodes.*" or "engines.>"."""
-        found: list[Entry[T]] = []
+        return [entry async for entry in self._read(key_filter, value_type) if entry.value is not None]
+
+    async def _read(self, key_filter: str, value_type: type[T]) -> AsyncGenerator[Entry[T], None]:
+        """Read all keys under a filter, removed ones included, by revision."""
         reader = self._reader(key_filter)
         await reader.open()
         try:
@@ -92,11 +95,54 @@ class KeyValues:
                 if item is None:
                     break
                 entry = self.entry_of(item[0], item[1], value_type)
-                if entry is not None and entry.value is not None:
-                    found.append(entry)
+                if entry is not None:
+                    yield entry
         finally:
             await reader.close()
+
+    async def latest(self, key_filter: str, value_type: type[T]) -> list[Entry[T]]:
+        """All keys under a filter, removed ones included, by revision. One round trip for up to 1024 keys.
+
+        Raises:
+            BusUnavailable: no server.
+        """
+        try:
+            states = await self._bucket.last_of_each(key_filter)
+        except ApiFailed as error:
+            if error.code != TOO_MANY:
+                raise
+            return [entry async for entry in self._read(key_filter, value_type)]
+        found: list[Entry[T]] = []
+        for key, kept in states:
+            try:
+                value = None if kept.value is None else self._decode(key, kept.value, value_type)
+            except PayloadUnreadable as error:
+                log.warning("kv_entry_unreadable", key=key, error=str(error))
+                continue
+            found.append(Entry(key, value, kept.revision))
         return found
+
+    @asynccontextmanager
+    async def changes(
+        self, key: str, value_type: type[T], note: Callable[[T | None], None]
+    ) -> AsyncGenerator[None, None]:
+        """Call a function with each value that any process writes to a key, for the duration of a block.
+
+        None: it removes the key. This needs no consumer on the server, and is a hint only: a reconnect loses some
+        changes, an expiry gives none, and a write that the server refuses gives one.
+        """
+
+        def hear(raw: RawMessage) -> None:
+            try:
+                note(None if is_removal(raw.headers) else self._decode(key, raw.data, value_type))
+            except PayloadUnreadable as error:
+                log.warning("kv_entry_unreadable", key=key, error=str(error))
+
+        listener = await self._connection.subscribe(self._bucket.subject(key), hear)
+        try:
+            yield
+        finally:
+            await listener.stop()
 
     @asynccontextmanager
     async def watch(self, key_filter: str, value_type: type[T]) -> AsyncGenerator["Watch[T]", None]:

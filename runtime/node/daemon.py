@@ -38,7 +38,7 @@ from runtime.node.join import JOIN_FILE, Join, write_join
 from runtime.node.node_plan import NodePlan, RunEnd
 from runtime.node.other_nodes import show_nodes, wait_until_left
 from runtime.node.reporting import Reporting
-from runtime.node.run_log import Follower, forget_addresses, publish_changes
+from runtime.node.run_log import Follower, Publisher, forget_addresses
 from runtime.node.stalls import StallWatch
 from runtime.node.supervisor.state_changes import Change, GivenUp, Ready
 from runtime.node.supervisor.supervisor import Supervision
@@ -287,7 +287,7 @@ class NodeDaemon:
         self.reporting.begin_at(first_seq)
 
     async def _tell_changes(self, bus: Bus) -> None:
-        await publish_changes(bus, self._plan.node, self._changes_to_tell)
+        await Publisher(bus, self._plan.node).run(self._changes_to_tell)
         self._told.set()
 
     async def _kill(self, request: KillRequested) -> KillAnswered:

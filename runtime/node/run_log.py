@@ -1,12 +1,15 @@
 """The run's log on a node: follows its events, and publishes the state changes of the node's processes."""
 
+import uuid
 from collections.abc import AsyncIterable, Awaitable, Callable, Iterable
 from typing import Any
 
+import anyio
 import structlog
 
 from messages import ActorExited, ActorStarted, BatchTrained, Message, RunFailed, RunFinished, TrainerStarted
-from runtime.bus.addresses import Address, host_port
+from runtime.bus.addresses import LIFETIME_S, RENEW_EVERY_S, Address, host_port
+from runtime.bus.background import in_background
 from runtime.bus.bus import Bus
 from runtime.bus.errors import BusError, LogTrimmedAway
 from runtime.node.node_plan import NodePlan, RunEnd
@@ -79,30 +82,63 @@ class Follower:
             self._progress()
 
 
-async def publish_changes(bus: Bus, node: str, changes: AsyncIterable[Change]) -> None:
-    """Publish process changes as events, and server addresses in the KV store."""
-    async for change in changes:
-        name = change.spec.name
+class Publisher:
+    """Publishes process changes as events, and keeps the addresses of ready servers in the KV store."""
+
+    def __init__(
+        self, bus: Bus, node: str, *, lifetime_s: int = LIFETIME_S, renew_every_s: float = RENEW_EVERY_S
+    ) -> None:
+        self._bus = bus
+        self._node = node
+        self._lifetime_s = lifetime_s
+        self._renew_every_s = renew_every_s
+        self._addresses: dict[str, Address] = {}  # of ready servers, by key
+        self._writing = anyio.Lock()  # a late renewal must not follow the address of a newer server
+
+    async def run(self, changes: AsyncIterable[Change]) -> None:
+        """Publish changes until there are no more, and renew the addresses meanwhile."""
+        async with in_background(self._renew):
+            async for change in changes:
+                await self._publish(change)
+
+    async def _publish(self, change: Change) -> None:
+        name, key = change.spec.name, change.spec.address_key
         match change:
             case Started():
-                await _insist(
-                    bus.publish, ActorStarted(actor=name, node=node, pid=change.pid, restarts=change.restarts)
-                )
+                event = ActorStarted(actor=name, node=self._node, pid=change.pid, restarts=change.restarts)
+                await _insist(self._bus.publish, event)
             case Exited():
-                event = ActorExited(
+                self._addresses.pop(key or "", None)
+                exited = ActorExited(
                     actor=name,
-                    node=node,
+                    node=self._node,
                     pid=change.pid,
                     exit_code=change.exit_code,
                     reason=change.reason,
                     restart_in_s=change.restart_in_s,
                 )
-                await _insist(bus.publish, event)
-            case Ready(host=str(host), port=int(port)) if change.spec.address_key is not None:
-                address = Address(url=f"http://{host_port(host, port)}", agent=bus.name, pid=change.pid)
-                await _insist(bus.kv.put, change.spec.address_key, address)
+                await _insist(self._bus.publish, exited)
+            case Ready(host=str(host), port=int(port)) if key is not None:
+                url = f"http://{host_port(host, port)}"
+                self._addresses[key] = Address(url=url, agent=self._bus.name, pid=change.pid, start=uuid.uuid4().hex)
+                await _insist(self._put, key)
             case _:
                 pass
+
+    async def _renew(self) -> None:
+        while True:
+            await anyio.sleep(self._renew_every_s)
+            for key in tuple(self._addresses):
+                try:
+                    await self._put(key)
+                except BusError as error:
+                    log.warning("address_not_renewed", key=key, error=str(error))
+
+    async def _put(self, key: str) -> None:
+        async with self._writing:
+            address = self._addresses.get(key)
+            if address is not None:
+                await self._bus.kv.put(key, address, ttl_s=self._lifetime_s)
 
 
 async def forget_addresses(bus: Bus, specs: Iterable[ProcessSpec]) -> None:

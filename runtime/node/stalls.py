@@ -9,7 +9,7 @@ import structlog
 from messages import RunStalled, StatsGiven, StatsRequested
 from runtime.bus.bus import Bus
 from runtime.bus.errors import BusError, CallError, CallRefused, CallTimeout
-from runtime.bus.roster import Members
+from runtime.bus.roster import instances
 
 log = structlog.get_logger()
 
@@ -70,8 +70,7 @@ class StallWatch:
         await self._bus.publish(RunStalled(idle_s=idle_s, waiting=waiting))
 
     async def _ask_all(self) -> dict[str, str]:
-        rosters = await self._bus.kv.entries("roster.*", Members)
-        present = [member.instance for entry in rosters if entry.value for member in entry.value.members]
+        present = await instances(self._bus)
         limiter = anyio.Semaphore(ASKED_AT_ONCE)
         answers: dict[str, str] = {}
 

@@ -3,7 +3,7 @@
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final
+from typing import Any
 
 import anyio
 import msgspec
@@ -13,14 +13,11 @@ from anyio.abc import TaskGroup, TaskStatus
 from messages import ActorDescribed, DescribeRequested, Message, StatsGiven, StatsRequested, tag_of
 from runtime.bus.background import task_group
 from runtime.bus.bus import Bus
-from runtime.bus.errors import BusError
-from runtime.bus.roster import Member, Roster
+from runtime.bus.roster import Roster
 from runtime.process.actor import INPUT_ERRORS, Actor, InputError
 from runtime.util.errors import flatten
 
 log = structlog.get_logger()
-
-LEAVE_TIMEOUT_S: Final = 2.0
 
 
 class Hosted(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,11 +57,9 @@ class _Started(TaskStatus[None]):
 
 async def _run_one(bus: Bus, hosted: Hosted, node: str) -> None:
     view = bus.for_actor(hosted.name, reads=hosted.actor_type.reads, writes=hosted.actor_type.writes)
-    member = Member(instance=hosted.name, incarnation=time.time_ns(), node=node)
-    roster = Roster(bus)
     with structlog.contextvars.bound_contextvars(actor=hosted.name):
         async with task_group() as group:
-            status = _Started(lambda: _join(group, roster, hosted.role, member))
+            status = _Started(lambda: _join(group, Roster(bus), hosted, node))
             try:
                 actor = hosted.build(view)
                 async with view.serve(_standard_calls(view, actor, hosted, node)):
@@ -73,23 +68,12 @@ async def _run_one(bus: Bus, hosted: Hosted, node: str) -> None:
                 if not status.is_set and all(isinstance(leaf, INPUT_ERRORS) for leaf in flatten(error)):
                     raise InputError(f"{hosted.name}: {'; '.join(str(leaf) for leaf in flatten(error))}") from error
                 raise
-            finally:
-                if status.is_set:
-                    await _leave(roster, hosted.role, member)
         log.info("actor_ended", role=hosted.role)
 
 
-def _join(group: TaskGroup, roster: Roster, role: str, member: Member) -> None:
-    log.info("actor_started", role=role)
-    group.start_soon(roster.keep_joined, role, member)
-
-
-async def _leave(roster: Roster, role: str, member: Member) -> None:
-    with anyio.move_on_after(LEAVE_TIMEOUT_S, shield=True):
-        try:
-            await roster.leave(role, member)
-        except BusError as error:  # the next call to the role gets no answer and evicts it
-            log.warning("roster_not_left", role=role, error=str(error))
+def _join(group: TaskGroup, roster: Roster, hosted: Hosted, node: str) -> None:
+    log.info("actor_started", role=hosted.role)
+    group.start_soon(roster.stay, hosted.role, hosted.name, node)
 
 
 def _standard_calls(bus: Bus, actor: Actor, hosted: Hosted, node: str) -> dict[type[Message], Callable[[Any], Any]]:

@@ -20,9 +20,10 @@ KILL_TRIES = 30  # several minutes: the node daemon may be starting
 async def attend_servers(bus: Bus, role: str, pool: str, attend: Callable[[str, Address], Awaitable[None]]) -> None:
     """Run `attend` for each server at its newest address, existing servers first. Never returns.
 
-    Cancels the earlier call for a server when its address changes.
+    Cancels the earlier call for a server when its address changes. Renewals and an expiry of an address change nothing.
     """
     scopes: dict[str, anyio.CancelScope] = {}
+    newest: dict[str, Address] = {}
 
     async def attend_within(scope: anyio.CancelScope, name: str, address: Address) -> None:
         with scope:
@@ -33,8 +34,9 @@ async def attend_servers(bus: Bus, role: str, pool: str, attend: Callable[[str, 
         anyio.create_task_group() as group,
     ):
         async for entry in entries:
-            if entry.value is None:
+            if entry.value is None or newest.get(entry.key) == entry.value:
                 continue
+            newest[entry.key] = entry.value
             if entry.key in scopes:
                 scopes[entry.key].cancel()
             scope = scopes[entry.key] = anyio.CancelScope()

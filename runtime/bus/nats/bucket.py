@@ -47,6 +47,18 @@ class Bucket:
         stored = await self._store.last(self.stream, self.subject(key))
         return None if stored is None else Kept(None if is_removal(stored.headers) else stored.data, stored.seq)
 
+    async def last_of_each(self, key_filter: str) -> list[tuple[str, Kept]]:
+        """The latest state of each key under a filter, removed ones included, by revision. One round trip.
+
+        Raises:
+            BusUnavailable: no server.
+        """
+        found = await self._store.last_of_each(self.stream, self.subject(key_filter))
+        return [
+            (self.key(stored.subject), Kept(None if is_removal(stored.headers) else stored.data, stored.seq))
+            for stored in found
+        ]
+
     async def put(self, key: str, value: bytes, *, revision: int | None = None, ttl_s: int | None = None) -> int:
         """Set a value and return its revision.
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from itertools import count
 from typing import Any, NamedTuple, cast
 
+import anyio
 import msgspec
 
 from runtime.bus.errors import (
@@ -16,7 +17,16 @@ from runtime.bus.errors import (
     SequenceMismatch,
     StreamFull,
 )
-from runtime.bus.nats.connection import STATUS, AttemptTimeout, Connection, Disconnected, Headers, NoResponders
+from runtime.bus.nats.connection import (
+    NO_RESPONDERS,
+    STATUS,
+    AttemptTimeout,
+    Connection,
+    Disconnected,
+    Headers,
+    NoResponders,
+    RawMessage,
+)
 
 MESSAGE_ID = "Nats-Msg-Id"
 EXPECTED_LAST = "Nats-Expected-Last-Subject-Sequence"
@@ -33,6 +43,9 @@ STREAM_STORE_FAILED = 10077  # a limit of the stream; only the text says which
 PER_SUBJECT_LIMIT = "per subject"
 STORAGE_EXHAUSTED = frozenset({10023, 10047, STREAM_STORE_FAILED})
 MESSAGE_OVER_STREAM_LIMIT = 10054
+ALL_SENT = "204"  # statuses after a request for several messages
+NOT_FOUND = "404"
+TOO_MANY = 413
 NOT_READY = 503  # HTTP-like code: JetStream is starting or lacks a resource
 
 
@@ -202,6 +215,36 @@ class Store:
         """
         return await self._get(stream, msgspec.json.encode({"last_by_subj": subject_filter}))
 
+    async def last_of_each(self, stream: str, subject_filter: str) -> list[Stored]:
+        """The last message of each subject under a filter, by sequence. One round trip; at most 1024 subjects.
+
+        Raises:
+            ApiFailed: the server refuses, for example because too many subjects match.
+            BusUnavailable: no server until the deadline.
+        """
+        request = msgspec.json.encode({"multi_last": [subject_filter]})
+        connection, loop = self._connection, asyncio.get_running_loop()
+        deadline, failures = loop.time() + self._limits.publish_timeout_s, 0
+        while True:
+            answers = _Answers()
+            inbox = connection.new_inbox()
+            listener = await connection.subscribe(inbox, answers.on_message)
+            try:
+                if not connection.is_connected:
+                    raise Disconnected("not connected")
+                await connection.send(f"{API}.DIRECT.GET.{stream}", request, reply=inbox)
+                with anyio.move_on_after(connection.attempt_time(deadline)):
+                    await answers.complete.wait()
+                found = answers.found()
+            except (Disconnected, AttemptTimeout, NoResponders) as error:
+                if not await connection.pause(deadline, failures, error):
+                    raise BusUnavailable(f"{stream}, {subject_filter}: {error!r}; {connection.last_error}") from error
+                failures += 1
+            else:
+                return found
+            finally:
+                await listener.stop()
+
     async def get(self, stream: str, seq: int) -> Stored | None:
         """The message with a sequence; None if there is none.
 
@@ -213,9 +256,7 @@ class Store:
     async def _get(self, stream: str, request: bytes) -> Stored | None:
         raw = await self._connection.retry(f"{API}.DIRECT.GET.{stream}", request, None, self._limits.publish_timeout_s)
         headers = raw.headers or {}
-        if headers.get(STATUS) is not None:
-            return None
-        return Stored(int(headers.get(SEQUENCE, 0)), headers.get(SUBJECT, ""), headers, raw.data)
+        return None if headers.get(STATUS) is not None else _stored(raw)
 
     def _give_up(self, subject: str, failure: BusError) -> BusError:
         seconds = f"within {self._limits.publish_timeout_s:g} s"
@@ -224,3 +265,45 @@ class Store:
         if isinstance(failure, ApiFailed) and failure.err_code in STORAGE_EXHAUSTED:
             return StreamFull(f"{failure}, not resolved {seconds}")
         return PublishTimeout(f"{subject}: not confirmed {seconds}: {failure!r}; {self._connection.last_error}")
+
+
+def _stored(raw: RawMessage) -> Stored:
+    headers = raw.headers or {}
+    return Stored(int(headers.get(SEQUENCE, 0)), headers.get(SUBJECT, ""), headers, raw.data)
+
+
+class _Answers:
+    """Collects the answers to one request for several messages; a status ends them."""
+
+    def __init__(self) -> None:
+        self.complete = asyncio.Event()
+        self._stored: list[Stored] = []
+        self._status = ""
+        self._description = ""
+
+    def on_message(self, raw: RawMessage) -> None:
+        headers = raw.headers or {}
+        status = headers.get(STATUS)
+        if status is None:
+            self._stored.append(_stored(raw))
+            return
+        self._status, self._description = status, headers.get("Description", "")
+        self.complete.set()
+
+    def found(self) -> list[Stored]:
+        """The messages by sequence.
+
+        Raises:
+            AttemptTimeout: they are not complete.
+            NoResponders: no such stream, or JetStream is starting.
+            ApiFailed: the server refuses.
+        """
+        match self._status:
+            case "":
+                raise AttemptTimeout("no answer")
+            case _ if self._status == NO_RESPONDERS:
+                raise NoResponders("no such stream")
+            case _ if self._status in (ALL_SENT, NOT_FOUND):
+                return sorted(self._stored, key=lambda stored: stored.seq)
+            case _:
+                raise ApiFailed("DIRECT.GET", ApiError(code=int(self._status), description=self._description))

@@ -15,6 +15,7 @@ from runtime.bus.nats.store import NANOSECONDS, STREAM_NOT_FOUND, ApiFailed, api
 log = structlog.get_logger()
 
 MESSAGE_GONE: Final = frozenset({10037, 10043, 10057})  # error codes for a sequence that holds no message
+MARKERS_S: Final = 365 * 86_400  # lifetime of the mark that the server leaves in place of an expired key
 MAX_CONSUMERS: Final = 1024
 _FIXED: Final = ("retention", "storage")  # the server refuses to change these
 
@@ -126,7 +127,11 @@ def _stream(run: str, plane: Plane, limits: StreamLimits, max_bytes: int) -> dic
 def _bucket(run: str, limits: StreamLimits) -> dict[str, Any]:
     bucket = bucket_of(run)
     config = _config(f"KV_{bucket}", [f"$KV.{bucket}.>"], limits, limits.kv_bytes)
-    return config | {"max_msgs_per_subject": 1, "allow_rollup_hdrs": True, "deny_delete": True, "allow_msg_ttl": True}
+    return (
+        config
+        | {"max_msgs_per_subject": 1, "allow_rollup_hdrs": True, "deny_delete": True, "allow_msg_ttl": True}
+        | {"subject_delete_marker_ttl": MARKERS_S * NANOSECONDS}
+    )
 
 
 def _config(name: str, subjects: list[str], limits: StreamLimits, max_bytes: int) -> dict[str, Any]:

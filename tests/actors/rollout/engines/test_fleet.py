@@ -25,6 +25,7 @@ from messages.subjects import stream_of
 from runtime.bus.addresses import Address, address_key
 from runtime.bus.bus import Bus
 from runtime.bus.nats.store import api_call
+from runtime.bus.roster import Roster
 from runtime.util.errors import flatten
 from runtime.util.retrying import Backoff
 from tests.build.topology import topology_with
@@ -62,7 +63,7 @@ async def test_a_router_that_never_answers_gives_way_to_the_next_one(bus: Bus, r
 
 
 async def _is_on_roster(bus: Bus) -> bool:
-    return await bus.kv.get("roster.rollout", msgspec.Raw) is not None
+    return bool((await Roster(bus).members("rollout")).members)
 
 
 async def test_requests_wait_for_a_lost_router_and_do_not_knock(bus: Bus, router_url: str) -> None:
