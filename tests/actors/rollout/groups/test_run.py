@@ -214,7 +214,7 @@ async def test_what_no_message_can_carry_fails_its_group_and_not_the_actor(bus: 
             failed, _ = await next_event(bus, GroupFailed, from_seq=seq + 1)
         group.cancel_scope.cancel()
     assert isinstance(failed, GroupFailed)
-    assert "8388608 are taken" in failed.reason
+    assert "allowed: at most 8388608" in failed.reason
 
 
 async def test_a_task_that_comes_again_while_it_is_at_work_here_is_not_done_twice(bus: Bus, router_url: str) -> None:
