@@ -48,7 +48,7 @@ class Hub:
             case {"stats": _}:
                 switch, cpu = self.switch, os.times()
                 counts = {"frames": switch.frames, "bytes": switch.bytes, "dropped": switch.dropped}
-                return {**counts, "cpu_s": cpu.user + cpu.system}
+                return {**counts, "waiting": switch.waiting, "cpu_s": cpu.user + cpu.system}
             case _:
                 raise ValueError(f"unknown request: {request}")
         return {}
@@ -120,11 +120,12 @@ def serve(control: socket.socket, parent: int, lab: str) -> None:
                 data = control.recv(MAX_REQUEST)
                 if not data:
                     break
+                request = json.loads(data)
                 try:
-                    answer = hub.answer(json.loads(data))
+                    answer = hub.answer(request)
                 except (NotMade, ValueError, KeyError, TimeoutError) as error:
                     answer = {"error": str(error)}
-                control.send(json.dumps(answer).encode())
+                control.send(json.dumps({"number": request["number"], **answer}).encode())
             _reap()
     finally:
         hub.end()

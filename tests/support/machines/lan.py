@@ -17,6 +17,7 @@ import uuid
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
+from itertools import count
 from pathlib import Path
 from typing import Any, Final
 
@@ -121,7 +122,7 @@ class Lan:
         machine.end_processes(END_S)
 
     def stats(self) -> dict[str, float]:
-        """Numbers of the switch: frames, bytes, dropped, cpu_s."""
+        """Numbers of the switch: frames and bytes delivered, frames dropped and waiting, cpu_s."""
         return self._hub.request({"stats": True})
 
     def end(self) -> None:
@@ -173,6 +174,7 @@ class _HubProcess:
     def __init__(self, directory: Path, *, is_temporary: bool) -> None:
         self.lab = uuid.uuid4().hex
         self._lock = threading.Lock()
+        self._numbers = count()
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.settimeout(REQUEST_S)
         self._log = directory / "hub.log"
@@ -195,9 +197,14 @@ class _HubProcess:
 
     def request(self, request: dict[str, Any]) -> dict[str, Any]:
         with self._lock:
-            self._socket.send(json.dumps(request).encode())
-            data = self._socket.recv(MAX_ANSWER)
-        answer = json.loads(data) if data else {"error": f"the switch has ended: {self._log.read_text()}"}
+            number = next(self._numbers)
+            self._socket.send(json.dumps({"number": number, **request}).encode())
+            answer: dict[str, Any] = {}
+            while answer.get("number") != number:  # the answer to an interrupted request may still be there
+                data = self._socket.recv(MAX_ANSWER)
+                if not data:
+                    raise NoMachines(f"the switch has ended: {self._log.read_text()}")
+                answer = json.loads(data)
         if "error" in answer:
             raise NoMachines(answer["error"])
         return answer

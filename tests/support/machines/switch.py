@@ -23,7 +23,7 @@ HEADER: Final = 10  # bytes of struct virtio_net_hdr, before the Ethernet header
 MULTICAST: Final = 0x01  # bit of the first byte of a MAC address; a broadcast has it too
 MAX_FRAME: Final = 1 << 17
 BURST: Final = 32  # frames of one card before the others have their turn
-MAX_WAITING: Final = 256 << 20  # bytes on their way; what comes on top is dropped, as by a full switch
+MAX_WAITING: Final = 256 << 20
 
 
 def open_tap(name: str) -> int:
@@ -52,9 +52,14 @@ class Card:
 
 
 class Switch:
-    """Forwards frames between cards of one network."""
+    """Forwards frames between cards of one network.
 
-    def __init__(self) -> None:
+    Args:
+        max_waiting: bytes on their way; what comes on top is dropped, as by a full switch.
+    """
+
+    def __init__(self, max_waiting: int = MAX_WAITING) -> None:
+        self._max_waiting = max_waiting
         self._cards: list[Card] = []
         self._waiting: list[tuple[float, int, Card, Card, bytes]] = []  # heap: due, number, from, to, frame
         self._numbers = count()  # order of frames that are due at once
@@ -77,6 +82,7 @@ class Switch:
     def cut(self, machine: str) -> None:
         """Drop all frames from and to a machine, those on their way included."""
         self._cut.add(machine)
+        self._drop_waiting({card for card in self._cards if card.machine == machine})
 
     def heal(self, machine: str) -> None:
         """Forward a machine's frames again."""
@@ -91,6 +97,11 @@ class Switch:
         self._loss = share
         for card in self._cards:
             self._set_offloads(card)
+
+    @property
+    def waiting(self) -> int:
+        """Number of frames on their way."""
+        return len(self._waiting)
 
     def step(self, also: Iterable[Any], limit_s: float) -> list[Any]:
         """Forward frames that are ready or due, after waiting for one up to limit_s.
@@ -138,7 +149,7 @@ class Switch:
                 self._send(card, frame)
 
     def _enqueue(self, source: Card, card: Card, frame: bytes) -> None:
-        if self._num_bytes + len(frame) > MAX_WAITING:
+        if self._num_bytes + len(frame) > self._max_waiting:
             self.dropped += 1
             return
         delay_s = self._delay_s + self._jitter_s * self._random.uniform(-1, 1)
@@ -150,12 +161,9 @@ class Switch:
     def _send_due(self) -> None:
         now = time.monotonic()
         while self._waiting and self._waiting[0][0] <= now:
-            _, _, source, card, frame = heapq.heappop(self._waiting)
+            _, _, _, card, frame = heapq.heappop(self._waiting)
             self._num_bytes -= len(frame)
-            if self._is_cut(source, card):
-                self.dropped += 1
-            else:
-                self._send(card, frame)
+            self._send(card, frame)
 
     def _send(self, card: Card, frame: bytes) -> None:
         try:
@@ -177,6 +185,11 @@ class Switch:
         if card in self._cards:
             self._cards.remove(card)
             os.close(card.fd)
-            self._waiting = [item for item in self._waiting if card not in item[2:4]]
-            heapq.heapify(self._waiting)
-            self._num_bytes = sum(len(item[4]) for item in self._waiting)
+            self._drop_waiting({card})
+
+    def _drop_waiting(self, cards: set[Card]) -> None:
+        kept = [item for item in self._waiting if not cards & {item[2], item[3]}]
+        self.dropped += len(self._waiting) - len(kept)
+        self._waiting = kept
+        heapq.heapify(kept)
+        self._num_bytes = sum(len(item[4]) for item in kept)
