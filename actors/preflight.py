@@ -9,6 +9,7 @@ import msgspec
 from actors.hooks import check_hooks
 from actors.preflight_prompts import MODEL, CheckOutput, context_of, end_of, prompt_problems
 from actors.rollout.engines.external import Wanted
+from actors.rollout.sglang.model_support import dense_layers_refusal, fp8_refusal, parallel_sizes
 from actors.rollout.sglang.served_model import ServedModel
 from actors.rollout.sglang.server_arguments import engine_problems
 from actors.trainer.checkpoints import beginning_of, newest_of_run
@@ -18,8 +19,6 @@ from actors.trainer.models.shapes import hf_shapes, num_weights
 from actors.trainer.models.weight_files import check_weights
 from runtime.data.dump_files import RUN_FILE, DumpedRun
 from runtime.models.config import ModelError, read_dense_model
-from runtime.models.experts import Qwen3MoeKeys
-from runtime.models.fp8 import sglang_refuses
 from runtime.node.checks.apart import Doing, unlimited
 from runtime.node.checks.check import ASK_TIMEOUT_S, check_here
 from runtime.node.checks.findings import Checked
@@ -30,7 +29,7 @@ from runtime.settings.placement import data_parallel_size
 from runtime.settings.plugins import is_plugin
 from runtime.settings.reading.config import Problem
 from runtime.settings.sizes import show_bytes
-from runtime.settings.topology import Topology, answers_are_recorded, sglang_arguments
+from runtime.settings.topology import Topology, answers_are_recorded
 from runtime.util.formatting import count_of
 
 WIDEST: Final = 1 << 17  # largest hidden_size; at 2^19, engine and trainer log-probs differed by 0.011 (measured)
@@ -184,21 +183,13 @@ def _tiny_pools(topology: Topology) -> Iterator[str]:
 
 
 def _of_sglang(topology: Topology, shape: HfConfig) -> Iterator[Problem]:
-    """Refuse a Qwen3-MoE with dense layers: SGLang 0.5.23 builds experts in them and serves another model."""
+    """Refuse a Qwen3-MoE with dense layers if SGLang serves it."""
     pools = () if answers_are_recorded(topology) else topology.engines.values()
     if shape.model_type != "qwen3_moe" or shape.experts is None or all(shape.experts.layers):
         return
-    if not any(pool.kind == "sglang" for pool in pools):
-        return
-    directory = topology.model.hf_checkpoint
-    config = Path(directory) / "config.json"
-    keys = msgspec.json.decode(config.read_bytes(), type=Qwen3MoeKeys)
-    if keys.mlp_only_layers:
-        said, allowed = f"mlp_only_layers = {list(keys.mlp_only_layers)}", "[]"
-    else:
-        said, allowed = f"decoder_sparse_step = {keys.decoder_sparse_step}", "1"
-    message = f"{config}: {said}, and SGLang builds experts in those layers all the same; allowed for it: {allowed}"
-    yield Problem.of(MODEL, directory, message)
+    if any(pool.kind == "sglang" for pool in pools):
+        directory = topology.model.hf_checkpoint
+        yield Problem.of(MODEL, directory, dense_layers_refusal(Path(directory)))
 
 
 def _weights(key: str, directory: str, shape: HfConfig) -> Iterator[Problem]:
@@ -225,11 +216,9 @@ def _layout(topology: Topology, shape: HfConfig) -> Iterator[Problem]:
 def block_problems(topology: Topology, shape: HfConfig) -> Iterator[Problem]:
     """Check that engines computing in FP8 can read the model's matrices as sharded over their ranks."""
     for name, engine in topology.engines.items() if not answers_are_recorded(topology) else ():
-        arguments = {argument.name: argument.value for argument in sglang_arguments(engine)}
-        ranks = arguments.get("tp_size") or arguments.get("tensor_parallel_size") or engine.num_gpus_per_engine
-        experts = arguments.get("ep_size") or arguments.get("expert_parallel_size") or 1
+        ranks, experts = parallel_sizes(engine)
         if engine.weight_format == "fp8" and not engine.urls:
-            message = sglang_refuses(hf_shapes(shape), shape.head_dim, tp_size=ranks, ep_size=experts)
+            message = fp8_refusal(hf_shapes(shape), shape.head_dim, tp_size=ranks, ep_size=experts)
             if message is not None:
                 yield Problem.of(f"engines.{name}.weight_format", "fp8", message)
 

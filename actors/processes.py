@@ -1,16 +1,30 @@
 """Process specs of a run on one node. Pure."""
 
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Final
 
 import msgspec
 
-from actors.engine_processes import OURS, engine_specs
-from actors.rollout.sglang.server_arguments import LAUNCH
+from actors.rollout.sglang.command_lines import (
+    RANK_PATH,
+    READY_PATH,
+    READY_TIMEOUT_S,
+    ROUTER_PATH,
+    SERVER_ENVIRONMENT,
+    common_arguments,
+    peers_environment,
+    rank_arguments,
+    router_command,
+    server_command,
+    with_arguments,
+)
+from actors.rollout.sglang.facts import CRASH_WORDS
 from runtime.bus.addresses import INSTANCE_VARIABLE, address_key
 from runtime.settings.devices import HIDDEN, NVIDIA
-from runtime.settings.placement import gpus_of, home_node, num_ranks
+from runtime.settings.placement import gpus_of, home_node, nodes_of_pool, num_engines, num_ranks
 from runtime.settings.processes import (
     AnswersHttp,
     PortRequest,
@@ -21,8 +35,14 @@ from runtime.settings.processes import (
     WhenListening,
 )
 from runtime.settings.topology import EngineConfig, Topology, answers_are_recorded, has_filter
+from runtime.util.import_path import ROOT
 
-METRICS_HOST = "127.0.0.2"  # the router needs a free metrics port: its own port on another loopback address
+OURS: Final = {
+    "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])),  # for -P
+    "OMP_NUM_THREADS": "1",  # two threads were 10 to 200 times slower on shared cores
+    "MKL_NUM_THREADS": "1",
+}
+TINY_READY_TIMEOUT_S = 120.0
 NO_OP_TRAINER = "no-op-trainer"  # process name; it runs when run.only = "rollout"
 LIGHT_ACTORS = ("rollout", "reward", "filter", "buffer")
 
@@ -38,7 +58,7 @@ def process_specs(topology: Topology, node: str, run_dir: Path) -> list[ProcessS
     recorded = answers_are_recorded(topology)  # an offline rollout needs no engine and no grader
     placed = topology.reward.nodes
     for pool, engine in topology.engines.items() if not recorded else ():
-        specs += engine_specs(topology, pool, engine, node)
+        specs += _engines(topology, pool, engine, node)
         if home:
             specs.append(_router(topology, pool, engine))
     if topology.run.only != "rollout":
@@ -58,6 +78,78 @@ def process_specs(topology: Topology, node: str, run_dir: Path) -> list[ProcessS
     return specs
 
 
+def _engines(topology: Topology, pool: str, engine: EngineConfig, node: str) -> list[ProcessSpec]:
+    """Specs of a pool's engines on one node."""
+    if engine.urls:
+        return []  # external engines are started elsewhere
+    if engine.gpus is None:
+        nodes = nodes_of_pool(topology, engine)
+        places = [(index, ()) for index in range(num_engines(engine)) if nodes[index % len(nodes)] == node]
+    else:
+        gpus = gpus_of(topology, engine.gpus)
+        size = engine.num_gpus_per_engine
+        chunks = [gpus[start : start + size] for start in range(0, len(gpus), size)]
+        places = [
+            (index, tuple(gpu.index for gpu in chunk)) for index, chunk in enumerate(chunks) if chunk[0].node == node
+        ]
+    return [spec for index, gpus in places for spec in _engine_ranks(topology, pool, engine, index, gpus)]
+
+
+def _engine_ranks(
+    topology: Topology, pool: str, engine: EngineConfig, index: int, devices: tuple[int, ...]
+) -> list[ProcessSpec]:
+    """Process specs of one engine: rank 0 serves requests, the other ranks answer liveness checks only."""
+    whole = _engine(topology, pool, engine, index, devices)
+    number = engine.num_processes
+    if number == 1:
+        return [whole]
+    share = len(devices) // number
+    return [
+        msgspec.structs.replace(
+            whole,
+            name=whole.name if rank == 0 else f"{whole.name}.{rank}",
+            command=(*whole.command, *rank_arguments(rank, number)),
+            env={**whole.env, **_visible(devices[rank * share : (rank + 1) * share])},
+            probe=whole.probe if rank == 0 else AnswersHttp(RANK_PATH),
+            address_key=whole.address_key if rank == 0 else None,
+            restart_group=RestartGroupSpec(whole.name, number),
+        )
+        for rank in range(number)
+    ]
+
+
+def _visible(devices: tuple[int, ...]) -> dict[str, str]:
+    return {NVIDIA: ",".join(map(str, devices))} if devices else {}
+
+
+def _engine(topology: Topology, pool: str, engine: EngineConfig, index: int, devices: tuple[int, ...]) -> ProcessSpec:
+    if engine.kind == "tiny":
+        command, ready_timeout_s = _tiny_engine(topology, engine, index), TINY_READY_TIMEOUT_S
+        env = OURS | HIDDEN
+    else:
+        command, ready_timeout_s = server_command(topology, engine, index), READY_TIMEOUT_S
+        env = SERVER_ENVIRONMENT
+    return ProcessSpec(
+        name=f"engine.{pool}.{index}",
+        command=command,
+        env={**env, **engine.env, **_visible(devices), **peers_environment(engine)},
+        port=PortRequest(),
+        ready=WhenListening(),
+        ready_timeout_s=engine.ready_timeout_s or ready_timeout_s,
+        probe=AnswersHttp(READY_PATH),
+        unresponsive_after_s=engine.unresponsive_after_s,
+        crash_words=CRASH_WORDS,
+        address_key=address_key("engine", pool, index),
+        tier=Tier.SERVICE,
+    )
+
+
+def _tiny_engine(topology: Topology, engine: EngineConfig, index: int) -> tuple[str, ...]:
+    load_format = "dummy" if topology.model.random_init else "auto"
+    command = [sys.executable, "-P", "-m", "actors.tiny_engine", "--model-path", topology.model.hf_checkpoint]
+    return with_arguments(command, common_arguments(topology, engine, index) | {"load_format": load_format})
+
+
 def _host(topology: Topology, run_dir: Path, name: str, roles: Sequence[str], env: Mapping[str, str]) -> ProcessSpec:
     """Spec of a process that hosts actors."""
     return ProcessSpec(
@@ -70,31 +162,12 @@ def _host(topology: Topology, run_dir: Path, name: str, roles: Sequence[str], en
 
 
 def _router(topology: Topology, pool: str, engine: EngineConfig) -> ProcessSpec:
-    command = (sys.executable, "-P", LAUNCH, "sglang_router.launch_router", "--host", "{host}", "--port", "{port}")
-    options = (
-        "--policy",
-        "round_robin",
-        "--disable-retries",  # the rollout actor resends lost requests
-        "--disable-circuit-breaker",  # the rollout actor decides which engines serve
-        "--health-check-endpoint",
-        "/model_info",  # /health blocks while an engine is paused
-        "--request-timeout-secs",
-        str(topology.rollout.generate_timeout_s),
-        "--worker-startup-check-interval",
-        "1",
-        "--prometheus-host",
-        METRICS_HOST,
-        "--prometheus-port",
-        "{port}",
-        "--log-level",
-        "warn",
-    )
     return ProcessSpec(
         name=f"router.{pool}",
-        command=(*command, *options),
+        command=router_command(topology),
         port=PortRequest(),
         ready=WhenListening(),
-        probe=AnswersHttp("/liveness"),
+        probe=AnswersHttp(ROUTER_PATH),
         unresponsive_after_s=engine.unresponsive_after_s,
         address_key=address_key("router", pool, 0),
         tier=Tier.SERVICE,

@@ -12,7 +12,8 @@ from messages.subjects import INBOX, call_subject, filter_of
 
 RUN = "{run}"
 INSTANCE = "{instance}"
-SCHEMA_PATH = "#/components/schemas/"
+SCHEMA_PATH = "#/$defs/"
+SCHEMA_FILE = "schema.json"  # beside the AsyncAPI document
 
 
 class Surface(NamedTuple):
@@ -23,15 +24,17 @@ class Surface(NamedTuple):
 
 
 def json_schemas() -> dict[str, Any]:
-    """JSON Schema of every message and every nested struct, by name."""
+    """JSON Schema of every message and every nested struct: a document with their definitions by name."""
     _, components = msgspec.json.schema_components(
         message_types().values(), schema_hook=array_schema, ref_template=SCHEMA_PATH + "{name}"
     )
-    return components
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "$defs": components}
 
 
 def asyncapi(surfaces: Mapping[str, Surface]) -> dict[str, Any]:
     """An AsyncAPI 3.0 document: channels are subjects, operations are the actors' reads and writes.
+
+    Payloads are references to the JSON Schema document.
 
     Args:
         surfaces: declared messages by actor.
@@ -46,10 +49,7 @@ def asyncapi(surfaces: Mapping[str, Surface]) -> dict[str, Any]:
         },
         "channels": {tag: _channel(tag, message_type) for tag, message_type in types.items()},
         "operations": dict(_operations(surfaces)),
-        "components": {
-            "messages": {tag: _message(message_type) for tag, message_type in types.items()},
-            "schemas": json_schemas(),
-        },
+        "components": {"messages": {tag: _message(message_type) for tag, message_type in types.items()}},
     }
 
 
@@ -87,7 +87,7 @@ def _message(message_type: type[Message]) -> dict[str, Any]:
         "summary": (message_type.__doc__ or "").strip().splitlines()[0],
         "contentType": content_type_of(message_type),
         "headers": {"type": "object", "required": [TYPE_HEADER], "properties": headers},
-        "payload": {"$ref": SCHEMA_PATH + message_type.__name__},
+        "payload": {"$ref": SCHEMA_FILE + SCHEMA_PATH + message_type.__name__},
     }
 
 

@@ -25,7 +25,7 @@ from actors.rollout.engines.weights.updater import Updater
 from actors.rollout.engines.weights.updates import UpdateTracker
 from actors.rollout.engines.weights.verifier import WeightVerifier
 from actors.rollout.groups.scoring import Scorer
-from actors.rollout.groups.task_runner import TaskRunner
+from actors.rollout.groups.task_runner import ACK_WAIT_S, TaskRunner
 from actors.rollout.groups.tools import Tools
 from actors.rollout.requests.interrupting import RunningRequests
 from actors.rollout.requests.sending import Generator
@@ -130,7 +130,7 @@ class RolloutActor(Actor):
         EnginesAnswered,
     )
 
-    def __init__(self, topology: Topology, bus: Bus, *, pool: str = "policy") -> None:
+    def __init__(self, topology: Topology, bus: Bus, *, pool: str = "policy", ack_wait_s: float = ACK_WAIT_S) -> None:
         engines = topology.engines[pool]
         self._bus = bus
         self._pool = pool
@@ -139,7 +139,7 @@ class RolloutActor(Actor):
         custom = topology.rollout.custom_generate
         self._custom_generate = find_generate_function(custom, (Path.cwd(),)) if custom is not None else None
         self._target = TargetWeights()
-        self._tasks = TaskRunner(topology, bus, pool, self._target)
+        self._tasks = TaskRunner(topology, bus, pool, self._target, ack_wait_s=ack_wait_s)
         self._file_checks = FileChecks(engines.update_timeout_s)
         self._targets_set: dict[int, float] = {}  # version -> time at which it became the target, until it is verified
         self._conversations: set[Conversation] = set()

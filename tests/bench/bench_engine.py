@@ -25,7 +25,7 @@ import msgspec
 import psutil
 import uvloop
 
-from actors.engine_processes import STREAM_INTERVAL
+from actors.rollout.sglang.command_lines import STREAM_INTERVAL
 from actors.rollout.sglang.streams import Stream
 from runtime.node.supervisor.ports import free_port
 from tests.support.tiny_engine import running_engine, running_router, write_config

@@ -9,8 +9,7 @@ from typing import Any
 
 import psutil
 
-from actors.engine_processes import OURS
-from actors.processes import process_specs
+from actors.processes import OURS, process_specs
 from runtime.bus.addresses import BUS_URL_VARIABLE
 from runtime.bus.bus import Bus
 from runtime.bus.limits import StreamLimits

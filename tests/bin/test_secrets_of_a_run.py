@@ -10,7 +10,7 @@ import anyio
 import psutil
 import pytest
 
-from actors.processes import METRICS_HOST
+from actors.rollout.sglang.command_lines import METRICS_HOST
 from bin.start_topology import main
 from runtime.bus.addresses import engine_key
 from runtime.bus.nats.server import ServerSettings

@@ -101,8 +101,8 @@ def check_the_end(log: Log, num_steps: int) -> None:
 
 def check_kills(log: Log, killed: Sequence[str]) -> None:
     """Check that exactly the killed processes died, and that each was restarted."""
-    deaths = Counter(event.actor for _, event in log if isinstance(event, ActorExited) and event.reason != "stopped")
-    assert deaths == Counter(killed)
+    exits = [event for _, event in log if isinstance(event, ActorExited) and event.reason != "stopped"]
+    assert Counter(event.actor for event in exits) == Counter(killed), exits
     restarts = Counter(event.actor for _, event in log if isinstance(event, ActorStarted) and event.restarts > 0)
     assert restarts == Counter(killed)
 

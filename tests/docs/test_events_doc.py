@@ -10,7 +10,6 @@ import anyio
 import pytest
 from anyio.streams.text import TextReceiveStream
 
-from messages.base import Plane, message_types, tag_of
 from messages.events import BatchTrained, GroupCompleted, Outcome, VerdictGiven
 from messages.ledger import BatchReady, GroupRef, GroupsClosed, GroupsIssued, IssuedGroup
 from messages.samples import SampleStatus, SampleSummary
@@ -88,13 +87,3 @@ def test_no_page_puts_the_password_on_a_command_line() -> None:
     for page in pages:
         for line in page.read_text().splitlines():
             assert "bus.url)" not in line or line.strip().startswith("export "), f"{page.name}: {line}"
-
-
-def test_the_page_names_events_that_exist() -> None:
-    """Each row of the table: topics, and types of these topics."""
-    types = {message_type.topic: tag_of(message_type) for message_type in message_types().values()}
-    rows = [line.split("|")[1:3] for line in PAGE.read_text().splitlines() if line.startswith("| `")]
-    for topics, tags in rows:
-        assert [types[topic.strip(" `")] for topic in topics.split(",")] == [tag.strip(" `") for tag in tags.split(",")]
-    events = {message_type for message_type in message_types().values() if message_type.plane is Plane.EVENT}
-    assert len(rows) > len(events) / 2

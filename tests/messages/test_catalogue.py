@@ -4,6 +4,8 @@ import json
 import re
 from pathlib import Path
 
+import pytest
+
 from actors.registry import ROLES, actor_type
 from bin import describe_messages
 from messages import message_types, tag_of
@@ -23,11 +25,13 @@ def test_a_stale_catalogue_is_found(tmp_path: Path) -> None:
     assert describe_messages.main(["--docs", str(tmp_path), "--check"]) == 1
 
 
-def test_every_reference_of_the_asyncapi_document_leads_somewhere() -> None:
-    text = (DOCS / "messages" / "asyncapi.json").read_text()
-    document = json.loads(text)
-    for reference in re.findall(r'"\$ref": ?"#/([^"]+)"', text):
-        place = document
+@pytest.mark.parametrize("name", ["asyncapi.json", "schema.json"])
+def test_every_reference_of_a_document_leads_somewhere(name: str) -> None:
+    text = (DOCS / "messages" / name).read_text()
+    references = re.findall(r'"\$ref": ?"([^"#]*)#/([^"]+)"', text)
+    assert len(references) == text.count('"$ref"') > 20
+    for file, reference in references:
+        place = json.loads((DOCS / "messages" / (file or name)).read_text())
         for part in reference.split("/"):
             place = place[part]
 
@@ -42,6 +46,6 @@ def test_every_stored_message_has_a_writer_and_every_task_a_reader() -> None:
 
 
 def test_arrays_are_described_as_lists_of_numbers_and_as_what_they_are_packed() -> None:
-    field = json_schemas()["Segment"]["properties"]["rollout_log_probs"]
+    field = json_schemas()["$defs"]["Segment"]["properties"]["rollout_log_probs"]
     assert field["items"] == {"type": "number"}
     assert "extension 2 (float32" in field["description"]

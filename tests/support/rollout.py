@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import msgspec
 
 from actors.registry import hosted
+from actors.rollout.actor import RolloutActor
+from actors.rollout.groups.task_runner import ACK_WAIT_S
 from messages import (
     GroupCompleted,
     Int32Array,
@@ -84,14 +87,25 @@ async def grade(bus: Bus, reward: float = 1.0) -> None:
 
 @asynccontextmanager
 async def rollout_actor(
-    bus: Bus, router_url: str, engines: list[ScriptedEngine], topology: Topology, *, agent: str = ""
+    bus: Bus,
+    router_url: str,
+    engines: list[ScriptedEngine],
+    topology: Topology,
+    *,
+    agent: str = "",
+    ack_wait_s: float = ACK_WAIT_S,
 ) -> AsyncGenerator[None]:
     """Run a rollout actor on some engines, as if a node daemon had started them."""
+
+    def build(view: Bus) -> RolloutActor:
+        return RolloutActor(topology, view, ack_wait_s=ack_wait_s)
+
+    actor = msgspec.structs.replace(hosted("rollout", topology, Path()), build=build)
     for index, engine in enumerate(engines):
         await bus.kv.put(address_key("engine", "policy", index), Address(url=engine.url, agent=agent))
     await bus.kv.put(address_key("router", "policy", 0), Address(url=router_url))
     async with anyio.create_task_group() as group:
-        group.start_soon(host, bus, [hosted("rollout", topology, Path())])
+        group.start_soon(host, bus, [actor])
         try:
             yield
         finally:

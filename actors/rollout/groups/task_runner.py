@@ -47,14 +47,18 @@ class TaskRunner:
         bus: source of the tasks.
         pool: name of the engine pool.
         target: the target weights; tells which evaluations have ended.
+        ack_wait_s: time after which the tasks of a crashed rollout actor are redelivered to another one.
     """
 
-    def __init__(self, topology: Topology, bus: Bus, pool: str, target: TargetWeights) -> None:
+    def __init__(
+        self, topology: Topology, bus: Bus, pool: str, target: TargetWeights, *, ack_wait_s: float = ACK_WAIT_S
+    ) -> None:
         engines = topology.engines[pool]
         self._topology = topology
         self._bus = bus
         self._pool = pool
         self._target = target
+        self._ack_wait_s = ack_wait_s
         self._slots = Slots(engines.concurrency * num_engines(engines))
         self._inheritance = Inheritance(bus)
         self._num_groups = 0
@@ -73,7 +77,7 @@ class TaskRunner:
         durable = f"rollout-{self._pool}"
         async with (
             self._bus.consume(
-                RolloutRequested, durable=durable, ack_wait_s=ACK_WAIT_S, max_ack_pending=self._slots.total
+                RolloutRequested, durable=durable, ack_wait_s=self._ack_wait_s, max_ack_pending=self._slots.total
             ) as deliveries,
             anyio.create_task_group() as group,
         ):
@@ -92,7 +96,7 @@ class TaskRunner:
         durable = f"eval-{self._pool}"
         async with (
             self._bus.consume(
-                EvalRequested, durable=durable, ack_wait_s=ACK_WAIT_S, max_ack_pending=self._slots.total
+                EvalRequested, durable=durable, ack_wait_s=self._ack_wait_s, max_ack_pending=self._slots.total
             ) as deliveries,
             anyio.create_task_group() as group,
         ):

@@ -20,7 +20,7 @@ from actors.rollout.sglang.errors import (
     EngineUnavailable,
     RequestRefused,
 )
-from actors.rollout.sglang.events import DONE, EventTooLarge, events_of
+from actors.rollout.sglang.events import DONE, MAX_EVENT_BYTES, EventTooLarge, events_of
 from actors.rollout.sglang.streams import Stream, refusal_in
 from runtime.util.secrets import Secret
 
@@ -113,6 +113,9 @@ class SglangClient:
         *,
         update_timeout_s: float = 600.0,
         generate_timeout_s: float = 14_400.0,
+        admin_timeout_s: float = ADMIN_TIMEOUT_S,
+        max_answer_bytes: int = MAX_ANSWER_BYTES,
+        max_event_bytes: int = MAX_EVENT_BYTES,
     ) -> None:
         """Use an HTTP session.
 
@@ -122,7 +125,13 @@ class SglangClient:
             strangers: URLs of external engines; they never get the key.
             update_timeout_s: for loading weights, and for computing their checksum.
             generate_timeout_s: for the longest answer, at the router.
+            admin_timeout_s: for control calls and health checks.
+            max_answer_bytes: limit of a response that is not streamed.
+            max_event_bytes: limit of an event of a streamed response.
         """
+        self._admin_timeout_s = admin_timeout_s
+        self._max_answer_bytes = max_answer_bytes
+        self._max_event_bytes = max_event_bytes
         self._update_timeout_s = update_timeout_s
         self._session = session
         self._generate_timeout_s = generate_timeout_s + BEYOND_ROUTER_S
@@ -174,7 +183,7 @@ class SglangClient:
         data = msgspec.json.encode({**body, "stream": True})
         async with self._request("POST", url, data, self._generate_timeout_s) as response:
             try:
-                async for event in events_of(response.content):
+                async for event in events_of(response.content, self._max_event_bytes):
                     if event == DONE:
                         break
                     _raise_streamed(url, event)
@@ -197,7 +206,7 @@ class SglangClient:
     async def is_paused(self, engine: str) -> bool:
         """Whether an engine responds that it is not generating now; False if it does not respond."""
         try:
-            await self._send("GET", engine + "/ready", None, ADMIN_TIMEOUT_S)
+            await self._send("GET", engine + "/ready", None, self._admin_timeout_s)
         except EngineBusy:
             return True
         except EngineError:
@@ -211,7 +220,7 @@ class SglangClient:
         """
         url = engine + "/v1/loads"
         try:
-            return _decode(url, await self._send("GET", url, None, ADMIN_TIMEOUT_S), LoadsAnswer).loads
+            return _decode(url, await self._send("GET", url, None, self._admin_timeout_s), LoadsAnswer).loads
         except EngineError:
             return None
 
@@ -222,21 +231,21 @@ class SglangClient:
 
     async def pause(self, engine: str, mode: str) -> None:
         """Pause generation; running requests are retracted or kept, depending on the mode."""
-        await self._post(engine + "/pause_generation", {"mode": mode}, ADMIN_TIMEOUT_S)
+        await self._post(engine + "/pause_generation", {"mode": mode}, self._admin_timeout_s)
 
     async def proceed(self, engine: str) -> None:
         """End a pause, if there is one."""
-        await self._post(engine + "/continue_generation", {}, ADMIN_TIMEOUT_S)
+        await self._post(engine + "/continue_generation", {}, self._admin_timeout_s)
 
     async def server_info(self, engine: str) -> dict[str, Any]:
         """Return an engine's server info: arguments, version, layout."""
         url = engine + "/server_info"
-        return _decode(url, await self._send("GET", url, None, ADMIN_TIMEOUT_S), dict[str, Any])
+        return _decode(url, await self._send("GET", url, None, self._admin_timeout_s), dict[str, Any])
 
     async def model_info(self, engine: str) -> dict[str, Any]:
         """Return an engine's model info."""
         url = engine + "/model_info"
-        return _decode(url, await self._send("GET", url, None, ADMIN_TIMEOUT_S), dict[str, Any])
+        return _decode(url, await self._send("GET", url, None, self._admin_timeout_s), dict[str, Any])
 
     async def update_weights(self, engine: str, path: str, label: str, *, flush_cache: bool = True) -> None:
         """Load weights from a directory. The engine finishes its running requests first unless it is paused."""
@@ -251,7 +260,7 @@ class SglangClient:
     async def update_version(self, engine: str, label: str) -> None:
         """Change an engine's weight label, from the next token on."""
         body = {"new_version": label, "abort_all_requests": False}
-        await self._post(engine + "/update_weight_version", body, ADMIN_TIMEOUT_S)
+        await self._post(engine + "/update_weight_version", body, self._admin_timeout_s)
 
     async def checksum(self, engine: str) -> str | None:
         """Return the checksum of an engine's weights."""
@@ -279,7 +288,7 @@ class SglangClient:
     async def abort(self, engine: str, rid: str | None) -> None:
         """Abort one request, or all requests of an engine if rid is None. Unknown requests are ignored."""
         body = {"abort_all": True} if rid is None else {"rid": rid}
-        await self._post(engine + "/abort_request", body, ADMIN_TIMEOUT_S)
+        await self._post(engine + "/abort_request", body, self._admin_timeout_s)
 
     async def flush_cache(self, engine: str, within_s: float) -> None:
         """Flush an engine's cache once it is idle.
@@ -287,7 +296,7 @@ class SglangClient:
         Raises:
             RequestRefused: it is not idle within that time.
         """
-        await self._post(f"{engine}/flush_cache?timeout={within_s:g}", {}, within_s + ADMIN_TIMEOUT_S)
+        await self._post(f"{engine}/flush_cache?timeout={within_s:g}", {}, within_s + self._admin_timeout_s)
 
     async def release_memory(self, engine: str, tags: Sequence[str]) -> None:
         """Make an idle engine release memory; memory.py ensures the order."""
@@ -300,18 +309,18 @@ class SglangClient:
     async def workers(self, router: str) -> list[RouterWorker]:
         """Return the router's worker list."""
         url = router + "/workers"
-        return _decode(url, await self._send("GET", url, None, ADMIN_TIMEOUT_S), WorkerList).workers
+        return _decode(url, await self._send("GET", url, None, self._admin_timeout_s), WorkerList).workers
 
     async def add_worker(self, router: str, engine: str) -> None:
         """Add an engine to the router, which registers it in the background."""
         body = {"url": engine}
         if self._key is not None and not engine.startswith(self._strangers):
             body["api_key"] = self._key.reveal()
-        await self._post(router + "/workers", body, ADMIN_TIMEOUT_S)
+        await self._post(router + "/workers", body, self._admin_timeout_s)
 
     async def remove_worker(self, router: str, worker: RouterWorker) -> None:
         """Remove an engine from the router."""
-        await self._send("DELETE", f"{router}/workers/{worker.id}", None, ADMIN_TIMEOUT_S)
+        await self._send("DELETE", f"{router}/workers/{worker.id}", None, self._admin_timeout_s)
 
     async def order(self, url: str, body: dict[str, Any], timeout_s: float) -> None:
         """Send a control call without a result; used by updates.py."""
@@ -324,12 +333,12 @@ class SglangClient:
         """Send a GET request, repeating it after a timeout."""
         for _ in range(SILENT_TRIES - 1):
             with suppress(EngineSilent):
-                return await self._send("GET", url, None, ADMIN_TIMEOUT_S)
-        return await self._send("GET", url, None, ADMIN_TIMEOUT_S)
+                return await self._send("GET", url, None, self._admin_timeout_s)
+        return await self._send("GET", url, None, self._admin_timeout_s)
 
     async def _send(self, method: str, url: str, data: bytes | None, timeout_s: float) -> bytes:
         async with self._request(method, url, data, timeout_s) as response:
-            return await _read_all(url, response)
+            return await _read_all(url, response, self._max_answer_bytes)
 
     @asynccontextmanager
     async def _request(
@@ -341,7 +350,7 @@ class SglangClient:
         try:
             async with self._session.request(method, url, data=data, headers=headers, timeout=timeout) as response:
                 if response.status >= 300:
-                    raise _error(url, response.status, _shown(await _read_all(url, response)))
+                    raise _error(url, response.status, _shown(await _read_all(url, response, self._max_answer_bytes)))
                 yield response
         except TimeoutError as error:  # some timeouts are ClientErrors too
             raise EngineSilent(f"{url}: no answer within {timeout_s:g} s") from error
@@ -363,13 +372,13 @@ def _add(url: str, stream: Stream, event: bytes) -> None:
         raise BadAnswer(url, f"bad chunk: {error}: {_shown(event)}", label) from error
 
 
-async def _read_all(url: str, response: aiohttp.ClientResponse) -> bytes:
-    """Read a response. Raises EngineFailed if it exceeds MAX_ANSWER_BYTES."""
+async def _read_all(url: str, response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
+    """Read a response. Raises EngineFailed if it exceeds `max_bytes`."""
     data = bytearray()
     async for part in response.content.iter_any():
         data += part
-        if len(data) > MAX_ANSWER_BYTES:
-            raise EngineFailed(f"{url}: an answer of more than {MAX_ANSWER_BYTES} bytes")
+        if len(data) > max_bytes:
+            raise EngineFailed(f"{url}: an answer of more than {max_bytes} bytes")
     return bytes(data)
 
 

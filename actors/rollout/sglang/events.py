@@ -13,13 +13,18 @@ _BOM: Final = b"\xef\xbb\xbf"
 
 
 class EventTooLarge(ValueError):
-    """An event exceeds MAX_EVENT_BYTES."""
+    """An event exceeds the limit."""
 
 
 class EventReader:
-    """Incremental parser for server-sent events. Ignores comments and fields other than data."""
+    """Incremental parser for server-sent events. Ignores comments and fields other than data.
 
-    def __init__(self) -> None:
+    Args:
+        max_event_bytes: limit of an event.
+    """
+
+    def __init__(self, max_event_bytes: int = MAX_EVENT_BYTES) -> None:
+        self._max_event_bytes = max_event_bytes
         self._rest = bytearray()  # incomplete line
         self._data: list[bytes] = []  # data lines of the current event
         self._size = 0  # bytes in those lines
@@ -39,8 +44,8 @@ class EventReader:
             begin = searched = end.end()
             yield from self._line(line)
         del self._rest[:begin]
-        if len(self._rest) + self._size > MAX_EVENT_BYTES:
-            raise EventTooLarge(f"an event has no end within {MAX_EVENT_BYTES} bytes")
+        if len(self._rest) + self._size > self._max_event_bytes:
+            raise EventTooLarge(f"an event has no end within {self._max_event_bytes} bytes")
 
     def _line(self, line: bytes) -> Iterator[bytes]:
         if not self._begun:
@@ -53,13 +58,13 @@ class EventReader:
             yield event
 
 
-async def events_of(content: aiohttp.StreamReader) -> AsyncGenerator[bytes]:
+async def events_of(content: aiohttp.StreamReader, max_event_bytes: int = MAX_EVENT_BYTES) -> AsyncGenerator[bytes]:
     """Yield the data of server-sent events; an incomplete last event is dropped.
 
     Raises:
         EventTooLarge: an event is too large.
     """
-    reader = EventReader()
+    reader = EventReader(max_event_bytes)
     async for part in _parts_of(content):
         for event in reader.feed(part):
             yield event

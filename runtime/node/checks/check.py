@@ -8,8 +8,8 @@ from runtime.node.checks.buses import Asker, check_bus
 from runtime.node.checks.files import check_paths, paths_of
 from runtime.node.checks.findings import Checked, Findings
 from runtime.node.checks.machine import check_machine
-from runtime.settings.load import LoadedTopology
 from runtime.settings.gpus import parse_gpus
+from runtime.settings.load import LoadedTopology
 from runtime.settings.placement import gpus_of, home_node, max_sample_tokens
 from runtime.settings.reading.config import Problem
 from runtime.settings.recipe import max_prompt_len

@@ -62,12 +62,16 @@ def is_free(host: str, port: int) -> bool:
     return True
 
 
-def free_port(host: str = "127.0.0.1") -> int:
+def free_port(host: str = "127.0.0.1", *, connections: Path = CONNECTIONS) -> int:
     """Return a port that was free a moment ago. Another program may take it first, so be ready to retry.
 
     It is outside of the kernel's range for outgoing connections, so no connection takes it while a server starts.
+
+    Args:
+        host: address to listen on.
+        connections: file with that range.
     """
-    lowest = _lowest_of_connections()
+    lowest = _lowest_of_connections(connections)
     for _ in range(TRIES if lowest > LOWEST else 0):
         port = LOWEST + secrets.randbelow(lowest - LOWEST)
         if is_free(host, port):
@@ -77,10 +81,10 @@ def free_port(host: str = "127.0.0.1") -> int:
         return int(probe.getsockname()[1])
 
 
-def _lowest_of_connections() -> int:
+def _lowest_of_connections(connections: Path) -> int:
     """Return the lowest port that the kernel uses for outgoing connections; 0 if unknown."""
     try:
-        return int(CONNECTIONS.read_text().split()[0])
+        return int(connections.read_text().split()[0])
     except (OSError, ValueError, IndexError):
         return 0
 

@@ -25,7 +25,7 @@ from messages.ledger import EvalSetSize
 from runtime.bus.limits import MAX_EVENT_BYTES
 from runtime.settings.load import load_topology
 from runtime.settings.sizes import growing_events
-from tests.runtime.settings.test_topology import LAPTOP, problems
+from tests.runtime.settings.shipped import LAPTOP, problems
 
 LARGE = 10**12  # larger than any sequence or number of a group
 EVAL = 'eval=[{name="t", path="x.jsonl", interval=1, n_samples_per_eval_prompt=%d}]'

@@ -189,7 +189,7 @@ async def test_notes_that_fit_no_event_cost_their_group_and_not_the_actor(bus: B
     assert isinstance(evaluated, EvalCompleted)
     assert [(sample.reward, sample.metadata) for sample in evaluated.samples] == [(1.0, {})]
     assert isinstance(failed, GroupFailed)
-    assert "8388608 are taken" in failed.reason
+    assert "allowed: at most 8388608" in failed.reason
 
 
 async def test_a_sample_that_waits_for_its_score_alone_is_scored_with_all_its_text(bus: Bus, router_url: str) -> None:

@@ -83,10 +83,7 @@ async def test_a_weight_update_names_its_version_and_drops_what_was_computed_und
     ]
 
 
-async def test_one_look_that_is_answered_late_does_not_make_an_engine_another_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("actors.rollout.sglang.client.ADMIN_TIMEOUT_S", 0.3)
+async def test_one_look_that_is_answered_late_does_not_make_an_engine_another_one() -> None:
     asked: list[str] = []
     never = asyncio.Event()
 
@@ -104,7 +101,7 @@ async def test_one_look_that_is_answered_late_does_not_make_an_engine_another_on
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         url = f"http://127.0.0.1:{runner.addresses[0][1]}"
         async with aiohttp.ClientSession() as session:
-            client = SglangClient(session)
+            client = SglangClient(session, admin_timeout_s=0.3)
             assert await client.ready(url)
             assert await client.weight_version(url) == "7@e"
             assert not await client.ready(url + "/hung")
@@ -114,10 +111,7 @@ async def test_one_look_that_is_answered_late_does_not_make_an_engine_another_on
     assert asked == 2 * ["/ready"] + 2 * ["/model_info"] + 2 * ["/hung/ready"]
 
 
-async def test_an_answer_without_end_is_the_engines_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("actors.rollout.sglang.client.MAX_ANSWER_BYTES", 100_000)
-    monkeypatch.setattr("actors.rollout.sglang.events.MAX_EVENT_BYTES", 100_000)
-
+async def test_an_answer_without_end_is_the_engines_failure() -> None:
     async def answer(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse()
         await response.prepare(request)
@@ -135,7 +129,7 @@ async def test_an_answer_without_end_is_the_engines_failure(monkeypatch: pytest.
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         url = f"http://127.0.0.1:{runner.addresses[0][1]}"
         async with aiohttp.ClientSession() as session:
-            client = SglangClient(session)
+            client = SglangClient(session, max_answer_bytes=100_000, max_event_bytes=100_000)
             with pytest.raises(EngineFailed, match="an answer of more than 100000 bytes"):
                 await client.generate(url, body)
             with pytest.raises(BadAnswer, match="an event has no end within 100000 bytes"):

@@ -9,13 +9,12 @@ from aiohttp.base_protocol import BaseProtocol
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.rollout.sglang import events as sse
-from actors.rollout.sglang.events import EventReader, EventTooLarge, events_of
+from actors.rollout.sglang.events import MAX_EVENT_BYTES, EventReader, EventTooLarge, events_of
 
 
-def events_in(*parts: bytes) -> list[bytes]:
+def events_in(*parts: bytes, max_event_bytes: int = MAX_EVENT_BYTES) -> list[bytes]:
     """The events in bytes that come in these parts."""
-    reader = EventReader()
+    reader = EventReader(max_event_bytes)
     return [event for part in parts for event in reader.feed(part)]
 
 
@@ -70,8 +69,8 @@ def test_events_are_read_however_they_are_cut(written: list[tuple[bytes, str, st
 
 
 @pytest.mark.parametrize("endless", [b"data: xxxxxxx", b": comment", b"data: x\n"])
-def test_an_event_without_end_is_refused(monkeypatch: pytest.MonkeyPatch, endless: bytes) -> None:
-    monkeypatch.setattr(sse, "MAX_EVENT_BYTES", 1000)
-    assert events_in(b"data: " + b"x" * 900 + b"\n\n", b"data: " + b"x" * 900 + b"\n\n") == 2 * [b"x" * 900]
+def test_an_event_without_end_is_refused(endless: bytes) -> None:
+    longest = b"data: " + b"x" * 900 + b"\n\n"
+    assert events_in(longest, longest, max_event_bytes=1000) == 2 * [b"x" * 900]
     with pytest.raises(EventTooLarge, match="no end within 1000 bytes"):
-        events_in(*[endless] * 2000)
+        events_in(*[endless] * 2000, max_event_bytes=1000)

@@ -7,11 +7,22 @@ from pathlib import Path
 import pytest
 
 from runtime.bus.addresses import address_key
-from runtime.node.supervisor import ports
 from runtime.node.supervisor.ports import LOWEST, PortInUse, ReadyServers, choose_port, free_port, holder_of, is_free
 from runtime.node.supervisor.state_changes import Exited, Ready
 from runtime.settings.processes import PortRequest, ProcessSpec, WhenListening
 from tests.runtime.node.supervisor.test_supervisor import python, supervising
+
+pytestmark = pytest.mark.anyio
+
+TELLS = """
+    import http.server, sys
+    from pathlib import Path
+    told = Path(sys.argv[2])
+    told.write_text((told.read_text() if told.exists() else "") + f"<{sys.argv[3]}>")
+    if sys.argv[3] and "fails" in sys.argv[4]:
+        sys.exit(1)
+    http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), http.server.BaseHTTPRequestHandler).serve_forever()
+"""
 
 
 def test_a_taken_port_is_refused_when_fixed_and_avoided_when_not() -> None:
@@ -29,18 +40,17 @@ def test_a_free_port_is_kept() -> None:
     assert choose_port("127.0.0.1", fixed=port) == port
 
 
-def test_a_free_port_is_none_that_connections_get(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_free_port_is_none_that_connections_get(tmp_path: Path) -> None:
     (tmp_path / "range").write_text("32768\t60999\n")
-    monkeypatch.setattr(ports, "CONNECTIONS", tmp_path / "range")
-    assert all(LOWEST <= free_port() < 32768 for _ in range(100))
+    assert all(LOWEST <= free_port(connections=tmp_path / "range") < 32768 for _ in range(100))
 
 
-def test_without_such_ports_any_free_one_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_such_ports_any_free_one_is_taken(tmp_path: Path) -> None:
     for known in ("1024\t65535\n", "nonsense", None):
         if known is not None:
             (tmp_path / "range").write_text(known)
-        monkeypatch.setattr(ports, "CONNECTIONS", tmp_path / ("range" if known else "missing"))
-        assert is_free("127.0.0.1", free_port())
+        file = tmp_path / ("range" if known else "missing")
+        assert is_free("127.0.0.1", free_port(connections=file))
 
 
 def test_a_fixed_port_in_use_is_refused_with_its_holder_and_its_key() -> None:

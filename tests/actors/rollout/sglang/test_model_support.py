@@ -2,7 +2,7 @@
 
 import pytest
 
-from runtime.models.fp8 import sglang_refuses
+from actors.rollout.sglang.model_support import fp8_refusal
 
 # Qwen3-0.6B: 16 heads and 8 key-value heads of 128, 3072 inside the MLP; Qwen3-30B-A3B's experts have 768.
 DENSE = {
@@ -58,8 +58,8 @@ def test_a_size_that_blocks_do_not_divide_is_named(
     shapes: dict[str, tuple[int, ...]], ranks: int, in_the_way: str | None
 ) -> None:
     expected = None if in_the_way is None else f"{in_the_way}: SGLang reads FP8 in multiples of 128 there"
-    assert sglang_refuses(shapes, 128, tp_size=ranks) == expected
+    assert fp8_refusal(shapes, 128, tp_size=ranks) == expected
 
 
 def test_experts_that_are_shared_out_whole_are_not_cut() -> None:
-    assert sglang_refuses(DENSE | EXPERTS, 128, tp_size=8, ep_size=8) is None
+    assert fp8_refusal(DENSE | EXPERTS, 128, tp_size=8, ep_size=8) is None

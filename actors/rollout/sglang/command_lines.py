@@ -1,0 +1,113 @@
+"""Command lines and environments of SGLang servers and of sglang-router."""
+
+import json
+import sys
+from collections.abc import Mapping
+from typing import Any, Final
+
+from actors.rollout.sglang.facts import KEPT_OF_INPUT, NO_DIAGNOSTICS, OVERRIDES
+from actors.rollout.sglang.peer_weights import PEERS_VARIABLE
+from actors.rollout.sglang.server_arguments import FOREIGN, LAUNCH
+from runtime.models.fp8 import SERVED
+from runtime.settings.placement import served_dtype
+from runtime.settings.topology import EngineConfig, Topology, sglang_arguments
+
+READY_TIMEOUT_S: Final = 1800.0  # a slow disk needs that long for a large model
+STREAM_INTERVAL: Final = 64  # tokens per streamed chunk; an engine crash loses at most this many tokens of a sample
+READY_PATH: Final = "/ready"  # runs no forward pass; answers 503 while generation is paused
+RANK_PATH: Final = "/health"  # of ranks that serve no requests
+ROUTER_PATH: Final = "/liveness"
+SERVER_ENVIRONMENT: Final = FOREIGN | NO_DIAGNOSTICS
+METRICS_HOST: Final = "127.0.0.2"  # the router needs a free metrics port: its own port on another loopback address
+
+
+def server_command(topology: Topology, engine: EngineConfig, index: int) -> tuple[str, ...]:
+    """Return the command line of an SGLang server; every key of the pool's sglang table is a server argument."""
+    own = {
+        "tp_size": engine.num_gpus_per_engine if engine.gpus else engine.num_processes,
+        "dtype": served_dtype(topology, engine),
+    }  # SGLang's default serves a float32 model in float16
+    arguments: dict[str, Any] = own | common_arguments(topology, engine, index)
+    if topology.model.trust_remote_code:
+        arguments["trust_remote_code"] = True
+    if topology.model.random_init:
+        arguments["load_format"] = "dummy"
+    if engine.colocate is not None and engine.gpus is not None:
+        arguments["enable_memory_saver"] = True  # without it SGLang does not release memory on request
+    arguments |= {argument.name: argument.value for argument in sglang_arguments(engine)}
+    if engine.weight_format == "fp8":  # the checkpoint is not: start with dummy weights until the first update
+        config = {"quantization_config": SERVED, **arguments.get(OVERRIDES, {})}
+        arguments |= {"quantization": "fp8", OVERRIDES: config, "load_format": "dummy"}
+    command = [engine.python or sys.executable, LAUNCH, "sglang.launch_server"]
+    return with_arguments([*command, "--model-path", topology.model.hf_checkpoint], arguments)
+
+
+def peers_environment(engine: EngineConfig) -> dict[str, str]:
+    """Return the variable that lists the peer engines; the launcher takes the first weights from one of them."""
+    return {PEERS_VARIABLE: "{others}"} if engine.start_weights == "peer" else {}
+
+
+def rank_arguments(rank: int, num_processes: int) -> tuple[str, ...]:
+    """Return the arguments of one process of an engine that has several."""
+    return (*_words("nnodes", num_processes), *_words("node_rank", rank), "--dist-init-addr={peers}")
+
+
+def common_arguments(topology: Topology, engine: EngineConfig, index: int) -> dict[str, object]:
+    """Return the arguments that an SGLang server and a tiny engine both take."""
+    longest = topology.rollout.max_context_len
+    arguments: dict[str, object | None] = {
+        "max_running_requests": engine.concurrency,
+        "random_seed": topology.run.seed + index,
+        "stream_interval": STREAM_INTERVAL,
+        "incremental_streaming_output": True,
+        "max_total_tokens": engine.max_total_tokens,
+        "context_length": None if longest is None else longest + KEPT_OF_INPUT,
+    }
+    return {name: value for name, value in arguments.items() if value is not None}
+
+
+def with_arguments(command: list[str], arguments: Mapping[str, object]) -> tuple[str, ...]:
+    """Append the address and the arguments to a server's command."""
+    words = (word for name, value in arguments.items() for word in _words(name, value))
+    return (*command, "--host", "{host}", "--port", "{port}", *words)
+
+
+def router_command(topology: Topology) -> tuple[str, ...]:
+    """Return the command line of sglang-router."""
+    command = (sys.executable, "-P", LAUNCH, "sglang_router.launch_router", "--host", "{host}", "--port", "{port}")
+    options = (
+        "--policy",
+        "round_robin",
+        "--disable-retries",  # the rollout actor resends lost requests
+        "--disable-circuit-breaker",  # the rollout actor decides which engines serve
+        "--health-check-endpoint",
+        "/model_info",  # /health blocks while an engine is paused
+        "--request-timeout-secs",
+        str(topology.rollout.generate_timeout_s),
+        "--worker-startup-check-interval",
+        "1",
+        "--prometheus-host",
+        METRICS_HOST,
+        "--prometheus-port",
+        "{port}",
+        "--log-level",
+        "warn",
+    )
+    return (*command, *options)
+
+
+def _words(name: str, value: object) -> tuple[str, ...]:
+    """Format an argument for the command line that launch.py parses.
+
+    Tables and lists become JSON; true becomes --NAME and false --no-NAME.
+    """
+    flag = name.replace("_", "-")
+    match value:
+        case bool():
+            return (f"--{flag}" if value else f"--no-{flag}",)
+        case str():
+            return (f"--{flag}", value) if value and not value.startswith("-") else (f"--{flag}={value}",)
+        case int() | float():
+            return (f"--{flag}", str(value))
+        case _:
+            return (f"--{flag}={json.dumps(value)}",)

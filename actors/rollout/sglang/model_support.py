@@ -1,0 +1,88 @@
+"""Models that SGLang 0.5.23 cannot serve, although the trainer can train them.
+
+In FP8 (`layers/quantization/fp8.py`), SGLang on one rank reads blocks of 128 for any shape, except for projections
+that it fuses (query, key and value; gate and up; those of experts). Their rows, and an expert's inner size, must be
+multiples of 128. With several ranks this applies to each rank's shard of rows and columns.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from runtime.models.experts import Qwen3MoeKeys
+from runtime.models.fp8 import BLOCK, is_quantized
+from runtime.settings.topology import EngineConfig, sglang_arguments
+
+_HEADS: Final = {
+    "q_proj": "num_attention_heads x head_dim",
+    "k_proj": "num_key_value_heads x head_dim",
+    "v_proj": "num_key_value_heads x head_dim",
+}
+_JOINED: Final = ("gate_proj", "up_proj")
+_BY_ROWS: Final = ("q_b_proj", "kv_b_proj")  # not fused, sharded by rows
+_BY_COLUMNS: Final = ("o_proj", "down_proj")
+
+
+def dense_layers_refusal(directory: Path) -> str:
+    """Return why SGLang cannot serve a Qwen3-MoE with dense layers: it builds experts in them, another model.
+
+    Args:
+        directory: of the model, whose config.json makes some layers dense.
+    """
+    config = directory / "config.json"
+    keys = msgspec.json.decode(config.read_bytes(), type=Qwen3MoeKeys)
+    if keys.mlp_only_layers:
+        found, allowed = f"mlp_only_layers = {list(keys.mlp_only_layers)}", "[]"
+    else:
+        found, allowed = f"decoder_sparse_step = {keys.decoder_sparse_step}", "1"
+    return f"{config}: {found}, and SGLang builds experts in those layers all the same; allowed for it: {allowed}"
+
+
+def parallel_sizes(engine: EngineConfig) -> tuple[int, int]:
+    """Return the number of ranks of a pool's engines, and over how many of them whole experts are distributed."""
+    arguments = {argument.name: argument.value for argument in sglang_arguments(engine)}
+    ranks = arguments.get("tp_size") or arguments.get("tensor_parallel_size") or engine.num_gpus_per_engine
+    return ranks, arguments.get("ep_size") or arguments.get("expert_parallel_size") or 1
+
+
+def fp8_refusal(
+    shapes: Mapping[str, Sequence[int]], head_dim: int, *, tp_size: int = 1, ep_size: int = 1
+) -> str | None:
+    """Return why SGLang cannot read a model in blocks, with the unsupported size; None if it can.
+
+    Args:
+        shapes: of all tensors of the model by name.
+        head_dim: of one head. With more ranks than key-value heads, each rank has a whole head.
+        tp_size: ranks of an engine.
+        ep_size: ranks that the whole experts are distributed over.
+    """
+    for name, shape in shapes.items():
+        if is_quantized(name, shape):
+            ranks = tp_size // ep_size if ".experts." in name else tp_size
+            side, of_rank = _cut(name.split(".")[-2], shape, head_dim, ranks)
+            if of_rank % BLOCK:
+                part = f", {of_rank} on each of {ranks} ranks" if ranks > 1 else ""
+                return f"{_key(name)} = {side} of the model{part}: SGLang reads FP8 in multiples of {BLOCK} there"
+    return None
+
+
+def _cut(module: str, shape: Sequence[int], head_dim: int, ranks: int) -> tuple[int, int]:
+    """Return the side of a matrix that must be a multiple of the block, and a rank's shard of it; 0, 0: neither."""
+    rows, columns = shape
+    if module in _HEADS:
+        return rows, max(rows // ranks, head_dim)
+    if module in _JOINED or (module in _BY_ROWS and ranks > 1):
+        return rows, rows // ranks
+    return (columns, columns // ranks) if module in _BY_COLUMNS and ranks > 1 else (0, 0)
+
+
+def _key(name: str) -> str:
+    """Return the config.json key that determines a side, or the tensor's name."""
+    module = name.split(".")[-2]
+    if ".experts." in name:
+        return "moe_intermediate_size"
+    if module in _HEADS:
+        return _HEADS[module]
+    return name if ".shared_experts." in name or module in (*_BY_ROWS, "o_proj") else "intermediate_size"
