@@ -169,7 +169,8 @@ class TrainerConfig(Config, frozen=True, kw_only=True):
 
     # Device of the ranks.
     device: Literal["cuda", "cpu"] = "cuda"
-    # GPUs of the trainer, with one rank on each, such as "n0:0-7,n1:0-7". Needed with `device = "cuda"`.
+    # GPUs of the trainer, with one rank on each, such as "n0:0-7". Needed with `device = "cuda"`. Not implemented yet:
+    # GPUs of several nodes.
     gpus: Text | None = None
     # Number of ranks on the CPU. On GPUs there is one rank per GPU.
     num_processes: Positive = 1
@@ -210,7 +211,7 @@ class EngineConfig(Config, frozen=True, kw_only=True):
     gpus: Text | None = None
     # Share memory with the trainer: engines and trainer use it alternately. Needs `rollout.max_staleness = 0`.
     colocate: Literal["trainer"] | None = None
-    # Number of GPUs per engine.
+    # Number of GPUs per engine. Not implemented yet: an engine over several nodes.
     num_gpus_per_engine: Positive = 1
     # Number of processes per SGLang engine. Each takes an equal share of the engine's ranks and GPUs.
     num_processes: Positive = 1

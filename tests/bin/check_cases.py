@@ -216,8 +216,15 @@ REFUSED = {
         "trainer.megatron.moe_token_dispatcher_type",
         "micro-batches of a pipeline differ in length",
     ),
-    "two nodes": Case(
-        ("bus.url=nats://127.0.0.1:FREE", "nodes.b.address=10.0.0.2"), "nodes", "several nodes is not built yet"
+    "an address of another machine": Case(
+        ("nodes.local.address=203.0.113.9",),
+        "nodes.local.address",
+        "this machine does not have the address 203.0.113.9",
+    ),
+    "a name that does not resolve": Case(
+        ("nodes.local.address=n0.invalid",),
+        "nodes.local.address",
+        "neither an interface of this machine nor a DNS name",
     ),
     # engines
     "weights by shared memory of a copy": Case(
@@ -236,7 +243,12 @@ REFUSED = {
         "engines.policy.colocate",
         "engines that others run are not told to give memory back",
     ),
-    "machines of GPUs": Case((), "nodes", "several nodes is not built yet", DISAGGREGATE),
+    "a trainer over several nodes": Case(
+        ("trainer.gpus=n0:0-3,n1:0-3", "engines.policy.gpus=n0:4-7,n1:4-7"),
+        "trainer.gpus",
+        "not implemented yet: a trainer over several nodes",
+        DISAGGREGATE,
+    ),
     "GPUs that are not here": Case(("nodes.local.gpus=99",), "nodes.local.gpus", "this machine has"),
     "SGLang of nobody": Case(("engines.policy.kind=sglang",), "engines.policy.kind", "SGLang is not installed"),
     "SGLang not in it": Case(

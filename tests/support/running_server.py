@@ -48,7 +48,10 @@ class RunningServer:
             self._process = await asyncio.create_subprocess_exec(
                 *server_command(config, self._directory), stdout=output, stderr=output
             )
-        self.ports = await wait_ready(self._directory, self._process.pid, timeout_s=timeout_s, login=settings.login)
+        certificate = None if settings.certificate is None else settings.certificate.pem()
+        self.ports = await wait_ready(
+            self._directory, self._process.pid, timeout_s=timeout_s, login=settings.login, certificate=certificate
+        )
 
     async def kill(self) -> None:
         """Kill the server (SIGKILL)."""

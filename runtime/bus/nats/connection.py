@@ -95,7 +95,16 @@ class _Client(Client):
     """nats-py 2.16 client that survives three errors after which the original reads nothing while connected.
 
     These are a PONG for a cancelled or timed-out flush, a subject that is not UTF-8, and malformed headers.
+
+    With `requires_tls` it sends no login to a server that offers no TLS; the original would send it in plain text.
     """
+
+    requires_tls = False
+
+    def _connect_command(self) -> bytes:
+        if self.requires_tls and not self._server_info.get("tls_required"):
+            raise nats_errors.Error("the server offers no TLS: it is another one than that of the run")
+        return super()._connect_command()  # pyright: ignore[reportUnknownMemberType]
 
     def _build_message(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: Headers | None) -> Msg:
         if not subject.isascii():
@@ -189,6 +198,7 @@ class Connection:
     async def _connect(
         self, servers: str, login: Login | None, name: str, inboxes: str, certificate: str | None
     ) -> None:
+        self._client.requires_tls = certificate is not None
         await self._client.connect(
             servers=servers.split(","),
             name=name,

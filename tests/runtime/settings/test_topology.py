@@ -17,7 +17,7 @@ from runtime.settings.load import load_topology
 from runtime.settings.placement import data_parallel_size, num_engines, num_ranks
 from runtime.settings.recipe import eval_data, eval_sampling, max_prompt_len, over_sampling_batch_size
 from runtime.settings.topology import decode_topology, encode_topology
-from tests.runtime.settings.shipped import COLOCATE, LAPTOP, ROOT, SHIPPED
+from tests.runtime.settings.shipped import COLOCATE, DISAGGREGATE, LAPTOP, ROOT, SHIPPED
 from tests.support.cpu import interpreter_starts
 
 
@@ -69,9 +69,16 @@ def test_elsewhere_leaves_out_what_only_that_machine_can_show_and_says_so() -> N
 
 
 def test_a_start_refuses_what_it_would_not_do() -> None:
-    loaded = load_topology(LAPTOP, ("nodes.other.address=10.0.0.2", "bus.node=local"))
-    problem, *_ = check_here(loaded, node="local").problems
-    assert str(problem).endswith("a run on several nodes is not built yet; one is")
+    over_nodes = ("trainer.gpus=n0:0-3,n1:0-3", "engines.policy.gpus=n0:4-7,n1:4-7")
+    problem, *_ = check_here(load_topology(DISAGGREGATE, over_nodes), node="n0").problems
+    assert str(problem).endswith("not implemented yet: a trainer over several nodes; name GPUs of one node")
+    over_nodes = (
+        "trainer.gpus=n0:0-3",
+        "engines.policy.gpus=n0:4-7,n1:0-3",
+        "engines.policy.num_gpus_per_engine=8",
+    )
+    problem, *_ = check_here(load_topology(DISAGGREGATE, over_nodes), node="n0").problems
+    assert "num_gpus_per_engine = 8: not implemented yet: an engine over several nodes" in str(problem)
 
 
 @pytest.mark.usefixtures("no_gpus")

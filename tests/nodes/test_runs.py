@@ -1,0 +1,94 @@
+"""A run on two machines that share its directory, started with one command on each."""
+
+import json
+import stat
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.support.machines.lan import ROOT, Lan, machines
+from tests.support.machines.machine import Machine, Process
+
+pytestmark = pytest.mark.nodes
+
+TWO = """
+include = "laptop.toml"
+run = {{ name = "two", dir = "{directory}" }}
+train.num_steps = {steps}
+nodes.local = {{ address = "{home}", gpus = 0 }}
+nodes.n1 = {{ address = "{other}", wait_s = 60 }}
+bus.node = "local"
+engines.policy.nodes = ["n1", "local"]
+engines.policy.num_engines = 2
+reward.nodes = ["n1"]
+"""
+RUN_S = 240.0
+
+
+def topology(directory: Path, *, home: str = "auto", other: str = "auto", steps: int = 20) -> Path:
+    file = directory / "two.toml"
+    file.write_text(TWO.format(directory=directory, home=home, other=other, steps=steps))
+    return file
+
+
+def start(machine: Machine, file: Path, node: str, *options: str) -> Process:
+    command = [sys.executable, "-P", str(ROOT / "bin" / "start_topology.py"), str(file), "--node", node, *options]
+    return machine.start(command, cwd=file.parent)
+
+
+def result(run_dir: Path) -> dict[str, Any]:
+    return msgspec.json.decode((run_dir / "result.json").read_bytes())
+
+
+def servers(machine: Machine) -> set[str]:
+    """Addresses at which a machine listens, beyond itself."""
+    return {each.address for each in machine.listening() if not each.address.startswith("127.")}
+
+
+def addresses_of(lan: Lan, run_dir: Path) -> list[str]:
+    """Every URL and host that the logs of both nodes name as ready."""
+    found: list[str] = []
+    for node in ("local", "n1"):
+        for line in (run_dir / "logs" / node / "daemon.jsonl").read_text().splitlines():
+            event = json.loads(line)
+            if event.get("change") == "ready" and event.get("host") is not None:
+                found.append(f"{node} {event['host']}")
+    return found
+
+
+@pytest.mark.parametrize("six", [False, True], ids=["IPv4", "IPv6"])
+def test_a_run_on_two_machines_learns_and_its_books_close(tmp_path: Path, six: bool) -> None:
+    with machines("n0", "n1", shared=[tmp_path]) as lan:
+        n0, n1 = lan["n0"], lan["n1"]
+        home, other = (n0.address6, n1.address6) if six else ("auto", "auto")
+        file = topology(tmp_path, home=home, other=other)
+        later = start(n1, file, "n1")  # in any order
+        later.wait_for("join.toml does not exist yet", 60)
+        first = start(n0, file, "local")
+        later.wait_for("node n1 joins run two", 90)
+        join = tmp_path / "two" / "join.toml"
+        assert stat.S_IMODE(join.stat().st_mode) == 0o600
+        first.wait_for("node n1 joined: process", 60)
+        first.wait_for("step  2/", 120)
+        own = (n0.address6, n1.address6) if six else (n0.address, n1.address)
+        assert (servers(n0), servers(n1)) == ({own[0]}, {own[1]})
+        assert first.wait(RUN_S) == 0
+        assert later.wait(30) == 0, later.output()
+    run_dir = tmp_path / "two"
+    assert set(addresses_of(lan, run_dir)) == {f"local {own[0]}", f"n1 {own[1]}"}
+    ended = result(run_dir)
+    assert ended["finished"]
+    groups = ended["result"]["groups"]
+    assert groups["trained"] == 20 * 64
+    assert groups["issued"] == groups["trained"] + sum(
+        groups[name] for name in groups if name not in ("issued", "trained")
+    )
+    assert sorted(path.name for path in run_dir.glob("incarnation*")) == ["incarnation-local", "incarnation-n1"]
+    assert "engine.policy.0.jsonl" in {path.name for path in (run_dir / "logs" / "n1").iterdir()}
+    assert "engine.policy.1.jsonl" in {path.name for path in (run_dir / "logs" / "local").iterdir()}
+    assert ended["result"]["reward_last"] > ended["result"]["reward_first"]
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(21))
