@@ -105,7 +105,9 @@ class NodeDaemon:
         self._disk_timeout_s = disk_timeout_s
         self.reporting = Reporting(plan, show=show, rewrite=rewrite)
         self._show = self.reporting.display.show
-        self._supervision = Supervision(plan.run_dir, environment=self._environment(), listener=self._on_change)
+        self._supervision = Supervision(
+            plan.run_dir, environment=self._environment(), listener=self._on_change, node=plan.node
+        )
         self._follower = Follower(plan, self.reporting, progress=self._supervision.progress, end=self._end)
         send, receive = anyio.create_memory_object_stream[Change](CHANGES_BOUND)
         self._changes, self._changes_to_tell = send, receive
