@@ -24,7 +24,7 @@ from runtime.node.claims.run_id import RunMismatch, check_run_id, settle_run_id
 from runtime.node.claims.rundir import BUS_FILE
 from runtime.node.copying import COPIES, LocalCopies
 from runtime.node.display import Show
-from runtime.node.node_plan import NodePlan, RunEnd
+from runtime.node.node_plan import NodePlan, RunEnd, announcement
 from runtime.node.reporting import Reporting
 from runtime.node.run_log import Follower, Publisher, forget_addresses
 from runtime.node.stalls import StallWatch
@@ -221,7 +221,9 @@ class NodeDaemon:
             tasks.start_soon(self.reporting.run, bus)
             tasks.start_soon(self._follower.follow, bus, self._watch(bus, tasks))
             await self._ending.wait()
-            await self._supervision.stop(Tier.ACTOR, Tier.SERVICE)
+            async with anyio.create_task_group() as ending:
+                ending.start_soon(self._announce_end, bus)
+                await self._supervision.stop(Tier.ACTOR, Tier.SERVICE)
             self._changes.close()
             with anyio.move_on_after(TELL_TIMEOUT_S):
                 await self._told.wait()
@@ -233,6 +235,18 @@ class NodeDaemon:
         first_seq = (await bus.state(Plane.EVENT)).last_seq + 1
         self._follower.begin_at(first_seq)
         self.reporting.begin_at(first_seq)
+
+    async def _announce_end(self, bus: Bus) -> None:
+        """Inform the other nodes, before the bus ends with the home node."""
+        assert self._outcome is not None
+        event = announcement(self._outcome, self._plan.node, is_home=self._plan.owns_streams)
+        if event is None:
+            return
+        with anyio.move_on_after(TELL_TIMEOUT_S):
+            try:
+                await bus.publish(event)
+            except BusError as error:
+                log.warning("end_not_published", error=str(error))
 
     async def _tell_changes(self, bus: Bus) -> None:
         await Publisher(bus, self._plan.node).run(self._changes_to_tell)
@@ -247,8 +261,8 @@ class NodeDaemon:
     async def _keep_claim(self, claim: NodeClaim) -> None:
         try:
             await claim.keep()
-        except NodeClaimed as error:
-            self._end(RunEnd(finished=False, error=str(error)))
+        except NodeClaimed as error:  # its new daemon carries on
+            self._end(RunEnd(finished=False, error=str(error), is_told=True))
 
     async def _obey_signals(self, everything: anyio.CancelScope) -> None:
         """Stop in order at the first signal; cancel everything at the second one or after a deadline."""
