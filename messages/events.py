@@ -346,6 +346,33 @@ class RunStalled(Message, kw_only=True, tag="run_stalled"):
 
 
 @register
+class RunStopped(Message, kw_only=True, tag="run_stopped"):
+    """The run stops on all nodes before its last step; the same command resumes it. Written by the node daemon.
+
+    The home node writes it when a signal or an error stops it, and any node that gives a process up.
+    """
+
+    plane = Plane.EVENT
+    topic = "run.stopped"
+    node: str  # that stops the run
+    reason: str
+    exit_code: int  # of the command on every node
+
+
+@register
+class NodeLeft(Message, kw_only=True, tag="node_left"):
+    """A node stopped its processes, and the run goes on without it. Written by the node daemon.
+
+    Its workers give their open tasks back while they stop, so others take them up at once.
+    """
+
+    plane = Plane.EVENT
+    topic = "node.left"
+    node: str
+    reason: str
+
+
+@register
 class MessageDeadLettered(Message, kw_only=True, tag="message_dead_lettered"):
     """A message could not be used and was dead-lettered. Written by its reader."""
 

@@ -35,7 +35,7 @@ from runtime.node.claims.rundir import BUS_FILE, TOPOLOGY_VARIABLE
 from runtime.node.copying import COPIES, LocalCopies
 from runtime.node.display import Show
 from runtime.node.join import JOIN_FILE, Join, write_join
-from runtime.node.node_plan import NodePlan, RunEnd
+from runtime.node.node_plan import NodePlan, RunEnd, announcement
 from runtime.node.other_nodes import show_nodes, wait_until_left
 from runtime.node.reporting import Reporting
 from runtime.node.run_log import Follower, Publisher, forget_addresses
@@ -125,6 +125,7 @@ class NodeDaemon:
             plan.run_dir,
             environment=self._environment(),
             listener=self._on_change,
+            node=plan.node,
             log_dir=plan.log_dir,
             address=LOOPBACK if plan.address is None else plan.address.ip,
         )
@@ -271,7 +272,9 @@ class NodeDaemon:
             if has_others:
                 tasks.start_soon(show_nodes, bus, self._plan.node, self._show)
             await self._ending.wait()
-            await self._supervision.stop(Tier.ACTOR, Tier.SERVICE)
+            async with anyio.create_task_group() as ending:
+                ending.start_soon(self._announce_end, bus)
+                await self._supervision.stop(Tier.ACTOR, Tier.SERVICE)
             if has_others:
                 await wait_until_left(bus, self._plan.node)
             self._changes.close()
@@ -286,6 +289,18 @@ class NodeDaemon:
         self._follower.begin_at(first_seq)
         self.reporting.begin_at(first_seq)
 
+    async def _announce_end(self, bus: Bus) -> None:
+        """Inform the other nodes, before the bus ends with the home node."""
+        assert self._outcome is not None
+        event = announcement(self._outcome, self._plan.node, is_home=self._plan.owns_streams)
+        if event is None:
+            return
+        with anyio.move_on_after(TELL_TIMEOUT_S):
+            try:
+                await bus.publish(event)
+            except BusError as error:
+                log.warning("end_not_published", error=str(error))
+
     async def _tell_changes(self, bus: Bus) -> None:
         await Publisher(bus, self._plan.node).run(self._changes_to_tell)
         self._told.set()
@@ -299,8 +314,8 @@ class NodeDaemon:
     async def _keep_claim(self, claim: NodeClaim) -> None:
         try:
             await claim.keep()
-        except NodeClaimed as error:
-            self._end(RunEnd(finished=False, error=str(error)))
+        except NodeClaimed as error:  # its new daemon carries on
+            self._end(RunEnd(finished=False, error=str(error), is_told=True))
 
     async def _obey_signals(self, everything: anyio.CancelScope) -> None:
         """Stop in order at the first signal; cancel everything at the second one or after a deadline."""

@@ -4,13 +4,18 @@ from pathlib import Path
 
 import msgspec
 
+from messages import NodeLeft, RunStopped
+from messages.plain import clipped
 from runtime.bus.limits import StreamLimits
 from runtime.bus.nats.server import ServerSettings
 from runtime.node.network import NodeAddress
 from runtime.node.supervisor.state_changes import GivenUp
 from runtime.settings.processes import ProcessSpec
 from runtime.util.exit_codes import EXIT_FAILED, EXIT_INPUT_ERROR, EXIT_OK
+from runtime.util.formatting import signal_name
 from runtime.util.secrets import Login
+
+REASON_CHARS = 1000  # of a reason in an event
 
 
 class NodePlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,6 +55,27 @@ class RunEnd(msgspec.Struct, frozen=True, kw_only=True):
     failure: GivenUp | None = None
     refused: str | None = None  # why no process was started
     error: str | None = None  # of the bus or the daemon, if no process failed
+    stopped: RunStopped | None = None  # another node, or an earlier event of this one, stopped the run
+    is_told: bool = False  # other nodes know the end, or it does not concern them
+
+
+def announcement(outcome: RunEnd, node: str, *, is_home: bool) -> RunStopped | NodeLeft | None:
+    """Return the event by which a node that ends informs the others; None if they need none.
+
+    The run ends with its home, and with a process that any node gives up. Otherwise a node leaves it.
+    """
+    if outcome.finished or outcome.is_told or outcome.refused is not None:
+        return None
+    if outcome.stopped_by is not None:
+        reason = signal_name(outcome.stopped_by)
+    elif outcome.failure is not None:
+        reason = f"{outcome.failure.spec.name}: {clipped(outcome.failure.reason, REASON_CHARS)}"
+    else:
+        reason = clipped(outcome.error or "ended without a reason", REASON_CHARS)
+    gave_up = outcome.failure is not None and outcome.stopped_by is None
+    if is_home or gave_up:
+        return RunStopped(node=node, reason=reason, exit_code=exit_code_of(outcome))
+    return NodeLeft(node=node, reason=reason)
 
 
 def exit_code_of(outcome: RunEnd) -> int:
@@ -58,6 +84,8 @@ def exit_code_of(outcome: RunEnd) -> int:
         return EXIT_OK
     if outcome.stopped_by is not None:
         return 128 + outcome.stopped_by
+    if outcome.stopped is not None:
+        return outcome.stopped.exit_code
     if outcome.refused is not None:
         return EXIT_INPUT_ERROR
     if outcome.failure is not None and outcome.failure.exit_code == EXIT_INPUT_ERROR:

@@ -7,7 +7,16 @@ from typing import Any
 import anyio
 import structlog
 
-from messages import ActorExited, ActorStarted, BatchTrained, Message, RunFailed, RunFinished, TrainerStarted
+from messages import (
+    ActorExited,
+    ActorStarted,
+    BatchTrained,
+    Message,
+    RunFailed,
+    RunFinished,
+    RunStopped,
+    TrainerStarted,
+)
 from runtime.bus.addresses import LIFETIME_S, RENEW_EVERY_S, Address, host_port
 from runtime.bus.background import in_background
 from runtime.bus.bus import Bus
@@ -72,7 +81,9 @@ class Follower:
             case RunFinished(steps=steps) if live or steps >= self._plan.num_steps:
                 self._end(RunEnd(finished=True))  # an earlier start may have finished with a lower num_steps
             case RunFailed(reason=reason) if live:
-                self._end(RunEnd(finished=False, error=reason))
+                self._end(RunEnd(finished=False, error=reason, is_told=True))
+            case RunStopped() if live:
+                self._end(RunEnd(finished=False, stopped=event, is_told=True))
             case _:
                 pass
 

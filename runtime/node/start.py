@@ -316,6 +316,8 @@ def _headline(run: str, outcome: RunEnd) -> str:
         return f"run {run} finished"
     if outcome.stopped_by is not None:
         return f"run {run} stopped"
+    if outcome.stopped is not None:
+        return f"run {run} stopped by node {outcome.stopped.node}: {outcome.stopped.reason}"
     return f"run {run} failed" if outcome.error is None else f"run {run} failed: {outcome.error}"
 
 

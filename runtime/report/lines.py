@@ -19,6 +19,7 @@ from messages import (
     GroupsClosed,
     Message,
     MessageDeadLettered,
+    NodeLeft,
     PromptsLoaded,
     RunStalled,
     SelectionFailed,
@@ -105,6 +106,8 @@ def line_of(event: Message) -> str | None:
             return f"weights v{event.version} are those of v{first} once more: engines could not use its files"
         case RunStalled():
             return stall_text(event)
+        case NodeLeft():
+            return f"node {event.node} left the run: {event.reason}"
         case CheckpointRequested():
             return f"the {event.stream} stream is {event.used:.0%} full: a checkpoint is requested"
         case _:

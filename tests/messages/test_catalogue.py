@@ -37,7 +37,7 @@ def test_every_reference_of_a_document_leads_somewhere(name: str) -> None:
 
 
 def test_every_stored_message_has_a_writer_and_every_task_a_reader() -> None:
-    agents = {"actor_started", "actor_exited", "run_stalled"}
+    agents = {"actor_started", "actor_exited", "run_stalled", "run_stopped", "node_left"}
     buses = {"message_dead_lettered", "dead_letter"}
     later = {"column_published"}  # of stages that no recipe declares yet
     written = {tag_of(message) for role in ROLES for message in actor_type(role).writes}

@@ -18,6 +18,7 @@ from messages import (
     PayloadsMissing,
     PhaseChanged,
     PromptsLoaded,
+    RunStopped,
     SelectionFailed,
     TrainerStarted,
     WeightsAnnounced,
@@ -33,7 +34,8 @@ LOOK_EVERY_S: Final = 1.0
 LOOK_AGAIN_S: Final = 0.1  # minimum interval between checks while there is no room
 OVERHEAD_BYTES: Final = 512  # estimate for headers and subject
 NO_LIMIT: Final = float("inf")
-MAKES_ROOM: Final = (  # other events of buffer and trainer without which the log cannot be trimmed
+MAKES_ROOM: Final = (  # other events of buffer and trainer without which the log cannot be trimmed, and the end
+    RunStopped,
     PromptsLoaded,
     CheckpointRequested,
     SelectionFailed,

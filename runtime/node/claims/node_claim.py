@@ -3,6 +3,7 @@
 import os
 import socket
 import time
+import uuid
 from pathlib import Path
 from typing import Final
 
@@ -18,6 +19,7 @@ log = structlog.get_logger()
 LIFETIME_S: Final = 20  # of a claim without renewal, in whole seconds as the bucket needs
 RENEW_EVERY_S: Final = 5.0
 PATIENCE: Final = 2  # lifetimes after which a dead daemon's claim must have expired
+_BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 LOOK_EVERY_S: Final = 0.25  # interval of checks whether another daemon renews its claim
 
 
@@ -28,7 +30,9 @@ class NodeHolder(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     run_dir: str
     incarnation: int  # higher for each later daemon of the node
-    since: float  # Unix time in seconds
+    since: float  # Unix time in seconds, for people
+    place: str = ""  # run directory as the kernel of its machine knows it; "": unknown
+    daemon: str = ""  # unique to one daemon
 
 
 class NodeClaimed(Exception):
@@ -53,18 +57,25 @@ class NodeClaim:
         """Claim a node. The claim of a dead daemon in another directory is taken over after it expires.
 
         Args:
-            run_dir: already claimed, so a node claim from this directory belongs to a dead daemon.
+            run_dir: already locked, so a node claim from this directory belongs to a dead daemon. Host name and path
+                do not tell: two containers may share both.
             incarnation: counted in the run directory; raised above that of every earlier daemon.
 
         Raises:
             NodeClaimed: another daemon renews its claim.
             BusError: the bucket cannot be read or written.
         """
-        place = str(await anyio.Path(run_dir).resolve())
+        path = str(await anyio.Path(run_dir).resolve())
         last = await bus.kv.get(_count_key(node), int)
         incarnation = max(incarnation, ((last.value or 0) if last is not None else 0) + 1)
         holder = NodeHolder(
-            host=socket.gethostname(), pid=os.getpid(), run_dir=place, incarnation=incarnation, since=time.time()
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            run_dir=path,
+            incarnation=incarnation,
+            since=time.time(),
+            place=_place(Path(path)),
+            daemon=uuid.uuid4().hex,
         )
         revision = await _enter(bus, node, holder)
         await bus.kv.put(_count_key(node), incarnation)
@@ -123,9 +134,22 @@ async def claims(bus: Bus) -> dict[str, tuple[NodeHolder, int]]:
     }
 
 
+def _place(run_dir: Path) -> str:
+    """Identify a directory by the machine's boot and the kernel's numbers. A lock excludes others from the same one."""
+    try:
+        boot, stat = _BOOT_ID.read_text().strip(), run_dir.stat()
+    except OSError:
+        return ""
+    return f"{boot}:{stat.st_dev}:{stat.st_ino}"
+
+
 async def _enter(bus: Bus, node: str, holder: NodeHolder) -> int:
-    """Wait until the claim is ours, and return its revision."""
-    first_seen, other = 0, holder
+    """Wait until the claim is ours, and return its revision.
+
+    The server ends a claim that is not renewed, by its clock. The wait also ends by this process's clock: a server that
+    moved to a machine whose clock is behind ends claims late.
+    """
+    first_seen, since, other = 0, 0.0, holder
     ends = anyio.current_time() + PATIENCE * LIFETIME_S
     while anyio.current_time() < ends:
         entry = await bus.kv.get(_key(node), NodeHolder)
@@ -133,13 +157,15 @@ async def _enter(bus: Bus, node: str, holder: NodeHolder) -> int:
             if entry is None or entry.value is None:
                 return await bus.kv.create(_key(node), holder, ttl_s=LIFETIME_S)
             other = entry.value
-            if (other.host, other.run_dir) == (holder.host, holder.run_dir):
+            is_silent = entry.revision == first_seen and anyio.current_time() - since > LIFETIME_S + RENEW_EVERY_S
+            if is_silent or (other.place and other.place == holder.place):
                 return await bus.kv.update(_key(node), holder, entry.revision, ttl_s=LIFETIME_S)
         except SequenceMismatch:
             continue  # another daemon was faster
         if first_seen and entry.revision != first_seen:
             raise NodeClaimed(bus.run, node, other)  # it is alive: it renewed its claim
-        first_seen = entry.revision
+        if not first_seen:
+            first_seen, since = entry.revision, anyio.current_time()
         await anyio.sleep(LOOK_EVERY_S)
     raise NodeClaimed(bus.run, node, other)
 

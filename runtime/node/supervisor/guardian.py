@@ -13,19 +13,20 @@ import time
 from collections.abc import Container
 from pathlib import Path
 
-MARK_VARIABLE = "PHYSARUM_AGENT"  # "<token>@<run directory>", set for every supervised process
+MARK_VARIABLE = "PHYSARUM_AGENT"  # "<token>/<node>@<run directory>", set for every supervised process
 SWEEPS = 200  # at most 2 s: a process may fork during a sweep
 SWEEP_INTERVAL_S = 0.01
 
 
-def mark_of(token: str, run_dir: Path) -> str:
-    """Return the mark of one daemon's processes. A token is used by one daemon only."""
-    return f"{token}@{run_dir.resolve()}"
+def mark_of(token: str, node: str, run_dir: Path) -> str:
+    """Return the mark of one daemon's processes. A token is used by one daemon only; "" stands for any daemon."""
+    return f"{token}/{node}@{run_dir.resolve()}"
 
 
 def find(mark: str, sessions: Container[int] = ()) -> list[int]:
-    """Return the ids of processes with the mark or in a session. "@<run directory>" matches any daemon of that run.
+    """Return the ids of processes with the mark or in a session.
 
+    "/<node>@<run directory>" matches any daemon of that node, and "@<run directory>" any daemon of that run.
     The environment alone is not enough: a process may overwrite it (setproctitle does).
     """
     own = os.getpid()
@@ -66,7 +67,7 @@ def _carries(pid: int, mark: str) -> bool:
     for item in environment.split(b"\0"):
         if item.startswith(name):
             value = os.fsdecode(item[len(name) :])
-            return value.endswith(mark) if mark.startswith("@") else value == mark
+            return value.endswith(mark) if mark.startswith(("/", "@")) else value == mark
     return False
 
 

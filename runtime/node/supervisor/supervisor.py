@@ -302,6 +302,7 @@ class Supervision:
 
     Args:
         run_dir: of the run.
+        node: its name. Daemons of several nodes may share the run directory and the machine.
         environment: added to the environment of every process.
         listener: called with each change.
         log_dir: directory of the processes' logs; by default `logs` in the run directory.
@@ -314,19 +315,20 @@ class Supervision:
         *,
         environment: Mapping[str, str],
         listener: Listener,
+        node: str = "local",
         log_dir: Path | None = None,
         address: str = LOOPBACK,
     ) -> None:
         self._log_dir = log_dir or run_dir / "logs"
         self._address = address
-        self._mark = guardian.mark_of(uuid.uuid4().hex, run_dir)
+        self._mark = guardian.mark_of(uuid.uuid4().hex, node, run_dir)
         self._environment = {**os.environ, **environment, guardian.MARK_VARIABLE: self._mark, "PYTHONUNBUFFERED": "1"}
         self._listener = listener
         self._guard = Guard(self._mark, sys.executable)
         self._supervisors: dict[str, Supervisor] = {}
         self._restart_groups: dict[str, RestartGroup] = {}  # restart groups by name
         self._servers = ReadyServers()
-        guardian.kill(f"@{run_dir.resolve()}")  # left by an earlier daemon whose guardian died too
+        guardian.kill(guardian.mark_of("", node, run_dir))  # left by an earlier daemon whose guardian died too
 
     async def run(self, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         """Supervise until cancelled."""

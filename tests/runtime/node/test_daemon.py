@@ -6,6 +6,8 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +15,18 @@ import anyio
 import msgspec
 import pytest
 
-from messages import ActorExited, ActorStarted, BatchReady, KillAnswered, KillRequested, Message
+from messages import ActorExited, ActorStarted, BatchReady, KillAnswered, KillRequested, Message, NodeLeft, RunStopped
 from runtime.bus.addresses import Address
 from runtime.bus.bus import Bus
 from runtime.bus.errors import CallRefused
 from runtime.bus.limits import MIB, StreamLimits
 from runtime.bus.nats.server import ServerSettings
 from runtime.node.daemon import NodeDaemon
-from runtime.node.node_plan import NodePlan, RunEnd, exit_code_of
+from runtime.node.node_plan import NodePlan, RunEnd, announcement, exit_code_of
+from runtime.node.supervisor.state_changes import GivenUp
 from runtime.report.report import Notice, Report
 from runtime.settings.processes import PortRequest, ProcessSpec, Tier, WhenListening
+from tests.fixtures.nats import NatsServer, eventually
 
 pytestmark = pytest.mark.anyio
 
@@ -325,6 +329,80 @@ async def test_the_first_signal_stops_in_order(tmp_path: Path) -> None:
         os.kill(os.getpid(), signal.SIGINT)
     assert running.outcome is not None
     assert exit_code_of(running.outcome) == 130
+
+
+def node_plan(node: str, url: str, run_dir: Path, process: ProcessSpec, *, run: str) -> NodePlan:
+    """Of one node of two, on a server that belongs to neither."""
+    changed = msgspec.structs.replace(plan(run_dir, process), run=run, node=node, server=None, bus_url=url)
+    return msgspec.structs.replace(changed, owns_streams=node == "n0", keeps_metrics=node == "n0", limits=LIMITS)
+
+
+@asynccontextmanager
+async def two_nodes(url: str, run: str, tmp_path: Path) -> AsyncGenerator[tuple[Running, Running]]:
+    """Two daemons at work, until both have ended."""
+    running: list[Running] = []
+    async with anyio.create_task_group() as tasks:
+        for node, steps in (("n0", "1"), ("n1", "0")):
+            spec = player(steps, "--then", "sleep", name=f"player-{node}")
+            running.append(Running(node_plan(node, url, tmp_path / node, spec, run=run)))
+            tasks.start_soon(running[-1].run)
+            log = tmp_path / node / "logs" / f"player-{node}.jsonl"
+            await eventually(lambda: log.exists() and "played" in log.read_text())  # noqa: B023 - awaited at once
+        yield running[0], running[1]
+
+
+async def test_a_stop_of_the_home_node_ends_every_node_with_the_same_code(
+    nats_server: NatsServer, tmp_path: Path
+) -> None:
+    """The other nodes ended after 33 s, with "the bus failed"."""
+    with anyio.fail_after(15):
+        async with two_nodes(nats_server.url, "stopped", tmp_path) as (home, other):
+            home.agent._end(RunEnd(finished=False, stopped_by=signal.SIGINT))
+    assert home.outcome is not None
+    assert other.outcome is not None
+    assert other.outcome.stopped == RunStopped(node="n0", reason="SIGINT", exit_code=130)
+    assert (exit_code_of(home.outcome), exit_code_of(other.outcome)) == (130, 130)
+
+
+async def test_another_node_that_is_stopped_leaves_and_the_run_goes_on(nats_server: NatsServer, tmp_path: Path) -> None:
+    """Home went on without a word."""
+    with anyio.fail_after(15):
+        async with two_nodes(nats_server.url, "left", tmp_path) as (home, other):
+            other.agent._end(RunEnd(finished=False, stopped_by=signal.SIGINT))
+            await home.shown("node n1 left the run: SIGINT")
+            assert home.outcome is None
+            home.agent._end(RunEnd(finished=False, stopped_by=signal.SIGTERM))
+    assert other.outcome is not None
+    assert exit_code_of(other.outcome) == 130
+
+
+async def test_giving_up_on_any_node_ends_the_run(nats_server: NatsServer, tmp_path: Path) -> None:
+    with anyio.fail_after(15):
+        async with two_nodes(nats_server.url, "given-up", tmp_path) as (home, other):
+            spec = player("0", name="player-n1")
+            failure = GivenUp(spec=spec, exit_code=2, reason="no such data", log="", tail=())
+            other.agent._end(RunEnd(finished=False, failure=failure))
+    assert home.outcome is not None
+    assert home.outcome.stopped == RunStopped(node="n1", reason="player-n1: no such data", exit_code=2)
+    assert exit_code_of(home.outcome) == 2
+
+
+@pytest.mark.parametrize(
+    ("outcome", "is_home", "told"),
+    [
+        (RunEnd(finished=True), True, None),
+        (RunEnd(finished=False, refused="x"), True, None),
+        (RunEnd(finished=False, error="the buffer said so", is_told=True), True, None),
+        (RunEnd(finished=False, error="no space"), True, RunStopped(node="n", reason="no space", exit_code=1)),
+        (RunEnd(finished=False, error="no space"), False, NodeLeft(node="n", reason="no space")),
+        (RunEnd(finished=False, stopped_by=15), True, RunStopped(node="n", reason="SIGTERM", exit_code=143)),
+        (RunEnd(finished=False, stopped_by=15), False, NodeLeft(node="n", reason="SIGTERM")),
+    ],
+)
+def test_what_a_node_that_ends_tells_the_others(
+    outcome: RunEnd, is_home: bool, told: RunStopped | NodeLeft | None
+) -> None:
+    assert announcement(outcome, "n", is_home=is_home) == told
 
 
 def pid_of(run_dir: Path, process: str) -> int:

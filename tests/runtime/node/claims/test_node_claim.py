@@ -7,6 +7,7 @@ import anyio
 import pytest
 
 from runtime.bus.bus import Bus
+from runtime.node.claims import node_claim
 from runtime.node.claims.node_claim import NodeClaim, NodeClaimed, NodeHolder
 from runtime.node.daemon import NodeDaemon
 from runtime.node.node_plan import NodePlan
@@ -47,6 +48,31 @@ async def test_the_claim_of_a_dead_agent_in_this_directory_is_taken_over_at_once
     with anyio.fail_after(0.8):  # sooner than it expires
         second = await NodeClaim.take(bus, "n0", tmp_path, incarnation=2)
     assert (first.holder.incarnation, second.holder.incarnation) == (1, 2)
+
+
+async def test_two_hosts_of_one_name_and_path_do_not_take_each_others_node(bus: Bus, tmp_path: Path) -> None:
+    """Two containers called alike took each other's node at once. Their directories are two to the kernel."""
+    (tmp_path / "run").mkdir()
+    first = await NodeClaim.take(bus, "n0", tmp_path / "run", incarnation=1)
+    (tmp_path / "run").rename(tmp_path / "elsewhere")
+    (tmp_path / "run").mkdir()
+    async with anyio.create_task_group() as group:
+        group.start_soon(first.keep, RENEW_EVERY_S)
+        with pytest.raises(NodeClaimed, match=f"process {os.getpid()} on "):
+            await NodeClaim.take(bus, "n0", tmp_path / "run", incarnation=1)
+        group.cancel_scope.cancel()
+
+
+async def test_a_claim_that_a_late_clock_keeps_is_taken_over_when_nobody_renews_it(
+    bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a move of the server to a machine whose clock is hours behind."""
+    monkeypatch.setattr(node_claim, "LIFETIME_S", 1)
+    monkeypatch.setattr(node_claim, "RENEW_EVERY_S", 0.2)
+    holder = NodeHolder(host="other", pid=1, run_dir="/elsewhere", incarnation=4, since=0.0)
+    await bus.kv.put("agent.n0", holder, ttl_s=7200)
+    claim = await NodeClaim.take(bus, "n0", tmp_path, incarnation=1)
+    assert claim.holder.host != "other"
 
 
 async def test_a_claim_that_was_given_up_is_free_at_once(bus: Bus, tmp_path: Path) -> None:

@@ -70,9 +70,9 @@ class Changes:
 
 
 @asynccontextmanager
-async def supervising(run_dir: Path) -> AsyncIterator[tuple[Supervision, Changes]]:
+async def supervising(run_dir: Path, node: str = "local") -> AsyncIterator[tuple[Supervision, Changes]]:
     changes = Changes()
-    supervision = Supervision(run_dir, environment={}, listener=changes)
+    supervision = Supervision(run_dir, environment={}, listener=changes, node=node)
     async with anyio.create_task_group() as tasks:
         await tasks.start(supervision.run)
         yield supervision, changes
@@ -288,6 +288,17 @@ async def test_leaving_the_context_leaves_no_process(tmp_path: Path) -> None:
         supervision.start(python("stubborn", STUBBORN))
         await changes.until(lambda: len(changes.of(Started)) == 2)
     assert not any(alive(change.pid) for change in changes.of(Started))
+
+
+async def test_two_daemons_of_one_directory_and_host_leave_each_others_processes_alone(tmp_path: Path) -> None:
+    async with supervising(tmp_path, "n0") as (first, changes):
+        first.start(python("sleeper", SLEEPER))
+        await changes.until(lambda: bool(changes.of(Started)))
+        pid = changes.of(Started)[0].pid
+        await said(tmp_path / "logs" / "sleeper.jsonl", b"up")
+        async with supervising(tmp_path, "0"):  # also a name that another one ends with
+            assert alive(pid)
+        assert alive(pid)
 
 
 @pytest.mark.usefixtures("longest_pauses")
