@@ -45,7 +45,7 @@ LOOK_AT_DISK_S = 1.0
 DISK_TIMEOUT_S = 5.0
 STORE = "nats"  # store of the bus in the run directory
 STOP_DEADLINE_S = 9.5  # from the stop signal until everything is killed
-TELL_TIMEOUT_S = 1.0  # for publishing the last process changes
+PUBLISH_TIMEOUT_S = 1.0  # for publishing the last process changes
 RELEASE_TIMEOUT_S = 1.0
 BUS_LIMITS = BusLimits(drain_timeout_s=1.0)  # at the end the server may already be gone
 
@@ -108,8 +108,8 @@ class NodeDaemon:
         self._supervision = Supervision(plan.run_dir, environment=self._environment(), listener=self._on_change)
         self._follower = Follower(plan, self.reporting, progress=self._supervision.progress, end=self._end)
         send, receive = anyio.create_memory_object_stream[Change](CHANGES_BOUND)
-        self._changes, self._changes_to_tell = send, receive
-        self._told = anyio.Event()
+        self._changes, self._unpublished_changes = send, receive
+        self._all_published = anyio.Event()
         self._ending = anyio.Event()
         self._disk_threads = BoundedThreads(1)
         self._outcome: RunEnd | None = None
@@ -127,7 +127,7 @@ class NodeDaemon:
         return self._outcome or RunEnd(finished=False, error="ended without a reason")
 
     async def _run(self) -> None:
-        with self._changes, self._changes_to_tell:
+        with self._changes, self._unpublished_changes:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._obey_signals, tasks.cancel_scope)
                 tasks.start_soon(self._watch_disk)
@@ -214,20 +214,20 @@ class NodeDaemon:
         handlers: dict[type[Message], Handler] = {KillRequested: self._kill, LocalCopyRequested: copies.answer}
         async with bus.serve(handlers), anyio.create_task_group() as tasks:
             tasks.start_soon(self._keep_claim, claim)
-            tasks.start_soon(self._tell_changes, bus)
+            tasks.start_soon(self._publish_changes, bus)
             tasks.start_soon(self.reporting.run, bus)
             tasks.start_soon(self._follower.follow, bus, self._watch(bus, tasks))
             await self._ending.wait()
             await self._supervision.stop(Tier.ACTOR, Tier.SERVICE)
             self._changes.close()
-            with anyio.move_on_after(TELL_TIMEOUT_S):
-                await self._told.wait()
+            with anyio.move_on_after(PUBLISH_TIMEOUT_S):
+                await self._all_published.wait()
             await self.reporting.finish()
             tasks.cancel_scope.cancel()
 
-    async def _tell_changes(self, bus: Bus) -> None:
-        await publish_changes(bus, self._plan.node, self._changes_to_tell)
-        self._told.set()
+    async def _publish_changes(self, bus: Bus) -> None:
+        await publish_changes(bus, self._plan.node, self._unpublished_changes)
+        self._all_published.set()
 
     async def _kill(self, request: KillRequested) -> KillAnswered:
         """Kill a server on request: a rollout actor detects that it generates nothing, which no probe shows."""
@@ -251,7 +251,7 @@ class NodeDaemon:
                 if self._ending.is_set() and self._outcome is not None and self._outcome.stopped_by is not None:
                     everything.cancel()
                     return
-                self._show(f"{number.name}: stopping; once more to stop at once")
+                self._show(f"{number.name}: stopping; send it again to stop at once")
                 self._end(RunEnd(finished=False, stopped_by=number))
                 everything.deadline = anyio.current_time() + STOP_DEADLINE_S
 
@@ -280,7 +280,7 @@ class NodeDaemon:
         except anyio.ClosedResourceError:  # the bus itself ends, so nothing can be published
             return
         except (anyio.WouldBlock, anyio.BrokenResourceError):
-            log.warning("change_not_told", process=change.spec.name)
+            log.warning("change_not_published", process=change.spec.name)
 
     def _found_bus(self, url: Secret) -> None:
         """Store the URL of the bus, which is up, in the run directory, readable by its owner only."""

@@ -104,7 +104,9 @@ def _take_login(loaded: Loaded) -> Login | None:
 
 def _two_logins(topology: Topology, login: Login | None) -> Iterator[Problem]:
     if login is not None and topology.bus.credentials is not None:
-        yield Problem.of("bus.credentials", topology.bus.credentials, "bus.url has a login as well: give one of them")
+        yield Problem.of(
+            "bus.credentials", topology.bus.credentials, "bus.url contains a login too; give only one of them"
+        )
 
 
 def places(loaded: Loaded, key: str) -> tuple[Path, ...]:

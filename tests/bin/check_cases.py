@@ -205,7 +205,7 @@ REFUSED = {
     "experts of the engine": Case(
         ("algorithm.use_rollout_routing_replay=true",),
         "algorithm.use_rollout_routing_replay",
-        "engines are not asked for experts yet",
+        "not implemented yet with engines",
     ),
     "tokens gathered in a pipeline": Case(
         (
@@ -214,29 +214,29 @@ REFUSED = {
             "trainer.megatron.moe_token_dispatcher_type=allgather",
         ),
         "trainer.megatron.moe_token_dispatcher_type",
-        "micro-batches of a pipeline differ in length",
+        "those of a pipeline differ",
     ),
     "two nodes": Case(
-        ("bus.url=nats://127.0.0.1:FREE", "nodes.b.address=10.0.0.2"), "nodes", "several nodes is not built yet"
+        ("bus.url=nats://127.0.0.1:FREE", "nodes.b.address=10.0.0.2"), "nodes", "several nodes is not implemented yet"
     ),
     # engines
     "weights by shared memory of a copy": Case(
         ("engines.policy.weight_transport=ipc", "engines.policy.colocate=trainer", "trainer.weight_export=async"),
         "trainer.weight_export",
-        "nothing trains beside the copy while colocated engines have their turn",
+        "nothing trains while they generate",
     ),
     "handles of several stages": Case(
         ("engines.policy.sglang.pp_size=2",),
         "engines.policy.sglang.pp_size",
-        "handles are of one pipeline stage",
+        "a memory handle is valid for one pipeline stage only",
         COLOCATE,
     ),
     "engines in turns that others run": Case(
         ("engines.policy.colocate=trainer", "engines.policy.urls=['http://127.0.0.1:9']"),
         "engines.policy.colocate",
-        "engines that others run are not told to give memory back",
+        "a run does not release the memory of external engines",
     ),
-    "machines of GPUs": Case((), "nodes", "several nodes is not built yet", DISAGGREGATE),
+    "machines of GPUs": Case((), "nodes", "several nodes is not implemented yet", DISAGGREGATE),
     "GPUs that are not here": Case(("nodes.local.gpus=99",), "nodes.local.gpus", "this machine has"),
     "SGLang of nobody": Case(("engines.policy.kind=sglang",), "engines.policy.kind", "SGLang is not installed"),
     "SGLang not in it": Case(
@@ -279,12 +279,12 @@ REFUSED = {
     "a bus without a log": Case(("bus.url=nats://127.0.0.1:PLAIN",), "bus.url", "runs without JetStream"),
     "another server": Case(("bus.url=nats://127.0.0.1:OTHER",), "bus.url", "not a NATS server"),
     "a wrong password in the URL": Case(
-        ("bus.url=nats://me:wrong@127.0.0.1:LOCKED",), "bus.url", "the server does not take this login"
+        ("bus.url=nats://me:wrong@127.0.0.1:LOCKED",), "bus.url", "the server refused this login"
     ),
     "a wrong password in a file": Case(
         ("bus.url=nats://127.0.0.1:LOCKED", "bus.credentials=TMP/wrong.toml"),
         "bus.credentials",
-        "the server does not take this login",
+        "the server refused this login",
     ),
     "no password": Case(("bus.url=nats://127.0.0.1:LOCKED",), "bus.url", "asks for a login"),
     "an account without a log": Case(

@@ -92,7 +92,7 @@ def source(name: str) -> str:
         ("data.0.rm_type=TMP/asks.py:f", "data.0.rm_type", "importing it failed: EOFError"),
         ("model.hf_checkpoint=TMP/huge", "model.hf_checkpoint", "of memory, trained in 1 replica"),
         ("model.hf_checkpoint=TMP/wide", "model.hf_checkpoint", "hidden_size = 1048576: at most 131072"),
-        ("train.num_steps=0", "train.num_steps = 0", "no train step"),
+        ("train.num_steps=0", "train.num_steps = 0", "the run has no length"),
     ],
 )
 def test_what_would_end_a_start_is_refused(
@@ -170,4 +170,4 @@ def test_too_few_open_files_are_refused_with_the_number_that_is_needed(tmp_path:
 @pytest.mark.parametrize("name", ["fifo", "/dev/zero"])
 def test_a_topology_that_is_no_file_is_refused(name: str, users: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(users / name), "--check"]) == 2
-    assert "is no regular file" in capsys.readouterr().err
+    assert "is not a regular file" in capsys.readouterr().err

@@ -52,8 +52,8 @@ def read_hf_config(directory: Path, mtp_num_layers: int | None = None) -> HfConf
     shape = model.shape
     if mtp_num_layers and shape.mla is not None:
         raise ModelError(
-            f"{directory / 'config.json'}: trainer.megatron.mtp_num_layers = {mtp_num_layers} is not built yet for "
-            f"a model with multi-latent attention"
+            f"{directory / 'config.json'}: trainer.megatron.mtp_num_layers = {mtp_num_layers} is not implemented yet "
+            f"for a model with multi-latent attention"
         )
     if mtp_num_layers and mtp_num_layers != model.num_mtp_layers:
         raise ModelError(

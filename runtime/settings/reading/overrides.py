@@ -44,7 +44,7 @@ def apply_override(tables: dict[str, Any], override: str, schema: type[Config]) 
 
 def _set_item(items: list[Any], part: str, value: object, *, last: bool) -> Any:
     if not part.isdigit() or int(part) > len(items):
-        raise ValueError(f"no item {part}: there are {len(items)}, counted from 0")
+        raise ValueError(f"no item {part}: the list has length {len(items)}, and items are counted from 0")
     if int(part) == len(items):
         items.append({})
     if last:

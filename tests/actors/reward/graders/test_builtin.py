@@ -158,7 +158,9 @@ def test_an_unknown_grader_is_refused_with_the_nearest_name(name: str, hint: str
 
 @pytest.mark.parametrize("name", ["math", "boxed_math"])
 def test_math_of_slime_is_refused_and_says_what_there_is(name: str) -> None:
-    with pytest.raises(ValueError, match=f"no grader '{name}': slime's math is not built yet: .*numeric") as caught:
+    with pytest.raises(
+        ValueError, match=f"no grader '{name}': slime's math is not implemented yet: .*numeric"
+    ) as caught:
         find_grader(name)
     assert "did you mean" not in str(caught.value)
 
