@@ -286,14 +286,14 @@ REFUSED = {
         "bus.credentials",
         "the server refused this login",
     ),
-    "no password": Case(("bus.url=nats://127.0.0.1:LOCKED",), "bus.url", "asks for a login"),
+    "no password": Case(("bus.url=nats://127.0.0.1:LOCKED",), "bus.url", "requires a login"),
     "an account without a log": Case(
         ("bus.url=nats://bare:right@127.0.0.1:LOCKED",), "bus.url", "JetStream not enabled for account"
     ),
     "streams of another": Case(
         ("bus.url=nats://me:right@127.0.0.1:LOCKED",), "bus.url", "on this bus belong to /there on host, not to"
     ),
-    "a port in use": Case(("bus.port=TAKEN",), "bus.port", "cannot be listened on"),
+    "a port in use": Case(("bus.port=TAKEN",), "bus.port", "the port cannot be opened"),
     "a file for a directory": Case(("run.dir=TMP/graders.py",), "run.dir", "is a file"),
     "nowhere to dump": Case(("run.dump_details=TMP/graders.py/x",), "run.dump_details", "is a file"),
     "dumps of another": Case(("run.dump_details=TMP/dumped",), "run.dump_details", "dumps of another run, somebody"),

@@ -151,7 +151,7 @@ class _Reader:
 def _parse(path: Path) -> Table:
     try:
         if path.exists() and not path.is_file():
-            raise OSError("is no regular file: a run reads its topology anew at each start")  # or it would hang
+            raise OSError("is not a regular file: a run reads its topology again at each start")  # or it would hang
         if (data := path.read_bytes()).startswith(BOMS):
             message = "begins with a byte-order mark (BOM): save it as plain UTF-8, without one"
             raise TopologyError([Problem(key="", message=message, file=str(path))])
