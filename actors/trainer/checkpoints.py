@@ -161,13 +161,15 @@ class SavedRun(msgspec.Struct, frozen=True, kw_only=True):
         for name in (*expected, *saved):
             there, here = (_told(values.get(name)) for values in (saved, expected))
             if there != here and (resumes or name not in WITHOUT_EFFECT):
-                raise ValueError(f"{path} is of another model: {name} is {there} there, and {here} here (config.json)")
+                raise ValueError(
+                    f"{path} is of another model: {name} is {there} in the checkpoint, and {here} in config.json"
+                )
         if resumes and not self.has_checksums:
             raise _too_old(path)
         if dtype not in (None, self.dtype):
             raise ValueError(
                 f"{path} was trained in {self.dtype}, and its optimizer's state does not fit model.dtype = {dtype}: "
-                f"set that, or take the weights alone with trainer.load_weights_only = true"
+                f"set model.dtype = {self.dtype}, or load only the weights with trainer.load_weights_only = true"
             )
 
 
@@ -212,8 +214,8 @@ def beginning_of(topology: Topology, shape: HfConfig, *, thorough: bool = False)
     if (path := megatron_lm_checkpoint_at(Path(trainer.load))) is not None:
         if not trainer.load_weights_only and not trainer.optimizer.use_distributed_optimizer:
             raise ValueError(
-                f"{path} is Megatron-LM's, whose optimizer is read with trainer.optimizer.use_distributed_optimizer = "
-                f"true; its weights alone with trainer.load_weights_only = true"
+                f"{path} is a Megatron-LM checkpoint: set trainer.optimizer.use_distributed_optimizer = true to load "
+                f"its optimizer, or trainer.load_weights_only = true to load only the weights"
             )
         return Beginning(path, of_megatron_lm=True)
     path, saved = checkpoint_at(Path(trainer.load))
@@ -233,19 +235,21 @@ def megatron_lm_checkpoint_at(path: Path) -> Path | None:
     """
     tracker = path / TRACKER
     if tracker.is_file():
-        told = tracker.read_text().strip()
-        if not told.isdigit() and told != "release":
-            raise ValueError(f"{tracker} says {told!r}, which is no iteration")
-        path /= f"iter_{int(told):07d}" if told.isdigit() else told
+        newest = tracker.read_text().strip()
+        if not newest.isdigit() and newest != "release":
+            raise ValueError(f"{tracker} holds {newest!r}; expected the number of an iteration, or release")
+        path /= f"iter_{int(newest):07d}" if newest.isdigit() else newest
     elif not _MEGATRON_LM.fullmatch(path.name):
         return None
     if not (path / METADATA_FILE).is_file():
         if any(path.glob("mp_rank_*")):
-            raise ValueError(f"{path} is in Megatron-LM's format torch, cut for its ranks: save it as {BACKEND}")
-        raise ValueError(f"{path} is no complete checkpoint of Megatron-LM: it has no {METADATA_FILE}")
+            raise ValueError(
+                f"{path} is in Megatron-LM's format torch, which is sharded for its ranks: save it as {BACKEND}"
+            )
+        raise ValueError(f"{path} is not a complete checkpoint of Megatron-LM: it has no {METADATA_FILE}")
     backend = msgspec.json.decode((path / METADATA_FILE).read_bytes()).get("sharded_backend")
     if backend != BACKEND:
-        raise ValueError(f"{path} is in Megatron-LM's format {backend}, and only {BACKEND} is read")
+        raise ValueError(f"{path} is in Megatron-LM's format {backend}; supported: {BACKEND}")
     return path
 
 

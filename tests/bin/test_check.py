@@ -399,5 +399,5 @@ def test_isolation_is_asked_of_the_machine_of_the_run(
     command = [str(LAPTOP), "--check", "--set", "reward.sandbox=isolated"]
     assert main(command) == 2
     said = capsys.readouterr().err
-    assert 'reward.sandbox = "isolated": this machine refuses: unshare: Operation not permitted' in said
+    assert 'reward.sandbox = "isolated": this machine cannot isolate graders: unshare: Operation not permitted' in said
     assert main([*command, "--elsewhere"]) == 0

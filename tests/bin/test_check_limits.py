@@ -75,7 +75,7 @@ def source(name: str) -> str:
     [
         ("optimizer.lr=inf", "optimizer.lr = inf", "is not finite"),
         ("optimizer.weight_decay=nan", "optimizer.weight_decay = nan", "is not finite"),
-        (source("nothing"), "data.0.source", "expected a dict of what JSON can hold"),
+        (source("nothing"), "data.0.source", "expected a dict of JSON values"),
         (source("raising"), "data.0.source", "raised KeyError: 'x'"),
         (source("exiting"), "data.0.source", "raised SystemExit: 3"),
         (source("ending"), "data.0.source", "calling it for its first rows ended the process: it exited with code 3"),
@@ -90,7 +90,7 @@ def source(name: str) -> str:
         ("data.0.rm_type=TMP/users.py:generator", "data.0.rm_type", "generator is a generator"),
         ("data.0.rm_type=TMP/ends.py:f", "data.0.rm_type", "importing it ended the process: it exited with code 4"),
         ("data.0.rm_type=TMP/asks.py:f", "data.0.rm_type", "importing it failed: EOFError"),
-        ("model.hf_checkpoint=TMP/huge", "model.hf_checkpoint", "of memory, trained in 1 replica"),
+        ("model.hf_checkpoint=TMP/huge", "model.hf_checkpoint", "of memory in 1 replica"),
         ("model.hf_checkpoint=TMP/wide", "model.hf_checkpoint", "hidden_size = 1048576: at most 131072"),
         ("train.num_steps=0", "train.num_steps = 0", "the run has no length"),
     ],

@@ -93,7 +93,7 @@ def problem_of(answers: Sequence[Answer], behind: Behind, rid: str, *, max_new_t
         ids = tuple(answer.output_ids)
         said = [(log_prob, token) for log_prob, token, _ in answer.meta_info.output_token_logprobs]
         if tuple(token for _, token in said) != ids:
-            return f"{len(ids)} tokens with log-probs of {len(said)} others"
+            return f"{len(ids)} tokens, and log-probs of {len(said)} other tokens"
         if not all(isinstance(each, float) and math.isfinite(each) for each, _ in said):
             return "a log-prob is no number"
         if not any(truth.get(ids) == tuple(log_prob for log_prob, _ in said) for truth in truths):

@@ -163,7 +163,7 @@ def _owner(directory: Path) -> DumpedRun | None:
 
 def _copy_tokenizer(model: Path, directory: Path) -> None:
     if not model.is_dir():
-        log.warning("tokenizer_not_dumped", reason=f"{model} is no directory")
+        log.warning("tokenizer_not_dumped", reason=f"{model} is not a directory")
         return
     make_private(directory)
     for pattern in TOKENIZER_FILES:

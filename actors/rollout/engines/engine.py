@@ -134,7 +134,7 @@ class Engine:
         if self.state is EngineState.QUARANTINED:
             if anyio.current_time() < self._tried_again_at:
                 return False
-            self._apply(Trigger.TRIED_AGAIN, "it is tried again")
+            self._apply(Trigger.TRIED_AGAIN, "its quarantine has ended")
         if await self._client.ready(self.url):
             await self._verifier.forget_pause(self.url)
         elif not await self._continued():
@@ -226,7 +226,7 @@ class Engine:
         self._quarantines += 1
         pause_s = QUARANTINE.pause_s(self._quarantines)
         self._tried_again_at = anyio.current_time() + pause_s
-        reason = f"{self.url}: {reason}; it is tried again in {pause_s:.0f} s"
+        reason = f"{self.url}: {reason}; quarantined for {pause_s:.0f} s"
         log.warning("engine_quarantined", engine=self.name, url=self.url, reason=reason)
         self._apply(Trigger.QUARANTINED, reason)
         await self.registration.leave_unless_asked()
@@ -244,7 +244,7 @@ class Engine:
     def reroute(self) -> None:
         """The router changed: accept requests again once the new router lists this engine."""
         self.registration.is_known = False
-        self._apply(Trigger.REROUTED, "another router")
+        self._apply(Trigger.REROUTED, "the router was replaced")
 
     async def is_dead(self) -> bool:
         """Check its health; whether it no longer accepts requests."""
@@ -316,7 +316,7 @@ class Engine:
         if label != self._label and not updating and self.state is not EngineState.UPDATING:
             return Trigger.LOST, f"reports weights {label!r}, expected the verified {self._label!r}"
         if await self.registration.is_missing():
-            return Trigger.REROUTED, "the router does not know it any more"
+            return Trigger.REROUTED, "the router no longer lists it"
         return None
 
     async def _note_failure(self, error: EngineError) -> None:

@@ -123,7 +123,7 @@ class Fleet:
         behind = [engine.name for engine in self._engines.values() if engine.is_behind]
         if not self._admitted():
             states = Counter(engine.state.value for engine in self._engines.values())
-            known = ", ".join(f"{number} {state}" for state, number in states.items()) or "none is known"
+            known = ", ".join(f"{number} {state}" for state, number in states.items()) or "none has started"
             return f"an engine ({known})"
         return f"weights {self.target_version} at {', '.join(behind)}" if behind else ""
 
@@ -210,7 +210,7 @@ class Fleet:
         """Set the allowed memory level; NOTHING only while no request is running. Does not wait for the engines."""
         self._target.allowed = memory_level
         if memory_level is MemoryLevel.NOTHING:  # a trainer that died during a weight sync will not continue it
-            self.syncs.end("the trainer has its memory back")
+            self.syncs.end("the trainer took the GPU memory back")
         await self.notify()
 
     async def until(self, true: Callable[[], bool]) -> None:
@@ -292,8 +292,8 @@ class Fleet:
                     case Step.WAIT:
                         await self._wait_for_others_than(engine.failed_version)
                     case Step.RESTART:
-                        assert kill is not None, "it may be started again"
-                        await kill(f"it went on refusing weights {self.target_version}: {error}")
+                        assert kill is not None, "only engines of this run are restarted"
+                        await kill(f"it kept refusing weights {self.target_version}: {error}")
                     case Step.AGAIN:
                         pass
                 failures += 1

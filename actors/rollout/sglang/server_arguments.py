@@ -68,10 +68,10 @@ def engine_problems(key: str, engine: EngineConfig, *, cache: Path | None = None
     try:
         server = ask(python, engine.env, cache or user_cache())
     except NotAsked as error:
-        yield Problem.of(f"{key}.python", python, f"this SGLang cannot be asked for its arguments: {error}")
+        yield Problem.of(f"{key}.python", python, f"the arguments of this SGLang cannot be read: {error}")
         return
     if server.version.partition("+")[0] not in TRIED_VERSIONS:
-        message = f"has SGLang {server.version}; tried and allowed: {', '.join(TRIED_VERSIONS)}"
+        message = f"has SGLang {server.version}; allowed: {', '.join(TRIED_VERSIONS)}"
         yield Problem.of(f"{key}.python", python, message)
     for name, spelled, value in sglang_arguments(engine):
         if (message := _refusal(server, name, value)) is not None:
@@ -124,7 +124,7 @@ def _last_line(said: str) -> Any:
     try:
         return json.loads(said.strip().rpartition("\n")[2])
     except ValueError as error:
-        raise NotAsked(f"it said {said[-200:]!r}") from error
+        raise NotAsked(f"it printed {said[-200:]!r}") from error
 
 
 def _refusal(server: InstalledServer, name: str, value: object) -> str | None:

@@ -106,9 +106,9 @@ class Stream:
             total = length if length >= before else before + length
         repeats = ended and total == before > length
         if not repeats and total not in (length, before + length):
-            raise ValueError(f"a chunk of {length} tokens after {before}, {total} in all")
+            raise ValueError(f"a chunk of {length} tokens after {before} tokens reports {total} in total")
         if total < before:
-            raise ValueError(f"a chunk that ends after {total} tokens, when {before} had come")
+            raise ValueError(f"a chunk reports {total} tokens in total after {before} were received")
         refused = refusal_in(meta) if ended else None
         if refused is not None and tokens_problem(chunk, self._expected, total - length) is not None:
             # SGLang ends the stream of a refused prompt with a token without a log-prob.

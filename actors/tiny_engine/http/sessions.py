@@ -38,7 +38,9 @@ class SessionEndpoints:
         """Join an update group as rank `rank_offset`; answers once all ranks have joined."""
         body = await body_of(request, bodies.InitGroupBody)
         if body.backend != GLOO:
-            raise EngineRefusal(f"Failed to initialize custom process group: backend {body.backend}; there is {GLOO}.")
+            raise EngineRefusal(
+                f"Failed to initialize custom process group: backend {body.backend}; supported: {GLOO}."
+            )
         await self._frontend.engine.call(
             lambda core: core.updating.groups.join(
                 body.master_address,
@@ -80,7 +82,7 @@ class SessionEndpoints:
         """Write the tensors in the request."""
         body = await body_of(request, bodies.UpdateFromTensorBody)
         if not body.serialized_named_tensors:
-            raise bodies.SchemaError("serialized_named_tensors: one payload for each rank")
+            raise bodies.SchemaError("serialized_named_tensors: expected one payload for each rank")
         payload = body.serialized_named_tensors[0]
         await self._update(
             body, lambda core: core.updating.take(payload, body.load_format, wanted=body.selector != "draft")

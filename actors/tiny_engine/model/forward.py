@@ -175,7 +175,7 @@ def _load_file(weights: Weights, file: Path) -> None:
             if name.endswith("rotary_emb.inv_freq"):
                 continue  # a buffer in old Llama checkpoints
             if name not in weights.named:
-                raise ValueError(f"{file.name} holds {name}, which this {weights.config.architecture} has not")
+                raise ValueError(f"{file.name} holds {name}, which this {weights.config.architecture} does not have")
             tensor = source.get_tensor(name)
             dtype = next((spelled for spelled, known in DTYPES.items() if known is tensor.dtype), None)
             if dtype is None:

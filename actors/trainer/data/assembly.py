@@ -212,12 +212,13 @@ class _Builder:
         widths = {routed.shape[1] for routed in told}
         if len(widths) > 1:
             raise ValueError(
-                f"step {self._step}: tokens have {sorted(widths)} routed experts: of one model all have as many"
+                f"step {self._step}: tokens have {sorted(widths)} routed experts; "
+                "all tokens of a model have the same number"
             )
         (width,) = widths
         lowest, highest = min(int(routed.min()) for routed in told), max(int(routed.max()) for routed in told)
         if lowest < NOT_KNOWN or highest > np.iinfo(np.int16).max:
-            raise ValueError(f"step {self._step}: routed experts are numbered {lowest} to {highest}")
+            raise ValueError(f"step {self._step}: routed experts are numbered {lowest} to {highest}, beyond an int16")
         return np.concatenate(
             [
                 expert_ids(

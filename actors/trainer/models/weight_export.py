@@ -163,7 +163,7 @@ class WeightFlow:
             self._sink.hand_over(self._cast(bucket), wait=is_large)
         ended: list[tuple[str, Any]] = all_gather_objects((self._error, self._sink.close()))
         if errors := [error for error, _ in ended if error]:
-            raise ValueError(f"weights cannot be handed to engines: {'; '.join(errors)}")
+            raise ValueError(f"weights cannot be sent to engines: {'; '.join(errors)}")
         return [result for _, result in ended]
 
 

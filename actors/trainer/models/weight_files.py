@@ -39,7 +39,7 @@ def _check_tensor(
 ) -> None:
     if found is None:
         trained = name.startswith(f"model.layers.{model.num_hidden_layers}.")
-        why = ": trainer.megatron.mtp_num_layers = 1 trains a layer that these lack" if trained else ""
+        why = ": trainer.megatron.mtp_num_layers = 1 trains a layer that these weights lack" if trained else ""
         raise ValueError(f"{directory} has no tensor {name} in its weights{why}")
     if found.dtype not in FLOATS:
         raise ValueError(
@@ -61,8 +61,8 @@ def _check_mtp(
     if name == HEAD and model.tie_word_embeddings:
         if not _is_same(tensor, found[EMBEDDING]):
             raise ValueError(
-                f"{tensor.file}: {HEAD} is not {EMBEDDING}, and tie_word_embeddings in {directory / 'config.json'} "
-                f"says that it is: set that to false"
+                f"{tensor.file}: {HEAD} differs from {EMBEDDING}, but {directory / 'config.json'} "
+                f"has tie_word_embeddings = true: set it to false"
             )
         return
     raise ValueError(f"{tensor.file}: the model of config.json has no tensor {name}")

@@ -90,7 +90,7 @@ class HandleSender:
         """
         wrong = [engine for engine, number in readers.items() if len(at_engines.get(engine, ())) != number]
         if wrong:
-            raise ValueError(f"{wrong[0]} has {readers[wrong[0]]} ranks, not one for each GPU that it has")
+            raise ValueError(f"{wrong[0]} has {readers[wrong[0]]} ranks, but one for each of its GPUs was expected")
         self._session = session
         self._at_engines = {engine: at_engines[engine] for engine in readers}
         self._ask = ask

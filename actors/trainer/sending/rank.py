@@ -166,7 +166,7 @@ class RankSender:
 
     def _send_copy(self, order: SendCopy) -> "Future[Sent]":
         version, buckets = self._kept
-        assert version == order.version, f"version {version} is kept, not {order.version}"
+        assert version == order.version, f"the host copy has version {version}, not {order.version}"
         sink = self._sink(order)
         if order.in_background:
             self._sending = self._executor.submit(self._hand_over, buckets, sink)

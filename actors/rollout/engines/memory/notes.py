@@ -54,4 +54,4 @@ class MemoryNotes:
         try:
             await self._kv.put(self._key, Noted(pid=self._pid, released=tuple(released), sure=sure))
         except BusError as error:
-            raise EngineUnavailable(f"{self._key} cannot be noted: {error}") from error
+            raise EngineUnavailable(f"{self._key} cannot be written: {error}") from error

@@ -75,7 +75,9 @@ def probe_mismatch(probe: WeightProbe, answered: Sequence[float | None], *, tole
     difference = probe_difference(probe, answered)
     if difference <= tolerance:  # NaN does not pass
         return ""
-    return f"its log-probs of the probe differ from the trainer's by {difference:.2g} in the mean, over {tolerance:g}"
+    return (
+        f"its log-probs of the probe differ from the trainer's by {difference:.2g} on average; allowed: {tolerance:g}"
+    )
 
 
 def probe_difference(probe: WeightProbe, answered: Sequence[float | None]) -> float:
@@ -129,10 +131,10 @@ class KnownChecksums:
         seen = self._seen.get(server.layout, {})
         same = seen.get(files)
         if same is not None and same.tensors != tensors:
-            return f"its checksum is {tensors[:12]}, that of {same.engine} is {same.tensors[:12]} from the same files"
+            return f"its checksum is {tensors[:12]}, that of {same.engine} is {same.tensors[:12]} for the same files"
         before = next((each for each in seen.values() if each.tensors == tensors and each.files != files), None)
         if all_digits and before is not None:
-            return f"its checksum is {tensors[:12]}, as that of {before.engine} was from other files: it loaded nothing"
+            return f"its checksum is {tensors[:12]}, that of {before.engine} for other files: it did not load these"
         return ""
 
     def tensors(self, server: ServerInfo, files: str) -> str | None:

@@ -49,7 +49,7 @@ def test_one_that_serves_what_is_asked_for_or_does_not_say(says: dict[str, Any])
 def test_a_wrong_one_is_named_by_key_value_and_what_is_allowed(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(WrongEngine) as raised:
         check_server("http://e", RIGHT | wrong, WANTED)
-    assert str(raised.value).startswith("http://e does not serve what the recipe asks for: ")
+    assert str(raised.value).startswith("http://e does not fit the recipe: ")
     assert message in str(raised.value)
 
 
@@ -157,7 +157,9 @@ async def test_a_pause_is_noted_before_it_begins_until_it_has_ended() -> None:
     assert bucket.values == {"paused.policy": ["http://a", "http://b"]}
     await pauses.end("http://a")
     bucket.away = True
-    with pytest.raises(EngineUnavailable, match="http://a: is not paused, since that cannot be noted: no server"):
+    with pytest.raises(
+        EngineUnavailable, match="http://a: not paused, because the pause could not be recorded: no server"
+    ):
         await pauses.begin("http://a")
     assert [url in pauses for url in ("http://a", "http://b", "http://ours")] == [False, True, True]
     await pauses.end("http://b")
