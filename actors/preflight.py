@@ -8,7 +8,7 @@ import msgspec
 
 from actors.hooks import check_hooks
 from actors.preflight_prompts import MODEL, CheckOutput, context_of, end_of, prompt_problems
-from actors.rollout.engines.external import Wanted
+from actors.rollout.engines.external import ServerRequirements
 from actors.rollout.sglang.model_support import dense_layers_refusal, fp8_refusal, parallel_sizes
 from actors.rollout.sglang.served_model import ServedModel
 from actors.rollout.sglang.server_arguments import engine_problems
@@ -121,7 +121,7 @@ def _of_urls(topology: Topology, broken: set[str]) -> Iterator[Problem]:
         if not engine.urls or key in broken:
             continue
         try:
-            wanted = Wanted.by(topology, engine)
+            wanted = ServerRequirements.by(topology, engine)
         except (OSError, ValueError):  # the model's own check reports it
             return
         from actors.rollout.engines.liveness import url_problems  # imports an HTTP client, which most runs do not need

@@ -58,7 +58,7 @@ class Source(NamedTuple):
         return f"{self.key}.{'source' if self.data.path is None else 'path'}"
 
 
-class Found(msgspec.Struct):
+class SourceSummary(msgspec.Struct):
     """Summary of all rows of a source."""
 
     first: Prompt | None = None  # the first usable prompt
@@ -114,7 +114,7 @@ def prompt_problems(topology: Topology, shape: HfConfig, broken: set[str], outpu
     for source in _sources(topology, tokenizing):
         if source.place_key in broken:
             continue
-        found = Found()
+        found = SourceSummary()
         try:
             for prompts in _parts(source, output.doing):
                 usable = found.add(prompts, source)
@@ -187,7 +187,7 @@ def _sources(topology: Topology, tokenizing: Tokenizing) -> Iterator[Source]:
         yield Source(f"eval.{index}", eval_data(topology, item), reader, response)
 
 
-def _too_large(topology: Topology, shape: HfConfig, source: Source, found: Found) -> Iterator[Problem]:
+def _too_large(topology: Topology, shape: HfConfig, source: Source, found: SourceSummary) -> Iterator[Problem]:
     """Check token ids against the vocabulary, and the longest prompt plus response against context limits."""
     place, response = source.place, source.max_response_len
     if found.highest >= shape.vocab_size:

@@ -56,8 +56,8 @@ class Sandbox(msgspec.Struct, frozen=True, kw_only=True):
             "max_processes": self.max_processes if limited else None,
             "hidden": self._hidden() if self.kind == "isolated" else (),
         }
-        parent, told = str(os.getpid()), msgspec.json.encode(settings).decode()
-        return [sys.executable, "-P", "-m", "actors.reward.keeper", parent, told]
+        parent, settings_json = str(os.getpid()), msgspec.json.encode(settings).decode()
+        return [sys.executable, "-P", "-m", "actors.reward.keeper", parent, settings_json]
 
     def _hidden(self) -> tuple[str, ...]:
         found = hidden_now(self.runs, self.dumps, self.files, self.needed) if self.runs is not None else ()

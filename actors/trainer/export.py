@@ -28,7 +28,7 @@ class CannotExport(Exception):
 class Source:
     """The checkpoint or the published weights to export."""
 
-    told: str  # description for the user
+    description: str  # description for the user
     path: Path
     is_checkpoint: bool  # False: published weights, already in Hugging Face's format
 

@@ -208,7 +208,7 @@ class Leader:
         pauses_s = (published and published.took_s, begun and begun.pause_s, copied and copied.took_s)
         metrics["perf/update_weights_time"] = next(filter(None, pauses_s), 0.0)
         metrics["perf/step_time"] = time.perf_counter() - begin
-        await self._bus.publish(self._told(fed, trained, metrics, replay=replay))
+        await self._bus.publish(self._trained_event(fed, trained, metrics, replay=replay))
         saves = self._checkpoint_is_due()
         if saves and self._colocation.is_on:  # before the trainer's state is offloaded
             await self._save()
@@ -280,7 +280,7 @@ class Leader:
         self.busy_s += time.perf_counter() - begin
         return trained
 
-    def _told(
+    def _trained_event(
         self, fed: FedBatch, trained: "Trained | None", metrics: dict[str, float], *, replay: bool
     ) -> BatchTrained:
         gradients = gradients_of(fed.batch, trained.without_gradient) if fed.batch and trained else NO_GRADIENTS

@@ -274,7 +274,7 @@ REFUSED = {
     "an engine of another dtype": Case(
         ("engines.policy.urls=['http://127.0.0.1:BFLOAT']",),
         "engines.policy.urls",
-        "does not fit the recipe: dtype = 'bfloat16'; allowed: float32, as model.dtype",
+        "does not fit the recipe: dtype = 'bfloat16'; allowed: float32, from model.dtype",
     ),
     "too many at once": Case(("engines.policy.concurrency=5000",), "engines.policy.concurrency", "at most 4096"),
     "too few tokens": Case(("engines.policy.max_total_tokens=6",), "engines.policy.max_total_tokens", "too small"),

@@ -46,7 +46,7 @@ class Engines:
             case Exited():
                 self.num_deaths += change.restart_in_s is not None
                 how: dict[str, Any] = {"exit_code": change.exit_code, "reason": change.reason}
-                self._fleet.deaths.note_exit(ActorExited(actor=name, node="local", pid=change.pid, **how))
+                self._fleet.crashes.note_exit(ActorExited(actor=name, node="local", pid=change.pid, **how))
             case _:
                 pass
 

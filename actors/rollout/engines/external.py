@@ -15,7 +15,7 @@ class WrongEngine(EngineError):
     """An external engine does not serve what the recipe asks for."""
 
 
-class Wanted(NamedTuple):
+class ServerRequirements(NamedTuple):
     """Properties that the recipe requires of a server."""
 
     architectures: tuple[str, ...]
@@ -47,7 +47,7 @@ def _architectures_of(config: bytes) -> tuple[str, ...]:
     return msgspec.json.decode(config, type=_Model).architectures
 
 
-def check_server(url: str, says: Mapping[str, Any], wanted: Wanted) -> None:
+def check_server(url: str, says: Mapping[str, Any], wanted: ServerRequirements) -> None:
     """Compare a server's reported configuration with the requirements.
 
     Properties that it does not report are covered by the weight verification.
@@ -65,7 +65,7 @@ def check_server(url: str, says: Mapping[str, Any], wanted: Wanted) -> None:
         raise WrongEngine(f"{url} does not fit the recipe: {'; '.join(wrong)}")
 
 
-def _differences(says: Mapping[str, Any], wanted: Wanted) -> Iterator[str]:
+def _differences(says: Mapping[str, Any], wanted: ServerRequirements) -> Iterator[str]:
     architectures = says.get("architectures")
     if architectures and wanted.architectures and tuple(architectures) != wanted.architectures:
         yield _wrong(

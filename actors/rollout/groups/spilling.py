@@ -72,7 +72,7 @@ class SegmentStore:
         self._on_received = on_received
         self._outbox: list[tuple[OpenSample, Segment]] = []
         self._storing = anyio.Lock()
-        self._num_told = 0  # number of segments and rewards in the last event
+        self._num_published = 0  # number of segments and rewards in the last event
 
     def receive(self, sample: OpenSample, answer: Answer, status: SampleStatus) -> None:
         """Append engine output to a sample; `flush` stores it."""
@@ -108,9 +108,9 @@ class SegmentStore:
         """Publish the stored segments if there are more than in the last event."""
         task, stored = self._task, [sample for sample in self._samples if sample.refs and sample.stored]
         num_facts = sum(len(sample.refs) + (sample.reward is not None) for sample in stored)
-        if num_facts <= self._num_told or task.round is None:
+        if num_facts <= self._num_published or task.round is None:
             return
-        self._num_told = num_facts
+        self._num_published = num_facts
         spilled = SegmentsSpilled(
             group_id=task.group_id,
             attempt=task.attempt,

@@ -156,9 +156,9 @@ class Generator:
         self._fleet.events.failed(who, type(error).__name__, reason)
         if engine is not None:
             await self._fleet.note_failure(engine, group, reason, counts=counts)
-        conduct = self._fleet.conduct
-        others_answered = conduct.any_answered_since(failures.since)
-        if failures.failures >= MAX_FAILURES and (others_answered or conduct.fails_alone(group)):
+        outcomes = self._fleet.request_outcomes
+        others_answered = outcomes.any_answered_since(failures.since)
+        if failures.failures >= MAX_FAILURES and (others_answered or outcomes.fails_alone(group)):
             raise RequestRefused(f"failed {failures.failures} times, last at {who}: {reason}") from error
         if now - failures.since >= self._give_up_after_s:
             if others_answered:
@@ -224,7 +224,7 @@ class Generator:
             engine = "" if stream is None else self._fleet.update_tracker.engine_of(stream.last_label)
             if place.engine is not None:
                 engine = place.engine.name
-            if not self._fleet.deaths.any_since(sent_at, engine):
+            if not self._fleet.crashes.any_since(sent_at, engine):
                 return False
             record = record.after_death(alone=False, killed=False)
         self._records[sample] = record

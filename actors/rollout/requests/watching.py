@@ -28,7 +28,7 @@ LOOKS_PER_LIMIT = 4
 IDLE_LOOKS = 2  # consecutive checks that must find the engine idle
 
 
-class Patience(NamedTuple):
+class TokenTimeouts(NamedTuple):
     """Seconds that an engine may go without a token."""
 
     first_s: float  # for the first token of a request
@@ -38,7 +38,7 @@ class Patience(NamedTuple):
 class Watchdog:
     """Finds engines that make no progress on our requests, and gives those requests up so that they are resent."""
 
-    def __init__(self, client: SglangClient, fleet: Fleet, running: RunningRequests, limits: Patience) -> None:
+    def __init__(self, client: SglangClient, fleet: Fleet, running: RunningRequests, limits: TokenTimeouts) -> None:
         self._client = client
         self._fleet = fleet
         self._running = running
@@ -130,7 +130,7 @@ class Watchdog:
             self._fleet.note_token(stream.last_label, sent.sent_at)
 
 
-def is_overdue(sent: OpenRequest, begun_at: float, now: float, limits: Patience) -> bool:
+def is_overdue(sent: OpenRequest, begun_at: float, now: float, limits: TokenTimeouts) -> bool:
     """Whether a request should have got its first or next token by now. Pure.
 
     Args:
@@ -156,7 +156,7 @@ def is_overtaken(sent: OpenRequest, served: Mapping[str, float]) -> bool:
     return bool(there) and min(there) > max(sent.sent_at, sent.token_at)
 
 
-def silence(requests: Iterable[OpenRequest], engine: str, sign_at: float, now: float, limits: Patience) -> str:
+def silence(requests: Iterable[OpenRequest], engine: str, sign_at: float, now: float, limits: TokenTimeouts) -> str:
     """Return why an engine needs a liveness check; empty if it does not. Pure.
 
     Args:

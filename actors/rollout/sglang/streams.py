@@ -21,7 +21,7 @@ from actors.rollout.sglang.checks import (
 from actors.rollout.sglang.labels import label_of, version_of
 
 
-class Refused(NamedTuple):
+class StreamRefusal(NamedTuple):
     """Why an engine ended a request that it had started to answer: HTTP status and message."""
 
     code: int
@@ -70,7 +70,7 @@ class Stream:
         self.num_tokens = 0
         self.ended = False  # the last chunk has arrived
         # set if the last chunk reports that the request is invalid or cannot be served
-        self.refused: Refused | None = None
+        self.refused: StreamRefusal | None = None
 
     @property
     def num_new(self) -> int:
@@ -220,8 +220,8 @@ class Stream:
         self._spans.append(VersionSpan(label, start, end))
 
 
-def refusal_in(meta: MetaInfo) -> Refused | None:
+def refusal_in(meta: MetaInfo) -> StreamRefusal | None:
     """Return why an engine refused a request that it had started to answer; None if it ended normally."""
     reason = meta.finish_reason or {}
     code = reason.get("status_code")
-    return Refused(code, str(reason.get("message", ""))) if isinstance(code, int) else None
+    return StreamRefusal(code, str(reason.get("message", ""))) if isinstance(code, int) else None

@@ -26,12 +26,12 @@ class SessionEndpoints:
     def handlers(self) -> dict[str, Handler]:
         """The handlers by path."""
         return {
-            "/init_weights_update_group": _told(self.init_group),
-            "/destroy_weights_update_group": _told(self.destroy_group),
-            "/begin_weight_update": _told(self.begin),
-            "/update_weights_from_distributed": _told(self.from_distributed),
-            "/update_weights_from_tensor": _told(self.from_tensor),
-            "/end_weight_update": _told(self.end),
+            "/init_weights_update_group": _with_message(self.init_group),
+            "/destroy_weights_update_group": _with_message(self.destroy_group),
+            "/begin_weight_update": _with_message(self.begin),
+            "/update_weights_from_distributed": _with_message(self.from_distributed),
+            "/update_weights_from_tensor": _with_message(self.from_tensor),
+            "/end_weight_update": _with_message(self.end),
         }
 
     async def init_group(self, request: web.Request) -> str:
@@ -101,7 +101,7 @@ class SessionEndpoints:
             log.info("weights_updated", weight_version=body.weight_version)
 
 
-def _told(handle: Callable[[web.Request], Awaitable[str]]) -> Handler:
+def _with_message(handle: Callable[[web.Request], Awaitable[str]]) -> Handler:
     """Convert a handler's message or refusal into these endpoints' answer."""
 
     async def answer(request: web.Request) -> web.StreamResponse:

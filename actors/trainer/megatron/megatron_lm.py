@@ -51,7 +51,7 @@ def begin_from_megatron_lm(replica: Replica, path: Path, *, weights_only: bool) 
     _check(model, saved, path)
     if weights_only:
         with quiet(), reading(path):
-            state = dist_checkpointing.load(model, str(path), common_strategy=_Nothing())
+            state = dist_checkpointing.load(model, str(path), common_strategy=_NoCommonState())
         _set_model(replica, state)
         replica.optimizer.reload_model_params()
         return
@@ -65,7 +65,7 @@ def begin_from_megatron_lm(replica: Replica, path: Path, *, weights_only: bool) 
     load_settings(replica.optimizer, own_settings(replica.optimizer), steps)
 
 
-class _Nothing(TorchCommonLoadStrategy):
+class _NoCommonState(TorchCommonLoadStrategy):
     """Common strategy that loads nothing: non-tensor data may hold objects of programs that are not installed here."""
 
     def load_common(self, checkpoint_dir: Any) -> dict[str, Any]:

@@ -60,8 +60,8 @@ def read_hf_config(directory: Path, mtp_num_layers: int | None = None) -> HfConf
             f"{directory / 'config.json'}: trainer.megatron.mtp_num_layers = {mtp_num_layers}, and the model has "
             f"{model.num_mtp_layers} MTP layers (num_nextn_predict_layers)"
         )
-    for key, asked in {"attention_bias": shape.output_bias, "mlp_bias": shape.mlp_bias}.items():
-        if asked:
+    for key, is_set in {"attention_bias": shape.output_bias, "mlp_bias": shape.mlp_bias}.items():
+        if is_set:
             raise ModelError(f"{directory / 'config.json'}: {key} is not supported by the trainer")
     return HfConfig(
         model_type=shape.model_type,

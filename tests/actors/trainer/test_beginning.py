@@ -139,7 +139,7 @@ def test_what_no_run_can_begin_from_is_refused(
     refused(tmp_path / "other", r"run\.json cannot be read")
     said = msgspec.json.format(msgspec.json.encode(saved))
     (path / RUN_FILE).write_bytes(said.replace(b'"step": 2', b'"step": 3'))
-    refused(tmp_path / "other", r"step-00000002 is damaged: run\.json does not have the sha256")
+    refused(tmp_path / "other", r"step-00000002 is damaged: the sha256 of run\.json differs")
     (path / RUN_FILE).write_bytes(said)
     (path / "common.pt").write_bytes(b"half")
     refused(tmp_path / "other", r"step-00000002 is damaged: common\.pt has 4 bytes")

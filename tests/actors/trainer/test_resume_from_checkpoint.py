@@ -148,7 +148,7 @@ def test_a_checkpoint_of_an_earlier_version_is_named_and_stays(
 
 def test_an_export_passes_a_damaged_checkpoint_over_and_says_so(saved: TrainerRank, tmp_path: Path) -> None:
     flip(newest(tmp_path / "run") / "__0_0.distcp")
-    told = export_run(tmp_path / "run", tmp_path / "out").told
+    told = export_run(tmp_path / "run", tmp_path / "out").description
     assert told.startswith("checkpoint of step 1 (that of step 2 is damaged: __0_0.distcp")
     assert newest(tmp_path / "run").name == "step-00000002"  # the run may be at work
     with pytest.raises(CannotExport, match=r"checkpoint of step 2 is damaged: __0_0\.distcp"):

@@ -11,7 +11,7 @@ from actors.trainer.commands import TrainerRank
 from actors.trainer.data import feed as feed_module
 from actors.trainer.data.batch import TrainBatch
 from actors.trainer.megatron import groups as ranks
-from actors.trainer.megatron.saving import _WritesLater
+from actors.trainer.megatron.saving import _DeferredWriter
 from actors.trainer.models.shards import ShardWriter
 from actors.trainer.republishing import WeightsUnusable
 from actors.trainer.step.train_step import Trained
@@ -91,13 +91,13 @@ async def test_a_run_is_told_from_the_first_weights_to_the_last_checkpoint(
 async def test_training_goes_on_while_a_checkpoint_is_written_and_it_is_told_when_it_is_complete(
     topology: Topology, bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    held, write = Event(), _WritesLater.write
+    held, write = Event(), _DeferredWriter.write
 
-    def write_late(writer: _WritesLater) -> None:
+    def write_late(writer: _DeferredWriter) -> None:
         assert held.wait(30)
         write(writer)
 
-    monkeypatch.setattr(_WritesLater, "write", write_late)
+    monkeypatch.setattr(_DeferredWriter, "write", write_late)
     async with running(topology, bus, tmp_path / "run"):
         for step in range(4):
             await publish_batch(bus, step)

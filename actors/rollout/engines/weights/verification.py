@@ -105,7 +105,7 @@ def holds_all_digits(server: ServerInfo, trainer_dtype: str, weight_format: Weig
     return server.dtype in (came_in, "float32") and not server.quantized and weight_format != "fp8"
 
 
-class _Seen(NamedTuple):
+class _VerifiedChecksums(NamedTuple):
     files: str
     tensors: str
     engine: str  # the first engine that verified them
@@ -115,7 +115,7 @@ class KnownChecksums:
     """Maps checksums of files to checksums of tensors per layout, from verified engines."""
 
     def __init__(self) -> None:
-        self._seen: dict[Layout, dict[str, _Seen]] = {}  # by checksum of the files, oldest first
+        self._seen: dict[Layout, dict[str, _VerifiedChecksums]] = {}  # by checksum of the files, oldest first
 
     def mismatch(self, server: ServerInfo, files: str, tensors: str | None, *, all_digits: bool) -> str:
         """Return why an engine cannot hold these files; empty if there is no contradiction.
@@ -145,6 +145,6 @@ class KnownChecksums:
     def add(self, server: ServerInfo, engine: str, files: str, tensors: str) -> None:
         """Record the checksums of a verified engine."""
         seen = self._seen.setdefault(server.layout, {})
-        seen.setdefault(files, _Seen(files, tensors, engine))
+        seen.setdefault(files, _VerifiedChecksums(files, tensors, engine))
         if len(seen) > NUM_KNOWN:
             del seen[next(iter(seen))]

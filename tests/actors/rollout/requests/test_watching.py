@@ -6,7 +6,7 @@ import anyio
 import pytest
 
 from actors.rollout.requests.request import OpenRequest
-from actors.rollout.requests.watching import Patience, silence
+from actors.rollout.requests.watching import TokenTimeouts, silence
 from messages import EngineState, EngineStateChanged, KillAnswered, KillRequested
 from runtime.bus.addresses import Address, address_key
 from runtime.bus.bus import Bus
@@ -15,7 +15,7 @@ from tests.fixtures.nats import eventually
 from tests.support.rollout import announcement, completed, grade, rollout_actor, task, until_applied
 from tests.support.scripted_engine import ScriptedEngine, serving
 
-LIMITS = Patience(first_s=10.0, next_s=3.0)
+LIMITS = TokenTimeouts(first_s=10.0, next_s=3.0)
 
 
 def sent(at: float, *, engine: str = "", token_at: float = 0.0) -> OpenRequest:

@@ -184,7 +184,7 @@ def test_what_cannot_be_read_is_refused_with_the_reason(
     rewritten(lambda common: common["optimizer"].update(param_state_sharding_type="dp_reshardable"))
     refused("its optimizer's state saved as dp_reshardable; only fully_reshardable can be read")
     rewritten(lambda common: common["optimizer"].pop("param_state_sharding_type"))
-    refused("state by another optimizer than the distributed one")
+    refused("state saved by another optimizer than the distributed one")
     rewritten(lambda common: common.pop("optimizer"))
     refused("was saved without its optimizer; load only the weights with trainer.load_weights_only = true")
     rewritten(lambda common: common.update(args=Strange()))

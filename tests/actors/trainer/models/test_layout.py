@@ -59,7 +59,7 @@ def test_layers_that_stages_cannot_share(layers: int, layout: MegatronConfig, re
         ),
         (
             {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1, "sequence_parallel": True},
-            "would not sum the experts' gradients",
+            "does not sum the experts' gradients",
         ),
     ],
 )
