@@ -82,7 +82,7 @@ def ask(python: str, env: Mapping[str, str], cache: Path) -> InstalledServer:
     """Return the version and arguments of an interpreter's SGLang, from the cache unless the installation changed.
 
     Raises:
-        NotAsked: the interpreter does not start, has no SGLang, or cannot import it.
+        ArgumentsUnknown: the interpreter does not start, has no SGLang, or cannot import it.
     """
     version, place, changed = _last_line(_output_of(python, env, "-c", IDENTITY, timeout_s=IDENTITY_TIMEOUT_S))
     identity = json.dumps([shutil.which(python), place, changed, sorted(env.items())])

@@ -196,8 +196,11 @@ def test_what_cannot_be_read_is_refused_with_the_reason(
     for change, says in {
         ("num_hidden_layers", 3): r"linear_qkv\.layer_norm_weight is \[2, 16\] in the checkpoint, and \[3, 16\] here",
         ("vocab_size", 64): r"word_embeddings\.weight is \[32, 16\] in the checkpoint, and \[64, 16\] here",
-        ("model_type", "llama"): "it has decoder.layers.self_attention.[kq]_layernorm.weight, and this model has not",
-        ("tie_word_embeddings", True): r"it has output_layer\.weight, and this model has not",
+        (
+            "model_type",
+            "llama",
+        ): "it has decoder.layers.self_attention.[kq]_layernorm.weight, which this model does not have",
+        ("tie_word_embeddings", True): r"it has output_layer\.weight, which this model does not have",
     }.items():
         (model_dir / "config.json").write_bytes(msgspec.json.encode(TINY | dict([change])))
         refused(says, trainer=weights_only)
