@@ -147,9 +147,9 @@ def read_pair(directory: Path, step: int, vocab_size: int | None = None) -> tupl
     An invalid sample gets the status failed with the reason, and no segments.
 
     Args:
-        directory: of the dump.
-        step: of the pair.
-        vocab_size: of the model; none: any.
+        directory: directory of the dump.
+        step: train step of the pair.
+        vocab_size: vocabulary size of the model; none: unchecked.
 
     Raises:
         DumpError: a file cannot be read, or the two do not match; names file and line.

@@ -44,7 +44,7 @@ def with_own_gpus(own: Mapping[str, str], environment: Mapping[str, str]) -> dic
 
     Args:
         own: variables of the process; they stay as they are if they assign no GPUs.
-        environment: of the node daemon that starts it.
+        environment: variables of the node daemon that starts the process.
 
     Raises:
         ValueError: a GPU index is outside of those assigned to us.

@@ -39,8 +39,8 @@ def with_default_dtype(topology: Topology, device: str) -> Topology:
     A config.json that is missing or unreadable changes nothing here: reading the model reports it later.
 
     Args:
-        topology: of the whole run, or of the half that runs.
-        device: of the trainer in the whole topology: a run without a trainer generates samples for that device.
+        topology: the whole topology, or the half that runs.
+        device: the trainer's device in the whole topology: a run without a trainer generates samples for that device.
     """
     if device != "cuda":
         return topology

@@ -126,7 +126,7 @@ class _Watched:
         self._activity = Activity("", "", "beginning", NOTE_AFTER_S)
 
     def last_report(self) -> Report:
-        """Return its last message: the result, or the activity in which it ended or timed out."""
+        """Return the last message of the process: its result, or the activity in which it ended or timed out."""
         ended, rest = os.pidfd_open(self._pid), b""
         readable = selectors.DefaultSelector()  # select() does not accept descriptors above 1,023
         for descriptor in (self._reading, ended):

@@ -73,10 +73,10 @@ def decide(
 
 
 async def check_run_id(bus: Bus, run_dir: Path, *, owns: bool) -> None:
-    """Compare the ids before anything is created or claimed.
+    """Compare the run ids of the directory and the bus, before anything is created or claimed.
 
     Raises:
-        RunMismatch: they belong to different runs.
+        RunMismatch: the directory and the bus belong to different runs.
         BusError: the bus cannot be read.
     """
     held = await bus.holdings()

@@ -59,7 +59,7 @@ def check_start(topology: Topology, fresh: str | None, node: str) -> None:
     """Check the run directory as a start would, without writing.
 
     Args:
-        topology: of the run.
+        topology: topology of the run.
         fresh: name of the run to discard, "" for none; None: resume the run.
         node: the node to start.
 

@@ -95,7 +95,7 @@ class OutputLog:
         """Open the log.
 
         Args:
-            path: of the log file.
+            path: path of the log file.
             actor: name of the process.
             max_bytes: size of the file at which it is rotated.
             hidden: secrets of the process, removed from its output.

@@ -61,7 +61,7 @@ def find_problems(value: object, expected: Any, key: str = "", schema: Any = Non
         value: parsed TOML: tables, lists, scalars.
         expected: a Config, or any type msgspec can convert to.
         key: dotted position of `value`.
-        schema: of the whole, to find keys that belong in another table; none: `expected`.
+        schema: schema of the whole topology, to find keys that belong in another table; none: `expected`.
     """
     schema = schema or expected
     item = item_type(expected)
