@@ -350,7 +350,7 @@ class BufferActor(Actor):
 
 
 def _loaded_first(run_dir: Path) -> list[PromptsLoaded]:
-    """The data events from the start of the run, from the archive."""
+    """Return the archived PromptsLoaded events from the start of the run."""
     return [received.message for received in first_archived(run_dir) if isinstance(received.message, PromptsLoaded)]
 
 

@@ -391,7 +391,7 @@ class Fleet:
 
     @property
     def serves(self) -> bool:
-        """Whether the router and at least one engine are up, as far as is known."""
+        """Whether there is a router and at least one engine accepts requests."""
         return self._target.router is not None and bool(self._admitted())
 
     def admitted_names(self) -> str:

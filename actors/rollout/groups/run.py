@@ -45,7 +45,7 @@ class GroupRun:
 
     @property
     def engine(self) -> EngineNumbers:
-        """Engine statistics of its requests."""
+        """Statistics that engines reported for the requests of this group."""
         return self._generation.engine
 
     @property

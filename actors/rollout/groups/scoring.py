@@ -127,7 +127,7 @@ class SampleScoring:
             self.start(samples)
 
     def start(self, samples: Sequence[OpenSample]) -> None:
-        """Request scores for samples that lack one and have not requested it."""
+        """Request the missing scores that are not requested yet."""
         unscored = [sample for sample in samples if sample.unscored and not sample.score_requested]
         if unscored and not self._halted:
             for sample in unscored:
