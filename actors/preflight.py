@@ -15,8 +15,7 @@ from actors.rollout.sglang.server_arguments import engine_problems
 from actors.trainer.checkpoints import beginning_of, newest_of_run
 from actors.trainer.models.config import HfConfig, read_hf_config
 from actors.trainer.models.layout import check_layout
-from actors.trainer.models.shapes import hf_shapes, num_weights
-from actors.trainer.models.weight_files import check_weights
+from actors.trainer.models.shapes import check_weights, hf_shapes, num_weights
 from runtime.data.dump_files import RUN_FILE, DumpedRun
 from runtime.models.config import ModelError, read_dense_model
 from runtime.node.checks.apart import Doing, unlimited

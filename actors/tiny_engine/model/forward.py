@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from runtime.models.attention import Rope
 from runtime.models.config import ModelError, ModelShape
-from runtime.models.rope import Rope
 from runtime.models.safetensors import safetensors_files
 
 DTYPES: Final = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}

@@ -7,8 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actors.trainer.data.batch import NOT_KNOWN, ExpertIds, LeftOut, TrainBatch, expert_ids
+from actors.trainer.data.skipped import SamplePlace
 from actors.trainer.data.staleness import NOT_SAMPLED, Masking, loss_masks, staleness_of
-from actors.trainer.data.too_long import SamplePlace
 from messages import GroupCompleted, SampleStatus, SampleSummary, Segment, SegmentsPublished
 from runtime.data.tokens import sample_problem
 

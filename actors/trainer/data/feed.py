@@ -12,8 +12,8 @@ from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStre
 from actors.trainer.data.assembly import NO_MASKING, CollectedGroup, assemble, payload_seqs, problems_of
 from actors.trainer.data.batch import TrainBatch
 from actors.trainer.data.history import HISTORY, History
+from actors.trainer.data.skipped import LengthLimit
 from actors.trainer.data.staleness import Masking
-from actors.trainer.data.too_long import LengthLimit
 from messages import (
     BatchReady,
     BufferStarted,

@@ -30,9 +30,8 @@ from actors.trainer.megatron.layers.rows import own_context, packing
 from actors.trainer.megatron.memory import Offloaded, PeakMemory, host_copy
 from actors.trainer.models.config import HfConfig, read_hf_config
 from actors.trainer.models.files import WeightSource, file_source, random_source
-from actors.trainer.models.shapes import hf_shapes
+from actors.trainer.models.shapes import check_weights, hf_shapes
 from actors.trainer.models.sharding import load_weights, tensors_of
-from actors.trainer.models.weight_files import check_weights
 from actors.trainer.step.skips import Skips
 from runtime.settings.recipe import replays_experts
 from runtime.settings.topology import Topology

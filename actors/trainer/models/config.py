@@ -3,10 +3,9 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from runtime.models.attention import MlaConfig, Rope
 from runtime.models.config import ModelError, read_model
 from runtime.models.experts import Experts
-from runtime.models.mla import MlaConfig
-from runtime.models.rope import Rope
 
 
 @dataclass(frozen=True, kw_only=True)

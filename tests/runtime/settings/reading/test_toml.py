@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runtime.settings.reading.config import Config, TopologyError
-from runtime.settings.reading.overrides import apply_override
 from runtime.settings.reading.schema import describe
-from runtime.settings.reading.toml import SET, SHIPPED_TOPOLOGIES, convert, load_tables
+from runtime.settings.reading.toml import SET, SHIPPED_TOPOLOGIES, apply_override, convert, load_tables
 
 
 class Leaf(Config, frozen=True, kw_only=True):

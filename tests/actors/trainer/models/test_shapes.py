@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from actors.trainer.megatron.rank_model import Replica
 from actors.trainer.models.config import read_hf_config
-from actors.trainer.models.weight_files import check_weights
+from actors.trainer.models.shapes import check_weights
 from runtime.models.safetensors import SINGLE_FILE
 from tests.actors.trainer.hf import write_model, write_mtp_model
 from tests.build.topology import MakeTopology
