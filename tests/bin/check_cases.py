@@ -281,7 +281,7 @@ REFUSED = {
     # bus and run directory
     "nobody's bus": Case(("bus.url=nats://127.0.0.1:FREE",), "bus.url", "no server answers there"),
     "a bus without a log": Case(("bus.url=nats://127.0.0.1:PLAIN",), "bus.url", "runs without JetStream"),
-    "another server": Case(("bus.url=nats://127.0.0.1:OTHER",), "bus.url", "not a NATS server"),
+    "another server": Case(("bus.url=nats://127.0.0.1:OTHER",), "bus.url", "not that of a NATS server"),
     "a wrong password in the URL": Case(
         ("bus.url=nats://me:wrong@127.0.0.1:LOCKED",), "bus.url", "the server refused this login"
     ),
