@@ -62,7 +62,7 @@ def test_a_head_of_its_own_is_refused_where_the_config_ties_it(model_dir: Path) 
         state["lm_head.weight"] = head
 
     changed(model_dir, untie, tied=True)
-    with pytest.raises(ValueError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight, but .* has tie_word_embed"):
+    with pytest.raises(ValueError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight"):
         check_weights(model_dir, read_hf_config(model_dir))
 
 
