@@ -60,7 +60,10 @@ def newest(run: Path) -> Path:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, r"rope\.theta is 10000\.0 in the checkpoint, .* 500000"),
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+            r"rope\.theta is 10000\.0 in the checkpoint, .* 500000",
+        ),
         ({"tie_word_embeddings": True}, "tie_word_embeddings is false in the checkpoint, and true in config.json"),
         ({"rms_norm_eps": 1e-5}, "rms_norm_eps is 1e-6 in the checkpoint, and .* in config.json"),
         ({"max_position_embeddings": 128}, "max_position_embeddings is 64 in the checkpoint, and 128 in config.json"),
