@@ -86,7 +86,7 @@ def _refuse(reason: str, _base_dirs: Sequence[Path]) -> None:
 
 def _isolate(_base_dirs: Sequence[Path]) -> None:
     if (reason := isolation.refusal()) is not None:
-        raise ValueError(f'this machine refuses: {reason}; "process" needs nothing of it')
+        raise ValueError(f'this machine cannot isolate graders: {reason}; "process" works without isolation')
 
 
 def _problem(key: str, value: str, find: Callable[[], object]) -> Problem | None:

@@ -8,15 +8,14 @@ import msgspec
 
 from actors.hooks import check_hooks
 from actors.preflight_prompts import MODEL, CheckOutput, context_of, end_of, prompt_problems
-from actors.rollout.engines.external import Wanted
+from actors.rollout.engines.external import ServerRequirements
 from actors.rollout.sglang.model_support import dense_layers_refusal, fp8_refusal, parallel_sizes
 from actors.rollout.sglang.served_model import ServedModel
 from actors.rollout.sglang.server_arguments import engine_problems
 from actors.trainer.checkpoints import beginning_of, newest_of_run
 from actors.trainer.models.config import HfConfig, read_hf_config
 from actors.trainer.models.layout import check_layout
-from actors.trainer.models.shapes import hf_shapes, num_weights
-from actors.trainer.models.weight_files import check_weights
+from actors.trainer.models.shapes import check_weights, hf_shapes, num_weights
 from runtime.data.dump_files import RUN_FILE, DumpedRun
 from runtime.models.config import ModelError, read_dense_model
 from runtime.node.checks.apart import Doing, unlimited
@@ -121,7 +120,7 @@ def _of_urls(topology: Topology, broken: set[str]) -> Iterator[Problem]:
         if not engine.urls or key in broken:
             continue
         try:
-            wanted = Wanted.by(topology, engine)
+            wanted = ServerRequirements.by(topology, engine)
         except (OSError, ValueError):  # the model's own check reports it
             return
         from actors.rollout.engines.liveness import url_problems  # imports an HTTP client, which most runs do not need
@@ -146,7 +145,7 @@ def _of_model(topology: Topology, broken: set[str], output: CheckOutput, *, fres
     if not model.random_init:
         yield from _weights(MODEL, model.hf_checkpoint, shape)
     if shape.hidden_size > WIDEST:
-        message = f"hidden_size = {shape.hidden_size}: at most {WIDEST}; wider sums differ by more than weights may"
+        message = f"hidden_size = {shape.hidden_size}: at most {WIDEST}; wider models round too much to verify weights"
         yield Problem.of(MODEL, model.hf_checkpoint, message)
     yield from _memory(topology, shape)
     if model.ref_load is not None and "model.ref_load" not in broken:
@@ -171,8 +170,8 @@ def _memory(topology: Topology, shape: HfConfig) -> Iterator[Problem]:
     free = free_memory_bytes()
     if needed > free:
         message = (
-            f"its {weights:,} weights need {show_bytes(needed)} of memory, trained in {count_of(replicas, 'replica')} "
-            f"and served by {count_of(engines, 'engine')}, and this machine has {show_bytes(free)} free"
+            f"its {weights:,} weights need {show_bytes(needed)} of memory in {count_of(replicas, 'replica')} of the "
+            f"trainer and {count_of(engines, 'engine')}, but this machine has only {show_bytes(free)} free"
         )
         yield Problem.of(MODEL, topology.model.hf_checkpoint, message)
 
@@ -251,7 +250,7 @@ def _limits(topology: Topology, shape: HfConfig) -> Iterator[Problem]:
         message = f"at most {context_of(shape)}: {end_of(shape)}"
         yield Problem.of("rollout.max_context_len", rollout.max_context_len, message)
     if beyond := [token for token in rollout.stop_token_ids if token >= shape.vocab_size]:
-        message = f"{beyond[0]} is no token of the model, which has {shape.vocab_size}"
+        message = f"{beyond[0]} is not a token of the model, whose vocabulary has {shape.vocab_size}"
         yield Problem.of("rollout.stop_token_ids", list(rollout.stop_token_ids), message)
 
 

@@ -58,7 +58,7 @@ class Source(NamedTuple):
         return f"{self.key}.{'source' if self.data.path is None else 'path'}"
 
 
-class Found(msgspec.Struct):
+class SourceSummary(msgspec.Struct):
     """Summary of all rows of a source."""
 
     first: Prompt | None = None  # the first usable prompt
@@ -91,7 +91,7 @@ def context_of(shape: HfConfig) -> int:
 
 def end_of(shape: HfConfig) -> str:
     """Describe the model's context limit, for an error."""
-    return f"the model ends at {shape.max_position_embeddings} tokens, of which engines keep {KEPT_OF_INPUT} free"
+    return f"the model's context has {shape.max_position_embeddings} tokens, of which engines reserve {KEPT_OF_INPUT}"
 
 
 def prompt_problems(topology: Topology, shape: HfConfig, broken: set[str], output: CheckOutput) -> Iterator[Problem]:
@@ -114,7 +114,7 @@ def prompt_problems(topology: Topology, shape: HfConfig, broken: set[str], outpu
     for source in _sources(topology, tokenizing):
         if source.place_key in broken:
             continue
-        found = Found()
+        found = SourceSummary()
         try:
             for prompts in _parts(source, output.doing):
                 usable = found.add(prompts, source)
@@ -126,7 +126,7 @@ def prompt_problems(topology: Topology, shape: HfConfig, broken: set[str], outpu
         if found.problem is not None:
             yield found.problem
         if found.first is None:
-            message = f"every row is over a limit; of the shortest {found.too_long}"
+            message = f"no row is short enough; in the shortest one {found.too_long}"
             yield Problem.of(source.place_key, source.place, message)
         elif f"{source.key}.rm_type" not in broken:
             graded[source.key] = SampleRow(
@@ -169,7 +169,7 @@ def _ungraded(source: Source, prompts: Sequence[Prompt], own: Mapping[str, str])
             grader(GradedSample(prompt=prompt.text, label=prompt.label, metadata=prompt.metadata))
         except ValueError as error:
             if prompt.label is None:
-                wrong = f"has no label, which the grader {name} compares with"
+                wrong = f"has no label to compare with, which the grader {name} needs"
             else:
                 wrong = f"has a label that the grader {name} cannot compare with: {error}"
             message = f"row {prompt.row} of {source.place} {wrong}"
@@ -187,21 +187,21 @@ def _sources(topology: Topology, tokenizing: Tokenizing) -> Iterator[Source]:
         yield Source(f"eval.{index}", eval_data(topology, item), reader, response)
 
 
-def _too_large(topology: Topology, shape: HfConfig, source: Source, found: Found) -> Iterator[Problem]:
+def _too_large(topology: Topology, shape: HfConfig, source: Source, found: SourceSummary) -> Iterator[Problem]:
     """Check token ids against the vocabulary, and the longest prompt plus response against context limits."""
     place, response = source.place, source.max_response_len
     if found.highest >= shape.vocab_size:
-        message = f"its tokenizer gives token {found.highest} for {place}, and the model has {shape.vocab_size}"
+        message = f"its tokenizer encodes {place} with token {found.highest}, but its vocabulary has {shape.vocab_size}"
         yield Problem.of(MODEL, topology.model.hf_checkpoint, message)
     needed = min(found.longest + response, topology.rollout.max_context_len or found.longest + response)
-    why = f"a prompt of {found.longest} tokens in {place} and a response of {response} need {needed}"
+    why = f"a prompt of {found.longest} tokens in {place} and a response of {response} tokens need {needed}"
     for name, engine in topology.engines.items() if not answers_are_recorded(topology) else ():
         room = engine.max_total_tokens
         if room is not None and room < needed + KEPT_OF_INPUT:
-            message = f"is too small: {why}, and engines keep {KEPT_OF_INPUT} free"
+            message = f"is too small: {why}, and engines reserve {KEPT_OF_INPUT}"
             yield Problem.of(f"engines.{name}.max_total_tokens", room, message)
     if not answers_are_recorded(topology) and needed > context_of(shape):
         of_run = source.key.startswith("data")
         length = "rollout.max_response_len" if of_run else f"{source.key}.max_response_len"
-        remedy = "rollout.max_context_len cuts responses, rollout.max_prompt_len leaves long prompts out"
+        remedy = "set rollout.max_context_len to cut responses, or rollout.max_prompt_len to leave long prompts out"
         yield Problem.of(length, response, f"{why}, and {end_of(shape)}; {remedy}")

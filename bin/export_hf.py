@@ -47,7 +47,7 @@ def _export(args: argparse.Namespace) -> int:
 
     found = find_run(args.run)
     source = export_run(found.directory, args.out, step=args.step)
-    Screen(sys.stdout).show(f"{args.out}: {source.told} of run {found.name}")
+    Screen(sys.stdout).show(f"{args.out}: {source.description} of run {found.name}")
     return EXIT_OK
 
 

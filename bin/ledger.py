@@ -131,8 +131,8 @@ async def _print_group(run: "FoundRun", group_id: int) -> int:
             event = life.take(received.message, received.seq)
             if event is not None:
                 kept = {"kept_without_verdict": True} if life.kept_without_verdict else {}
-                told = {"seq": received.seq, "time": received.time, **msgspec.to_builtins(event), **kept}
-                lines.append(printable_json(msgspec.json.encode(told).decode()))
+                shown = {"seq": received.seq, "time": received.time, **msgspec.to_builtins(event), **kept}
+                lines.append(printable_json(msgspec.json.encode(shown).decode()))
     if not lines:
         issued = "no group yet" if newest < 0 else f"groups 0 to {newest}"
         Screen(sys.stderr).show(f"run {run.name} has no group {group_id}: it has issued {issued}")

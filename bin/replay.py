@@ -126,17 +126,23 @@ def _filter(args: argparse.Namespace) -> Iterator[str]:
             reasons[verdict.outcome, verdict.reason] += 1
         if before is not None and before != verdict.outcome:
             changed.append({"group_id": group.group_id, "was": str(before), "is": str(verdict.outcome)})
-    told = [
+    reasons = [
         {"outcome": outcome, "reason": reason, "groups": count} for (outcome, reason), count in reasons.most_common()
     ]
     if args.json:
-        found = {"filter": judge.name, "groups": len(groups), "verdicts": verdicts, "reasons": told, "changed": changed}
+        found = {
+            "filter": judge.name,
+            "groups": len(groups),
+            "verdicts": verdicts,
+            "reasons": reasons,
+            "changed": changed,
+        }
         yield json.dumps(found)
         return
     yield f"filter {judge.name}: {len(groups)} groups of {args.dump}"
     for outcome, count in verdicts.most_common():
         yield f"  {outcome:8}{count:6}"
-        yield from (f"  {'':8}{row['groups']:6}  {row['reason']}" for row in told if row["outcome"] == outcome)
+        yield from (f"  {'':8}{row['groups']:6}  {row['reason']}" for row in reasons if row["outcome"] == outcome)
     yield f"  changed since the dump: {len(changed)}"
 
 
@@ -146,11 +152,11 @@ def _batches(args: argparse.Namespace) -> Iterator[str]:
 
     topology, groups, judge = _opened(args)
 
-    def said(group: GroupCompleted) -> tuple[str, str | None]:
+    def verdict_of(group: GroupCompleted) -> tuple[str, str | None]:
         verdict = judge.judge(group)
         return str(verdict.outcome), verdict.reason
 
-    buffer = ReplayedBuffer(topology, (group.completed() for group in groups), said)
+    buffer = ReplayedBuffer(topology, (group.completed() for group in groups), verdict_of)
     for batch in buffer.batches():
         ids, rewards = [group.group_id for group in batch.groups], batch.rewards
         mean = statistics.fmean(rewards) if rewards else None
@@ -165,8 +171,8 @@ def _batches(args: argparse.Namespace) -> Iterator[str]:
         state = buffer.state
         yield f"{state.trained} of {len(groups)} groups in {state.trained_steps} batches"
         for what, tally in (("dropped", state.dropped), ("failed", state.failed)):
-            told = sorted((reason, count) for reason, count in tally.items() if reason != EXHAUSTED)
-            yield from (f"  {what} {count}: {reason}" for reason, count in told)
+            counts = sorted((reason, count) for reason, count in tally.items() if reason != EXHAUSTED)
+            yield from (f"  {what} {count}: {reason}" for reason, count in counts)
 
 
 def _train(args: argparse.Namespace, rest: list[str]) -> int:

@@ -112,8 +112,8 @@ def _half(args: argparse.Namespace) -> list[str]:
         raise WrongInput("--load DIR needs --only trainer")
     if args.only == "trainer" and args.load is None and not any(item.startswith("run.load=") for item in args.set):
         raise WrongInput("--only trainer needs a dump: name its directory with --load DIR")
-    told = {"run.only": args.only, "run.load": args.load}
-    return [f"{key}={value}" for key, value in told.items() if value is not None]
+    given = {"run.only": args.only, "run.load": args.load}
+    return [f"{key}={value}" for key, value in given.items() if value is not None]
 
 
 def _node_of(topology: Topology, wanted: str | None) -> str:

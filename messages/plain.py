@@ -1,4 +1,4 @@
-"""Checks that a field typed `Any` holds plain data, not nested too deeply, that every reader can also encode.
+"""Checks that fields typed `Any` hold plain data, which every reader can encode again.
 
 A JSON decoder accepts integers of any length and nesting as deep as its stack. An encoder raises on them later.
 """

@@ -55,7 +55,7 @@ def key_of(subject: str, message_type: type[Message]) -> str | None:
 
 @cache
 def _event_topics() -> dict[str, bool]:
-    """By topic of each event type: whether its subjects continue after the topic."""
+    """Return, for the topic of each event type, whether its subjects continue after the topic."""
     types = message_types().values()
     return {message_type.topic: message_type.keyed for message_type in types if message_type.plane is Plane.EVENT}
 

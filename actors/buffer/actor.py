@@ -76,7 +76,7 @@ T = TypeVar("T")
 MAX_CONCURRENT_PUBLISHES = 64  # tasks published concurrently
 EVAL_TASKS_QUEUED = 512  # tasks of one evaluation that are queued at a time
 NO_ROOM_FOR_PROMPTS = (
-    "the data stream is full of what is needed, and takes no more prompts: raise bus.data_bytes, "
+    "the data stream is full, and the run still needs all of it, so no prompt can be issued: raise bus.data_bytes, "
     "or save more often (train.save_interval)"
 )
 
@@ -201,8 +201,8 @@ class BufferActor(Actor):
             before = known.get(loaded.data, [loaded.fingerprint])
             if loaded.fingerprint not in before:
                 raise InputError(
-                    f"data {loaded.data} is not what this run began with: its fingerprint is {loaded.fingerprint}, "
-                    f"it was {' or '.join(dict.fromkeys(before))}. Bring its file and tokenizer back as they were, "
+                    f"data {loaded.data} changed since this run began: its fingerprint is {loaded.fingerprint}, "
+                    f"it was {' or '.join(dict.fromkeys(before))}. Restore its file and its tokenizer, "
                     f"choose another run.name, or start over with --fresh {self._topology.run.name}"
                 )
 
@@ -350,7 +350,7 @@ class BufferActor(Actor):
 
 
 def _loaded_first(run_dir: Path) -> list[PromptsLoaded]:
-    """The data events from the start of the run, from the archive."""
+    """Return the archived PromptsLoaded events from the start of the run."""
     return [received.message for received in first_archived(run_dir) if isinstance(received.message, PromptsLoaded)]
 
 

@@ -69,8 +69,8 @@ class LedgerLog:
         first_seq = (await self._bus.state(Plane.EVENT)).first_seq
         if first_seq > last_seq + 1:
             raise InputError(
-                f"the log begins at event {first_seq} and has no snapshot that this version can load; "
-                f"what was before is not in {self._run_dir}: bring it back, or choose another run.name"
+                f"the event log begins at event {first_seq}, has no snapshot that this version can load, and "
+                f"{self._run_dir} does not hold the earlier events: restore that directory, or choose another run.name"
             )
         return state
 
@@ -116,7 +116,7 @@ class LedgerLog:
             return await self.append(started)
         except StreamFull as error:
             raise InputError(
-                f"the event log is full, with {WIDENED_BY:.0%} more than its planned size, and nothing of it can be "
+                f"the event log is full, although it was enlarged by {WIDENED_BY:.0%}, and none of its events can be "
                 f"trimmed: set bus.event_bytes above {wider}"
             ) from error
 

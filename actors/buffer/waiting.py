@@ -48,7 +48,7 @@ class Activity:
 def describe_source(data: Sequence[DataConfig]) -> str:
     """Name the source of the prompts; a user's function is named because it may hang."""
     sources = [item.source for item in data if item.source is not None]
-    return f"the data function {sources[0]}" if sources else "the data to be read"
+    return f"the data function {sources[0]}" if sources else "the data to be loaded"
 
 
 def describe_wait(state: LedgerState, schedule: Schedule) -> str:
@@ -66,7 +66,7 @@ def describe_wait(state: LedgerState, schedule: Schedule) -> str:
         waits.append(_round(state, schedule, step))
     elif state.checkpoint_step < schedule.num_steps:
         waits.append("the last checkpoint")
-    return "; ".join(waits) or "running groups to end"
+    return "; ".join(waits) or "the running groups to end"
 
 
 def _round(state: LedgerState, schedule: Schedule, step: int) -> str:

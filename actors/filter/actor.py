@@ -84,7 +84,7 @@ class FilterActor(Actor):
         if not self._judging:
             return "completed groups"
         group_id, began = min(self._judging.items(), key=lambda item: item[1])
-        return f"the filter {self._name}, which has group {group_id} for {duration(time.monotonic() - began)}"
+        return f"the filter {self._name}, judging group {group_id} for {duration(time.monotonic() - began)}"
 
     async def _judge_all(self, deliveries: Deliveries[GroupCompleted]) -> None:
         async for delivery in deliveries:

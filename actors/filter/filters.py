@@ -135,7 +135,7 @@ def find_filter(name: str | None, base_dirs: Sequence[Path] = ()) -> Filter:
         close = get_close_matches(str(name), BUILT_IN_FILTERS, n=1)
         hint = f"did you mean {close[0]!r}? " if close else ""
         names = ", ".join(BUILT_IN_FILTERS)
-        raise ValueError(f"no filter {name!r}: {hint}built in are {names}; own ones are {OWN}")
+        raise ValueError(f"no filter {name!r}: {hint}allowed: {names}, or {OWN}")
     return found
 
 

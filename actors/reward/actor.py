@@ -82,7 +82,7 @@ class FirstGrades:
         self._failed += len(raised)
         if self._failed >= FIRST_CALLS and await self._bus.kv.get(FIRST_GRADE_KEY, bool) is None:
             message = f"the first {self._failed} calls of graders in this run all failed; {grader}: {raised[-1]}"
-            raise InputError(f"{message}. Mend the grader; the same command goes on from here")
+            raise InputError(f"{message}. Fix the grader; the same command then resumes the run")
 
 
 def _is_slow(error: str) -> bool:
@@ -158,8 +158,8 @@ class RewardActor(Actor):
         if not self._in_hand:
             return "score requests"
         grader, began = min(self._in_hand.values(), key=lambda item: item[1])
-        hand = count_of(len(self._in_hand), "score request")
-        return f"graders, with {hand} in hand; {grader} has the oldest for {duration(time.monotonic() - began)}"
+        running = count_of(len(self._in_hand), "score request")
+        return f"graders: {running}; {grader} has been grading the oldest for {duration(time.monotonic() - began)}"
 
     async def _answer_all(self, pool: GraderPool, deliveries: Deliveries[ScoreRequested]) -> None:
         async for delivery in deliveries:
@@ -173,7 +173,7 @@ class RewardActor(Actor):
         self._in_hand[request.request_id] = (request.rm_type, time.monotonic())
         try:
             if not self._bus.is_inbox(request.reply_to):
-                await delivery.reject(f"reply_to {clipped(request.reply_to, 80)!r} is no inbox of this run")
+                await delivery.reject(f"reply_to {clipped(request.reply_to, 80)!r} is not an inbox of this run")
                 return
             async with delivery.heartbeat():
                 grades = await self._grade(pool, request)
@@ -202,7 +202,7 @@ class RewardActor(Actor):
         name = self._names.get(request.rm_type, request.rm_type)
         if is_plugin(name) and request.rm_type not in self._names:
             log.warning("grader_refused", grader=request.rm_type)
-            reason = f"{request.rm_type!r} is no built-in grader, and the topology does not name it"
+            reason = f"{request.rm_type!r} is neither a built-in grader nor named by the topology"
             return [Graded(error=reason) for _ in request.items]
         spec = GraderSpec(name=name, group=request.group_rm)
         with anyio.move_on_after(request.timeout_s or math.inf):
@@ -248,7 +248,7 @@ def _without_details(grades: Sequence[Graded]) -> list[Graded]:
 
 
 def _too_large(grades: Sequence[Graded]) -> list[Graded]:
-    return [Graded(error="the answer is over the size of a message") for _ in grades]
+    return [Graded(error="the answer is larger than a message may be") for _ in grades]
 
 
 def _answer_of(request: ScoreRequested, grades: Sequence[Graded]) -> ScoresGiven:

@@ -65,7 +65,7 @@ def encode_frame(struct: msgspec.Struct, *, max_bytes: int = MAX_FRAME_BYTES) ->
     """
     payload = msgspec.msgpack.encode(struct)
     if LENGTH_BYTES + len(payload) > max_bytes:
-        raise FrameError(f"{len(payload)} bytes, {max_bytes} are taken")
+        raise FrameError(f"a frame of {LENGTH_BYTES + len(payload)} bytes; at most {max_bytes} are allowed")
     return len(payload).to_bytes(LENGTH_BYTES, "big") + payload
 
 
@@ -89,7 +89,7 @@ class FrameBuffer:
             return None
         end = LENGTH_BYTES + int.from_bytes(self._bytes[:LENGTH_BYTES], "big")
         if end > MAX_FRAME_BYTES:
-            raise FrameError(f"a frame of {end} bytes")
+            raise FrameError(f"a frame of {end} bytes; at most {MAX_FRAME_BYTES} are allowed")
         if len(self._bytes) < end:
             return None
         frame = bytes(self._bytes[LENGTH_BYTES:end])

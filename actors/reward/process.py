@@ -59,7 +59,7 @@ class GraderProcess:
         self._stdin = process.stdin
         self._stdout = process.stdout
         self._stderr = process.stderr
-        self._printed = Printed(process.pid)
+        self._printed = OutputForwarder(process.pid)
         self._buffer = FrameBuffer()
         self._decoder = msgspec.msgpack.Decoder(Graded)
         self._grades: deque[Graded] = deque()  # received, not taken yet
@@ -214,7 +214,7 @@ def describe_exit(returncode: int | None) -> str:
     return f"the grader process exited with code {returncode}"
 
 
-class Printed:
+class OutputForwarder:
     """Forwards a grader's output to stderr, limited per time window; logs the number of skipped bytes."""
 
     def __init__(self, pid: int) -> None:

@@ -2,13 +2,16 @@
 
 import os
 import sys
+import tempfile
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Final, Literal
 
 import msgspec
 
-from actors.reward.hiding import dumps_of, files_of, hidden_now, needed_of
+from runtime.settings.plugins import is_plugin
+from runtime.settings.slices import split_slice
 from runtime.settings.topology import Topology
 from runtime.util.secrets import make_private
 
@@ -19,6 +22,65 @@ PASSED_ON: Final = (  # environment variables that every grader gets
 )
 AGENT_MARK: Final = "PHYSARUM_AGENT"  # lets a node daemon find leftover processes of its run; no secret
 RUN_DIR: Final = "PHYSARUM_RUN_DIR"
+
+
+OF_A_RUN: Final = "topology.json"  # marks the directory of a run or a dump
+OF_A_DUMP: Final = ("rollout_*", "topology.json", "run.json")
+
+
+def files_of(topology: Topology) -> tuple[str, ...]:
+    """Files and directories with labels, samples or credentials; some may not exist."""
+    named = [topology.bus.credentials]
+    named += [split_slice(item.path)[0] for item in (*topology.data, *topology.eval) if item.path is not None]
+    runtime = os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.getuid()}"
+    return tuple(os.path.realpath(path) for path in (*named, runtime) if path)
+
+
+def dumps_of(topology: Topology) -> tuple[str, ...]:
+    """Directories of dumps, both written and read."""
+    return tuple(os.path.realpath(path) for path in (topology.run.dump_details, topology.run.load) if path)
+
+
+def needed_of(topology: Topology) -> tuple[str, ...]:
+    """Files of the graders that the topology names."""
+    named = [*(item.rm_type for item in (*topology.data, *topology.eval)), *topology.reward.graders.values()]
+    plugins = [name.rpartition(":")[0] for name in named if name is not None and is_plugin(name)]
+    return tuple(place for place in plugins if place.endswith(".py"))
+
+
+def hidden_now(runs: str, dumps: Sequence[str], files: Sequence[str], needed: Sequence[str]) -> Iterator[str]:
+    """Yield the paths to hide from a process that starts now.
+
+    A directory that contains something graders need stays visible; the runs and dumps inside it are hidden.
+
+    Args:
+        runs: the directory of runs.
+        dumps: directories of dumps.
+        files: data files, and data directories.
+        needed: paths that graders need, in addition to the program and the current directory.
+    """
+    ours = [*_our_places(), *map(os.path.realpath, needed)]
+    if not _holds_any(runs, ours):
+        yield runs
+    else:
+        yield from (str(path.parent) for path in Path(runs).glob(f"*/{OF_A_RUN}") if not _holds_any(path.parent, ours))
+    for dump in dumps:
+        if not _holds_any(dump, ours):
+            yield dump
+        else:
+            yield from (str(path) for pattern in OF_A_DUMP for path in Path(dump).glob(pattern))
+    yield from (path for path in files if not _holds_any(path, ours))
+
+
+def _our_places() -> list[str]:
+    root = Path(__file__).resolve().parents[2]
+    places = [root, os.getcwd(), sys.prefix, sys.base_prefix, os.path.dirname(sys.executable), tempfile.gettempdir()]
+    places += [place for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place]
+    return [os.path.realpath(place) for place in places]
+
+
+def _holds_any(directory: str | Path, places: Sequence[str]) -> bool:
+    return any(Path(place).is_relative_to(directory) for place in places)
 
 
 class Sandbox(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,8 +118,8 @@ class Sandbox(msgspec.Struct, frozen=True, kw_only=True):
             "max_processes": self.max_processes if limited else None,
             "hidden": self._hidden() if self.kind == "isolated" else (),
         }
-        parent, told = str(os.getpid()), msgspec.json.encode(settings).decode()
-        return [sys.executable, "-P", "-m", "actors.reward.keeper", parent, told]
+        parent, settings_json = str(os.getpid()), msgspec.json.encode(settings).decode()
+        return [sys.executable, "-P", "-m", "actors.reward.keeper", parent, settings_json]
 
     def _hidden(self) -> tuple[str, ...]:
         found = hidden_now(self.runs, self.dumps, self.files, self.needed) if self.runs is not None else ()

@@ -39,12 +39,12 @@ def refuse_foreign_sockets() -> None:
     """
     machine = platform.machine()
     if machine not in _CALLS:
-        raise OSError(errno.ENOSYS, f"its system calls are known for {', '.join(_CALLS)} alone", machine)
+        raise OSError(errno.ENOSYS, f"system calls can be filtered only on {', '.join(_CALLS)}", machine)
     code = b"".join(_instructions(*_CALLS[machine]))
     program = _Program(len(code) // 8, code)
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_SECCOMP, _MODE_FILTER, ctypes.byref(program)) == -1:
-        raise OSError(ctypes.get_errno(), "refuses a filter of system calls", "seccomp")
+        raise OSError(ctypes.get_errno(), "refuses a filter for system calls", "seccomp")
 
 
 def _instructions(architecture: int, socket: int, socketpair: int) -> list[bytes]:

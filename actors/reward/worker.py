@@ -123,7 +123,10 @@ def work(refusal: str | None) -> int:
         return EXIT_NO_HELLO
     if refusal is not None:
         write_all(
-            fd_out, encode_frame(WorkerReady(error=f'reward.sandbox = "isolated": this machine refuses: {refusal}'))
+            fd_out,
+            encode_frame(
+                WorkerReady(error=f'reward.sandbox = "isolated": this machine cannot isolate graders: {refusal}')
+            ),
         )
         return EXIT_OK
     signal.signal(signal.SIGXCPU, _end_call)

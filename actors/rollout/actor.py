@@ -10,7 +10,7 @@ import structlog
 from anyio.abc import TaskStatus
 
 from actors.rollout.engines.discovery import attend_servers, kill_server
-from actors.rollout.engines.external import Wanted
+from actors.rollout.engines.external import ServerRequirements
 from actors.rollout.engines.fleet import Fleet
 from actors.rollout.engines.memory.follower import PhaseFollower
 from actors.rollout.engines.memory.notes import MemoryNotes
@@ -26,10 +26,10 @@ from actors.rollout.engines.weights.updates import UpdateTracker
 from actors.rollout.engines.weights.verifier import WeightVerifier
 from actors.rollout.groups.scoring import Scorer
 from actors.rollout.groups.task_runner import ACK_WAIT_S, TaskRunner
-from actors.rollout.groups.tools import Tools
+from actors.rollout.groups.tools import GroupDependencies
 from actors.rollout.requests.interrupting import RunningRequests
 from actors.rollout.requests.sending import Generator
-from actors.rollout.requests.watching import Patience, Watchdog
+from actors.rollout.requests.watching import TokenTimeouts, Watchdog
 from actors.rollout.sessions.conversation import Conversation
 from actors.rollout.sessions.functions import find_generate_function
 from actors.rollout.sglang.client import SglangClient
@@ -185,7 +185,7 @@ class RolloutActor(Actor):
             group.start_soon(self._follow_log, fleet, tools.generator.running, follower)
             group.start_soon(self._follow_phases, follower)
             group.start_soon(self._report_versions, fleet)
-            limits = Patience(first_s=pool.first_token_after_s, next_s=pool.next_token_after_s)
+            limits = TokenTimeouts(first_s=pool.first_token_after_s, next_s=pool.next_token_after_s)
             group.start_soon(Watchdog(client, fleet, tools.generator.running, limits).run)
             group.start_soon(fleet.events.run, self._bus)
             group.start_soon(self._tasks.spill_long_runs)
@@ -204,10 +204,10 @@ class RolloutActor(Actor):
             waits.append("a task")
         return "; ".join(waits)
 
-    def _tools(self, client: SglangClient, fleet: Fleet) -> Tools:
+    def _tools(self, client: SglangClient, fleet: Fleet) -> GroupDependencies:
         reward = self._topology.reward
         scorer = Scorer(self._bus, timeout_s=reward.timeout_s, max_tries=reward.max_tries)
-        return Tools(
+        return GroupDependencies(
             bus=self._bus,
             generator=Generator(client, fleet, self._model, give_up_after_s=self._topology.rollout.generate_timeout_s),
             scorer=scorer,
@@ -254,7 +254,7 @@ class RolloutActor(Actor):
         async with anyio.create_task_group() as group:
             pool = self._topology.engines[self._pool]
             for index, url in enumerate(pool.urls):
-                wanted = Wanted.by(self._topology, pool)
+                wanted = ServerRequirements.by(self._topology, pool)
                 group.start_soon(
                     partial(fleet.run_engine, f"external-{index}", url, ours=False, wanted=wanted, files=self._files())
                 )
@@ -291,7 +291,7 @@ class RolloutActor(Actor):
                     case TrainerStarted() | WeightsAnnounced() | EvalIssued() | EvalEnded() as event:
                         target.fold(event)
                     case ActorExited() as event:
-                        fleet.deaths.note_exit(event)
+                        fleet.crashes.note_exit(event)
                     case PhaseChanged() as event if follower is not None and received is not None:
                         follower.fold(event, received.seq)
                     case _:  # undecodable, or the end of the log for now

@@ -52,7 +52,7 @@ def _refused(error: Exception) -> int:
 def _context_length(flags: argparse.Namespace, description: ModelDescription) -> int:
     wanted = flags.context_length or description.max_context
     if wanted > description.max_context:
-        raise ModelError(f"--context-length {wanted}: the model ends at {description.max_context}")
+        raise ModelError(f"--context-length {wanted}: the model's context has {description.max_context} tokens")
     return min(wanted, flags.max_total_tokens or wanted)
 
 
@@ -61,17 +61,38 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--model-path", type=Path, required=True, help="directory with config.json and safetensors weights")
     add("--host", default="127.0.0.1")
-    add("--port", type=_within(0, 65535), default=30000, help="0 picks a free one")
-    add("--served-model-name", help="default: the model path")
-    add("--max-running-requests", type=_within(1, 4096), default=64, help="requests decoded at once")
-    add("--max-queued-requests", type=_within(0, 1_000_000), default=4096, help="more are refused with 503")
-    add("--max-total-tokens", type=_within(2, 1 << 40), help="held by running requests together; default: no limit")
-    add("--context-length", type=_within(2, MAX_CONTEXT), help="prompt and response; default: the model's")
-    add("--load-format", choices=("auto", "dummy"), default="auto", help="dummy: draw weights from --random-seed")
+    add("--port", type=_within(0, 65535), default=30000, help="0: any free port")
+    add("--served-model-name", help="model name in /v1/models; default: the model path")
+    add(
+        "--max-running-requests", type=_within(1, 4096), default=64, help="maximum number of requests decoded at a time"
+    )
+    add(
+        "--max-queued-requests",
+        type=_within(0, 1_000_000),
+        default=4096,
+        help="maximum number of queued requests; further ones get a 503",
+    )
+    add(
+        "--max-total-tokens",
+        type=_within(2, 1 << 40),
+        help="maximum tokens of all running requests together; default: no limit",
+    )
+    add(
+        "--context-length",
+        type=_within(2, MAX_CONTEXT),
+        help="maximum tokens of a prompt and its response; default: the model's",
+    )
+    add(
+        "--load-format", choices=("auto", "dummy"), default="auto", help="dummy: draw random weights from --random-seed"
+    )
     add("--random-seed", type=int, default=0)
     add("--weight-version", default="default")
-    add("--stream-interval", type=_within(1, MAX_CONTEXT), default=1, help="tokens between two streamed chunks")
-    add("--incremental-streaming-output", action="store_true", help="chunks hold what is new, not all so far")
+    add("--stream-interval", type=_within(1, MAX_CONTEXT), default=1, help="tokens per streamed chunk")
+    add(
+        "--incremental-streaming-output",
+        action="store_true",
+        help="each chunk holds only its new tokens, not all tokens so far",
+    )
     return parser
 
 

@@ -11,8 +11,8 @@ from anyio.abc import TaskStatus
 
 from actors.trainer.data.feed import Feed
 from actors.trainer.data.history import HISTORY
+from actors.trainer.data.skipped import LengthLimit
 from actors.trainer.data.staleness import Masking
-from actors.trainer.data.too_long import LengthLimit
 from actors.trainer.leader import Leader
 from actors.trainer.phases.colocation import Colocation
 from actors.trainer.rendezvous import meet, own_rank

@@ -58,7 +58,7 @@ def _named_in(root: Path) -> list[Checkpoint]:
     return sorted(found)
 
 
-class SetAside(NamedTuple):
+class DamagedCheckpoint(NamedTuple):
     """A damaged checkpoint that was renamed."""
 
     step: int  # train steps that it should contain
@@ -66,7 +66,7 @@ class SetAside(NamedTuple):
     reason: str  # the damaged file and its damage
 
 
-def set_aside_damaged(root: Path, *, thorough: bool = True) -> list[SetAside]:
+def set_aside_damaged(root: Path, *, thorough: bool = True) -> list[DamagedCheckpoint]:
     """Rename damaged checkpoints so that no start reads them.
 
     Every checkpoint with a missing file or a wrong file size is damaged. With `thorough`, the others are hashed from
@@ -89,7 +89,7 @@ def set_aside_damaged(root: Path, *, thorough: bool = True) -> list[SetAside]:
         if damage is None:
             break
         damages[each] = damage
-    return [SetAside(each.step, _renamed(each.path), damage) for each, damage in damages.items()]
+    return [DamagedCheckpoint(each.step, _renamed(each.path), damage) for each, damage in damages.items()]
 
 
 def _damage_of(path: Path, *, thorough: bool) -> str | None:
@@ -105,10 +105,10 @@ def _too_old(path: Path) -> ValueError:
 
 def _is_of_earlier_version(path: Path) -> bool:
     try:
-        said: dict[str, Any] = msgspec.json.decode((path / RUN_FILE).read_bytes(), type=dict[str, Any])
+        run: dict[str, Any] = msgspec.json.decode((path / RUN_FILE).read_bytes(), type=dict[str, Any])
     except (OSError, msgspec.MsgspecError):
         return False
-    return not said.get("has_checksums", False)
+    return not run.get("has_checksums", False)
 
 
 def _renamed(path: Path) -> Path:
@@ -159,15 +159,17 @@ class SavedRun(msgspec.Struct, frozen=True, kw_only=True):
         """
         saved, expected = dict(_values("", self.model)), dict(_values("", model))
         for name in (*expected, *saved):
-            there, here = (_told(values.get(name)) for values in (saved, expected))
+            there, here = (_shown(values.get(name)) for values in (saved, expected))
             if there != here and (resumes or name not in WITHOUT_EFFECT):
-                raise ValueError(f"{path} is of another model: {name} is {there} there, and {here} here (config.json)")
+                raise ValueError(
+                    f"{path} is of another model: {name} is {there} in the checkpoint, and {here} in config.json"
+                )
         if resumes and not self.has_checksums:
             raise _too_old(path)
         if dtype not in (None, self.dtype):
             raise ValueError(
                 f"{path} was trained in {self.dtype}, and its optimizer's state does not fit model.dtype = {dtype}: "
-                f"set that, or take the weights alone with trainer.load_weights_only = true"
+                f"set model.dtype = {self.dtype}, or load only the weights with trainer.load_weights_only = true"
             )
 
 
@@ -181,18 +183,18 @@ def _values(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield from _values(f"{prefix}.{name}" if prefix else name, each)
 
 
-def _told(value: Any) -> str:
+def _shown(value: Any) -> str:
     return msgspec.json.encode(value).decode()
 
 
-class Beginning(NamedTuple):
+class StartCheckpoint(NamedTuple):
     """A checkpoint that a new run can start from."""
 
     path: Path
     of_megatron_lm: bool = False  # False: written by a Physarum run
 
 
-def beginning_of(topology: Topology, shape: HfConfig, *, thorough: bool = False) -> Beginning | None:
+def beginning_of(topology: Topology, shape: HfConfig, *, thorough: bool = False) -> StartCheckpoint | None:
     """Find the checkpoint that a run without its own checkpoints starts from (`trainer.load`).
 
     Args:
@@ -212,15 +214,15 @@ def beginning_of(topology: Topology, shape: HfConfig, *, thorough: bool = False)
     if (path := megatron_lm_checkpoint_at(Path(trainer.load))) is not None:
         if not trainer.load_weights_only and not trainer.optimizer.use_distributed_optimizer:
             raise ValueError(
-                f"{path} is Megatron-LM's, whose optimizer is read with trainer.optimizer.use_distributed_optimizer = "
-                f"true; its weights alone with trainer.load_weights_only = true"
+                f"{path} is a Megatron-LM checkpoint: set trainer.optimizer.use_distributed_optimizer = true to load "
+                f"its optimizer, or trainer.load_weights_only = true to load only the weights"
             )
-        return Beginning(path, of_megatron_lm=True)
+        return StartCheckpoint(path, of_megatron_lm=True)
     path, saved = checkpoint_at(Path(trainer.load))
     if (damage := _damage_of(path, thorough=thorough)) is not None:
         raise ValueError(f"{path} is damaged: {damage}")
     saved.check(path, shape, dtype=None if trainer.load_weights_only else topology.model.dtype)
-    return Beginning(path)
+    return StartCheckpoint(path)
 
 
 def megatron_lm_checkpoint_at(path: Path) -> Path | None:
@@ -233,19 +235,21 @@ def megatron_lm_checkpoint_at(path: Path) -> Path | None:
     """
     tracker = path / TRACKER
     if tracker.is_file():
-        told = tracker.read_text().strip()
-        if not told.isdigit() and told != "release":
-            raise ValueError(f"{tracker} says {told!r}, which is no iteration")
-        path /= f"iter_{int(told):07d}" if told.isdigit() else told
+        newest = tracker.read_text().strip()
+        if not newest.isdigit() and newest != "release":
+            raise ValueError(f"{tracker} holds {newest!r}; expected the number of an iteration, or release")
+        path /= f"iter_{int(newest):07d}" if newest.isdigit() else newest
     elif not _MEGATRON_LM.fullmatch(path.name):
         return None
     if not (path / METADATA_FILE).is_file():
         if any(path.glob("mp_rank_*")):
-            raise ValueError(f"{path} is in Megatron-LM's format torch, cut for its ranks: save it as {BACKEND}")
-        raise ValueError(f"{path} is no complete checkpoint of Megatron-LM: it has no {METADATA_FILE}")
+            raise ValueError(
+                f"{path} is in Megatron-LM's format torch, which is sharded for its ranks: save it as {BACKEND}"
+            )
+        raise ValueError(f"{path} is not a complete checkpoint of Megatron-LM: it has no {METADATA_FILE}")
     backend = msgspec.json.decode((path / METADATA_FILE).read_bytes()).get("sharded_backend")
     if backend != BACKEND:
-        raise ValueError(f"{path} is in Megatron-LM's format {backend}, and only {BACKEND} is read")
+        raise ValueError(f"{path} is in Megatron-LM's format {backend}; supported: {BACKEND}")
     return path
 
 

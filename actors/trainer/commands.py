@@ -15,8 +15,8 @@ from actors.trainer.channel import Channel
 from actors.trainer.checkpoints import (
     CHECKPOINTS,
     Checkpoint,
+    DamagedCheckpoint,
     SavedRun,
-    SetAside,
     beginning_of,
     prune_checkpoints,
     saved_run,
@@ -35,17 +35,17 @@ from actors.trainer.megatron.rank_model import Replica
 from actors.trainer.megatron.saving import Saving
 from actors.trainer.models.files import copy_small_files, set_dtype
 from actors.trainer.models.gathering import own_parts
-from actors.trainer.models.publish import NOT_WRITTEN, WEIGHTS, Begun, Published, Versions, Written
+from actors.trainer.models.publish import NOT_WRITTEN, WEIGHTS, PendingVersion, Published, Versions, Written
 from actors.trainer.models.shapes import hf_shapes, num_weights
-from actors.trainer.models.weight_export import Against, WeightExport, copied
+from actors.trainer.models.weight_export import DeltaBase, WeightExport, copied
 from actors.trainer.orders import (
     AdvanceExport,
-    Begin,
     ComputeLogProbs,
     Export,
     FinishExport,
     FinishSave,
     Load,
+    LoadCheckpoint,
     Offload,
     Onload,
     Order,
@@ -72,7 +72,7 @@ from runtime.util.files import atomic_directory
 class Unpublished:
     """A weight version that is not written yet."""
 
-    files: Begun
+    files: PendingVersion
     probe: WeightProbe
     pause_s: float  # seconds that training stopped for the copy
 
@@ -102,7 +102,7 @@ class TrainerRank:
         self._weight_format: WeightFormat = weight_format(topology)
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._saving: Saving | None = None
-        self._set_aside: list[SetAside] = []  # since the last take_set_aside
+        self._set_aside: list[DamagedCheckpoint] = []  # since the last take_set_aside
         self._weight_export: WeightExport | None = None
         self._routed_experts: ExpertIds | None = None  # of the batch to train; only on rank 0
         device = ranks.device_of(topology.trainer.device, self._ranks)
@@ -145,7 +145,7 @@ class TrainerRank:
             return self._lead(Load(str(path)))
         beginning = beginning_of(self._topology, self._replica.hf, thorough=True)
         if beginning is not None:
-            self._lead(Begin(str(beginning.path), beginning.of_megatron_lm))
+            self._lead(LoadCheckpoint(str(beginning.path), beginning.of_megatron_lm))
         return 0
 
     def _sound_checkpoints(self, *, thorough: bool) -> list[Checkpoint]:
@@ -153,7 +153,7 @@ class TrainerRank:
         self._set_aside += set_aside_damaged(self._checkpoints, thorough=thorough)
         return prune_checkpoints(self._checkpoints, self._topology.train.keep_checkpoints)
 
-    def take_set_aside(self) -> tuple[SetAside, ...]:
+    def take_set_aside(self) -> tuple[DamagedCheckpoint, ...]:
         """Return the checkpoints found damaged since the last call."""
         taken, self._set_aside = tuple(self._set_aside), []
         return taken
@@ -323,7 +323,7 @@ class TrainerRank:
             case Load():
                 with self._replica.optimizer_at_hand():
                     return load_checkpoint(self._replica, Path(command.path))
-            case Begin():
+            case LoadCheckpoint():
                 begin = begin_from_megatron_lm if command.of_megatron_lm else begin_from
                 with self._replica.optimizer_at_hand():
                     return begin(
@@ -381,7 +381,7 @@ class TrainerRank:
             self._executor,
             step=command.step,
             incarnation=command.incarnation,
-            said=self._said(command),
+            run_file=self._saved_run(command),
         )
 
     def _begin_export(self, command: Export) -> WeightExport:
@@ -395,13 +395,13 @@ class TrainerRank:
             device=replica.device,
             bucket_bytes=bucket_bytes,
             form=FORMS[command.weight_format],
-            against=Against(Path(command.delta), Path(command.base), self._checksums) if command.delta else None,
+            delta_base=DeltaBase(Path(command.delta), Path(command.base), self._checksums) if command.delta else None,
         )
         if command.copy:
             replica.between = export.advance
         return export
 
-    def _said(self, command: Save) -> SavedRun:
+    def _saved_run(self, command: Save) -> SavedRun:
         topology = self._topology
         return SavedRun(
             run=topology.run.name,

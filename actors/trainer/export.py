@@ -28,7 +28,7 @@ class CannotExport(Exception):
 class Source:
     """The checkpoint or the published weights to export."""
 
-    told: str  # description for the user
+    description: str  # description for the user
     path: Path
     is_checkpoint: bool  # False: published weights, already in Hugging Face's format
 
@@ -48,7 +48,7 @@ def export_run(directory: Path, out: Path, *, step: int | None = None) -> Source
         ValueError, OSError: the model directory or the files cannot be read.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise CannotExport(f"--out {out} is there already: name a directory that is not, or is empty")
+        raise CannotExport(f"--out {out} already exists: name a new or an empty directory")
     source, topology = find_source(directory, step), _topology(directory)
     model_directory = Path(topology.model.hf_checkpoint)
     if not (model_directory / "config.json").is_file():
@@ -99,7 +99,7 @@ def _topology(directory: Path) -> Topology:
     try:
         return decode_topology(stored.read_bytes())
     except FileNotFoundError as error:
-        raise CannotExport(f"{stored} is not there: it says which model the run trained") from error
+        raise CannotExport(f"{stored} is missing; it names the model that the run trained") from error
     except msgspec.MsgspecError as error:
         raise CannotExport(
             f"{stored} cannot be read ({error}): it was edited, or written by another version"

@@ -80,7 +80,7 @@ def _changed(directory: Path, listed: Iterable[tuple[str, FileChecksum]]) -> str
     def compare(item: tuple[str, FileChecksum]) -> str | None:
         name, expected = item
         is_same = checksum_of(directory / name).sha256 == expected.sha256
-        return None if is_same else f"{name} does not have the sha256 with which it was written"
+        return None if is_same else f"the sha256 of {name} differs from the one recorded when it was written"
 
     with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as executor:
         return next(filter(None, executor.map(compare, listed)), None)

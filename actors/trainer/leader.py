@@ -131,9 +131,9 @@ class Leader:
         if gone:
             aside = "".join(f"; {each.path} is damaged: {each.reason}" for each in self._rank.take_set_aside())
             raise InputError(
-                f"the newest checkpoint in {self._run_directory} contains {self.step} train steps, and the log has no "
-                f"batch of step {gone[0]} any more, as a later checkpoint had it: bring that one back, or start anew"
-                f"{aside}"
+                f"the newest checkpoint in {self._run_directory} contains {self.step} train steps, but the log no "
+                f"longer has the batch of step {gone[0]}, which a later checkpoint contained: restore that checkpoint, "
+                f"or start over with --fresh{aside}"
             )
 
     def waits_for(self) -> str:
@@ -141,7 +141,7 @@ class Leader:
         if self._waiting is None:
             return ""
         what, since = self._waiting
-        return f"{what}, since {time.monotonic() - since:.0f} s"
+        return f"{what}, for {time.monotonic() - since:.0f} s"
 
     async def announce_start(self) -> None:
         """Publish trainer.started. If there is no step to replay, also publish the weights."""
@@ -166,7 +166,7 @@ class Leader:
             if self._train.save_hf:
                 await self._torch_thread.run(self._rank.export, self._run_directory / EXPORT_DIRECTORY)
             await self._save()
-        self._waiting = "nothing: every planned step is trained", time.monotonic()
+        self._waiting = "nothing: all steps are trained", time.monotonic()
 
     @asynccontextmanager
     async def _serving(self) -> AsyncGenerator[None]:
@@ -208,7 +208,7 @@ class Leader:
         pauses_s = (published and published.took_s, begun and begun.pause_s, copied and copied.took_s)
         metrics["perf/update_weights_time"] = next(filter(None, pauses_s), 0.0)
         metrics["perf/step_time"] = time.perf_counter() - begin
-        await self._bus.publish(self._told(fed, trained, metrics, replay=replay))
+        await self._bus.publish(self._trained_event(fed, trained, metrics, replay=replay))
         saves = self._checkpoint_is_due()
         if saves and self._colocation.is_on:  # before the trainer's state is offloaded
             await self._save()
@@ -267,7 +267,7 @@ class Leader:
                 PayloadsMissing(step=self.step, incarnation=self._incarnation, groups=fed.lost, reason=fed.reason)
             )
             await self._feed.until(lambda seq=seq: history.last_seq >= seq)
-            again = ", which is made again as payloads of it are missing"
+            again = ", which is assembled again because some of its payloads are lost"
 
     async def _train_batch(self, fed: FedBatch) -> "Trained | None":
         if fed.batch is None:
@@ -280,7 +280,7 @@ class Leader:
         self.busy_s += time.perf_counter() - begin
         return trained
 
-    def _told(
+    def _trained_event(
         self, fed: FedBatch, trained: "Trained | None", metrics: dict[str, float], *, replay: bool
     ) -> BatchTrained:
         gradients = gradients_of(fed.batch, trained.without_gradient) if fed.batch and trained else NO_GRADIENTS
@@ -313,7 +313,7 @@ class Leader:
         if republishing.times >= MAX_TIMES:
             raise WeightsUnusable(
                 f"the weights of step {self.step} were published {1 + republishing.times} times in "
-                f"{self._run_directory}, and engines could use none of these versions: {reason}"
+                f"{self._run_directory}, but engines could not use any of these versions: {reason}"
             )
         log.warning("weights_published_again", weight_version=self.version, reason=reason)
         with anyio.CancelScope(shield=True):  # the colocation phase may end meanwhile
@@ -393,7 +393,9 @@ class Leader:
             size_bytes=published.size_bytes,
             took_s=published.took_s,
             probe=published.probe,
-            no_probe="" if published.probe else "samples are recorded: no engine takes the weights",
+            no_probe=""
+            if published.probe
+            else "the rollout actor reads samples from files: no engine loads the weights",
             transport=self.sessions.transport,
             sender=self._bus.name,
             kind="delta" if published.base_version else "full",

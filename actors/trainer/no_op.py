@@ -72,7 +72,7 @@ class NoOpTrainer(Actor):
     def waits_for(self) -> str:
         """Describe what the actor waits for."""
         done = self._step >= self._topology.train.num_steps
-        return "nothing: all steps are done" if done else f"the batch of step {self._step}"
+        return "nothing: all steps are trained" if done else f"the batch of step {self._step}"
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         """Complete every batch of the run, then keep serving calls.
@@ -126,7 +126,7 @@ class NoOpTrainer(Actor):
             path=str(path),
             checksum=checksum,
             size_bytes=size_bytes,
-            no_probe='run.only = "rollout": there is no trainer that computes it',
+            no_probe='run.only = "rollout": no trainer computes it',
         )
         await self._bus.publish(announced)
 

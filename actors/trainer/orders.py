@@ -16,7 +16,7 @@ class Load(msgspec.Struct, tag=True):
     path: str
 
 
-class Begin(msgspec.Struct, tag=True):
+class LoadCheckpoint(msgspec.Struct, tag=True):
     """Start from another run's checkpoint."""
 
     path: str
@@ -143,7 +143,7 @@ SendingOrder = (
 )
 Order = (
     Load
-    | Begin
+    | LoadCheckpoint
     | Train
     | ComputeLogProbs
     | Save

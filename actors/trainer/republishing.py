@@ -49,7 +49,7 @@ class Republishing:
         if is_whole:
             self.whole_version = version
 
-    def is_wanted(self, told: Refusals) -> bool:
+    def is_wanted(self, refusals: Refusals) -> bool:
         """Whether no engine can use the newest version, so that generation would stop.
 
         A refused delta has to be published in full. Files that differ from the announcement have to be written again.
@@ -58,13 +58,13 @@ class Republishing:
         """
         if not self._version:
             return False
-        if told.unusable >= self._version or (self.whole_version < self._version <= told.refused):
+        if refusals.unusable >= self._version or (self.whole_version < self._version <= refusals.refused):
             return True
-        return self.times == 0 and told.confirmed < self._version <= told.refused_again
+        return self.times == 0 and refusals.confirmed < self._version <= refusals.refused_again
 
-    def must_be_whole(self, told: Refusals) -> bool:
+    def must_be_whole(self, refusals: Refusals) -> bool:
         """Whether the next version must be published in full.
 
         This is so if a delta since the newest full version was refused, or if that version's files are damaged.
         """
-        return told.refused > self.whole_version or told.unusable >= self.whole_version
+        return refusals.refused > self.whole_version or refusals.unusable >= self.whole_version

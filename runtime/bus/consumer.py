@@ -44,7 +44,7 @@ class Delivery(Generic[MessageT]):
 
     @property
     def time(self) -> datetime:
-        """When it was stored."""
+        """Time at which the server stored the message."""
         return time_of(self._place.time_ns)
 
     @property

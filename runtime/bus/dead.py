@@ -40,10 +40,10 @@ class DeadLetters:
 
         Args:
             origin: where the message is stored, such as "event.17"; one letter and one event are written per origin.
-            subject: of the message.
+            subject: subject of the message.
             reason: why it is unusable.
-            headers: of the message.
-            payload: of the message; only its beginning is stored if it is long.
+            headers: headers of the message.
+            payload: bytes of the message; of a long one, only the beginning is stored.
 
         Returns:
             Whether both are stored; false while the streams are full.

@@ -34,7 +34,7 @@ class Received(Generic[MessageT]):
 
     @property
     def time(self) -> datetime:
-        """When it was stored."""
+        """Time at which the server stored the event."""
         return time_of(self._time_ns)
 
     def __repr__(self) -> str:

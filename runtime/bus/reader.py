@@ -59,11 +59,11 @@ class LogReader:
         self._consumer_seq = 0
         self.num_pending = made.num_pending
         if not self._skips:
-            await self._check_that_nothing_is_gone()
+            await self._check_not_trimmed()
         self._was_open = True
         await self._pull.open(made.name, made.epoch)
 
-    async def _check_that_nothing_is_gone(self) -> None:
+    async def _check_not_trimmed(self) -> None:
         """Raise LogTrimmedAway if unread messages may be gone.
 
         None are lost if the deleted ones were read, or were outside its filters by the server's last heartbeat. That

@@ -147,9 +147,9 @@ def read_pair(directory: Path, step: int, vocab_size: int | None = None) -> tupl
     An invalid sample gets the status failed with the reason, and no segments.
 
     Args:
-        directory: of the dump.
-        step: of the pair.
-        vocab_size: of the model; none: any.
+        directory: directory of the dump.
+        step: train step of the pair.
+        vocab_size: vocabulary size of the model; none: unchecked.
 
     Raises:
         DumpError: a file cannot be read, or the two do not match; names file and line.
@@ -206,10 +206,13 @@ def _columns(groups: Sequence[DumpedGroup]) -> dict[str, NDArray[Any]]:
 
 
 def _routed(segments: Sequence[Segment]) -> dict[str, NDArray[Any]]:
-    told = [() if segment.routed_experts is None else segment.routed_experts for segment in segments]
-    if not any(map(len, told)):
+    experts = [() if segment.routed_experts is None else segment.routed_experts for segment in segments]
+    if not any(map(len, experts)):
         return {}
-    return {"routed_experts": _joined(told, np.int32), "routed_offsets": _offsets([len(routed) for routed in told])}
+    return {
+        "routed_experts": _joined(experts, np.int32),
+        "routed_offsets": _offsets([len(routed) for routed in experts]),
+    }
 
 
 def _offsets(lengths: Sequence[int]) -> NDArray[np.int64]:

@@ -25,8 +25,8 @@ class DumpedGroups:
         """Scan all lines.
 
         Args:
-            directory: of the dump.
-            vocab_size: of the model; none: any.
+            directory: directory of the dump.
+            vocab_size: vocabulary size of the model; none: unchecked.
 
         Raises:
             DumpError: there is no dump, a line cannot be read, or the tokens of a step are missing.

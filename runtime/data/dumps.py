@@ -93,8 +93,8 @@ def group_of(
         ValueError: a reference points to another sample's segment.
     """
     segments = tuple(tuple(_segments(completed, sample, payloads)) for sample in completed.samples)
-    said = stored or next(iter(payloads.values()), None)
-    text = said.text if isinstance(said, Prompt) else said.prompt if said else ""
+    prompt = stored or next(iter(payloads.values()), None)
+    text = prompt.text if isinstance(prompt, Prompt) else prompt.prompt if prompt else ""
     lines = [
         DumpedSample(
             **msgspec.structs.asdict(fate),
@@ -105,7 +105,7 @@ def group_of(
             round=completed.round,
             data=completed.data,
             prompt=text,
-            label=said.label if said else None,
+            label=prompt.label if prompt else None,
             metadata=stored.metadata if stored else completed.metadata,
             response="".join(segment.text for segment in own),
             segment_texts=tuple(segment.text for segment in own) if len(own) > 1 else (),

@@ -18,7 +18,7 @@ def id_problem(ids: Sequence[int] | NDArray[Any], vocab_size: int | None) -> str
 
     Args:
         ids: integers of any size.
-        vocab_size: of the model; none: unknown, so only negative ids are found.
+        vocab_size: vocabulary size of the model; none: unknown, so only negative ids are found.
     """
     if isinstance(ids, list) and (not ids or (min(ids) >= 0 and (vocab_size is None or max(ids) < vocab_size))):
         return None  # the usual case; takes a fifth of the time
@@ -56,7 +56,7 @@ def sample_problem(segments: Sequence[Segment], vocab_size: int | None, *, num_t
 
     Args:
         segments: in order.
-        vocab_size: of the model; none: unknown.
+        vocab_size: vocabulary size of the model; none: unknown.
         num_tokens: expected number of prompt and response tokens; none: unknown.
     """
     for number, segment in enumerate(segments):

@@ -34,9 +34,8 @@ from messages import (
     WeightsAnnounced,
 )
 from messages.subjects import key_of
-from runtime.ledger.batches import take_batch, take_step
+from runtime.ledger.batches import evaluate, lose_ending_of_item, lose_item, note_same_weights, take_batch, take_step
 from runtime.ledger.changes import Change
-from runtime.ledger.evaluations import evaluate, lose_ending_of_item, lose_item, note_same_weights
 from runtime.ledger.groups import close, end_attempt, issue, judge, oldest_version, set_verdicts, spill
 from runtime.ledger.state import MAX_ENDINGS_LOST, Books, EvalItem, Evaluation, Group, LedgerState, Stage
 

@@ -93,9 +93,9 @@ def advance(steps: Steps, event: StepEvent) -> tuple[StepChange, ...]:
             return _take_back(steps, event)
 
 
-def _settle(steps: Steps, numbers: Iterable[int], told: BatchTrained | None = None) -> tuple[StepChange, ...]:
+def _settle(steps: Steps, numbers: Iterable[int], trained: BatchTrained | None = None) -> tuple[StepChange, ...]:
     """Settle batches. Without a BatchTrained event, all their samples count as trained."""
-    skipped, untrained = (frozenset(told.skipped_groups), told.untrained) if told else (frozenset[int](), ())
+    skipped, untrained = (frozenset(trained.skipped_groups), trained.untrained) if trained else (frozenset[int](), ())
     settled: list[Settled] = []
     for step in numbers:
         batch = steps.batches.get(step)

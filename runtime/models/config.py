@@ -10,9 +10,8 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
+from runtime.models.attention import MLA_KEYS, DeepseekV3Attention, MlaConfig, Rope, RopeKeys, read_rope
 from runtime.models.experts import EXPERT_KEYS, DeepseekV3Keys, ExpertKeys, Experts, Glm4MoeKeys
-from runtime.models.mla import MLA_KEYS, DeepseekV3Attention, MlaConfig
-from runtime.models.rope import Rope, RopeKeys, read_rope
 
 MAX_CONTEXT: Final = 1 << 20  # tokens; a larger value is taken for a mistake in the config
 

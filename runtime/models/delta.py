@@ -85,7 +85,7 @@ def write_index(directory: Path, base: Version, number: int, tensors: Iterable[T
     Args:
         directory: contains the payloads.
         base: the version that they were computed against.
-        number: of the target version.
+        number: number of the target version.
         tensors: every tensor of the model.
 
     Raises:

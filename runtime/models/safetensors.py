@@ -32,7 +32,7 @@ class StoredTensor(NamedTuple):
     size_bytes: int
 
     def data(self) -> memoryview:
-        """Return its row-major bytes, memory-mapped."""
+        """Return the tensor's row-major bytes, memory-mapped."""
         if not self.size_bytes:
             return memoryview(b"")
         return np.memmap(self.file, dtype=np.uint8, mode="r", offset=self.begin, shape=(self.size_bytes,)).data

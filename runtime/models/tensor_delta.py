@@ -26,7 +26,7 @@ def changed_places(old: memoryview, new: memoryview, item_bytes: int) -> NDArray
     Args:
         old: bytes of the tensor.
         new: bytes of the new tensor, as many.
-        item_bytes: of a number.
+        item_bytes: size of one element.
     """
     return _numbers(old, item_bytes) != _numbers(new, item_bytes)
 
@@ -37,7 +37,7 @@ def pack(places: NDArray[np.bool_], new: memoryview, item_bytes: int) -> bytes:
     Args:
         places: result of `changed_places`.
         new: bytes of the new tensor.
-        item_bytes: of a number.
+        item_bytes: size of one element.
     """
     where = np.flatnonzero(places)
     gaps = np.diff(where, prepend=-1) - 1
@@ -54,7 +54,7 @@ def apply(packed: memoryview, count: int, old: memoryview, item_bytes: int) -> m
         packed: result of `pack`.
         count: number of changes.
         old: bytes of the base tensor; not modified.
-        item_bytes: of a number.
+        item_bytes: size of one element.
 
     Raises:
         ValueError: the changes do not fit this tensor.

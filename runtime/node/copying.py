@@ -56,12 +56,12 @@ class LocalCopies:
         job = self._jobs.get(version)
         if job is None:
             if len(self._jobs) >= MAX_JOBS:
-                return LocalCopyGiven(reason=f"{MAX_JOBS} other versions are being copied")
+                return LocalCopyGiven(reason=f"busy: {MAX_JOBS} other versions are being copied")
             job = self._start(version, request)
         with anyio.move_on_after(request.timeout_s):
             await job.done.wait()
             return job.answer
-        return LocalCopyGiven(reason=f"not copied within {request.timeout_s:g} s; it goes on")
+        return LocalCopyGiven(reason=f"not copied within {request.timeout_s:g} s; the copy continues in the background")
 
     async def _compare(self, version: Version, request: LocalCopyRequested) -> LocalCopyGiven:
         """Verify the files of a copy that an engine has read, without changing it."""
@@ -69,17 +69,17 @@ class LocalCopies:
         with anyio.move_on_after(request.timeout_s):
             damage = await self._looks.look(version, partial(damage_of, place, version, request.files))
             return LocalCopyGiven(reason=clipped(damage, REASON_CHARS)) if damage else LocalCopyGiven(path=str(place))
-        return LocalCopyGiven(reason=f"not read again within {request.timeout_s:g} s")
+        return LocalCopyGiven(reason=f"files not verified within {request.timeout_s:g} s")
 
     def _start(self, version: Version, request: LocalCopyRequested) -> _Job:
         job = self._jobs[version] = _Job()
         loop = asyncio.get_running_loop()
 
-        def tell(answer: LocalCopyGiven) -> None:
+        def report(answer: LocalCopyGiven) -> None:
             with suppress(RuntimeError):  # the event loop has ended
                 loop.call_soon_threadsafe(self._end, version, job, answer)
 
-        work = threading.Thread(target=self._make, args=(version, request, tell), name="copy", daemon=True)
+        work = threading.Thread(target=self._make, args=(version, request, report), name="copy", daemon=True)
         work.start()
         return job
 
@@ -88,8 +88,8 @@ class LocalCopies:
         job.answer = answer
         job.done.set()
 
-    def _make(self, version: Version, request: LocalCopyRequested, tell: Callable[[LocalCopyGiven], None]) -> None:
-        answer = LocalCopyGiven(reason="the node daemon failed to copy it; its log says how")
+    def _make(self, version: Version, request: LocalCopyRequested, report: Callable[[LocalCopyGiven], None]) -> None:
+        answer = LocalCopyGiven(reason="the node daemon failed to copy it; see logs/daemon.jsonl")
         try:
             with self._making:
                 begin = time.perf_counter()
@@ -101,4 +101,4 @@ class LocalCopies:
             log.warning("weights_not_copied", weight_version=version.number, reason=str(error))
             answer = LocalCopyGiven(reason=clipped(str(error), REASON_CHARS), unusable=error.unusable)
         finally:
-            tell(answer)
+            report(answer)

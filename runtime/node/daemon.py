@@ -58,7 +58,7 @@ LOOK_AT_DISK_S = 1.0
 DISK_TIMEOUT_S = 5.0
 STORE = "nats"  # store of the bus in the run directory
 STOP_DEADLINE_S = 9.5  # from the stop signal until everything is killed
-TELL_TIMEOUT_S = 1.0  # for publishing the last process changes
+PUBLISH_TIMEOUT_S = 1.0  # for publishing the last process changes
 RELEASE_TIMEOUT_S = 1.0
 BUS_LIMITS = BusLimits(drain_timeout_s=1.0)  # at the end the server may already be gone
 
@@ -131,8 +131,8 @@ class NodeDaemon:
         )
         self._follower = Follower(plan, self.reporting, progress=self._supervision.progress, end=self._end)
         send, receive = anyio.create_memory_object_stream[Change](CHANGES_BOUND)
-        self._changes, self._changes_to_tell = send, receive
-        self._told = anyio.Event()
+        self._changes, self._unpublished_changes = send, receive
+        self._all_published = anyio.Event()
         self._ending = anyio.Event()
         self._disk_threads = BoundedThreads(1)
         self._outcome: RunEnd | None = None
@@ -152,7 +152,7 @@ class NodeDaemon:
         return self._outcome or RunEnd(finished=False, error="ended without a reason")
 
     async def _run(self) -> None:
-        with self._changes, self._changes_to_tell:
+        with self._changes, self._unpublished_changes:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._obey_signals, tasks.cancel_scope)
                 tasks.start_soon(self._watch_disk)
@@ -265,7 +265,7 @@ class NodeDaemon:
         handlers: dict[type[Message], Handler] = {KillRequested: self._kill, LocalCopyRequested: copies.answer}
         async with bus.serve(handlers), anyio.create_task_group() as tasks:
             tasks.start_soon(self._keep_claim, claim)
-            tasks.start_soon(self._tell_changes, bus)
+            tasks.start_soon(self._publish_changes, bus)
             tasks.start_soon(self.reporting.run, bus)
             tasks.start_soon(self._follower.follow, bus, self._watch(bus, tasks))
             has_others = self._plan.owns_streams and len(self._plan.nodes) > 1
@@ -278,8 +278,8 @@ class NodeDaemon:
             if has_others:
                 await wait_until_left(bus, self._plan.node)
             self._changes.close()
-            with anyio.move_on_after(TELL_TIMEOUT_S):
-                await self._told.wait()
+            with anyio.move_on_after(PUBLISH_TIMEOUT_S):
+                await self._all_published.wait()
             await self.reporting.finish()
             tasks.cancel_scope.cancel()
 
@@ -295,15 +295,15 @@ class NodeDaemon:
         event = announcement(self._outcome, self._plan.node, is_home=self._plan.owns_streams)
         if event is None:
             return
-        with anyio.move_on_after(TELL_TIMEOUT_S):
+        with anyio.move_on_after(PUBLISH_TIMEOUT_S):
             try:
                 await bus.publish(event)
             except BusError as error:
                 log.warning("end_not_published", error=str(error))
 
-    async def _tell_changes(self, bus: Bus) -> None:
-        await Publisher(bus, self._plan.node).run(self._changes_to_tell)
-        self._told.set()
+    async def _publish_changes(self, bus: Bus) -> None:
+        await Publisher(bus, self._plan.node).run(self._unpublished_changes)
+        self._all_published.set()
 
     async def _kill(self, request: KillRequested) -> KillAnswered:
         """Kill a server on request: a rollout actor detects that it generates nothing, which no probe shows."""
@@ -327,7 +327,7 @@ class NodeDaemon:
                 if self._ending.is_set() and self._outcome is not None and self._outcome.stopped_by is not None:
                     everything.cancel()
                     return
-                self._show(f"{number.name}: stopping; once more to stop at once")
+                self._show(f"{number.name}: stopping; send it again to stop at once")
                 self._end(RunEnd(finished=False, stopped_by=number))
                 everything.deadline = anyio.current_time() + STOP_DEADLINE_S
 
@@ -358,7 +358,7 @@ class NodeDaemon:
         except anyio.ClosedResourceError:  # the bus itself ends, so nothing can be published
             return
         except (anyio.WouldBlock, anyio.BrokenResourceError):
-            log.warning("change_not_told", process=change.spec.name)
+            log.warning("change_not_published", process=change.spec.name)
 
     def _found_bus(self, url: Secret) -> None:
         """Store the URL of the bus, which is up, in the run directory, readable by its owner only."""

@@ -86,7 +86,7 @@ def find_run(word: str, runs: Path = RUNS) -> FoundRun:
     if not stored.exists():
         name = directory.resolve().name
         if RUN_NAME.fullmatch(name) is None:
-            raise NoSuchRun(f"{directory} has no {TOPOLOGY_FILE}, and its own name cannot be that of a run")
+            raise NoSuchRun(f"{directory} has no {TOPOLOGY_FILE}, and its name is not a valid run name")
         return FoundRun(name=name, directory=directory)
     try:
         topology = msgspec.json.decode(stored.read_bytes(), type=_StoredTopology)
@@ -130,7 +130,7 @@ async def _live_url(run: FoundRun, scratch: Path) -> str | None:
     Raises:
         NoLog: neither was possible in time.
     """
-    problem = "its bus was never up"
+    problem = "its bus did not start"
     with anyio.move_on_after(OPEN_TIMEOUT_S):
         while True:
             if run.bus_url is None and await anyio.to_thread.run_sync(_copy_events, run, scratch):
@@ -158,7 +158,7 @@ def _copy_events(run: FoundRun, scratch: Path) -> bool:
         if not unclaimed or guardian.find(f"@{run.directory.resolve()}"):  # processes of a killed daemon remain briefly
             return False
         if not (run.directory / stream).exists():
-            raise NoLog(f"run {run.name} has no log: nothing runs it, and {run.directory} stores no events")
+            raise NoLog(f"run {run.name} has no log: no node daemon runs it, and {run.directory} stores no events")
         shutil.copytree(run.directory / stream, scratch / stream, ignore=shutil.ignore_patterns("obs"))  # consumers
         return True
 

@@ -99,7 +99,7 @@ class Reporting:
             try:
                 await self._report_all(bus, samples)
             except Exception as error:  # noqa: BLE001 - an error in the report must not end the run
-                self._fail("what follows is not shown", error)
+                self._fail("the following events cannot be shown", error)
                 async for _ in self._events:
                     continue
             samples.cancel_scope.cancel()
@@ -120,7 +120,7 @@ class Reporting:
                 if isinstance(notice, RowDone) and self._metrics is not None:
                     self._metrics.put(notice.row)
         except Exception as error:  # noqa: BLE001 - as above
-            self._fail("the last row of metrics.jsonl is not there", error)
+            self._fail("the last row of metrics.jsonl cannot be written", error)
 
     async def _report_all(self, bus: Bus, samples: anyio.abc.TaskGroup) -> None:
         begins = await start_state(bus, self._plan.run_dir)
@@ -137,7 +137,7 @@ class Reporting:
 
     async def _begin_again(self, bus: Bus, error: ArchiveDamaged) -> None:
         log.error("archive_damaged", error=str(error))
-        self.display.show(f"{error}: what was before the newest snapshot is known from that alone")
+        self.display.show(f"{error}: events before the newest snapshot are missing")
         self.report = self._new_report(self._plan)
         self.report.first_seq = self._first_seq
         state = await newest_snapshot(bus)
@@ -163,7 +163,7 @@ class Reporting:
                 try:
                     await anyio.to_thread.run_sync(self._metrics.put, row)
                 except OSError as error:
-                    self._fail("metrics.jsonl cannot be written; the next start makes it again from the log", error)
+                    self._fail("metrics.jsonl cannot be written; the next start rebuilds it from the log", error)
             case _:
                 pass
 
@@ -179,7 +179,7 @@ class Reporting:
         try:
             return self.report.progress_line(now)
         except Exception as error:  # noqa: BLE001 - as above
-            return f"how far the step is cannot be shown: {error!r}"
+            return f"the progress line cannot be shown: {error!r}"
 
     def _fail(self, what: str, error: Exception) -> None:
         """Log every error; show only the first."""

@@ -165,4 +165,4 @@ async def _insist(action: Callable[..., Awaitable[object]], *arguments: Any) -> 
 
 
 def _log_failure(error: Exception, failures: int) -> None:
-    log.warning("telling_failed", error=str(error), in_a_row=failures)
+    log.warning("publish_failed", error=str(error), in_a_row=failures)

@@ -14,7 +14,7 @@ from runtime.bus.roster import instances
 log = structlog.get_logger()
 
 ANSWER_TIMEOUT_S: Final = 5.0
-ASKED_AT_ONCE: Final = 64
+QUERIES_AT_ONCE: Final = 64
 AT_WORK: Final = "at work"
 NOT_THERE: Final = "not there"
 
@@ -57,39 +57,39 @@ class StallWatch:
             patience_s *= 2
             self._resumed = anyio.Event()
             try:
-                await self._tell(seen)
+                await self._publish(seen)
             except BusError as error:  # no bus, no report
-                log.warning("stall_not_told", error=str(error))
+                log.warning("stall_not_published", error=str(error))
 
-    async def _tell(self, since: float) -> None:
-        waiting = await self._ask_all()
+    async def _publish(self, since: float) -> None:
+        waiting = await self._query_all()
         if self._newest > since:
             return
         idle_s = round(anyio.current_time() - since, 1)
         log.warning("run_stalled", idle_s=idle_s, waiting=waiting)
         await self._bus.publish(RunStalled(idle_s=idle_s, waiting=waiting))
 
-    async def _ask_all(self) -> dict[str, str]:
+    async def _query_all(self) -> dict[str, str]:
         present = await instances(self._bus)
-        limiter = anyio.Semaphore(ASKED_AT_ONCE)
+        limiter = anyio.Semaphore(QUERIES_AT_ONCE)
         answers: dict[str, str] = {}
 
-        async def ask(instance: str) -> None:
+        async def query(instance: str) -> None:
             async with limiter:
-                answers[instance] = await self._ask(instance)
+                answers[instance] = await self._query(instance)
 
         async with anyio.create_task_group() as group:
             for instance in {*present, *self._expected}:
-                group.start_soon(ask, instance)
+                group.start_soon(query, instance)
         return dict(sorted(answers.items()))
 
-    async def _ask(self, instance: str) -> str:
+    async def _query(self, instance: str) -> str:
         try:
             given = await self._bus.call(instance, StatsRequested(), StatsGiven, timeout_s=self._answer_timeout_s)
         except CallTimeout:
             return f"no answer in {self._answer_timeout_s:g} s"
         except CallRefused as error:
-            return f"cannot say: {error}"
+            return f"failed to answer: {error}"
         except CallError:
             return NOT_THERE
         return given.waits_for or AT_WORK

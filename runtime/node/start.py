@@ -194,8 +194,8 @@ def _claim(run_dir: Path, node: str | None) -> Claim:
     except RunClaimed as error:
         raise RunRefused(str(error)) from error
     except OSError as error:
-        told = no_space_of(error, run_dir) if is_full(error) else f"{run_dir} cannot be used: {error}"
-        raise RunRefused(str(told)) from error
+        reason = no_space_of(error, run_dir) if is_full(error) else f"{run_dir} cannot be used: {error}"
+        raise RunRefused(str(reason)) from error
 
 
 def _refuse_beside(claim: Claim) -> None:
@@ -296,7 +296,7 @@ def _run(plan: NodePlan, options: StartOptions, show: Show, rewrite: Show | None
         if plan.owns_streams:
             store_result(plan.run_dir, stored)
     except OSError as error:
-        show(f"how the run ended is not kept: {error}")
+        show(f"the result of the run cannot be stored: {error}")
     _show_all(show, ["", _headline(plan.run, outcome), *report.summary(now)])
     _show_all(show, _what_next(plan.run, plan.run_dir, options, finished=outcome.finished))
     if outcome.failure is not None:

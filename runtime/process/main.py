@@ -83,8 +83,8 @@ def run_process(
     except Exception as error:  # every error becomes an exit code
         code = EXIT_OK if stopping else exit_code_of(error)
         for leaf in flatten(error):
-            told = no_space_of(leaf, os.environ.get(RUN_DIR, os.curdir)) if is_full(leaf) else leaf
-            log.error("actor_failed", error=repr(told), exit_code=code, exc_info=leaf)
+            shown = no_space_of(leaf, os.environ.get(RUN_DIR, os.curdir)) if is_full(leaf) else leaf
+            log.error("actor_failed", error=repr(shown), exit_code=code, exc_info=leaf)
         return code
     return EXIT_OK
 

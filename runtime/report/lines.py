@@ -52,9 +52,9 @@ class Failures:
     def lines(self, text: str) -> list[str]:
         """Return the line for a failure, or nothing at the limit."""
         if text not in self._reported and len(self._reported) >= SHOWN_REASONS:
-            said, self._all_reported = self._all_reported, True
+            was_reported, self._all_reported = self._all_reported, True
             ledger = f"{command_name('ledger')} {self._run}"
-            return [] if said else [f"failures for yet other reasons are not shown; see {ledger}"]
+            return [] if was_reported else [f"failures for further reasons are not shown; see {ledger}"]
         self._reported[text] += 1
         if self._reported[text] > SHOWN_PER_REASON:
             return []

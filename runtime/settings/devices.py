@@ -44,7 +44,7 @@ def with_own_gpus(own: Mapping[str, str], environment: Mapping[str, str]) -> dic
 
     Args:
         own: variables of the process; they stay as they are if they assign no GPUs.
-        environment: of the node daemon that starts it.
+        environment: variables of the node daemon that starts the process.
 
     Raises:
         ValueError: a GPU index is outside of those assigned to us.
@@ -54,7 +54,9 @@ def with_own_gpus(own: Mapping[str, str], environment: Mapping[str, str]) -> dic
         return dict(own)
     indices = [int(index) for index in wanted.split(",")]
     if given is not None and max(indices) >= len(given):
-        raise ValueError(f"GPU {max(indices)} is required, and this machine assigns {len(given)}: {','.join(given)}")
+        raise ValueError(
+            f"GPU {max(indices)} is required, but this machine assigns only {len(given)}: {','.join(given)}"
+        )
     names = ",".join(str(index) if given is None else given[index] for index in indices)
     is_amd = AMD in environment or BELOW_AMD in environment
     return {**own, NVIDIA: names, **({AMD: names} if is_amd else {})}

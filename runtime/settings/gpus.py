@@ -32,7 +32,9 @@ def parse_gpus(text: str | None) -> tuple[Gpu, ...]:
         node = found[1] or node
         first, last = int(found[2]), int(found[3] or found[2])
         if not node or last < first:
-            raise ValueError(f"{entry.strip()!r} {'names no node' if not node else 'counts down'}")
+            raise ValueError(
+                f"{entry.strip()!r} {'names no node' if not node else 'has its last index before its first'}"
+            )
         gpus += [Gpu(node, index) for index in range(first, last + 1)]
     return tuple(gpus)
 

@@ -40,11 +40,11 @@ def half_problems(topology: Topology) -> Iterator[Problem]:
     """Yield problems of run.only and run.load."""
     only, load = topology.run.only, topology.run.load
     if only == "trainer" and load is None:
-        yield Problem(key="run.load", message='missing: with run.only = "trainer", the directory of a dump to train on')
+        yield Problem(key="run.load", message='missing: run.only = "trainer" needs the directory of a dump to train on')
     if load is not None and only != "trainer":
-        yield Problem(key="run.load", value=show(load), message='a dump is trained on with run.only = "trainer"')
+        yield Problem(key="run.load", value=show(load), message='has no effect without run.only = "trainer"')
     if only is not None and trains_demonstrations(topology):
-        message = 'algorithm.loss_type = "sft_loss" trains without rollout: there is no other half to leave out'
+        message = 'algorithm.loss_type = "sft_loss" already trains without rollout; leave run.only unset'
         yield Problem(key="run.only", value=show(only), message=message)
 
 

@@ -39,8 +39,8 @@ def with_default_dtype(topology: Topology, device: str) -> Topology:
     A config.json that is missing or unreadable changes nothing here: reading the model reports it later.
 
     Args:
-        topology: of the whole run, or of the half that runs.
-        device: of the trainer in the whole topology: a run without a trainer generates samples for that device.
+        topology: the whole topology, or the half that runs.
+        device: the trainer's device in the whole topology: a run without a trainer generates samples for that device.
     """
     if device != "cuda":
         return topology
@@ -104,7 +104,9 @@ def _take_login(loaded: Loaded) -> Login | None:
 
 def _two_logins(topology: Topology, login: Login | None) -> Iterator[Problem]:
     if login is not None and topology.bus.credentials is not None:
-        yield Problem.of("bus.credentials", topology.bus.credentials, "bus.url has a login as well: give one of them")
+        yield Problem.of(
+            "bus.credentials", topology.bus.credentials, "bus.url contains a login too; give only one of them"
+        )
 
 
 def places(loaded: Loaded, key: str) -> tuple[Path, ...]:

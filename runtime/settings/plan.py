@@ -112,20 +112,22 @@ def _head(topology: Topology, plan: Plan) -> Iterator[str]:
     yield f"  model    {topology.model.hf_checkpoint} ({topology.model.dtype}{weights})"
     for data in topology.data:
         use = (
-            "demonstrations" if trains_demonstrations(topology) else f"graded by {data.rm_type or 'what its rows name'}"
+            "demonstrations"
+            if trains_demonstrations(topology)
+            else f"graded by {data.rm_type or 'the grader that each row names'}"
         )
         yield f"  data     {data.name}: {data.path or data.source}, {use}"
-    asked, steps = over_sampling_batch_size(rollout), topology.algorithm.num_steps_per_rollout
+    requested, steps = over_sampling_batch_size(rollout), topology.algorithm.num_steps_per_rollout
     parts = [f"{_length(topology)} of {rollout.rollout_batch_size} groups x {_samples(rollout)}"]
-    if asked != rollout.rollout_batch_size:
-        parts.append(f"{asked} groups asked for at a time")
+    if requested != rollout.rollout_batch_size:
+        parts.append(f"{requested} groups requested at a time")
     parts.append(_number(steps, "optimizer step") + " each")
     yield f"  train    {', '.join(parts)}"
     yield f"  trainer  {_trainer(topology, plan)}"
     if topology.run.load is not None:
-        yield f"  samples  of the dump in {topology.run.load}, no engines"
+        yield f"  samples  from the dump in {topology.run.load}, no engines"
     for name, engine in topology.engines.items() if not answers_are_recorded(topology) else ():
-        where = f", takes turns with the {engine.colocate}" if engine.colocate else ""
+        where = f", colocated with the {engine.colocate}" if engine.colocate else ""
         amount = f"{engine.concurrency} samples at a time each"
         yield f"  engines  {name}: {engine.kind}, {amount}, weights by {engine.weight_transport}{where}"
     for item in topology.eval:
@@ -195,7 +197,7 @@ def _streams(topology: Topology, plan: Plan) -> Iterator[str]:
     yield "streams"
     for name, why in (
         ("event", f"{logged_steps(topology)} steps, older ones are archived"),
-        ("work", "tasks and score requests that are open"),
+        ("work", "open tasks and score requests"),
         ("data", f"{plan.kept_batches} batches, {show_bytes(plan.group_bytes)} a group at {prompt} prompt tokens"),
     ):
         limit, least = getattr(plan.streams, f"{name}_bytes"), getattr(plan.needed, f"{name}_bytes")

@@ -93,7 +93,9 @@ def _refuse_another(key: str, value: str, place: str, attribute: str, module: Mo
     """Refuse a module of the current directory if another one of its name is found first."""
     own, origin = Path(place.replace(".", "/") + ".py"), module.__file__ if hasattr(module, "__file__") else None
     if own.is_file() and (origin is None or Path(origin).resolve() != own.resolve()):
-        problem = f"{place} is another module, {origin or 'built in'}; {_file_form(place, attribute)}"
+        problem = (
+            f"{place} is another module on the import path, {origin or 'built in'}; {_file_form(place, attribute)}"
+        )
         raise PluginError(key, value, problem)
 
 

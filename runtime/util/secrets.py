@@ -108,7 +108,7 @@ def read_login(path: Path) -> Login:
     """
     text = read_private(path)
     if NATS_CREDENTIALS in text:
-        raise ValueError(f"{path}: credentials with a JWT and a seed are not built yet; user and password are")
+        raise ValueError(f"{path}: credentials with a JWT and a seed are not implemented yet; user and password are")
     try:
         found = msgspec.convert(tomllib.loads(text), _LoginFile)
     except (tomllib.TOMLDecodeError, msgspec.ValidationError):

@@ -70,8 +70,8 @@ def test_a_problem_names_who_wrote_the_key_and_where_a_file_was_looked_for(
     loaded = load_topology(file, ["rollout.dynamic_filter=nonzero_st"])
     by_filter, by_buffer = (str(problem) for problem in check_hooks(loaded.topology, loaded.loaded))
     assert by_filter.startswith('--set: rollout.dynamic_filter = "nonzero_st": ')
-    assert "built in are none, nonzero_std" in by_filter
-    assert by_filter.endswith('own ones are "module:function" or "path/file.py:function"')
+    assert "allowed: none, nonzero_std" in by_filter
+    assert by_filter.endswith('or "module:function" or "path/file.py:function"')
     looked = f"no such file; looked for {beside / 'nowhere.py'}, {here / 'nowhere.py'}"
     assert by_buffer == f'{file}: rollout.buffer_filter = "nowhere.py:f": {looked}'
 
@@ -104,4 +104,6 @@ def test_a_machine_that_cannot_isolate_graders_is_named_with_the_reason(monkeypa
     assert problems(reward={"sandbox": "process"}) == []
     monkeypatch.setattr("actors.reward.isolation.refusal", lambda: "unshare: Operation not permitted")
     (problem,) = problems(reward={"sandbox": "isolated"})
-    assert problem.startswith('reward.sandbox = "isolated": this machine refuses: unshare: Operation not permitted')
+    assert problem.startswith(
+        'reward.sandbox = "isolated": this machine cannot isolate graders: unshare: Operation not permitted'
+    )

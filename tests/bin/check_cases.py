@@ -102,14 +102,14 @@ REFUSED = {
     "no data file": Case(("data.0.path=TMP/none.jsonl",), "data.0.path", "no such file"),
     "a row that is no JSON": Case(("data.0.path=TMP/torn.jsonl",), "data.0.path", "torn.jsonl:2"),
     "no such column": Case(("data.0.input_key=question",), "data.0.path", "no column 'question'"),
-    "no label": Case(("data.0.label_key=none",), "data.0.label_key", "positional_match compares with"),
+    "no label": Case(("data.0.label_key=none",), "data.0.label_key", "the grader positional_match needs"),
     "no grader": Case(("data.0.rm_type=none",), "data.0.path", "no grader: set rm_type"),
     "a grader that is not built in": Case(("data.0.rm_type=deepscaler",), "data.0.rm_type", "no grader 'deepscaler'"),
     "a row that names none": Case(("data.0.path=TMP/named.jsonl",), "data.0.path", "no grader 'nonsense'"),
     "no such function": Case(("data.0.rm_type=TMP/graders.py:grad",), "data.0.rm_type", "did you mean 'grade'"),
     "a function of two": Case(("data.0.rm_type=TMP/graders.py:two",), "data.0.rm_type", "takes (a, b)"),
     "no module": Case(("rollout.dynamic_filter=no.such:keep",), "rollout.dynamic_filter", "no module named 'no'"),
-    "every prompt too long": Case(("rollout.max_prompt_len=1",), "data.0.path", "every row is over a limit"),
+    "every prompt too long": Case(("rollout.max_prompt_len=1",), "data.0.path", "no row is short enough"),
     # models
     "no model": Case(("model.hf_checkpoint=TMP/none",), "model.hf_checkpoint", "no such directory"),
     "a name of the hub": Case(("model.hf_checkpoint=Qwen/Qwen3-4B",), "model.hf_checkpoint", "HF_HUB_OFFLINE forbids"),
@@ -134,30 +134,34 @@ REFUSED = {
         "no tensor model.emb",
     ),
     "a config of texts": Case(("model.hf_checkpoint=TMP/texts",), "model.hf_checkpoint", "Expected `int`, got `str`"),
-    "too small a vocabulary": Case(("model.hf_checkpoint=TMP/few",), "model.hf_checkpoint", "the model has 8"),
+    "too small a vocabulary": Case(("model.hf_checkpoint=TMP/few",), "model.hf_checkpoint", "its vocabulary has 8"),
     "another reference": Case(
         ("algorithm.kl_loss_coef=0.1", f"model.ref_load={BOXED}"), "model.ref_load", "no weights in this directory"
     ),
-    "beyond the model": Case(("rollout.max_context_len=999",), "rollout.max_context_len", "the model ends at 64"),
-    "no room": Case(("rollout.max_response_len=64",), "rollout.max_response_len", "the model ends at 64"),
+    "beyond the model": Case(("rollout.max_context_len=999",), "rollout.max_context_len", "the model's context has 64"),
+    "no room": Case(("rollout.max_response_len=64",), "rollout.max_response_len", "the model's context has 64"),
     "up to what engines keep free": Case(
-        ("rollout.max_context_len=59",), "rollout.max_context_len", "at most 58: the model ends at 64 tokens"
+        ("rollout.max_context_len=59",), "rollout.max_context_len", "at most 58: the model's context has 64 tokens"
     ),
     "a stop text of no tokens": Case(("rollout.stop=['é']",), "rollout.stop", "tokenizer cannot encode 'é'"),
     "more tokens than the model": Case(
-        ("model.hf_checkpoint=TMP/more",), "model.hf_checkpoint", "its tokens go up to 99, and the model has 16"
+        ("model.hf_checkpoint=TMP/more",),
+        "model.hf_checkpoint",
+        "it has token 99, but the vocabulary of the model has 16",
     ),
-    "a token it has not": Case(("rollout.stop_token_ids=[99]",), "rollout.stop_token_ids", "99 is no token"),
+    "a token it has not": Case(("rollout.stop_token_ids=[99]",), "rollout.stop_token_ids", "99 is not a token"),
     # checkpoints of other runs
     "no run to begin from": Case(("trainer.load=TMP/none",), "trainer.load", "no such directory"),
     "nothing saved": Case(("trainer.load=TMP/dumped",), "trainer.load", "neither a run with a complete checkpoint"),
     "a checkpoint of another model": Case(
         ("trainer.load=TMP/saved", "trainer.load_weights_only=true"),
         "trainer.load",
-        "vocab_size is 8 there, and 16 here",
+        "vocab_size is 8 in the checkpoint, and 16 in config.json",
     ),
     "its own checkpoint, of another model": Case(
-        ("run.dir=TMP", "run.name=saved"), "model.hf_checkpoint", "vocab_size is 8 there, and 16 here"
+        ("run.dir=TMP", "run.name=saved"),
+        "model.hf_checkpoint",
+        "vocab_size is 8 in the checkpoint, and 16 in config.json",
     ),
     "weights of nobody": Case(
         ("trainer.load_weights_only=true",), "trainer.load_weights_only", "no effect without trainer.load"
@@ -166,7 +170,7 @@ REFUSED = {
     "a layer in halves": Case(
         ("trainer.num_processes=2", "trainer.megatron.pipeline_model_parallel_size=2"),
         "trainer.megatron",
-        "num_hidden_layers = 1 of the model: 1 layer cannot be shared by 2 pipeline stages",
+        "num_hidden_layers = 1 of the model: 1 layer cannot be split equally over 2 pipeline stages",
     ),
     "ranks left over": Case(
         ("trainer.num_processes=3", "trainer.megatron.tensor_model_parallel_size=2"), "trainer.megatron", "3 ranks"
@@ -199,13 +203,13 @@ REFUSED = {
     "expert parallel": Case(
         ("trainer.num_processes=2", "trainer.megatron.expert_model_parallel_size=2"),
         "trainer.megatron",
-        "the model has no experts to share out",
+        "the model has no experts to distribute",
     ),
     "experts kept": Case(("algorithm.use_routing_replay=true",), "algorithm.use_routing_replay", "has no experts"),
     "experts of the engine": Case(
         ("algorithm.use_rollout_routing_replay=true",),
         "algorithm.use_rollout_routing_replay",
-        "engines are not asked for experts yet",
+        "not implemented yet with engines",
     ),
     "tokens gathered in a pipeline": Case(
         (
@@ -214,7 +218,7 @@ REFUSED = {
             "trainer.megatron.moe_token_dispatcher_type=allgather",
         ),
         "trainer.megatron.moe_token_dispatcher_type",
-        "micro-batches of a pipeline differ in length",
+        "those of a pipeline differ",
     ),
     "an address of another machine": Case(
         ("nodes.local.address=203.0.113.9",),
@@ -230,18 +234,18 @@ REFUSED = {
     "weights by shared memory of a copy": Case(
         ("engines.policy.weight_transport=ipc", "engines.policy.colocate=trainer", "trainer.weight_export=async"),
         "trainer.weight_export",
-        "nothing trains beside the copy while colocated engines have their turn",
+        "nothing trains while they generate",
     ),
     "handles of several stages": Case(
         ("engines.policy.sglang.pp_size=2",),
         "engines.policy.sglang.pp_size",
-        "handles are of one pipeline stage",
+        "a memory handle is valid for one pipeline stage only",
         COLOCATE,
     ),
     "engines in turns that others run": Case(
         ("engines.policy.colocate=trainer", "engines.policy.urls=['http://127.0.0.1:9']"),
         "engines.policy.colocate",
-        "engines that others run are not told to give memory back",
+        "a run does not release the memory of external engines",
     ),
     "a trainer over several nodes": Case(
         ("trainer.gpus=n0:0-3,n1:0-3", "engines.policy.gpus=n0:4-7,n1:4-7"),
@@ -259,14 +263,14 @@ REFUSED = {
     "a layer that SGLang gives experts": Case(
         ("engines.policy.kind=sglang", "model.hf_checkpoint=TMP/dense-layer"),
         "model.hf_checkpoint",
-        "dense-layer/config.json: mlp_only_layers = [1], and SGLang builds experts in those layers all the same; "
-        "allowed for it: []",
+        "dense-layer/config.json: mlp_only_layers = [1], which SGLang ignores: it builds experts in every layer; "
+        "allowed: []",
     ),
     "layers that SGLang gives experts": Case(
         ("engines.policy.kind=sglang", "model.hf_checkpoint=TMP/dense-layers"),
         "model.hf_checkpoint",
-        "dense-layers/config.json: decoder_sparse_step = 2, and SGLang builds experts in those layers all the same; "
-        "allowed for it: 1",
+        "dense-layers/config.json: decoder_sparse_step = 2, which SGLang ignores: it builds experts in every layer; "
+        "allowed: 1",
     ),
     "no such interpreter": Case(
         ("engines.policy.kind=sglang", "engines.policy.python=~/none/bin/python"),
@@ -282,30 +286,30 @@ REFUSED = {
     "an engine of another dtype": Case(
         ("engines.policy.urls=['http://127.0.0.1:BFLOAT']",),
         "engines.policy.urls",
-        "does not serve what the recipe asks for: dtype = 'bfloat16'; allowed: float32, as model.dtype",
+        "does not fit the recipe: dtype = 'bfloat16'; allowed: float32, from model.dtype",
     ),
     "too many at once": Case(("engines.policy.concurrency=5000",), "engines.policy.concurrency", "at most 4096"),
     "too few tokens": Case(("engines.policy.max_total_tokens=6",), "engines.policy.max_total_tokens", "too small"),
     # bus and run directory
     "nobody's bus": Case(("bus.url=nats://127.0.0.1:FREE",), "bus.url", "no server answers there"),
     "a bus without a log": Case(("bus.url=nats://127.0.0.1:PLAIN",), "bus.url", "runs without JetStream"),
-    "another server": Case(("bus.url=nats://127.0.0.1:OTHER",), "bus.url", "not a NATS server"),
+    "another server": Case(("bus.url=nats://127.0.0.1:OTHER",), "bus.url", "not that of a NATS server"),
     "a wrong password in the URL": Case(
-        ("bus.url=nats://me:wrong@127.0.0.1:LOCKED",), "bus.url", "the server does not take this login"
+        ("bus.url=nats://me:wrong@127.0.0.1:LOCKED",), "bus.url", "the server refused this login"
     ),
     "a wrong password in a file": Case(
         ("bus.url=nats://127.0.0.1:LOCKED", "bus.credentials=TMP/wrong.toml"),
         "bus.credentials",
-        "the server does not take this login",
+        "the server refused this login",
     ),
-    "no password": Case(("bus.url=nats://127.0.0.1:LOCKED",), "bus.url", "asks for a login"),
+    "no password": Case(("bus.url=nats://127.0.0.1:LOCKED",), "bus.url", "requires a login"),
     "an account without a log": Case(
         ("bus.url=nats://bare:right@127.0.0.1:LOCKED",), "bus.url", "JetStream not enabled for account"
     ),
     "streams of another": Case(
         ("bus.url=nats://me:right@127.0.0.1:LOCKED",), "bus.url", "on this bus belong to /there on host, not to"
     ),
-    "a port in use": Case(("bus.port=TAKEN",), "bus.port", "cannot be listened on"),
+    "a port in use": Case(("bus.port=TAKEN",), "bus.port", "the port cannot be opened"),
     "a file for a directory": Case(("run.dir=TMP/graders.py",), "run.dir", "is a file"),
     "nowhere to dump": Case(("run.dump_details=TMP/graders.py/x",), "run.dump_details", "is a file"),
     "dumps of another": Case(("run.dump_details=TMP/dumped",), "run.dump_details", "dumps of another run, somebody"),

@@ -314,12 +314,12 @@ def test_elsewhere_says_what_it_left_out(capsys: pytest.CaptureFixture[str]) -> 
     assert main(words) == 0
     assert capsys.readouterr().out == (
         f"{LAPTOP}: valid, except for what only the machine of the run can show; not checked: GPUs (local: 99); "
-        "interpreters and what is installed in them; paths (model.hf_checkpoint, data.0.path, eval.0.path, run.dir); "
+        "interpreters and their packages; paths (model.hf_checkpoint, data.0.path, eval.0.path, run.dir); "
         "addresses and ports\n"
     )
     url = "http://127.0.0.1:9"
     assert main([*words, "--set", f'engines.policy.urls=["{url}"]']) == 0
-    assert capsys.readouterr().out.endswith(f"ports; what the engines that run already serve ({url})\n")
+    assert capsys.readouterr().out.endswith(f"ports; models of external engines ({url})\n")
     assert main([str(LAPTOP), "--elsewhere"]) == 2
     assert "--elsewhere needs --check" in capsys.readouterr().err
 
@@ -399,5 +399,5 @@ def test_isolation_is_asked_of_the_machine_of_the_run(
     command = [str(LAPTOP), "--check", "--set", "reward.sandbox=isolated"]
     assert main(command) == 2
     said = capsys.readouterr().err
-    assert 'reward.sandbox = "isolated": this machine refuses: unshare: Operation not permitted' in said
+    assert 'reward.sandbox = "isolated": this machine cannot isolate graders: unshare: Operation not permitted' in said
     assert main([*command, "--elsewhere"]) == 0

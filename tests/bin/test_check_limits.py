@@ -75,7 +75,7 @@ def source(name: str) -> str:
     [
         ("optimizer.lr=inf", "optimizer.lr = inf", "is not finite"),
         ("optimizer.weight_decay=nan", "optimizer.weight_decay = nan", "is not finite"),
-        (source("nothing"), "data.0.source", "expected a dict of what JSON can hold"),
+        (source("nothing"), "data.0.source", "expected a dict of JSON values"),
         (source("raising"), "data.0.source", "raised KeyError: 'x'"),
         (source("exiting"), "data.0.source", "raised SystemExit: 3"),
         (source("ending"), "data.0.source", "calling it for its first rows ended the process: it exited with code 3"),
@@ -84,15 +84,15 @@ def source(name: str) -> str:
         ("data.0.path=TMP/list.jsonl", "data.0.label_key", "row 1 of"),
         ("data.0.path=TMP/object.jsonl", "data.0.label_key", "the label must be text or a number, not dict"),
         ("data.0.path=TMP/bool.jsonl", "data.0.label_key", "the label must be text or a number, not bool"),
-        ("data.0.path=TMP/fifo", "data.0.path", "no regular file"),
-        ("data.0.path=/dev/zero", "data.0.path", "no regular file"),
+        ("data.0.path=TMP/fifo", "data.0.path", "not a regular file"),
+        ("data.0.path=/dev/zero", "data.0.path", "not a regular file"),
         ("data.0.rm_type=TMP/users.py:asynchronous", "data.0.rm_type", "asynchronous is a generator"),
         ("data.0.rm_type=TMP/users.py:generator", "data.0.rm_type", "generator is a generator"),
         ("data.0.rm_type=TMP/ends.py:f", "data.0.rm_type", "importing it ended the process: it exited with code 4"),
         ("data.0.rm_type=TMP/asks.py:f", "data.0.rm_type", "importing it failed: EOFError"),
-        ("model.hf_checkpoint=TMP/huge", "model.hf_checkpoint", "of memory, trained in 1 replica"),
+        ("model.hf_checkpoint=TMP/huge", "model.hf_checkpoint", "of memory in 1 replica"),
         ("model.hf_checkpoint=TMP/wide", "model.hf_checkpoint", "hidden_size = 1048576: at most 131072"),
-        ("train.num_steps=0", "train.num_steps = 0", "no train step"),
+        ("train.num_steps=0", "train.num_steps = 0", "the run has no length"),
     ],
 )
 def test_what_would_end_a_start_is_refused(
@@ -170,4 +170,4 @@ def test_too_few_open_files_are_refused_with_the_number_that_is_needed(tmp_path:
 @pytest.mark.parametrize("name", ["fifo", "/dev/zero"])
 def test_a_topology_that_is_no_file_is_refused(name: str, users: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(users / name), "--check"]) == 2
-    assert "is no regular file" in capsys.readouterr().err
+    assert "is not a regular file" in capsys.readouterr().err

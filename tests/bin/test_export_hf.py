@@ -48,7 +48,7 @@ def test_a_run_is_exported_by_its_name_and_a_second_time_refused(folder: Path) -
     assert {path.name for path in (folder / "hf").iterdir()} == {"config.json", "model.safetensors"}
     again = export(folder, "mine", "--out", "hf")
     assert (again.returncode, again.stdout) == (2, "")
-    assert again.stderr == "--out hf is there already: name a directory that is not, or is empty\n"
+    assert again.stderr == "--out hf already exists: name a new or an empty directory\n"
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ def test_a_disk_that_is_too_small_is_refused_with_the_bytes_that_are_needed(tmp_
             done = run("topologies/laptop.toml", "--set", f"run.dir={place}", *more)
             assert (done.returncode, done.stdout) == (2, "")
             (line,) = done.stderr.splitlines()
-            assert line.endswith(f": {place}: 9,437,184 bytes needed at least to run, 3,145,728 free")
+            assert line.endswith(f": {place}: a run needs at least 9,437,184 bytes; 3,145,728 are free")
 
 
 @pytest.mark.slow

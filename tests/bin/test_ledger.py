@@ -284,7 +284,7 @@ def test_a_run_that_never_had_a_bus_has_no_log(tmp_path: Path) -> None:
     (tmp_path / "topology.json").write_text(json.dumps({"run": {"name": RUN}}))
     done = ledger(str(tmp_path))
     assert done.returncode == 1
-    assert done.stderr == f"run {RUN} has no log: nothing runs it, and {tmp_path} stores no events\n"
+    assert done.stderr == f"run {RUN} has no log: no node daemon runs it, and {tmp_path} stores no events\n"
 
 
 def test_a_wrong_call_is_wrong_input(ended: Path) -> None:

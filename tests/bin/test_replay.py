@@ -132,7 +132,7 @@ def test_the_trainer_is_given_the_dump_under_a_name_of_its_own(dump: Path, tmp_p
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[0].startswith("run dumped-replay in ")
     assert "3 steps of 2 groups x 2 samples" in done.stdout
-    assert f"samples  of the dump in {dump}, no engines" in done.stdout
+    assert f"samples  from the dump in {dump}, no engines" in done.stdout
     assert not {"engine", "router", "reward"} & {line.split()[0].partition(".")[0] for line in done.stdout.splitlines()}
 
 

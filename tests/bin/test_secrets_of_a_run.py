@@ -199,7 +199,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (f'user = "me"\npassword = "{MARK}"\n', 0o640, "others may read it (mode 640): chmod 600"),
         (f'user = "me"\npasword = "{MARK}"\n', 0o600, 'expected user = "..." and password = "..."'),
         (f"{MARK}\n", 0o600, 'expected user = "..." and password = "..."'),
-        (f"-----BEGIN NATS USER JWT-----\n{MARK}", 0o600, "credentials with a JWT and a seed are not built yet"),
+        (f"-----BEGIN NATS USER JWT-----\n{MARK}", 0o600, "credentials with a JWT and a seed are not implemented yet"),
     ],
 )
 def test_a_credentials_file_that_cannot_be_used_is_an_error_that_shows_nothing_of_it(
@@ -215,12 +215,12 @@ def test_a_credentials_file_that_cannot_be_used_is_an_error_that_shows_nothing_o
 @pytest.mark.parametrize(
     ("bus", "why"),
     [
-        ({"url": f"nats://me:{MARK}@a:1", "credentials": "login.toml"}, "give one of them"),
+        ({"url": f"nats://me:{MARK}@a:1", "credentials": "login.toml"}, "give only one of them"),
         ({"url": f"http://me:{MARK}@a:1"}, "allowed: "),
         ({"url": f"me:{MARK}@a:1"}, "allowed: "),
         ({"url": f"nats://me:{MARK}@a:1,nats://you:{MARK}@b:1"}, "different logins: nats://a:1,nats://b:1"),
         ({"url": f"nats://me:{MARK}@a:1", "port": "1"}, "bus.port"),
-        ({"credentials": "login.toml"}, "is for bus.url"),
+        ({"credentials": "login.toml"}, "has no effect without bus.url"),
     ],
 )
 def test_errors_about_the_bus_show_no_login(

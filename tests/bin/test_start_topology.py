@@ -251,7 +251,7 @@ def test_a_fixed_bus_port_in_use_is_wrong_input(tmp_path: Path) -> None:
         port = taken.getsockname()[1]
         with started(tmp_path / "r", ["1"], more=("--set", f"bus.port={port}")) as command:
             assert command.end() == 2
-    assert f"bus.port = {port}: cannot be listened on" in command.lines[-1]
+    assert f"bus.port = {port}: the port cannot be opened" in command.lines[-1]
 
 
 @pytest.mark.slow

@@ -83,7 +83,7 @@ def install(strike: Strike) -> None:
     from torch.optim import AdamW
 
     from actors.trainer.megatron.rank_model import Replica
-    from actors.trainer.megatron.saving import Saving, _WritesLater
+    from actors.trainer.megatron.saving import Saving, _DeferredWriter
     from actors.trainer.step.train_step import TrainStep
 
     around(TrainStep, "__call__", before=lambda _, batch: setattr(_Now, "step", batch.step))
@@ -98,9 +98,9 @@ def install(strike: Strike) -> None:
     around(Saving, "__init__", before=lambda _self, _state, path, *_, **__: setattr(_Now, "saved", _number(path)))
     for what, place in {
         "copied": Place(Saving, "__init__", after=True),
-        "before its files": Place(_WritesLater, "write", after=False),
-        "before its report": Place(_WritesLater, "report", after=False),
-        "after its report": Place(_WritesLater, "report", after=True),
+        "before its files": Place(_DeferredWriter, "write", after=False),
+        "before its report": Place(_DeferredWriter, "report", after=False),
+        "after its report": Place(_DeferredWriter, "report", after=True),
         "named": Place(Saving, "finish", after=True),
     }.items():
 

@@ -24,7 +24,7 @@ def install_trainer() -> None:
     from actors.trainer.models.publish import Versions
     from actors.trainer.sending.leading import WeightSessions
     from actors.trainer.sending.rank import RankSender
-    from actors.trainer.sending.sink import BucketSink, NoSink
+    from actors.trainer.sending.sink import BucketSink, NullSink
     from actors.trainer.step.train_step import TrainStep
     from messages import WeightSyncFinished
 
@@ -39,7 +39,7 @@ def install_trainer() -> None:
 
     around(Versions, "complete", after=lambda published: strike("published", int(published.path.name[1:])))
     around(BucketSink, "_send", before=begin, after=lambda _: strike(f"after bucket {_Now.bucket}", _Now.step))
-    around(NoSink, "hand_over", before=begin)
+    around(NullSink, "hand_over", before=begin)
     around(
         WeightSessions,
         "_all_do",

@@ -90,8 +90,8 @@ async def test_a_run_learns_the_same_whenever_a_rank_dies(
         stopped = moment.signal == STOPPED
         (other,) = {"trainer.0", "trainer.1"} - {moment.process}
         assert told == {
-            moment.process: f"event loop stood still for {STILL_S:g} s" if stopped else "killed by SIGKILL",
-            other: f"{moment.process}, another process of trainer, had ended",
+            moment.process: f"event loop was blocked for {STILL_S:g} s" if stopped else "killed by SIGKILL",
+            other: f"{moment.process}, another process of restart group trainer, had ended",
         }, moment
 
 

@@ -29,4 +29,4 @@ async def test_the_only_engine_loses_the_child_that_opens_shared_memory_for_it(t
     assert "unreadable tensors: " in refused[0]  # "Broken pipe", or "Connection reset by peer"
     ended = [event for event in events if isinstance(event, ActorExited) and event.restart_in_s is not None]
     assert [event.actor for event in ended] == ["engine.policy.0"]
-    assert "it went on refusing weights" in ended[0].reason
+    assert "it kept refusing weights" in ended[0].reason

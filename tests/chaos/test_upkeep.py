@@ -75,7 +75,7 @@ async def test_an_actor_that_stands_still_is_started_again(tmp_path: Path) -> No
     await audit(run, killed=["rollout"])
     async with run.reopened() as bus:
         ended = [event for _, event in await read_all(bus, run) if isinstance(event, ActorExited)]
-    assert [event.actor for event in ended if event.reason == "event loop stood still for 8 s"] == ["rollout"]
+    assert [event.actor for event in ended if event.reason == "event loop was blocked for 8 s"] == ["rollout"]
 
 
 async def test_an_engine_that_hangs_is_found_by_the_tokens_that_do_not_come(tmp_path: Path) -> None:
@@ -97,4 +97,4 @@ async def test_an_engine_that_hangs_is_found_by_the_tokens_that_do_not_come(tmp_
     suspects = [event for event in events if isinstance(event, EngineStateChanged) and event.new is EngineState.SUSPECT]
     assert reasons[:-1] == [event.reason for event in suspects]  # the last one ended with the run
     assert len(suspects) == 2
-    assert all("no first token for 3 s" in reason or "no answer within" in reason for reason in reasons[:-1])
+    assert all("no first token within 3 s" in reason or "no answer within" in reason for reason in reasons[:-1])

@@ -77,8 +77,8 @@ def _experts_of_others() -> Any:
 
 def _megatrons_z_loss(self: router.Router, logits: Any, padding_mask: Any = None) -> Any:
     """Which a rank multiplies by its own tokens."""
-    assert self._passing is not None
-    padding = ~self._passing.is_token_T if self._passing.trains else padding_mask
+    assert self._routing_info is not None
+    padding = ~self._routing_info.is_token_T if self._routing_info.trains else padding_mask
     return TopKRouter.apply_z_loss(self, logits, padding)
 
 

@@ -108,7 +108,7 @@ def test_one_process_exports_the_checkpoint_of_a_layout(
     job = Job(row)
     for name in HIDDEN:
         monkeypatch.setenv(name, "")
-    assert export_run(grid / job.directory, tmp_path / "hf").told == "checkpoint of step 4"
+    assert export_run(grid / job.directory, tmp_path / "hf").description == "checkpoint of step 4"
     exported, expected = load_file(tmp_path / "hf" / SINGLE_FILE), outcome(grid, job).weights
     assert exported.keys() == expected.keys()
     assert [name for name in expected if not torch.equal(exported[name], expected[name])] == []

@@ -116,6 +116,21 @@ def test_signals_and_exit_codes_pass() -> None:
             lan["n0"].start(["echo", "something else"]).wait_for("never", 20)
 
 
+def test_an_error_of_a_test_shows_the_output_of_all_programs() -> None:
+    def fail() -> None:
+        with machines("n0", "n1") as lan:
+            assert lan["n0"].start(["sh", "-c", "echo from n0; exit 4"]).wait(20) == 4
+            lan["n1"].start(SLEEP).wait_for("ready", 20)
+            lan["n1"].unplug()
+            raise ValueError("of the test")
+
+    with pytest.raises(ValueError, match="of the test") as caught:
+        fail()
+    [note] = caught.value.__notes__
+    assert "exit code 4\nfrom n0" in note
+    assert "exit code -9\nready" in note
+
+
 def test_unplugging_a_machine_ends_every_process_in_it() -> None:
     with machines("n0", "n1") as lan:
         running, stopped, other = (lan[name].start(SLEEP) for name in ("n1", "n1", "n0"))

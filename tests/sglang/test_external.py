@@ -5,7 +5,7 @@ from typing import Any, Final
 
 import pytest
 
-from actors.rollout.engines.external import Wanted, WrongEngine
+from actors.rollout.engines.external import ServerRequirements, WrongEngine
 from actors.rollout.engines.liveness import check_engine
 from actors.rollout.sglang.client import SglangClient
 from actors.rollout.sglang.facts import KEPT_OF_INPUT
@@ -15,13 +15,13 @@ from tests.sglang.server import Server
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(900)]
 
 LONGEST: Final = CONTEXT - KEPT_OF_INPUT
-RIGHT: Final = Wanted(architectures=("Qwen3ForCausalLM",), dtype="float32", context=LONGEST)
+RIGHT: Final = ServerRequirements(architectures=("Qwen3ForCausalLM",), dtype="float32", context=LONGEST)
 WRONG: Final[list[tuple[dict[str, Any], str]]] = [
     (
         {"architectures": ("LlamaForCausalLM",)},
-        "architectures = ['Qwen3ForCausalLM']; allowed: ['LlamaForCausalLM'], as model.hf_checkpoint has",
+        "architectures = ['Qwen3ForCausalLM']; allowed: ['LlamaForCausalLM'], the same as model.hf_checkpoint",
     ),
-    ({"dtype": "bfloat16"}, "dtype = 'float32'; allowed: bfloat16, as model.dtype"),
+    ({"dtype": "bfloat16"}, "dtype = 'float32'; allowed: bfloat16, from model.dtype"),
     (
         {"context": LONGEST + 1},
         f"max_req_input_len = {LONGEST}; allowed: at least rollout.max_context_len = {LONGEST + 1}",

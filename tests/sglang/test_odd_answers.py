@@ -6,7 +6,7 @@ from typing import Final
 import anyio
 import pytest
 
-from actors.rollout.requests.watching import Patience
+from actors.rollout.requests.watching import TokenTimeouts
 from tests.sglang.router import Router
 from tests.sglang.server import TP1, Servers
 from tests.support.odd_table import check_every_row
@@ -14,7 +14,7 @@ from tests.support.odd_table import check_every_row
 pytestmark = [pytest.mark.anyio, pytest.mark.nightly, pytest.mark.timeout(1800)]
 
 LIMIT_S: Final = 400.0  # six requests run at a time
-PATIENCE: Final = Patience(first_s=20.0, next_s=20.0)
+PATIENCE: Final = TokenTimeouts(first_s=20.0, next_s=20.0)
 
 
 async def test_no_unusual_answer_of_sglang_is_believed_and_each_request_is_answered_in_the_end(

@@ -85,7 +85,9 @@ async def test_refused_once(rig: Rig) -> None:
 async def test_token_outside_the_vocabulary_is_never_sent(rig: Rig, streamed: bool, token: int) -> None:
     async with recorded(rig.fleet.router) as wire:
         rig.fleet._target.router = wire.url  # pyright: ignore[reportPrivateUsage]
-        with pytest.raises(RequestRefused, match=f"not sent: {token} is no token of the model, which has 64"):
+        with pytest.raises(
+            RequestRefused, match=f"not sent: {token} is not a token of the model, whose vocabulary has 64"
+        ):
             await rig.generate(request([3, token, 4], 300), [] if streamed else None)
         (answer,) = (await rig.generate(request([3, VOCAB_SIZE - 1], 8))).answers
         assert len(answer.output_ids) == 8
@@ -106,7 +108,7 @@ async def test_appended_token_outside_the_vocabulary_is_never_sent(rig: Rig, con
     async def two_turns(conversation: Conversation) -> None:
         await conversation.generate(max_new_tokens=8)
         for outside in (VOCAB_SIZE, OUTSIDE, -1):
-            with pytest.raises(ValueError, match=f"{outside} is no token of the model, which has 64"):
+            with pytest.raises(ValueError, match=f"{outside} is not a token of the model, whose vocabulary has 64"):
                 conversation.append_ids([5, outside])
         conversation.append_ids([5, VOCAB_SIZE - 1])
         await conversation.generate(max_new_tokens=8)

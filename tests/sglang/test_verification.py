@@ -95,7 +95,7 @@ async def test_a_yes_is_not_believed(
     verifier = verifier_of(client, "in_place")
     await verifier.update("engine-0", server.url, announced(1, known), first=True)
     async with swallowing(server) as url:
-        with pytest.raises(WeightsMismatch, match="it loaded nothing"):
+        with pytest.raises(WeightsMismatch, match="it did not load these"):
             await verifier.update("engine-0", url, announced(2, other), first=False)
         with pytest.raises(WeightsMismatch, match="log-probs of the probe differ"):
             await verifier_of(client, "drain").update("engine-0", url, announced(2, other), first=True)

@@ -18,7 +18,7 @@ from actors.rollout.engines.weights.updates import UpdateTracker
 from actors.rollout.engines.weights.verifier import WeightVerifier
 from actors.rollout.requests.request import Generated, GenerateRequest
 from actors.rollout.requests.sending import Generator
-from actors.rollout.requests.watching import Patience, Watchdog
+from actors.rollout.requests.watching import TokenTimeouts, Watchdog
 from actors.rollout.sglang.answers import Answer
 from actors.rollout.sglang.client import SglangClient
 from actors.rollout.sglang.errors import RequestRefused
@@ -29,7 +29,7 @@ from tests.support.spoiling_proxy import Case, Proxy, spoiling
 
 LONG: Final = 260  # tokens: smallest length that is streamed
 SHORT: Final = 12
-PATIENCE: Final = Patience(first_s=4.0, next_s=4.0)
+PATIENCE: Final = TokenTimeouts(first_s=4.0, next_s=4.0)
 START_S: Final = 60.0
 
 Choose = Callable[[dict[str, Any]], Case | None]
@@ -93,7 +93,7 @@ def problem_of(answers: Sequence[Answer], behind: Behind, rid: str, *, max_new_t
         ids = tuple(answer.output_ids)
         said = [(log_prob, token) for log_prob, token, _ in answer.meta_info.output_token_logprobs]
         if tuple(token for _, token in said) != ids:
-            return f"{len(ids)} tokens with log-probs of {len(said)} others"
+            return f"{len(ids)} tokens, and log-probs of {len(said)} other tokens"
         if not all(isinstance(each, float) and math.isfinite(each) for each, _ in said):
             return "a log-prob is no number"
         if not any(truth.get(ids) == tuple(log_prob for log_prob, _ in said) for truth in truths):
@@ -135,7 +135,7 @@ async def behind_proxies(
     chooses: Sequence[Choose],
     *,
     ours: bool = False,
-    limits: Patience = PATIENCE,
+    limits: TokenTimeouts = PATIENCE,
     give_up_after_s: float = 600.0,
     weights: Path | None = None,
 ) -> AsyncGenerator[Behind]:

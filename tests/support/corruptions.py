@@ -17,7 +17,7 @@ KEY: Final = f"{LAYER}self_attn.k_proj.weight"
 GATE, UP = (f"{LAYER}mlp.{part}_proj.weight" for part in ("gate", "up"))
 UNKNOWN: Final = "model.layers.9.extra.weight"
 LAST: Final = NUM_BUCKETS - 1
-DIFFERS: Final = ("its checksum is", "from the same files")
+DIFFERS: Final = ("its checksum is", "for the same files")
 
 
 class Version(NamedTuple):

@@ -5,7 +5,7 @@ from typing import Any, Final
 
 import anyio
 
-from actors.rollout.requests.watching import Patience
+from actors.rollout.requests.watching import TokenTimeouts
 from tests.support.behind_proxies import LONG, SHORT, behind_proxies, outcome, request
 from tests.support.odd_answers import CASES
 from tests.support.spoiling_proxy import Case
@@ -23,7 +23,7 @@ def first_try_of_each_row(body: dict[str, Any]) -> Case | None:
 
 
 async def check_every_row(
-    engine: str, router: str, model: Path, *, limits: Patience, limit_s: float, weights: Path | None = None
+    engine: str, router: str, model: Path, *, limits: TokenTimeouts, limit_s: float, weights: Path | None = None
 ) -> None:
     """Corrupt the first try of a request for each row, streamed and whole. Each must end with the engine's answer.
 

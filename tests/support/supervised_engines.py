@@ -46,7 +46,7 @@ class Engines:
             case Exited():
                 self.num_deaths += change.restart_in_s is not None
                 how: dict[str, Any] = {"exit_code": change.exit_code, "reason": change.reason}
-                self._fleet.deaths.note_exit(ActorExited(actor=name, node="local", pid=change.pid, **how))
+                self._fleet.crashes.note_exit(ActorExited(actor=name, node="local", pid=change.pid, **how))
             case _:
                 pass
 
@@ -114,6 +114,6 @@ async def check_that_one_fails_alone(
     async with anyio.create_task_group() as group:
         for number in range(len(requests)):
             group.start_soon(ask, number)
-    assert refused == {deadly: "engines die of it: 2 that had nothing else to do"}
+    assert refused == {deadly: "it crashes engines: 2 crashed while it was their only request"}
     assert sorted(completed) == [number for number in range(len(requests)) if number != deadly]
     assert engines.num_deaths == 4  # two with other requests running, two without

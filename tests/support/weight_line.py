@@ -31,7 +31,7 @@ from actors.trainer.sending.calls import Ask
 from actors.trainer.sending.collective import Broadcast
 from actors.trainer.sending.group import StageGroup
 from actors.trainer.sending.ipc import Segments
-from actors.trainer.sending.sink import BucketSink, Sent, Way
+from actors.trainer.sending.sink import BucketSink, BucketTransport, Sent
 from actors.trainer.sending.sync import Membership
 from messages import (
     BucketSent,
@@ -90,7 +90,7 @@ def buckets_of(tensors: Tensors) -> list[list[tuple[str, Tensor]]]:
 class Line:
     """A transport to engines that applies a corruption."""
 
-    def __init__(self, way: Way, corrupt: Corruption) -> None:
+    def __init__(self, way: BucketTransport, corrupt: Corruption) -> None:
         self._way = way
         self._corrupt = corrupt
 
@@ -229,7 +229,7 @@ class Halves:
         self.sent = sent
         return await self._end(session, sent)
 
-    async def _way(self, session: str, membership: Membership) -> Way:
+    async def _way(self, session: str, membership: Membership) -> BucketTransport:
         if self._transport == "ipc":
             return Segments(f"physarum-test-{uuid.uuid4().hex}-{session}", membership.readers)
         if self._group is None:

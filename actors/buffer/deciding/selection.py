@@ -118,7 +118,7 @@ def find_selection(kind: Kind, name: str, base_dirs: Sequence[Path] = ()) -> Cal
     if name not in known:
         close = get_close_matches(name, known, n=1)
         hint = f"did you mean {close[0]!r}? " if close else ""
-        raise ValueError(f"no {kind} {name!r}: {hint}built in are {', '.join(known)}; own ones are {OWN}")
+        raise ValueError(f"no {kind} {name!r}: {hint}allowed: {', '.join(known)}, or {OWN}")
     return None
 
 
@@ -135,13 +135,13 @@ def chosen_of(selection: Selection, answer: Any) -> Chosen:
     offered = {group.group_id for group in selection.groups}
     unknown = [item for item in ids if isinstance(item, bool) or not isinstance(item, int) or item not in offered]
     if unknown:
-        raise SelectionError(f"returned {unknown[0]!r:.200}, which is none of the groups that it was given")
+        raise SelectionError(f"returned {unknown[0]!r:.200}, which is not the id of a group that it received")
     if len(set(ids)) < len(ids):
         raise SelectionError("returned a group twice")
     if selection.kind == "over_sampling_filter" and len(ids) < selection.count:
         raise SelectionError(f"returned {len(ids)} groups; at least {selection.count} are needed")
     if selection.kind == "buffer_filter" and len(ids) > selection.count:
-        raise SelectionError(f"returned {len(ids)} groups; at most {selection.count} were asked for")
+        raise SelectionError(f"returned {len(ids)} groups; at most {selection.count} are allowed")
     return Chosen(kind=selection.kind, group_ids=tuple(ids))
 
 

@@ -67,8 +67,8 @@ class DemonstrationReader:
             answer = row.label
             if not isinstance(answer, str) or not answer:
                 raise DataError(
-                    f"{row.place}: a text needs its response: data.label_key names its column, a text; "
-                    f"or {data.input_key} holds chat messages with turns of the {TRAINED}"
+                    f"{row.place}: no response to train on: set data.label_key to a column with the response text, "
+                    f"or let {data.input_key} hold chat messages with turns of the {TRAINED}"
                 )
             if not data.apply_chat_template:
                 return [Piece(turns, False), Piece(answer, True)]
@@ -97,7 +97,7 @@ def pieces_of(turns: Messages, tokenizing: Tokenizing, **options: Any) -> list[P
     """
     chosen = [index for index, turn in enumerate(turns) if _trains(turn, index)]
     if not chosen:
-        raise ValueError(f"no message of the {TRAINED} to train among {len(turns)}")
+        raise ValueError(f"none of its {len(turns)} messages is one of the {TRAINED} to train on")
 
     def render(num_turns: int, *, opened: bool) -> str:
         return tokenizing.render(turns[:num_turns], **{**options, "add_generation_prompt": opened})
@@ -118,7 +118,7 @@ def pieces_of(turns: Messages, tokenizing: Tokenizing, **options: Any) -> list[P
 def _not_kept(index: int, num_turns: int) -> str:
     return (
         f"the chat template renders message {index} of {num_turns} (from 0) differently than as a "
-        "reply of the model, so its tokens are unknown: use a template that keeps earlier text, or leave the "
+        "reply of the model, so its tokens cannot be found: use a template that keeps earlier text, or leave the "
         f'turn untrained with "{MASKED[0]}": 0'
     )
 
@@ -126,7 +126,7 @@ def _not_kept(index: int, num_turns: int) -> str:
 def _trains(turn: Mapping[str, Any], index: int) -> bool:
     for key in MASKED:
         if key in turn and turn[key] not in (0, 1):
-            raise ValueError(f"{key} = {show(turn[key])} of message {index}: allowed are 0 and 1")
+            raise ValueError(f"message {index} has {key} = {show(turn[key])}; allowed: 0 and 1")
     return turn.get("role") == TRAINED and all(turn.get(key, 1) for key in MASKED)
 
 
@@ -135,7 +135,7 @@ def _demonstration(row: Row, data: DataConfig, pieces: Sequence[Piece], ids: Seq
     tokens = cast("Any", np.concatenate([np.asarray(own) for own in ids]))
     trained = np.flatnonzero(mask[1:]) + 1  # the first token has no prediction
     if not len(trained):
-        raise DataError(f"{row.place}: no token to train after the first of {len(tokens)}")
+        raise DataError(f"{row.place}: none of its {len(tokens)} tokens after the first is trained")
     start = int(trained[0])
     first = next(number for number, piece in enumerate(pieces) if piece.trains)
     return Prompt(

@@ -80,4 +80,4 @@ class GeneratedPrompts:
         try:
             return msgspec.json.decode(msgspec.json.encode(row), type=dict[str, Any])
         except (TypeError, ValueError, RecursionError) as error:
-            raise DataError(f"{place}: expected a dict of what JSON can hold: {error}") from None
+            raise DataError(f"{place}: expected a dict of JSON values: {error}") from None

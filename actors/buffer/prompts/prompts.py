@@ -75,7 +75,7 @@ class PromptReader:
             return None
         return (
             f"the prompt has {length} tokens, over the limit of {self._limit} tokens "
-            "(rollout.max_prompt_len, or what rollout.max_context_len leaves)"
+            "(rollout.max_prompt_len, or rollout.max_context_len - 1)"
         )
 
 
@@ -151,6 +151,6 @@ def _rm_type(row: Row, data: DataConfig) -> str:
         raise DataError(f"{row.place}: no grader: set rm_type for {data.name}, or in the row's metadata")
     if own and ":" in rm_type:
         raise DataError(
-            f"{row.place}: rm_type = {own!r}: a row may only name a built-in grader, or a name of reward.graders"
+            f"{row.place}: rm_type = {own!r}: a row may name only a built-in grader, or a key of reward.graders"
         )
     return rm_type

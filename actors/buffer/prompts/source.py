@@ -74,7 +74,7 @@ def place_of(number: int, num_prompts: int, *, shuffle: bool, seed: int) -> Prom
         ValueError: `number` is negative, or there are no prompts.
     """
     if number < 0 or num_prompts < 1:
-        raise ValueError(f"there is no prompt {number} among {num_prompts}")
+        raise ValueError(f"prompt {number} does not exist: there are {num_prompts} prompts")
     epoch, offset = divmod(number, num_prompts)
     position = int(epoch_order(num_prompts, seed, epoch)[offset]) if shuffle else offset
     return PromptPlace(epoch=epoch, position=position)
@@ -138,7 +138,7 @@ def load_data(data: DataConfig, reader: Reader) -> LoadedData:
     prompts = tuple(prompt for prompt in read if reader.too_long(prompt) is None)
     if not prompts:
         shortest = min(read, key=_num_tokens)
-        raise DataError(f"{data.path}: every row is over a limit; of the shortest {reader.too_long(shortest)}")
+        raise DataError(f"{data.path}: no row is short enough; in the shortest one {reader.too_long(shortest)}")
     return LoadedData(
         name=data.name,
         prompts=prompts,
@@ -187,7 +187,7 @@ def steps_per_epoch(recipe: Recipe, doing: Doing = unlimited) -> int:
             doing(f"data.{index}.path", data.path, f"counting its rows: {num_prompts:,} so far")
     if num_prompts < batch_size:
         raise DataError(
-            f"train.num_epoch: an epoch of {num_prompts} prompts has no full batch: "
-            f"rollout.rollout_batch_size is {batch_size}"
+            f"train.num_epoch: an epoch has {num_prompts} prompts, less than one batch "
+            f"(rollout.rollout_batch_size = {batch_size})"
         )
     return num_prompts // batch_size

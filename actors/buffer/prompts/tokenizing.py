@@ -75,7 +75,7 @@ class FastTokenizing:
         try:
             return self._template(bool(tools)).render(messages=messages, tools=tools, **variables)
         except jinja2.TemplateError as error:
-            raise ValueError(f"the chat template of {self._directory} refuses it: {error}") from None
+            raise ValueError(f"the chat template of {self._directory} refuses the messages: {error}") from None
         except Exception as error:  # noqa: BLE001 - a template is a program, and may raise anything
             raise ValueError(f"the chat template of {self._directory} fails: {error!r}") from None
 
@@ -141,7 +141,7 @@ def _environment() -> jinja2.Environment:
 
 
 def _refuse_another(name: str) -> NoReturn:
-    raise jinja2.TemplateError(f"it includes {name!r}, and a chat template is one file")
+    raise jinja2.TemplateError(f"it includes {name!r}, but a chat template must be a single file")
 
 
 class _Generation(jinja2.ext.Extension):
@@ -179,7 +179,7 @@ class TransformersTokenizing:
         try:
             return apply(messages, tools=tools, tokenize=False, **options)
         except jinja2.TemplateError as error:
-            raise ValueError(f"the chat template refuses it: {error}") from None
+            raise ValueError(f"the chat template refuses the messages: {error}") from None
         except Exception as error:  # noqa: BLE001 - a template may raise anything
             raise ValueError(f"the chat template fails: {error!r}") from None
 

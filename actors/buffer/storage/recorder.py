@@ -14,7 +14,7 @@ import msgspec
 import structlog
 from anyio import to_thread
 
-from actors.buffer.storage.records import GroupRecord, Pair, Records, payloads_of
+from actors.buffer.storage.records import GroupRecord, Records, StepDump, payloads_of
 from messages import Plane, SegmentsPublished
 from runtime.bus.bus import Bus
 from runtime.bus.errors import PayloadLost, PayloadUnreadable
@@ -97,7 +97,7 @@ class Recorder:
         """The oldest event that dumps need after a restart."""
         return NOWHERE if self._directory is None else self._records.needed_seq()
 
-    async def _write(self, directory: Path, pair: Pair, told_by: tuple[int, int]) -> None:
+    async def _write(self, directory: Path, pair: StepDump, told_by: tuple[int, int]) -> None:
         if await to_thread.run_sync(told_by_of, directory, pair.step) == told_by:
             return  # an earlier start wrote it
         groups = await self._fetch(pair.records)
@@ -163,7 +163,7 @@ def _owner(directory: Path) -> DumpedRun | None:
 
 def _copy_tokenizer(model: Path, directory: Path) -> None:
     if not model.is_dir():
-        log.warning("tokenizer_not_dumped", reason=f"{model} is no directory")
+        log.warning("tokenizer_not_dumped", reason=f"{model} is not a directory")
         return
     make_private(directory)
     for pattern in TOKENIZER_FILES:

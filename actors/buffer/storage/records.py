@@ -23,7 +23,7 @@ class GroupRecord(msgspec.Struct, kw_only=True):
     fate: Fate = Fate()
 
 
-class Pair(msgspec.Struct, frozen=True, kw_only=True):
+class StepDump(msgspec.Struct, frozen=True, kw_only=True):
     """Contents of the two dump files of a step."""
 
     step: int
@@ -48,9 +48,9 @@ class Records:
         self._first_step: int | None = None  # of the first batch in the log
         self._open: dict[int, GroupRecord] = {}
         self._given_up: list[GroupRecord] = []  # completed groups closed since the newest batch
-        self._untrained: dict[int, Pair] = {}  # an untrained batch may be taken back
+        self._untrained: dict[int, StepDump] = {}  # an untrained batch may be taken back
 
-    def fold(self, event: Message, seq: int) -> Pair | None:
+    def fold(self, event: Message, seq: int) -> StepDump | None:
         """Fold the next event of the log; return the pair that it completes, if any."""
         self.position, pair = seq, None
         if isinstance(event, BatchReady):
@@ -63,10 +63,10 @@ class Records:
             self.next_step = max(self.next_step, event.step + 1)
         return pair
 
-    def rest(self) -> Pair:
+    def rest(self) -> StepDump:
         """The groups in no pair yet: completed open groups, and groups closed since the newest batch."""
         waiting = tuple(record for record in self._open.values() if record.completed is not None)
-        return Pair(step=self.next_step, batch=waiting, given_up=tuple(self._given_up))
+        return StepDump(step=self.next_step, batch=waiting, given_up=tuple(self._given_up))
 
     def low_water(self) -> int:
         """The oldest data message that may still be read."""
@@ -82,7 +82,7 @@ class Records:
         for pair in self._untrained.values():
             yield from (*pair.batch, *pair.given_up)
 
-    def _take(self, change: Change, seq: int) -> Pair | None:
+    def _take(self, change: Change, seq: int) -> StepDump | None:
         match change:
             case Issued():
                 for group in change.groups:
@@ -119,13 +119,13 @@ class Records:
                 record.fate = msgspec.structs.replace(record.fate, closed=reason)
             self._given_up.append(record)
 
-    def _batch(self, change: Batched) -> Pair | None:
+    def _batch(self, change: Batched) -> StepDump | None:
         batch = tuple(self._open.pop(group.group_id) for group in change.groups)
         for group in change.passed_over:
             self._give_up(group, group.reason)
         for record in batch:
             record.fate = msgspec.structs.replace(record.fate, step=change.step)
-        pair = self._untrained[change.step] = Pair(step=change.step, batch=batch, given_up=tuple(self._given_up))
+        pair = self._untrained[change.step] = StepDump(step=change.step, batch=batch, given_up=tuple(self._given_up))
         self._given_up = []
         return pair if pair.records else None
 

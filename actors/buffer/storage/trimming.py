@@ -120,7 +120,7 @@ class Trimmer:
         self._run_dir = run_dir
         self._min_events = min_events
         self._due: Needs | None = None
-        self._asked = anyio.Event()
+        self._requested = anyio.Event()
         self._at_work = False
 
     def is_busy(self) -> bool:
@@ -137,13 +137,13 @@ class Trimmer:
         """
         needs = needs_of(state, covers)
         self._due = msgspec.structs.replace(needs, below=min(needs.below, keep_from))
-        self._asked.set()
+        self._requested.set()
 
     async def run(self) -> None:
         """Trim on request, until cancelled."""
         while True:
-            await self._asked.wait()
-            self._asked = anyio.Event()
+            await self._requested.wait()
+            self._requested = anyio.Event()
             needs, self._due = self._due, None
             if needs is not None:
                 self._at_work = True

@@ -94,5 +94,5 @@ def find_grader(name: str) -> Grader:
         names = ", ".join(BUILT_IN_GRADERS)
         close = get_close_matches(plain, BUILT_IN_GRADERS, n=1)
         hint = slime_grader_hint(plain) or (f"did you mean {close[0]!r}?" if close else "")
-        raise ValueError(f"no grader {name!r}: {hint}{' ' if hint else ''}built in are {names}; own ones are {OWN}")
+        raise ValueError(f"no grader {name!r}: {hint}{' ' if hint else ''}allowed: {names}, or {OWN}")
     return boxed(grader) if name.startswith(BOXED_PREFIX) else grader

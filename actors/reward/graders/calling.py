@@ -91,7 +91,7 @@ def _grade_of_number(number: Any, details: dict[str, Any] | None) -> Graded:
     try:
         reward = float(number)
     except Exception as error:  # noqa: BLE001 - a third-party number type may raise anything
-        return Graded(error=f"returned {_shown(number)}, which is no single number: {error}")
+        return Graded(error=f"returned {_shown(number)}, which is not a single number: {error}")
     if not math.isfinite(reward):
         return Graded(error=f"returned {reward}, not a finite number")
     return Graded(reward=reward, details=details)

@@ -14,24 +14,24 @@ KEPT: Final = 1000  # crashes, and process exits
 KILLS: Final = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
-class Death(NamedTuple):
+class Crash(NamedTuple):
     """A crash of an engine that accepted requests."""
 
     engine: str
     at: float  # seconds of the loop's clock
 
 
-class Deaths:
+class RecentCrashes:
     """The most recent engine crashes."""
 
     def __init__(self) -> None:
-        self._deaths = deque[Death](maxlen=KEPT)
+        self._crashes = deque[Crash](maxlen=KEPT)
         self._exits = deque[ActorExited](maxlen=KEPT)
         self._exited = anyio.Event()  # replaced after each exit
 
     def note(self, engine: str) -> None:
         """Record the crash of an engine that accepted requests."""
-        self._deaths.append(Death(engine, anyio.current_time()))
+        self._crashes.append(Crash(engine, anyio.current_time()))
 
     def note_exit(self, event: ActorExited) -> None:
         """Record the exit of a process of the run, as reported by its node daemon."""
@@ -41,7 +41,7 @@ class Deaths:
 
     def any_since(self, at: float, engine: str) -> bool:
         """Whether the engine has crashed since a time; any engine if `engine` is empty."""
-        return any(death.at >= at and engine in ("", death.engine) for death in self._deaths)
+        return any(crash.at >= at and engine in ("", crash.engine) for crash in self._crashes)
 
     async def exit_of(self, engine: str, pid: int) -> ActorExited | None:
         """Return how a process exited; None if its node daemon does not report it in time."""

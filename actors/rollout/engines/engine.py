@@ -8,8 +8,8 @@ from functools import partial
 import anyio
 import structlog
 
-from actors.rollout.engines.crashes import Deaths
-from actors.rollout.engines.external import Wanted
+from actors.rollout.engines.crashes import RecentCrashes
+from actors.rollout.engines.external import ServerRequirements
 from actors.rollout.engines.liveness import answered, check_engine, makes_tokens
 from actors.rollout.engines.memory.levels import MemoryLevel
 from actors.rollout.engines.memory.share import MemoryReclaimed, MemoryShare
@@ -21,7 +21,7 @@ from actors.rollout.engines.states import Trigger, accepts_requests, is_publishe
 from actors.rollout.engines.target import FleetTarget
 from actors.rollout.engines.weights.copies import UNCHECKED, FileSource
 from actors.rollout.engines.weights.files import WeightsDamaged
-from actors.rollout.engines.weights.rolling import Rolling
+from actors.rollout.engines.weights.rolling import RollingUpdate
 from actors.rollout.engines.weights.sync import SyncMember, WeightSyncs, new_key
 from actors.rollout.engines.weights.verification import WeightsMismatch
 from actors.rollout.engines.weights.verifier import WeightVerifier, nothing
@@ -44,7 +44,7 @@ class Engine:
         ours: the run started it. Pauses of an external engine are ended only if a rollout actor of the run began them.
         pid: of its process, as reported by its node daemon; 0: unknown.
         syncs: weight syncs, for weights that are not in files.
-        deaths: records a crash of the engine while it accepted requests.
+        crashes: records a crash of the engine while it accepted requests.
         wanted: properties that an external engine must have; None: not checked.
         memory_share: its memory, if it shares memory with the trainer (colocation); None: it has its own.
         at_hand: makes weight files available where the engine reads them, while it serves.
@@ -64,11 +64,11 @@ class Engine:
         syncs: WeightSyncs,
         ours: bool = True,
         pid: int = 0,
-        deaths: Deaths | None = None,
-        wanted: Wanted | None = None,
+        crashes: RecentCrashes | None = None,
+        wanted: ServerRequirements | None = None,
         memory_share: MemoryShare | None = None,
         files: FileSource = UNCHECKED,
-        rolling: Rolling | None = None,
+        rolling: RollingUpdate | None = None,
     ) -> None:
         self.name = name
         self.url = url
@@ -94,8 +94,8 @@ class Engine:
         self.failed_version = 0  # the last version that it failed to load, or that could not be supplied
         self._syncs = syncs
         self._key = new_key(name)
-        self._deaths = deaths or Deaths()
-        self._rolling = rolling or Rolling(1, tuple)
+        self._crashes = crashes or RecentCrashes()
+        self._rolling = rolling or RollingUpdate(1, tuple)
         self._wanted = wanted
         self._label = ""  # of the verified weights
         self._client = client
@@ -134,7 +134,7 @@ class Engine:
         if self.state is EngineState.QUARANTINED:
             if anyio.current_time() < self._tried_again_at:
                 return False
-            self._apply(Trigger.TRIED_AGAIN, "it is tried again")
+            self._apply(Trigger.TRIED_AGAIN, "its quarantine has ended")
         if await self._client.ready(self.url):
             await self._verifier.forget_pause(self.url)
         elif not await self._continued():
@@ -194,7 +194,7 @@ class Engine:
                 continue
             except EngineError as error:
                 await self._note_failure(error)
-                await self.registration.leave_unless_asked()
+                await self.registration.leave_unless_accepting()
                 if isinstance(error, WeightsMismatch) or not self._target.is_in_files:  # it may hold part of them
                     await self._verifier.clear(self.url)
             else:
@@ -219,23 +219,23 @@ class Engine:
             return
         log.warning("engine_suspect", engine=self.name, url=self.url, reason=reason)
         self._apply(Trigger.STALLED, reason)
-        await self.registration.leave_unless_asked()
+        await self.registration.leave_unless_accepting()
 
     async def quarantine(self, reason: str) -> None:
         """Send it no requests for a while: its answers are unusable, those of other engines are usable."""
         self._quarantines += 1
         pause_s = QUARANTINE.pause_s(self._quarantines)
         self._tried_again_at = anyio.current_time() + pause_s
-        reason = f"{self.url}: {reason}; it is tried again in {pause_s:.0f} s"
+        reason = f"{self.url}: {reason}; quarantined for {pause_s:.0f} s"
         log.warning("engine_quarantined", engine=self.name, url=self.url, reason=reason)
         self._apply(Trigger.QUARANTINED, reason)
-        await self.registration.leave_unless_asked()
+        await self.registration.leave_unless_accepting()
 
     async def condemn(self, reason: str) -> None:
         """Mark it for a restart and send it no requests: its answers are unusable."""
         log.warning("engine_suspect", engine=self.name, url=self.url, reason=reason)
         self._apply(Trigger.CONDEMNED, reason)
-        await self.registration.leave_unless_asked()
+        await self.registration.leave_unless_accepting()
 
     def replaced(self) -> None:
         """Its server was restarted: a new Engine replaces this one."""
@@ -244,7 +244,7 @@ class Engine:
     def reroute(self) -> None:
         """The router changed: accept requests again once the new router lists this engine."""
         self.registration.is_known = False
-        self._apply(Trigger.REROUTED, "another router")
+        self._apply(Trigger.REROUTED, "the router was replaced")
 
     async def is_dead(self) -> bool:
         """Check its health; whether it no longer accepts requests."""
@@ -259,13 +259,13 @@ class Engine:
         trigger, reason = loss
         log.warning("engine_lost", engine=self.name, url=self.url, reason=reason)
         self._apply(trigger, reason)
-        await self.registration.leave_unless_asked()
+        await self.registration.leave_unless_accepting()
 
     async def _give_back_or_leave(self) -> None:
         try:
             await self._memory_switch.give_back()
         except EngineError:  # reported by its state change
-            await self.registration.leave_unless_asked()
+            await self.registration.leave_unless_accepting()
 
     async def _take_rest(self) -> None:
         """After a weight update, wait until it may resume all memory, then resume it.
@@ -316,7 +316,7 @@ class Engine:
         if label != self._label and not updating and self.state is not EngineState.UPDATING:
             return Trigger.LOST, f"reports weights {label!r}, expected the verified {self._label!r}"
         if await self.registration.is_missing():
-            return Trigger.REROUTED, "the router does not know it any more"
+            return Trigger.REROUTED, "the router no longer lists it"
         return None
 
     async def _note_failure(self, error: EngineError) -> None:
@@ -349,7 +349,7 @@ class Engine:
             self.answers = False
         died = self.state in (EngineState.GONE, EngineState.SUSPECT) and trigger is not Trigger.CONDEMNED
         if accepts_requests(old) and died:
-            self._deaths.note(self.name)
+            self._crashes.note(self.name)
         if self.state is EngineState.CURRENT:
             self.sign_at = anyio.current_time()
         if is_published(old, self.state):

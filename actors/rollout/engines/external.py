@@ -15,7 +15,7 @@ class WrongEngine(EngineError):
     """An external engine does not serve what the recipe asks for."""
 
 
-class Wanted(NamedTuple):
+class ServerRequirements(NamedTuple):
     """Properties that the recipe requires of a server."""
 
     architectures: tuple[str, ...]
@@ -47,7 +47,7 @@ def _architectures_of(config: bytes) -> tuple[str, ...]:
     return msgspec.json.decode(config, type=_Model).architectures
 
 
-def check_server(url: str, says: Mapping[str, Any], wanted: Wanted) -> None:
+def check_server(url: str, says: Mapping[str, Any], wanted: ServerRequirements) -> None:
     """Compare a server's reported configuration with the requirements.
 
     Properties that it does not report are covered by the weight verification.
@@ -62,18 +62,20 @@ def check_server(url: str, says: Mapping[str, Any], wanted: Wanted) -> None:
     """
     wrong = list(_differences(says, wanted))
     if wrong:
-        raise WrongEngine(f"{url} does not serve what the recipe asks for: {'; '.join(wrong)}")
+        raise WrongEngine(f"{url} does not fit the recipe: {'; '.join(wrong)}")
 
 
-def _differences(says: Mapping[str, Any], wanted: Wanted) -> Iterator[str]:
+def _differences(says: Mapping[str, Any], wanted: ServerRequirements) -> Iterator[str]:
     architectures = says.get("architectures")
     if architectures and wanted.architectures and tuple(architectures) != wanted.architectures:
-        yield _wrong("architectures", list(architectures), f"{list(wanted.architectures)}, as model.hf_checkpoint has")
+        yield _wrong(
+            "architectures", list(architectures), f"{list(wanted.architectures)}, the same as model.hf_checkpoint"
+        )
     if says.get("is_generation") is False:
         yield _wrong("is_generation", False, "true")
     dtype = says.get("dtype")
     if dtype not in (None, "auto", wanted.dtype):
-        yield _wrong("dtype", dtype, f"{wanted.dtype}, as model.dtype and weight_format say")
+        yield _wrong("dtype", dtype, f"{wanted.dtype}, from model.dtype and weight_format")
     dp_size = says.get("dp_size")
     if dp_size not in (None, 1):
         yield _wrong("dp_size", dp_size, "1: each replica is an engine with a URL of its own")

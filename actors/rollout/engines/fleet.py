@@ -9,20 +9,20 @@ import anyio
 import anyio.lowlevel
 import structlog
 
-from actors.rollout.engines.crashes import Deaths, was_killed
+from actors.rollout.engines.crashes import RecentCrashes, was_killed
 from actors.rollout.engines.engine import Engine
-from actors.rollout.engines.external import Wanted
-from actors.rollout.engines.health import Conduct
+from actors.rollout.engines.external import ServerRequirements
+from actors.rollout.engines.health import RequestOutcomes
 from actors.rollout.engines.memory.levels import MemoryLevel
 from actors.rollout.engines.memory.share import MemoryShare
 from actors.rollout.engines.rate_limited_events import RateLimitedEvents
-from actors.rollout.engines.refusing import RefusedBy, Step
+from actors.rollout.engines.refusing import RefusalCounter, Step
 from actors.rollout.engines.registration import wait_until
 from actors.rollout.engines.router import RouterWorkers
 from actors.rollout.engines.target import FleetTarget
 from actors.rollout.engines.weights.copies import UNCHECKED, CopyRefused, FileSource
 from actors.rollout.engines.weights.files import WeightsDamaged
-from actors.rollout.engines.weights.rolling import Rolling
+from actors.rollout.engines.weights.rolling import RollingUpdate
 from actors.rollout.engines.weights.sync import WeightSyncs
 from actors.rollout.engines.weights.updates import UpdateTracker
 from actors.rollout.engines.weights.verifier import WeightVerifier
@@ -64,16 +64,16 @@ class Fleet:
         self._workers = RouterWorkers(client)
         self._verifier = verifier
         self.events = events or RateLimitedEvents()
-        self.deaths = Deaths()
-        self.conduct = Conduct()
+        self.crashes = RecentCrashes()
+        self.request_outcomes = RequestOutcomes()
         self._num_direct = 0  # requests sent past the router, for round-robin
         self._engines: dict[str, Engine] = {}
         self._target = FleetTarget()
         self.is_held = False  # requests wait although engines are up
-        self._rolling = Rolling(update_groups, lambda: self._engines)
+        self._rolling = RollingUpdate(update_groups, lambda: self._engines)
         self.syncs = WeightSyncs(self._target, self._lacking, self._rolling.group_of)
         self._check: anyio.Event | None = None  # a running health check of all engines that accept requests
-        self._refusals: dict[str, RefusedBy] = {}  # by engine
+        self._refusals: dict[str, RefusalCounter] = {}  # by engine
         self._give_up_lost: Callable[[], Awaitable[object]] = anyio.lowlevel.checkpoint
 
     @property
@@ -123,7 +123,7 @@ class Fleet:
         behind = [engine.name for engine in self._engines.values() if engine.is_behind]
         if not self._admitted():
             states = Counter(engine.state.value for engine in self._engines.values())
-            known = ", ".join(f"{number} {state}" for state, number in states.items()) or "none is known"
+            known = ", ".join(f"{number} {state}" for state, number in states.items()) or "none has started"
             return f"an engine ({known})"
         return f"weights {self.target_version} at {', '.join(behind)}" if behind else ""
 
@@ -210,7 +210,7 @@ class Fleet:
         """Set the allowed memory level; NOTHING only while no request is running. Does not wait for the engines."""
         self._target.allowed = memory_level
         if memory_level is MemoryLevel.NOTHING:  # a trainer that died during a weight sync will not continue it
-            self.syncs.end("the trainer has its memory back")
+            self.syncs.end("the trainer took the GPU memory back")
         await self.notify()
 
     async def until(self, true: Callable[[], bool]) -> None:
@@ -255,7 +255,7 @@ class Fleet:
         ours: bool = True,
         pid: int = 0,
         kill: Kill | None = None,
-        wanted: Wanted | None = None,
+        wanted: ServerRequirements | None = None,
         memory_share: MemoryShare | None = None,
         files: FileSource = UNCHECKED,
     ) -> None:
@@ -280,7 +280,7 @@ class Fleet:
         engine = await self._replace(
             name, url, ours=ours, pid=pid, wanted=wanted, memory_share=memory_share, files=files
         )
-        refusals, failures = self._refusals.setdefault(name, RefusedBy()), 0
+        refusals, failures = self._refusals.setdefault(name, RefusalCounter()), 0
         while True:
             await wait_until(engine.is_up)
             try:
@@ -292,8 +292,8 @@ class Fleet:
                     case Step.WAIT:
                         await self._wait_for_others_than(engine.failed_version)
                     case Step.RESTART:
-                        assert kill is not None, "it may be started again"
-                        await kill(f"it went on refusing weights {self.target_version}: {error}")
+                        assert kill is not None, "only engines of this run are restarted"
+                        await kill(f"it kept refusing weights {self.target_version}: {error}")
                     case Step.AGAIN:
                         pass
                 failures += 1
@@ -307,7 +307,7 @@ class Fleet:
             if engine.state is EngineState.SUSPECT and kill is not None:
                 await kill(engine.reason)
 
-    def _next_step(self, refusals: RefusedBy, error: EngineError, *, may_restart: bool) -> Step:
+    def _next_step(self, refusals: RefusalCounter, error: EngineError, *, may_restart: bool) -> Step:
         """Choose the next action for an engine that did not become ready."""
         if is_away(error):
             refusals.away()
@@ -333,12 +333,12 @@ class Fleet:
         *,
         ours: bool,
         pid: int,
-        wanted: Wanted | None,
+        wanted: ServerRequirements | None,
         memory_share: MemoryShare | None,
         files: FileSource,
     ) -> Engine:
         """Create the engine, replacing an earlier one of that name, which is removed from the router."""
-        self.conduct.forget(name)
+        self.request_outcomes.forget(name)
         old = self._engines.get(name)
         engine = self._engines[name] = Engine(
             name,
@@ -349,7 +349,7 @@ class Fleet:
             workers=self._workers,
             events=self.events,
             syncs=self.syncs,
-            deaths=self.deaths,
+            crashes=self.crashes,
             ours=ours,
             pid=pid,
             wanted=wanted,
@@ -391,7 +391,7 @@ class Fleet:
 
     @property
     def serves(self) -> bool:
-        """Whether the router and at least one engine are up, as far as is known."""
+        """Whether there is a router and at least one engine accepts requests."""
         return self._target.router is not None and bool(self._admitted())
 
     def admitted_names(self) -> str:
@@ -414,7 +414,7 @@ class Fleet:
             reason: of the failure.
             counts: the engine is to blame; False if it was only busy.
         """
-        self.conduct.failed(engine.name, group, reason, anyio.current_time(), counts=counts)
+        self.request_outcomes.failed(engine.name, group, reason, anyio.current_time(), counts=counts)
         await self._judge(engine)
 
     async def note_answer(self, label: str) -> None:
@@ -422,7 +422,7 @@ class Fleet:
         engine = self.engine_of(label)
         if engine is None:
             return
-        self.conduct.answered(engine.name, anyio.current_time())
+        self.request_outcomes.answered(engine.name, anyio.current_time())
         for other in self._admitted():
             await self._judge(other)
 
@@ -433,18 +433,18 @@ class Fleet:
         """
         now = anyio.current_time()
         if (
-            not self.conduct.keeps_failing(engine.name, now)
+            not self.request_outcomes.keeps_failing(engine.name, now)
             or not engine.accepts_requests
             or engine.registration.is_apart
         ):
             return
         others = [each.name for each in self._admitted() if each is not engine]
-        reason = self.conduct.reason(engine.name)
-        if not engine.shares_memory and any(self.conduct.answers(name) for name in others):
-            self.conduct.forget(engine.name)
+        reason = self.request_outcomes.reason(engine.name)
+        if not engine.shares_memory and any(self.request_outcomes.answers(name) for name in others):
+            self.request_outcomes.forget(engine.name)
             await engine.quarantine(reason)
-        elif engine.ours and all(self.conduct.keeps_failing(name, now) for name in others):
-            self.conduct.forget(engine.name)
+        elif engine.ours and all(self.request_outcomes.keeps_failing(name, now) for name in others):
+            self.request_outcomes.forget(engine.name)
             await engine.condemn(reason)
         await self.notify()
 
@@ -455,7 +455,7 @@ class Fleet:
         """
         if not await engine.is_dead():
             return None
-        exit = await self.deaths.exit_of(engine.name, engine.pid) if engine.pid else None
+        exit = await self.crashes.exit_of(engine.name, engine.pid) if engine.pid else None
         if exit is None:
             return CrashCause(killed=False, reason=engine.reason)
         return CrashCause(killed=was_killed(exit), reason=exit.reason)

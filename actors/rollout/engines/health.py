@@ -26,7 +26,7 @@ class Record:
     reason: str = ""  # of the last failure
 
 
-class Conduct:
+class RequestOutcomes:
     """Outcomes of the requests to each engine."""
 
     def __init__(self) -> None:

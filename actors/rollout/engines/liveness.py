@@ -7,7 +7,7 @@ import aiohttp
 import anyio
 import structlog
 
-from actors.rollout.engines.external import Wanted, check_server
+from actors.rollout.engines.external import ServerRequirements, check_server
 from actors.rollout.sglang.client import SglangClient
 from actors.rollout.sglang.errors import EngineError
 from runtime.settings.reading.config import Problem
@@ -19,7 +19,7 @@ T = TypeVar("T")
 TINY_PROMPT: Final = (0, 0)
 
 
-async def check_engine(client: SglangClient, url: str, wanted: Wanted) -> None:
+async def check_engine(client: SglangClient, url: str, wanted: ServerRequirements) -> None:
     """Check an engine's configuration against the recipe.
 
     Raises:
@@ -51,13 +51,13 @@ async def answered(within_s: float, ask: Callable[[], Awaitable[T]]) -> T | None
     return None
 
 
-def url_problems(key: str, urls: Sequence[str], wanted: Wanted) -> Iterator[Problem]:
+def url_problems(key: str, urls: Sequence[str], wanted: ServerRequirements) -> Iterator[Problem]:
     """Yield the external engines that do not respond or do not fit the recipe; `key` is the setting with their URLs."""
     for url, reason in anyio.run(_refusals, urls, wanted).items():
         yield Problem.of(key, url, reason)
 
 
-async def _refusals(urls: Sequence[str], wanted: Wanted) -> dict[str, str]:
+async def _refusals(urls: Sequence[str], wanted: ServerRequirements) -> dict[str, str]:
     reasons: dict[str, str] = {}
 
     async def ask(client: SglangClient, url: str) -> None:

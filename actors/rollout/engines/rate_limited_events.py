@@ -23,19 +23,19 @@ BOUND: Final = 1000  # events waiting to be published
 
 
 @dataclass
-class Allowance:
+class TokenBucket:
     """Token bucket for the state changes of one engine. Pure."""
 
     left: float = BURST
     counted_at: float = 0.0
-    num_untold: int = 0  # suppressed since the last published one
+    num_suppressed: int = 0  # suppressed since the last published one
 
     def take(self, now: float) -> bool:
         """Whether a change may be published at `now`, in seconds of any clock."""
         self.left = min(float(BURST), self.left + (now - self.counted_at) / REFILL_S)
         self.counted_at = now
         if self.left < 1.0:
-            self.num_untold += 1
+            self.num_suppressed += 1
             return False
         self.left -= 1.0
         return True
@@ -67,7 +67,7 @@ class RateLimitedEvents:
 
     def __init__(self, instance: str = "") -> None:
         self._instance = instance
-        self._allowances: dict[str, Allowance] = {}
+        self._allowances: dict[str, TokenBucket] = {}
         self._refusals: dict[str, Refusals] = {}
         self._failures: dict[tuple[str, str], Refusals] = {}  # failed requests, by engine and kind of failure
         self._waiting = deque[EngineStateChanged | WeightsRefused | EngineRequestsFailed](
@@ -78,7 +78,7 @@ class RateLimitedEvents:
     def changed(self, engine: str, old: EngineState, new: EngineState, reason: str, version: int) -> None:
         """Report an engine's state change."""
         now = anyio.current_time()
-        allowance = self._allowances.setdefault(engine, Allowance(counted_at=now))
+        allowance = self._allowances.setdefault(engine, TokenBucket(counted_at=now))
         if not allowance.take(now):
             return
         event = EngineStateChanged(
@@ -88,9 +88,9 @@ class RateLimitedEvents:
             new=new,
             reason=clipped(reason, REASON_CHARS),
             version=version,
-            num_untold=allowance.num_untold,
+            num_untold=allowance.num_suppressed,
         )
-        allowance.num_untold = 0
+        allowance.num_suppressed = 0
         self._put(event)
 
     def refused(self, engine: str, version: int, reason: str, *, unusable: bool = False) -> None:

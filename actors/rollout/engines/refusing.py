@@ -21,7 +21,7 @@ class Step(Enum):
     GIVE_UP = "give up"
 
 
-class RefusedBy:
+class RefusalCounter:
     """Refusals by one engine since it last accepted weights, across its restarts."""
 
     def __init__(self) -> None:

@@ -101,7 +101,7 @@ class Registration:
         self.is_known = False
         await self._target.notify()
 
-    async def leave_unless_asked(self) -> None:
+    async def leave_unless_accepting(self) -> None:
         """Unregister the engine, unless it accepts requests again by then or is isolated anyway."""
         async with self.moving:
             if not self._accepts_requests() and not self.is_apart:

@@ -66,7 +66,7 @@ def next_state(state: EngineState, trigger: Trigger) -> EngineState:
     """
     after = _NEXT[trigger].get(state)
     if after is None and trigger not in _LATE:
-        raise ImpossibleTransition(f"{trigger.value}: not in state {state}")
+        raise ImpossibleTransition(f"trigger {trigger.value!r} is not allowed in state {state}")
     return after or state
 
 

@@ -111,9 +111,9 @@ async def publish_eval(bus: Bus, task: EvalRequested, samples: tuple[SampleSumma
         samples=samples,
     )
     bare = tuple(msgspec.structs.replace(sample, score=None, metadata={}, reason=None) for sample in samples)
-    for said in (samples, bare, ()):
+    for summaries in (samples, bare, ()):
         try:
-            await bus.publish(msgspec.structs.replace(event, samples=said))
+            await bus.publish(msgspec.structs.replace(event, samples=summaries))
         except MessageRefused as error:
             log.warning("details_left_out", set=task.set, item=task.item, reason=str(error))
         else:

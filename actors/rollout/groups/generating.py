@@ -10,7 +10,7 @@ import msgspec
 from actors.rollout.groups.open_samples import FINISHED, OpenSample, tokens_left
 from actors.rollout.groups.spilling import SegmentStore
 from actors.rollout.groups.tasks import GroupTask
-from actors.rollout.groups.tools import Tools
+from actors.rollout.groups.tools import GroupDependencies
 from actors.rollout.requests.request import Generated, GenerateRequest
 from actors.rollout.sessions.conversation import Conversation
 from actors.rollout.sglang.answers import Answer, numbers_of, status_of
@@ -24,7 +24,7 @@ class Generation:
     def __init__(
         self,
         task: GroupTask,
-        tools: Tools,
+        tools: GroupDependencies,
         store: SegmentStore,
         on_ended: Callable[[Sequence[OpenSample]], None],
     ) -> None:

@@ -39,7 +39,7 @@ class OpenSample:
     last_version: int | None = None
     reason: str | None = None
     num_stored: int = 0  # number of stored tokens in prefix
-    asked: bool = False  # its score was requested
+    score_requested: bool = False  # its score was requested
 
     @property
     def finished(self) -> bool:

@@ -11,7 +11,7 @@ from actors.rollout.groups.open_samples import OpenSample
 from actors.rollout.groups.scoring import SampleScoring
 from actors.rollout.groups.spilling import SegmentStore
 from actors.rollout.groups.tasks import GroupTask
-from actors.rollout.groups.tools import Tools
+from actors.rollout.groups.tools import GroupDependencies
 from messages import EngineNumbers, SampleStatus
 
 
@@ -21,7 +21,7 @@ class GroupRun:
     Scores are requested as samples end, while others still generate.
     """
 
-    def __init__(self, task: GroupTask, samples: Sequence[OpenSample], tools: Tools) -> None:
+    def __init__(self, task: GroupTask, samples: Sequence[OpenSample], tools: GroupDependencies) -> None:
         self.samples = samples
         self.spilled_at = time.monotonic()  # or started
         self._task = task
@@ -45,7 +45,7 @@ class GroupRun:
 
     @property
     def engine(self) -> EngineNumbers:
-        """Engine statistics of its requests."""
+        """Statistics that engines reported for the requests of this group."""
         return self._generation.engine
 
     @property

@@ -140,11 +140,11 @@ class SampleScoring:
             self.start(samples)
 
     def start(self, samples: Sequence[OpenSample]) -> None:
-        """Request scores for samples that lack one and have not requested it."""
-        unscored = [sample for sample in samples if sample.unscored and not sample.asked]
+        """Request the missing scores that are not requested yet."""
+        unscored = [sample for sample in samples if sample.unscored and not sample.score_requested]
         if unscored and not self._halted:
             for sample in unscored:
-                sample.asked = True
+                sample.score_requested = True
             assert self._tasks is not None
             self._tasks.start_soon(self._score, unscored)
 

@@ -1,28 +1,36 @@
-"""Stores and reports the current segments of a group's samples, so that another attempt can continue from them."""
+"""Stores the current segments of a group's samples, and restores them in another attempt or delivery."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import anyio
 import msgspec
+import structlog
 
-from actors.rollout.groups.open_samples import OpenSample
+from actors.rollout.groups.open_samples import OpenSample, fresh_samples, inherit
 from actors.rollout.groups.tasks import GroupTask
 from actors.rollout.sglang.answers import Answer, segment_of
 from actors.rollout.sglang.streams import Stream
 from messages import (
     Int32Array,
     Prompt,
+    RolloutRequested,
     SampleKey,
     SampleStatus,
+    SampleSummary,
     Segment,
     SegmentRef,
     SegmentsPublished,
     SegmentsSpilled,
+    SpillsGiven,
+    SpillsRequested,
 )
 from runtime.bus.bus import Bus
-from runtime.bus.errors import MessageTooLarge
+from runtime.bus.consumer import Delivery
+from runtime.bus.errors import BusError, MessageTooLarge, PayloadLost
+from runtime.bus.roster import Roster
 from runtime.data.stored_prompts import SHOWN_CHARS
+from runtime.ledger.groups import longest
 
 CARRIED_ON = Int32Array()  # empty new input: the segment continues the previous one
 
@@ -72,7 +80,7 @@ class SegmentStore:
         self._on_received = on_received
         self._outbox: list[tuple[OpenSample, Segment]] = []
         self._storing = anyio.Lock()
-        self._num_told = 0  # number of segments and rewards in the last event
+        self._num_published = 0  # number of segments and rewards in the last event
 
     def receive(self, sample: OpenSample, answer: Answer, status: SampleStatus) -> None:
         """Append engine output to a sample; `flush` stores it."""
@@ -108,9 +116,9 @@ class SegmentStore:
         """Publish the stored segments if there are more than in the last event."""
         task, stored = self._task, [sample for sample in self._samples if sample.refs and sample.stored]
         num_facts = sum(len(sample.refs) + (sample.reward is not None) for sample in stored)
-        if num_facts <= self._num_told or task.round is None:
+        if num_facts <= self._num_published or task.round is None:
             return
-        self._num_told = num_facts
+        self._num_published = num_facts
         spilled = SegmentsSpilled(
             group_id=task.group_id,
             attempt=task.attempt,
@@ -142,3 +150,48 @@ class SegmentStore:
         if not sample.prefix:
             return segment_of(answer, key, self._task.prompt.prompt_ids)
         return segment_of(answer, key, Int32Array(sample.pending) if sample.pending else CARRIED_ON)
+
+
+log = structlog.get_logger()
+
+SPILLS_TIMEOUT_S: Final = 3.0  # for the buffer's response with spilled samples
+
+
+class Inheritance:
+    """Finds earlier samples to continue from. A sample without an answer or with a lost payload starts from scratch."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+
+    async def carried(self, delivery: Delivery[RolloutRequested]) -> tuple[SampleSummary, ...]:
+        """Return the samples of earlier attempts, merged with spills of earlier deliveries of this attempt."""
+        task = delivery.message
+        if delivery.num_delivered == 1:
+            return task.carried
+        request = SpillsRequested(group_id=task.group_id, attempt=task.attempt)
+        try:
+            with anyio.fail_after(SPILLS_TIMEOUT_S):
+                buffers = (await Roster(self._bus).members("buffer")).members
+                if not buffers:
+                    return task.carried
+                instance = buffers[-1].instance
+                given = await self._bus.call(instance, request, SpillsGiven, timeout_s=SPILLS_TIMEOUT_S)
+        except (BusError, TimeoutError) as error:
+            log.warning("spills_not_given", error=str(error))
+            return task.carried
+        return longest(task.carried, given.samples)
+
+    async def samples(self, task: RolloutRequested, carried: Sequence[SampleSummary]) -> list[OpenSample]:
+        """Return the group's samples, restored from earlier attempts where possible."""
+        samples = fresh_samples(task.num_samples, task.prompt.prompt_ids)
+        for summary in carried:
+            try:
+                segments = [await self._segment(ref) for ref in summary.segments]
+            except PayloadLost as error:
+                log.warning("carried_tokens_lost", index=summary.index, error=str(error))
+            else:
+                inherit(samples[summary.index], summary, segments, max_new_tokens=task.sampling.max_new_tokens)
+        return samples
+
+    async def _segment(self, ref: SegmentRef) -> Segment:
+        return (await self._bus.fetch(SegmentsPublished, ref.seq)).segments[ref.position]

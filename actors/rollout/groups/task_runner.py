@@ -11,12 +11,12 @@ import structlog
 
 from actors.rollout.engines.target import TargetWeights
 from actors.rollout.groups.endings import Ending, Endings, publish_eval
-from actors.rollout.groups.inheritance import Inheritance
 from actors.rollout.groups.open_samples import fresh_samples
 from actors.rollout.groups.run import GroupRun
 from actors.rollout.groups.slots import Release, Slots, released
+from actors.rollout.groups.spilling import Inheritance
 from actors.rollout.groups.tasks import eval_task, training_task
-from actors.rollout.groups.tools import Tools
+from actors.rollout.groups.tools import GroupDependencies
 from actors.rollout.sglang.errors import EnginesUnwilling, RequestRefused
 from messages import EvalRequested, RolloutRequested
 from runtime.bus.bus import Bus
@@ -71,7 +71,7 @@ class TaskRunner:
         """Return the number of completed groups, and the slots."""
         return {"groups": self._num_groups, "slots_taken": self._slots.taken, "slots": self._slots.total}
 
-    async def pull_groups(self, tools: Tools) -> None:
+    async def pull_groups(self, tools: GroupDependencies) -> None:
         """Run the tasks of training groups. Never returns."""
         size = self._topology.rollout.n_samples_per_prompt
         durable = f"rollout-{self._pool}"
@@ -87,7 +87,7 @@ class TaskRunner:
                 delivery = await anext(deliveries)
                 group.start_soon(self._run_group, tools, delivery, taken)
 
-    async def pull_evals(self, tools: Tools) -> None:
+    async def pull_evals(self, tools: GroupDependencies) -> None:
         """Run the items of evaluations. Never returns."""
         # without overlap nothing else runs meanwhile
         share = EVAL_SLOTS_SHARE if self._topology.rollout.eval_overlap else 1
@@ -105,7 +105,7 @@ class TaskRunner:
                 delivery = await anext(deliveries)
                 group.start_soon(self._run_eval, tools, delivery, slots, taken)
 
-    async def _run_group(self, tools: Tools, delivery: Delivery[RolloutRequested], taken: int) -> None:
+    async def _run_group(self, tools: GroupDependencies, delivery: Delivery[RolloutRequested], taken: int) -> None:
         task = delivery.message
         key = task.group_id, task.attempt
         endings = Endings(task, uuid.uuid4().hex, self._bus.name)
@@ -125,7 +125,7 @@ class TaskRunner:
                 await delivery.ack()
 
     async def _ending(
-        self, tools: Tools, delivery: Delivery[RolloutRequested], endings: Endings, release: Release
+        self, tools: GroupDependencies, delivery: Delivery[RolloutRequested], endings: Endings, release: Release
     ) -> Ending:
         carried = await self._inheritance.carried(delivery)
         if tools.generator.running.halted(delivery.message.round):
@@ -178,7 +178,9 @@ class TaskRunner:
         finally:
             self.num_pulled -= 1
 
-    async def _run_eval(self, tools: Tools, delivery: Delivery[EvalRequested], slots: Slots, taken: int) -> None:
+    async def _run_eval(
+        self, tools: GroupDependencies, delivery: Delivery[EvalRequested], slots: Slots, taken: int
+    ) -> None:
         task = delivery.message
         async with self._pulled(delivery), released(slots, taken) as release:
             # requested again by a buffer that had not read the evaluation's end

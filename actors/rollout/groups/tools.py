@@ -10,7 +10,7 @@ from runtime.bus.bus import Bus
 
 
 @dataclass
-class Tools:
+class GroupDependencies:
     """The shared dependencies of group runs."""
 
     bus: Bus

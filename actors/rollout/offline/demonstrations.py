@@ -33,7 +33,7 @@ class Demonstrations:
         samples = [_demonstration(task, index) for index in range(task.num_samples)]
         for sample in samples[:1]:
             if (problem := sample_problem(sample.segments, self._vocab_size)) is not None:
-                raise ValueError(f"prompt {task.prompt.row} of {task.prompt.data}: {problem}")
+                raise ValueError(f"row {task.prompt.row} of {task.prompt.data}: {problem}")
         return samples
 
     def prompt(self, task: RolloutRequested) -> Prompt:
@@ -44,7 +44,7 @@ class Demonstrations:
 def _demonstration(task: RolloutRequested, index: int) -> OfflineSample:
     prompt = task.prompt
     if prompt.response_ids is None or prompt.loss_mask is None:
-        raise ValueError(f"prompt {prompt.row} of {prompt.data} has no demonstration")
+        raise ValueError(f"row {prompt.row} of {prompt.data} has no demonstration")
     length = len(prompt.response_ids)
     segment = Segment(
         sample=SampleKey(group_id=task.group_id, attempt=task.attempt, index=index),

@@ -156,18 +156,18 @@ class Generator:
         self._fleet.events.failed(who, type(error).__name__, reason)
         if engine is not None:
             await self._fleet.note_failure(engine, group, reason, counts=counts)
-        conduct = self._fleet.conduct
-        others_answered = conduct.any_answered_since(failures.since)
-        if failures.failures >= MAX_FAILURES and (others_answered or conduct.fails_alone(group)):
-            raise RequestRefused(f"{failures.failures} times in vain, at last at {who}: {reason}") from error
+        outcomes = self._fleet.request_outcomes
+        others_answered = outcomes.any_answered_since(failures.since)
+        if failures.failures >= MAX_FAILURES and (others_answered or outcomes.fails_alone(group)):
+            raise RequestRefused(f"failed {failures.failures} times, last at {who}: {reason}") from error
         if now - failures.since >= self._give_up_after_s:
             if others_answered:
-                raise RequestRefused(f"in vain for {self._give_up_after_s:g} s, at last at {who}: {reason}") from error
+                raise RequestRefused(f"failed for {self._give_up_after_s:g} s, last at {who}: {reason}") from error
             raise self._unwilling(f"{who}: {reason}") from error
 
     def _unwilling(self, reason: str) -> EnginesUnwilling:
         limit = f"{self._give_up_after_s:g} s (rollout.generate_timeout_s)"
-        return EnginesUnwilling(f"engines that are up answered no request for {limit}, at last {reason}")
+        return EnginesUnwilling(f"running engines answered no request for {limit}; last failure: {reason}")
 
     async def _wait_ready(self, request: GenerateRequest, halted: Callable[[], bool]) -> bool:
         """Wait for an engine that accepts requests; return False if the round was halted first.
@@ -199,7 +199,7 @@ class Generator:
         record = self._records.get(sample, DeathRecord())
         match record.status:
             case RequestStatus.POISON:
-                raise RequestRefused(f"engines die of it: {record.alone} that had nothing else to do")
+                raise RequestRefused(f"it crashes engines: {record.alone} crashed while it was their only request")
             case RequestStatus.QUARANTINED:
                 async with self._isolation_runs.alone(request.min_version, halted) as engine:
                     yield None if engine is None else Destination(engine.url, engine, alone=True)
@@ -224,7 +224,7 @@ class Generator:
             engine = "" if stream is None else self._fleet.update_tracker.engine_of(stream.last_label)
             if place.engine is not None:
                 engine = place.engine.name
-            if not self._fleet.deaths.any_since(sent_at, engine):
+            if not self._fleet.crashes.any_since(sent_at, engine):
                 return False
             record = record.after_death(alone=False, killed=False)
         self._records[sample] = record
@@ -265,9 +265,9 @@ class Generator:
                     raise
                 raise BadAnswer(f"{engine.name} ({engine.url})", error.problem, error.label) from error
         if sent.given_up:
-            who = sent.engine or "the engine that may have it"
+            who = sent.engine or "the engine that may hold it"
             label = "" if stream is None else stream.last_label
-            raise EngineUnavailable(f"{who} {sent.lost or 'makes no token'}", label=label)
+            raise EngineUnavailable(f"{who} {sent.lost or 'generates no token'}", label=label)
         labels = stream.labels if stream is not None else [label for answer in answers for label in labels_of(answer)]
         for label in labels:
             self._fleet.note_token(label, sent.sent_at)

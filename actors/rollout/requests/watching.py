@@ -28,7 +28,7 @@ LOOKS_PER_LIMIT = 4
 IDLE_LOOKS = 2  # consecutive checks that must find the engine idle
 
 
-class Patience(NamedTuple):
+class TokenTimeouts(NamedTuple):
     """Seconds that an engine may go without a token."""
 
     first_s: float  # for the first token of a request
@@ -38,7 +38,7 @@ class Patience(NamedTuple):
 class Watchdog:
     """Finds engines that make no progress on our requests, and gives those requests up so that they are resent."""
 
-    def __init__(self, client: SglangClient, fleet: Fleet, running: RunningRequests, limits: Patience) -> None:
+    def __init__(self, client: SglangClient, fleet: Fleet, running: RunningRequests, limits: TokenTimeouts) -> None:
         self._client = client
         self._fleet = fleet
         self._running = running
@@ -83,7 +83,7 @@ class Watchdog:
         overdue = [rid for rid, sent in requests if is_overdue(sent, begun_at, now, self._limits)]
         lost = [rid for rid in overdue if is_overtaken(self._running.open[rid], served)]
         if lost:
-            group.start_soon(self._running.drop, lost, "got no token for long, while later requests did")
+            group.start_soon(self._running.drop, lost, "got no token for long, while later requests got tokens")
         elif overdue and not self._looks_for_idle:
             self._looks_for_idle = True
             group.start_soon(self._drop_if_idle, engines, overdue)
@@ -100,7 +100,7 @@ class Watchdog:
                 rid for rid, num_tokens in before.items() if rid in requests and requests[rid].num_tokens == num_tokens
             ]
             if still and set(engines) == set(self._fleet.current_engines()):
-                await self._running.drop(still, "got no token for long, and its engine has nothing to do")
+                await self._running.drop(still, "got no token for long, while its engine was idle")
         finally:
             self._looks_for_idle = False
 
@@ -130,7 +130,7 @@ class Watchdog:
             self._fleet.note_token(stream.last_label, sent.sent_at)
 
 
-def is_overdue(sent: OpenRequest, begun_at: float, now: float, limits: Patience) -> bool:
+def is_overdue(sent: OpenRequest, begun_at: float, now: float, limits: TokenTimeouts) -> bool:
     """Whether a request should have got its first or next token by now. Pure.
 
     Args:
@@ -156,7 +156,7 @@ def is_overtaken(sent: OpenRequest, served: Mapping[str, float]) -> bool:
     return bool(there) and min(there) > max(sent.sent_at, sent.token_at)
 
 
-def silence(requests: Iterable[OpenRequest], engine: str, sign_at: float, now: float, limits: Patience) -> str:
+def silence(requests: Iterable[OpenRequest], engine: str, sign_at: float, now: float, limits: TokenTimeouts) -> str:
     """Return why an engine needs a liveness check; empty if it does not. Pure.
 
     Args:
@@ -169,9 +169,9 @@ def silence(requests: Iterable[OpenRequest], engine: str, sign_at: float, now: f
     there = [sent for sent in requests if sent.engine == engine and sent.token_at]
     late = [sent for sent in there if now - max(sent.token_at, sign_at) > limits.next_s]
     if late:
-        return f"no further token of {count_of(len(late), 'request')} there for {limits.next_s:g} s"
+        return f"no further token for {count_of(len(late), 'request')} within {limits.next_s:g} s"
     before_first = [sent for sent in requests if sent.engine in ("", engine) and not sent.token_at]
     late = [sent for sent in before_first if now - max(sent.sent_at, sign_at) > limits.first_s]
     if late:
-        return f"no first token for {limits.first_s:g} s, of {count_of(len(late), 'request')} that may be there"
+        return f"no first token within {limits.first_s:g} s for {count_of(len(late), 'request')} that it may hold"
     return ""

@@ -110,7 +110,7 @@ class Conversation:
         if max_new_tokens is not None and max_new_tokens < 1:
             raise ValueError(f"max_new_tokens = {max_new_tokens}: a turn has at least 1 token")
         if self._num_turns and not self._inputs:
-            raise ValueError("two turns in a row: append what the model is to read between them")
+            raise ValueError("two turns in a row: append text or token ids between them")
         turn = self._turn()
         if self._num_turns >= self._num_replayed:
             await self._go_on(turn, stop, self._max_tokens if max_new_tokens is None else max_new_tokens)
@@ -126,7 +126,7 @@ class Conversation:
     def append(self, text: str) -> None:
         """Append text after the last turn; it is excluded from the loss."""
         if not isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance] - a user's
-            raise TypeError(f"append({text!r}): a text is needed")
+            raise TypeError(f"append({text!r}): expected a str")
         self.append_ids(self._model.encode(text))
         self.text += text
 
@@ -137,7 +137,7 @@ class Conversation:
             ValueError: a token is outside of the vocabulary, or there was no turn yet.
         """
         if not self._num_turns:
-            raise ValueError("the first turn is the model's: what it is to read before belongs into the prompt")
+            raise ValueError("the first turn must be the model's: put earlier text into the prompt")
         given = [index(token) for token in ids]  # raises TypeError for values that are no integers
         self._model.check_ids(given)
         self._inputs.extend(given)

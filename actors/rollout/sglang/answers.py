@@ -130,7 +130,9 @@ def segment_of(answer: Answer, sample: SampleKey, prompt_ids: Int32Array) -> Seg
     meta = answer.meta_info
     ids = [token for _, token, _ in meta.output_token_logprobs]
     if ids != answer.output_ids:
-        raise ValueError(f"the engine returned {len(answer.output_ids)} tokens with log-probs of {len(ids)} others")
+        raise ValueError(
+            f"the engine returned {len(answer.output_ids)} tokens, and log-probs of {len(ids)} other tokens"
+        )
     return Segment(
         sample=sample,
         prompt_ids=prompt_ids,
@@ -148,7 +150,7 @@ def _spans(meta: MetaInfo, num_tokens: int) -> tuple[WeightSpan, ...]:
     if meta.weight_versions:
         return _joined([(version_of(span.version), span.start, span.end) for span in meta.weight_versions])
     if meta.weight_version is None:
-        raise ValueError("the engine does not say which weights sampled the tokens")
+        raise ValueError("the engine does not report which weights sampled the tokens")
     return (WeightSpan(version=version_of(meta.weight_version), start=0, end=num_tokens),)
 
 

@@ -41,9 +41,9 @@ def meta_problem(answer: Answer, expected: ExpectedAnswer) -> str | None:
     """Return why an answer belongs to another request."""
     meta = answer.meta_info
     if expected.rid and meta.id != expected.rid:
-        return f"it answers request {(meta.id or 'null')[:MAX_SHOWN]}, and {expected.rid} was sent"
+        return f"it answers request {(meta.id or 'null')[:MAX_SHOWN]}, but {expected.rid} was sent"
     if None not in (expected.prompt_tokens, meta.prompt_tokens) and meta.prompt_tokens != expected.prompt_tokens:
-        return f"prompt_tokens is {meta.prompt_tokens}, and {expected.prompt_tokens} were sent"
+        return f"prompt_tokens is {meta.prompt_tokens}, but {expected.prompt_tokens} were sent"
     return None
 
 
@@ -87,10 +87,10 @@ def end_problem(answer: Answer, num_tokens: int) -> str | None:
     meta = answer.meta_info
     matched = (meta.finish_reason or {}).get("matched")
     if isinstance(matched, int) and answer.output_ids and answer.output_ids[-1] != matched:
-        return f"it stopped at token {matched}, and its last one is {answer.output_ids[-1]}"
+        return f"it stopped at token {matched}, but its last token is {answer.output_ids[-1]}"
     if meta.weight_versions:
         return _spans_problem(meta.weight_versions, num_tokens)
-    return None if meta.weight_version is not None else "it does not say which weights sampled the tokens"
+    return None if meta.weight_version is not None else "it does not report which weights sampled the tokens"
 
 
 def label_in(data: bytes) -> str:

@@ -378,7 +378,7 @@ async def _read_all(url: str, response: aiohttp.ClientResponse, max_bytes: int) 
     async for part in response.content.iter_any():
         data += part
         if len(data) > max_bytes:
-            raise EngineFailed(f"{url}: an answer of more than {max_bytes} bytes")
+            raise EngineFailed(f"{url}: the answer is larger than {max_bytes} bytes")
     return bytes(data)
 
 
@@ -418,4 +418,4 @@ def _read(data: bytes, answer_type: type[T]) -> T:
     try:
         return msgspec.json.decode(data, type=answer_type)
     except RecursionError:
-        raise ValueError("lists and objects inside each other without end") from None
+        raise ValueError("its lists and objects are nested too deeply") from None

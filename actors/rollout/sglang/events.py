@@ -45,7 +45,7 @@ class EventReader:
             yield from self._line(line)
         del self._rest[:begin]
         if len(self._rest) + self._size > self._max_event_bytes:
-            raise EventTooLarge(f"an event has no end within {self._max_event_bytes} bytes")
+            raise EventTooLarge(f"an event is larger than {self._max_event_bytes} bytes")
 
     def _line(self, line: bytes) -> Iterator[bytes]:
         if not self._begun:

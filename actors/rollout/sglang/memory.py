@@ -24,7 +24,7 @@ class Notes(Protocol):
 
 
 class EngineMemory:
-    """The memory that one engine has released, as far as we requested it. The caller ensures that the engine is idle.
+    """The memory that one engine released on this run's request. The caller ensures that the engine is idle.
 
     Args:
         client: for the engine.

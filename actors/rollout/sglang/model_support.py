@@ -37,7 +37,7 @@ def dense_layers_refusal(directory: Path) -> str:
         found, allowed = f"mlp_only_layers = {list(keys.mlp_only_layers)}", "[]"
     else:
         found, allowed = f"decoder_sparse_step = {keys.decoder_sparse_step}", "1"
-    return f"{config}: {found}, and SGLang builds experts in those layers all the same; allowed for it: {allowed}"
+    return f"{config}: {found}, which SGLang ignores: it builds experts in every layer; allowed: {allowed}"
 
 
 def parallel_sizes(engine: EngineConfig) -> tuple[int, int]:

@@ -83,15 +83,15 @@ def arguments_for(host: str, port: int, ports: Sequence[int]) -> list[str]:
 def label_at(peer: str, key: str) -> str | None:
     """Return a peer's weight label; None if it reports none or is not ready, e.g. paused for an update."""
     try:
-        asked(f"http://{peer}/ready", key, None, ASK_S)
-        said = json.loads(asked(f"http://{peer}/model_info", key, None, ASK_S))
+        response_of(f"http://{peer}/ready", key, None, ASK_S)
+        answer = json.loads(response_of(f"http://{peer}/model_info", key, None, ASK_S))
     except (OSError, HTTPException, ValueError):
         return None
-    label = said.get("weight_version")
+    label = answer.get("weight_version")
     return label if isinstance(label, str) else None
 
 
-def asked(url: str, key: str, body: bytes | None, limit_s: float) -> bytes:
+def response_of(url: str, key: str, body: bytes | None, limit_s: float) -> bytes:
     """Send a request without a proxy and return the response body.
 
     Raises:
@@ -156,7 +156,7 @@ class Relay(ThreadingHTTPServer):
         try:
             if path == SEND and not self._has_group.wait(LIMITS_S[GROUP]):
                 raise TimeoutError("it has no group to send to")
-            asked(f"http://{self._seed}{path}", self._key, body, LIMITS_S[path])
+            response_of(f"http://{self._seed}{path}", self._key, body, LIMITS_S[path])
         except (OSError, HTTPException) as error:
             self._fail(f"{self._seed}{path}: {error}")
             return 502
@@ -168,10 +168,10 @@ class Relay(ThreadingHTTPServer):
 def _ports_in(body: bytes) -> str | None:
     """Return the ports in the body of a call; None if the body is not that of such a call."""
     try:
-        said = json.loads(body)
+        answer = json.loads(body)
     except ValueError:
         return None
-    ports = cast(dict[str, object], said).get("ports") if isinstance(said, dict) else None
+    ports = cast(dict[str, object], answer).get("ports") if isinstance(answer, dict) else None
     return ports if isinstance(ports, str) else None
 
 

@@ -94,7 +94,7 @@ class ServedModel:
         if not ids or (min(ids) >= 0 and max(ids) < self.vocab_size):
             return
         bad = next(token for token in ids if not 0 <= token < self.vocab_size)
-        raise ValueError(f"{bad} is no token of the model, which has {self.vocab_size}")
+        raise ValueError(f"{bad} is not a token of the model, whose vocabulary has {self.vocab_size}")
 
     def check_tokenizer(self) -> None:
         """Check that all tokens of the tokenizer are in the model's vocabulary.
@@ -105,7 +105,7 @@ class ServedModel:
         highest = max(self._tokenizer().get_vocab(with_added_tokens=True).values(), default=0)
         if highest >= self.vocab_size:
             file = self._directory / TOKENIZER
-            raise ValueError(f"{file}: its tokens go up to {highest}, and the model has {self.vocab_size}")
+            raise ValueError(f"{file}: it has token {highest}, but the vocabulary of the model has {self.vocab_size}")
 
     def check_stop(self, texts: Sequence[str]) -> None:
         """Check that an engine can search for these stop strings.

@@ -36,7 +36,7 @@ print("\\n" + json.dumps([importlib.metadata.version("sglang"), place, os.stat(a
 """
 
 
-class NotAsked(Exception):
+class ArgumentsUnknown(Exception):
     """An interpreter did not report which arguments its SGLang accepts."""
 
 
@@ -67,11 +67,11 @@ def engine_problems(key: str, engine: EngineConfig, *, cache: Path | None = None
     python = engine.python or sys.executable
     try:
         server = ask(python, engine.env, cache or user_cache())
-    except NotAsked as error:
-        yield Problem.of(f"{key}.python", python, f"this SGLang cannot be asked for its arguments: {error}")
+    except ArgumentsUnknown as error:
+        yield Problem.of(f"{key}.python", python, f"the arguments of this SGLang cannot be read: {error}")
         return
     if server.version.partition("+")[0] not in TRIED_VERSIONS:
-        message = f"has SGLang {server.version}; tried and allowed: {', '.join(TRIED_VERSIONS)}"
+        message = f"has SGLang {server.version}; allowed: {', '.join(TRIED_VERSIONS)}"
         yield Problem.of(f"{key}.python", python, message)
     for name, spelled, value in sglang_arguments(engine):
         if (message := _refusal(server, name, value)) is not None:
@@ -82,16 +82,16 @@ def ask(python: str, env: Mapping[str, str], cache: Path) -> InstalledServer:
     """Return the version and arguments of an interpreter's SGLang, from the cache unless the installation changed.
 
     Raises:
-        NotAsked: the interpreter does not start, has no SGLang, or cannot import it.
+        ArgumentsUnknown: the interpreter does not start, has no SGLang, or cannot import it.
     """
-    version, place, changed = _last_line(_said(python, env, "-c", IDENTITY, timeout_s=IDENTITY_TIMEOUT_S))
-    asked = json.dumps([shutil.which(python), place, changed, sorted(env.items())])
-    kept = cache / f"sglang-{version}-{hashlib.sha256(asked.encode()).hexdigest()[:16]}.json"
+    version, place, changed = _last_line(_output_of(python, env, "-c", IDENTITY, timeout_s=IDENTITY_TIMEOUT_S))
+    identity = json.dumps([shutil.which(python), place, changed, sorted(env.items())])
+    kept = cache / f"sglang-{version}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.json"
     try:
         return msgspec.json.decode(kept.read_bytes(), type=InstalledServer)
     except (OSError, msgspec.MsgspecError):
-        said = _last_line(_said(python, env, LAUNCH, "describe", timeout_s=DESCRIBE_TIMEOUT_S))
-    server = InstalledServer(version=version, arguments=msgspec.convert(said, tuple[Argument, ...]))
+        printed = _last_line(_output_of(python, env, LAUNCH, "describe", timeout_s=DESCRIBE_TIMEOUT_S))
+    server = InstalledServer(version=version, arguments=msgspec.convert(printed, tuple[Argument, ...]))
     try:
         cache.mkdir(parents=True, exist_ok=True)
         write_atomically(kept, msgspec.json.encode(server))
@@ -105,26 +105,26 @@ def user_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "physarum" / "server-arguments"
 
 
-def _said(python: str, env: Mapping[str, str], *words: str, timeout_s: float) -> str:
+def _output_of(python: str, env: Mapping[str, str], *words: str, timeout_s: float) -> str:
     environment = {**os.environ, **env, **FOREIGN}
     try:
         done = subprocess.run(
             [python, *words], env=environment, capture_output=True, text=True, timeout=timeout_s, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise NotAsked(str(error)) from error
+        raise ArgumentsUnknown(str(error)) from error
     if done.returncode != 0:
         lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        raise NotAsked(lines[-1])
+        raise ArgumentsUnknown(lines[-1])
     return done.stdout
 
 
-def _last_line(said: str) -> Any:
+def _last_line(printed: str) -> Any:
     """Decode the last line of the output; imports may print before it."""
     try:
-        return json.loads(said.strip().rpartition("\n")[2])
+        return json.loads(printed.strip().rpartition("\n")[2])
     except ValueError as error:
-        raise NotAsked(f"it said {said[-200:]!r}") from error
+        raise ArgumentsUnknown(f"it printed {printed[-200:]!r}") from error
 
 
 def _refusal(server: InstalledServer, name: str, value: object) -> str | None:

@@ -21,7 +21,7 @@ from actors.rollout.sglang.checks import (
 from actors.rollout.sglang.labels import label_of, version_of
 
 
-class Refused(NamedTuple):
+class StreamRefusal(NamedTuple):
     """Why an engine ended a request that it had started to answer: HTTP status and message."""
 
     code: int
@@ -70,7 +70,7 @@ class Stream:
         self.num_tokens = 0
         self.ended = False  # the last chunk has arrived
         # set if the last chunk reports that the request is invalid or cannot be served
-        self.refused: Refused | None = None
+        self.refused: StreamRefusal | None = None
 
     @property
     def num_new(self) -> int:
@@ -106,9 +106,9 @@ class Stream:
             total = length if length >= before else before + length
         repeats = ended and total == before > length
         if not repeats and total not in (length, before + length):
-            raise ValueError(f"a chunk of {length} tokens after {before}, {total} in all")
+            raise ValueError(f"a chunk of {length} tokens after {before} tokens reports {total} in total")
         if total < before:
-            raise ValueError(f"a chunk that ends after {total} tokens, when {before} had come")
+            raise ValueError(f"a chunk reports {total} tokens in total after {before} were received")
         refused = refusal_in(meta) if ended else None
         if refused is not None and tokens_problem(chunk, self._expected, total - length) is not None:
             # SGLang ends the stream of a refused prompt with a token without a log-prob.
@@ -220,8 +220,8 @@ class Stream:
         self._spans.append(VersionSpan(label, start, end))
 
 
-def refusal_in(meta: MetaInfo) -> Refused | None:
+def refusal_in(meta: MetaInfo) -> StreamRefusal | None:
     """Return why an engine refused a request that it had started to answer; None if it ended normally."""
     reason = meta.finish_reason or {}
     code = reason.get("status_code")
-    return Refused(code, str(reason.get("message", ""))) if isinstance(code, int) else None
+    return StreamRefusal(code, str(reason.get("message", ""))) if isinstance(code, int) else None

@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 
 from actors.tiny_engine.engine.requests import Finish, Request, Span
 from actors.tiny_engine.model.forward import Weights
-from actors.tiny_engine.model.kv_slots import Drawn, KvSlots
+from actors.tiny_engine.model.kv_slots import KvSlots, SampledTokens
 
 HEADROOM: Final = 16  # tokens reserved per running request when another one is admitted
 MAX_PREFILL_TOKENS: Final = 16384  # padded tokens per prefill; bounds memory and the delay of decodes
@@ -142,7 +142,7 @@ class Scheduler:
             self.slots.leave([len(requests) - 1])
             self.waiting.appendleft(request)
 
-    def _take(self, drawn: Drawn) -> None:
+    def _take(self, drawn: SampledTokens) -> None:
         leaving: list[int] = []
         requests = self.slots.requests
         for slot, (token, log_prob) in enumerate(zip(drawn.tokens, drawn.log_probs, strict=True), drawn.first):

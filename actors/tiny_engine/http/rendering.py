@@ -145,8 +145,8 @@ def _log_probs(job: Job, start: int, end: int, text: Text | None) -> dict[str, A
     triples = _triples(request.log_probs[start:end], request.output_ids[start:end], names)
     inputs: list[tuple[float | None, int, str | None]] = []
     if request.logprob_start >= 0:
-        asked = request.prompt_ids[request.logprob_start :]
-        inputs = _triples([None, *(request.input_log_probs or [])], asked, names)
+        tokens = request.prompt_ids[request.logprob_start :]
+        inputs = _triples([None, *(request.input_log_probs or [])], tokens, names)
     return {
         "input_token_logprobs": inputs,
         "output_token_logprobs": triples,

@@ -36,7 +36,7 @@ from runtime.util.secrets import Secret
 MAX_BODY_BYTES: Final = 64 * 1024 * 1024
 HEALTH_TIMEOUT_S: Final = 20.0
 MAX_FLUSH_WAIT_S: Final = 600.0
-NO_DUMMY: Final = "Failed to get model loader: the weights were drawn (--load-format dummy); say load_format = auto."
+NO_DUMMY: Final = "Failed to get model loader: the weights were drawn (--load-format dummy); pass load_format = auto."
 OPEN: Final = ("/health",)  # needs no API key, as in SGLang; the router calls it without one
 log: structlog.stdlib.BoundLogger = structlog.get_logger()
 

@@ -26,19 +26,21 @@ class SessionEndpoints:
     def handlers(self) -> dict[str, Handler]:
         """The handlers by path."""
         return {
-            "/init_weights_update_group": _told(self.init_group),
-            "/destroy_weights_update_group": _told(self.destroy_group),
-            "/begin_weight_update": _told(self.begin),
-            "/update_weights_from_distributed": _told(self.from_distributed),
-            "/update_weights_from_tensor": _told(self.from_tensor),
-            "/end_weight_update": _told(self.end),
+            "/init_weights_update_group": _with_message(self.init_group),
+            "/destroy_weights_update_group": _with_message(self.destroy_group),
+            "/begin_weight_update": _with_message(self.begin),
+            "/update_weights_from_distributed": _with_message(self.from_distributed),
+            "/update_weights_from_tensor": _with_message(self.from_tensor),
+            "/end_weight_update": _with_message(self.end),
         }
 
     async def init_group(self, request: web.Request) -> str:
         """Join an update group as rank `rank_offset`; answers once all ranks have joined."""
         body = await body_of(request, bodies.InitGroupBody)
         if body.backend != GLOO:
-            raise EngineRefusal(f"Failed to initialize custom process group: backend {body.backend}; there is {GLOO}.")
+            raise EngineRefusal(
+                f"Failed to initialize custom process group: backend {body.backend}; supported: {GLOO}."
+            )
         await self._frontend.engine.call(
             lambda core: core.updating.groups.join(
                 body.master_address,
@@ -80,7 +82,7 @@ class SessionEndpoints:
         """Write the tensors in the request."""
         body = await body_of(request, bodies.UpdateFromTensorBody)
         if not body.serialized_named_tensors:
-            raise bodies.SchemaError("serialized_named_tensors: one payload for each rank")
+            raise bodies.SchemaError("serialized_named_tensors: expected one payload for each rank")
         payload = body.serialized_named_tensors[0]
         await self._update(
             body, lambda core: core.updating.take(payload, body.load_format, wanted=body.selector != "draft")
@@ -99,7 +101,7 @@ class SessionEndpoints:
             log.info("weights_updated", weight_version=body.weight_version)
 
 
-def _told(handle: Callable[[web.Request], Awaitable[str]]) -> Handler:
+def _with_message(handle: Callable[[web.Request], Awaitable[str]]) -> Handler:
     """Convert a handler's message or refusal into these endpoints' answer."""
 
     async def answer(request: web.Request) -> web.StreamResponse:

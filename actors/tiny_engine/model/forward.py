@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from runtime.models.attention import Rope
 from runtime.models.config import ModelError, ModelShape
-from runtime.models.rope import Rope
 from runtime.models.safetensors import safetensors_files
 
 DTYPES: Final = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -175,7 +175,7 @@ def _load_file(weights: Weights, file: Path) -> None:
             if name.endswith("rotary_emb.inv_freq"):
                 continue  # a buffer in old Llama checkpoints
             if name not in weights.named:
-                raise ValueError(f"{file.name} holds {name}, which this {weights.config.architecture} has not")
+                raise ValueError(f"{file.name} holds {name}, which this {weights.config.architecture} does not have")
             tensor = source.get_tensor(name)
             dtype = next((spelled for spelled, known in DTYPES.items() if known is tensor.dtype), None)
             if dtype is None:

@@ -24,7 +24,7 @@ _TEMPERATURE, _TOP_P, _MIN_P, _KIND = range(4)
 _PLAIN, _TRUNCATING, _GREEDY = 0.0, 1.0, 2.0  # kinds of sampling
 
 
-class Drawn(NamedTuple):
+class SampledTokens(NamedTuple):
     """Sampled tokens of consecutive slots, and their log-probs."""
 
     first: int  # slot
@@ -59,7 +59,7 @@ class KvSlots:
         """Number of tokens in the KV cache."""
         return int(self._ints[: len(self.requests), _POSITION].sum())
 
-    def prefill(self, requests: Sequence[Request]) -> Drawn:
+    def prefill(self, requests: Sequence[Request]) -> SampledTokens:
         """Put requests into the next free slots: compute their tokens so far and sample one more for each."""
         first, size = len(self.requests), len(requests)
         lengths = [request.num_tokens for request in requests]
@@ -73,7 +73,7 @@ class KvSlots:
         last = states[torch.arange(size), torch.tensor(lengths) - 1]
         return self._draw(last, first)
 
-    def decode(self) -> Drawn:
+    def decode(self) -> SampledTokens:
         """Advance every running request by one token."""
         num = len(self.requests)
         positions = self._ints[:num, _POSITION]
@@ -185,7 +185,7 @@ class KvSlots:
         x = F.embedding(self._ints[:num, _TOKEN], self.weights.embedding)
         return hidden_states(self.weights, x, rope[:, 0], rope[:, 1], attend)
 
-    def _draw(self, states: Tensor, first: int) -> Drawn:
+    def _draw(self, states: Tensor, first: int) -> SampledTokens:
         """Sample the next tokens of the slots from `first` on; `states` are their last hidden states, [n, E]."""
         ints, floats = self._ints[first : len(self.requests)], self._floats[first : len(self.requests)]
         logits = F.linear(states, self.weights.head)
@@ -205,7 +205,7 @@ class KvSlots:
         tokens = tokens.clamp_(max=log_probs.shape[-1] - 1)  # NaNs yield an index past the last token
         ints[:, _TOKEN] = tokens
         drawn = log_probs.gather(1, tokens.unsqueeze(1)).squeeze(1)
-        return Drawn(first, tokens.tolist(), drawn.tolist())
+        return SampledTokens(first, tokens.tolist(), drawn.tolist())
 
     def _forbid_stops(self, logits: Tensor, first: int) -> None:
         for row, request in enumerate(self.requests[first:]):

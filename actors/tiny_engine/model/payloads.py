@@ -76,7 +76,7 @@ def named_of(payload: str, load_format: str | None) -> Named:
             return _unflattened(found["flattened_tensor"], found["metadata"])
         named = [(name, tensor) for name, tensor in found]
     except (TypeError, KeyError, AttributeError, ValueError) as error:
-        raise ValueError(f"the payload is not that of load_format = {load_format}: {error!r}") from error
+        raise ValueError(f"the payload does not fit load_format = {load_format}: {error!r}") from error
     if load_format is not None:
         raise ValueError(f"Unknown load_format={load_format}")
     if not all(isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in named):

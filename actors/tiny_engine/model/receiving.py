@@ -71,7 +71,7 @@ def view(flat: Tensor, start: int, size: int, dtype: torch.dtype, shape: Sequenc
 def _checked(dtype: str, shape: Sequence[int]) -> tuple[torch.dtype, list[int]]:
     known = getattr(torch, dtype, None)
     if not isinstance(known, torch.dtype):
-        raise ValueError(f"dtype {dtype!r}: torch has none of that name")
+        raise ValueError(f"dtype {dtype!r}: torch has no such dtype")
     if any(size < 0 for size in shape):
         raise ValueError(f"Negative dimension in received tensor: {list(shape)}")
     return known, list(shape)
@@ -108,7 +108,7 @@ def _room(weights: Weights, name: str) -> Tensor | None:
             and any(part in name for part in FUSED)
             and not name.endswith(".bias")
         ):
-            raise ValueError(f"{name}: this {weights.config.architecture} has no such part")
+            raise ValueError(f"{name}: this {weights.config.architecture} has no such tensor")
         log.warning("tensor_unknown", name=name)
     return room
 

@@ -7,8 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actors.trainer.data.batch import NOT_KNOWN, ExpertIds, LeftOut, TrainBatch, expert_ids
+from actors.trainer.data.skipped import SamplePlace
 from actors.trainer.data.staleness import NOT_SAMPLED, Masking, loss_masks, staleness_of
-from actors.trainer.data.too_long import SamplePlace
 from messages import GroupCompleted, SampleStatus, SampleSummary, Segment, SegmentsPublished
 from runtime.data.tokens import sample_problem
 
@@ -119,8 +119,8 @@ def problems_of(
         except ValueError as error:
             problems[place] = str(error)
             continue
-        said = sample.prompt_len + sample.response_len or None
-        if (problem := sample_problem(segments, vocab_size, num_tokens=said)) is not None:
+        num_tokens = sample.prompt_len + sample.response_len or None
+        if (problem := sample_problem(segments, vocab_size, num_tokens=num_tokens)) is not None:
             problems[place] = problem
     return problems
 
@@ -206,18 +206,19 @@ class _Builder:
         Raises:
             ValueError: The number of experts per token differs, or an expert number is out of range.
         """
-        told = [routed.reshape(num_tokens, -1) for num_tokens, routed in self._experts if routed is not None]
-        if not told:
+        known = [routed.reshape(num_tokens, -1) for num_tokens, routed in self._experts if routed is not None]
+        if not known:
             return None
-        widths = {routed.shape[1] for routed in told}
+        widths = {routed.shape[1] for routed in known}
         if len(widths) > 1:
             raise ValueError(
-                f"step {self._step}: tokens have {sorted(widths)} routed experts: of one model all have as many"
+                f"step {self._step}: tokens have {sorted(widths)} routed experts; "
+                "all tokens of a model have the same number"
             )
         (width,) = widths
-        lowest, highest = min(int(routed.min()) for routed in told), max(int(routed.max()) for routed in told)
+        lowest, highest = min(int(routed.min()) for routed in known), max(int(routed.max()) for routed in known)
         if lowest < NOT_KNOWN or highest > np.iinfo(np.int16).max:
-            raise ValueError(f"step {self._step}: routed experts are numbered {lowest} to {highest}")
+            raise ValueError(f"step {self._step}: routed experts are numbered {lowest} to {highest}, beyond an int16")
         return np.concatenate(
             [
                 expert_ids(

@@ -12,8 +12,8 @@ from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStre
 from actors.trainer.data.assembly import NO_MASKING, CollectedGroup, assemble, payload_seqs, problems_of
 from actors.trainer.data.batch import TrainBatch
 from actors.trainer.data.history import HISTORY, History
+from actors.trainer.data.skipped import LengthLimit
 from actors.trainer.data.staleness import Masking
-from actors.trainer.data.too_long import LengthLimit
 from messages import (
     BatchReady,
     BufferStarted,
@@ -159,7 +159,7 @@ class Feed:
             return
         for (incarnation, start), seq in self._starts.items():
             if seq > own_seq and incarnation >= own.incarnation and start != own.start:
-                raise Fenced(f"another trainer started at {seq}, after {own_seq}")
+                raise Fenced(f"another trainer started at event {seq}, after this one at event {own_seq}")
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait without a timeout for a condition on batches, groups, losses, refusals or checkpoint requests."""
@@ -289,4 +289,4 @@ async def is_trimmed(bus: Bus, covered: int, *, timeout_s: float = SNAPSHOT_TIME
             async for received in snapshots:
                 if received.message.fold_version == FOLD_VERSION and received.message.covers > covered:
                     return True
-    raise InputError(f"the log begins at event {first_seq}, and no snapshot that can be used says what was before")
+    raise InputError(f"the event log begins at event {first_seq}, and no usable snapshot covers the events before it")

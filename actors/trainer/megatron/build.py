@@ -22,7 +22,7 @@ from actors.trainer.megatron.layers.fused import rms_norm
 from actors.trainer.megatron.layers.head import Model, MtpLayer
 from actors.trainer.megatron.layers.router import Router
 from actors.trainer.models.config import HfConfig
-from runtime.models.rope import Rope
+from runtime.models.attention import Rope
 from runtime.settings.topology import TrainerConfig
 
 log = structlog.get_logger()

@@ -30,7 +30,7 @@ MAIN_PARAMETERS = {True: f"{PREFIX}param.", False: f"{PREFIX}fp32_param."}  # Tr
 
 
 def begin_save(
-    replica: Replica, root: Path, executor: Executor, *, step: int, incarnation: int, said: SavedRun | None = None
+    replica: Replica, root: Path, executor: Executor, *, step: int, incarnation: int, run_file: SavedRun | None = None
 ) -> Saving:
     """Copy the state and start to write a checkpoint. A collective of all ranks.
 
@@ -40,10 +40,10 @@ def begin_save(
         executor: Thread that writes the files.
         step: Train steps that the checkpoint contains.
         incarnation: Incarnation of the trainer.
-        said: Contents of the checkpoint's run file.
+        run_file: Contents of the checkpoint's run file.
     """
     path = directory_of(root, step=step, incarnation=incarnation)
-    return Saving(_state(replica, step=step, loading=False), path, executor, said=said)
+    return Saving(_state(replica, step=step, loading=False), path, executor, run_file=run_file)
 
 
 def load_checkpoint(replica: Replica, path: Path) -> int:

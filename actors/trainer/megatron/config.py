@@ -10,9 +10,8 @@ import torch.nn.functional as F
 from actors.trainer.megatron.imports import MLATransformerConfig, OptimizerConfig, TransformerConfig
 from actors.trainer.models.config import HfConfig
 from actors.trainer.models.layout import check_layout
+from runtime.models.attention import MlaConfig, Rope
 from runtime.models.experts import Experts
-from runtime.models.mla import MlaConfig
-from runtime.models.rope import Rope
 from runtime.settings.topology import MegatronConfig, Topology
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

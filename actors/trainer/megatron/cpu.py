@@ -56,7 +56,9 @@ def install() -> None:
         RuntimeError: The process sees a GPU.
     """
     if not needed():
-        raise RuntimeError("the CPU shim is for processes that see no GPU: set CUDA_VISIBLE_DEVICES to nothing")
+        raise RuntimeError(
+            "this process sees a GPU, but the CPU shim needs none: set CUDA_VISIBLE_DEVICES to an empty string"
+        )
     replacements: dict[str, Any] = {
         "Stream": _Stream,
         "current_device": lambda: torch.device("cpu"),

@@ -29,7 +29,7 @@ ALIKE: Final = {  # norm names: TransformerEngine's layers to Megatron's local l
 EMBEDDING: Final = "embedding.word_embeddings.weight"
 OF_OPTIMIZER: Final = "optimizer."
 READABLE: Final = "fully_reshardable"
-WEIGHTS_ONLY: Final = "take the weights alone with trainer.load_weights_only = true"
+WEIGHTS_ONLY: Final = "load only the weights with trainer.load_weights_only = true"
 
 
 def begin_from_megatron_lm(replica: Replica, path: Path, *, weights_only: bool) -> None:
@@ -51,7 +51,7 @@ def begin_from_megatron_lm(replica: Replica, path: Path, *, weights_only: bool) 
     _check(model, saved, path)
     if weights_only:
         with quiet(), reading(path):
-            state = dist_checkpointing.load(model, str(path), common_strategy=_Nothing())
+            state = dist_checkpointing.load(model, str(path), common_strategy=_NoCommonState())
         _set_model(replica, state)
         replica.optimizer.reload_model_params()
         return
@@ -65,7 +65,7 @@ def begin_from_megatron_lm(replica: Replica, path: Path, *, weights_only: bool) 
     load_settings(replica.optimizer, own_settings(replica.optimizer), steps)
 
 
-class _Nothing(TorchCommonLoadStrategy):
+class _NoCommonState(TorchCommonLoadStrategy):
     """Common strategy that loads nothing: non-tensor data may hold objects of programs that are not installed here."""
 
     def load_common(self, checkpoint_dir: Any) -> dict[str, Any]:
@@ -106,10 +106,12 @@ def _check(model: dict[str, Any], saved: Mapping[str, Any], path: Path) -> None:
         found = tuple(saved[name].global_shape)
         padded = may_be_padded and found[0] >= shape[0] and found[1:] == shape[1:]  # padded vocabulary
         if found != shape and not padded:
-            raise ValueError(f"{path} is of another model: {name} is {list(found)} there, and {list(shape)} here")
+            raise ValueError(
+                f"{path} is of another model: {name} is {list(found)} in the checkpoint, and {list(shape)} here"
+            )
     known = {name for each in everywhere for name in each}
     if more := [name for name in saved if name not in known and not name.startswith(OF_OPTIMIZER)]:
-        raise ValueError(f"{path} is of another model: it has {more[0]}, and this model has not")
+        raise ValueError(f"{path} is of another model: it has {more[0]}, which this model does not have")
 
 
 def _check_optimizer(replica: Replica, saved: Mapping[str, Any], path: Path) -> int:
@@ -119,23 +121,29 @@ def _check_optimizer(replica: Replica, saved: Mapping[str, Any], path: Path) -> 
         ValueError: The optimizer state cannot be read here; the text says why.
     """
     if len(getattr(replica.optimizer, "chained_optimizers", [None])) > 1:
-        raise ValueError(f"{path}: the optimizer of a model with experts is not read from Megatron-LM; {WEIGHTS_ONLY}")
+        raise ValueError(
+            f"{path}: not implemented yet: Megatron-LM's optimizer of a model with experts; {WEIGHTS_ONLY}"
+        )
     if saved[EMBEDDING].dtype != replica.dtype:
-        raise ValueError(f"{path} was trained in {saved[EMBEDDING].dtype}, and here is {replica.dtype}; {WEIGHTS_ONLY}")
+        raise ValueError(
+            f"{path} was trained in {saved[EMBEDDING].dtype}, but this run trains in {replica.dtype}; {WEIGHTS_ONLY}"
+        )
     try:
         common = dist_checkpointing.load_common_state_dict(str(path))
     except UnsafeCheckpoint as error:
-        raise ValueError(f"{path / 'common.pt'} holds objects of a program that is not here; {WEIGHTS_ONLY}") from error
+        raise ValueError(
+            f"{path / 'common.pt'} holds objects of another program, which are not loaded; {WEIGHTS_ONLY}"
+        ) from error
     if "optimizer" not in common:
         raise ValueError(f"{path} was saved without its optimizer; {WEIGHTS_ONLY}")
     kind = common["optimizer"].get("param_state_sharding_type")
     if kind != READABLE:
-        told = "by another optimizer than the distributed one" if kind is None else f"as {kind}"
+        how = "by another optimizer than the distributed one" if kind is None else f"as {kind}"
         raise ValueError(
-            f"{path} has its optimizer's state {told}, which other layouts cannot read, only {READABLE} "
+            f"{path} has its optimizer's state saved {how}; only {READABLE} can be read by other layouts "
             f"(Megatron-LM's --use-distributed-optimizer and --dist-ckpt-optim-fully-reshardable); {WEIGHTS_ONLY}"
         )
     steps = {group.get("step") for group in common["optimizer"]["optimizer"]["param_groups"]}
     if len(steps) != 1 or None in steps:
-        raise ValueError(f"{path} does not say how many steps its optimizer has made; {WEIGHTS_ONLY}")
+        raise ValueError(f"{path} does not hold the number of steps of its optimizer; {WEIGHTS_ONLY}")
     return int(steps.pop())

@@ -94,7 +94,7 @@ def _pieces(leaf: Any) -> Iterator[tuple[Any, int]]:
         return
     built = leaf.build()
     for piece in built.values() if isinstance(built, dict) else built:
-        assert piece.data.is_contiguous(), f"{leaf.key} is cut along other than its first dimension"
+        assert piece.data.is_contiguous(), f"{leaf.key} is not sharded along its first dimension"
         yield piece, piece.data.storage_offset() - leaf.data.storage_offset()
 
 

@@ -24,15 +24,14 @@ from actors.trainer.megatron.imports import (
     get_megatron_optimizer,
     quiet,
 )
-from actors.trainer.megatron.layers.head import Asked, AskedMtp
+from actors.trainer.megatron.layers.head import HeadRequest, MtpRequest
 from actors.trainer.megatron.layers.router import Routers
 from actors.trainer.megatron.layers.rows import own_context, packing
 from actors.trainer.megatron.memory import Offloaded, PeakMemory, host_copy
 from actors.trainer.models.config import HfConfig, read_hf_config
 from actors.trainer.models.files import WeightSource, file_source, random_source
-from actors.trainer.models.shapes import hf_shapes
+from actors.trainer.models.shapes import check_weights, hf_shapes
 from actors.trainer.models.sharding import load_weights, tensors_of
-from actors.trainer.models.weight_files import check_weights
 from actors.trainer.step.skips import Skips
 from runtime.settings.recipe import replays_experts
 from runtime.settings.topology import Topology
@@ -332,16 +331,16 @@ class Replica:
         tokens, rows, targets, columns, num_tokens = on_device(
             [micro_batch.tokens, micro_batch.rows_M, micro_batch.targets_M, micro_batch.columns_M, read], self.device
         )
-        asked = Asked(rows, targets, temperature, self._asked_mtp(micro_batch))
+        request = HeadRequest(rows, targets, temperature, self._mtp_request(micro_batch))
         packed = packing(micro_batch.bounds, self.device)
-        output = model(tokens, None, None, labels=asked, packed_seq_params=packed)
+        output = model(tokens, None, None, labels=request, packed_seq_params=packed)
         return output, partial(self._token_loss, loss, micro_batch, columns, num_tokens)
 
-    def _asked_mtp(self, micro_batch: MicroBatch) -> AskedMtp | None:
+    def _mtp_request(self, micro_batch: MicroBatch) -> MtpRequest | None:
         mtp = micro_batch.mtp
         if mtp is None:
             return None
-        return AskedMtp(*on_device([mtp.tokens, mtp.rows_F, mtp.targets_F], self.device))
+        return MtpRequest(*on_device([mtp.tokens, mtp.rows_F, mtp.targets_F], self.device))
 
     def _token_loss(
         self, loss: TokenLoss, micro_batch: MicroBatch, columns: Tensor, num_tokens: Tensor, outputs: tuple[Tensor, ...]

@@ -64,7 +64,7 @@ class _Unpickler(pickle.Unpickler):
 def _member(kind: Any, name: str) -> Any:
     if isinstance(kind, type) and issubclass(kind, Enum):
         return kind[name]
-    raise UnsafeCheckpoint(f"it asks for {name!r} of something that is no Enum")
+    raise UnsafeCheckpoint(f"it reads {name!r} of something that is not an Enum")
 
 
 def read_index(directory: Path) -> Metadata:
@@ -86,7 +86,7 @@ def read_index(directory: Path) -> Metadata:
     except OSError:
         raise
     except Exception as error:  # a damaged pickle can raise anything
-        raise UnsafeCheckpoint(f"{path} is no index of a checkpoint: {error}; it was not loaded") from error
+        raise UnsafeCheckpoint(f"{path} is not the index of a checkpoint: {error}; it was not loaded") from error
     return found
 
 

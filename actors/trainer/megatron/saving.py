@@ -42,23 +42,23 @@ WRITE_TIMEOUT_S = 3600.0  # for a rank's files, counted from when `finish` is ca
 class Saving:
     """One checkpoint being saved. Creating and finishing it are collectives of all ranks on their torch threads."""
 
-    def __init__(self, state: dict[str, Any], path: Path, executor: Executor, *, said: SavedRun | None) -> None:
+    def __init__(self, state: dict[str, Any], path: Path, executor: Executor, *, run_file: SavedRun | None) -> None:
         """Plan the checkpoint and copy this rank's part. Afterwards the state may change.
 
         Args:
             state: Megatron's sharded state dict.
             path: Directory of the checkpoint. If it exists, nothing is written and it counts as this checkpoint.
             executor: Thread that writes the files.
-            said: Contents of the checkpoint's run file.
+            run_file: Contents of the checkpoint's run file.
 
         Raises:
             NoSpace: The checkpoint does not fit on the disk.
         """
         self.path = path
-        self._said = said
+        self._run_file = run_file
         self._unfinished = hidden_name(path)
         self._is_there = path.exists()
-        self._writer = _WritesLater(self._unfinished)
+        self._writer = _DeferredWriter(self._unfinished)
         dist.barrier()  # all ranks have checked the path before one of them creates it
         if self._is_there:
             self.written: Future[None] = Future()
@@ -90,8 +90,8 @@ class Saving:
     def _complete(self) -> None:
         self._writer.report()
         if dist.get_rank() == 0:
-            if self._said is not None:
-                (self._unfinished / RUN_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(self._said)))
+            if self._run_file is not None:
+                (self._unfinished / RUN_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(self._run_file)))
             write_checksums(self._unfinished, self._writer.checksums)
             complete_directory(self._unfinished, self.path)
 
@@ -137,7 +137,7 @@ def _size_of(value: Any) -> int:
     return data.nbytes if is_saved and isinstance(data, torch.Tensor) else 0
 
 
-class _WritesLater(FileSystemWriter):
+class _DeferredWriter(FileSystemWriter):
     """Torch's checkpoint writer, with files written later from copies, and the index after all ranks' files."""
 
     def __init__(self, directory: Path) -> None:

@@ -3,10 +3,9 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from runtime.models.attention import MlaConfig, Rope
 from runtime.models.config import ModelError, read_model
 from runtime.models.experts import Experts
-from runtime.models.mla import MlaConfig
-from runtime.models.rope import Rope
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,16 +51,16 @@ def read_hf_config(directory: Path, mtp_num_layers: int | None = None) -> HfConf
     shape = model.shape
     if mtp_num_layers and shape.mla is not None:
         raise ModelError(
-            f"{directory / 'config.json'}: trainer.megatron.mtp_num_layers = {mtp_num_layers} is not built yet for "
-            f"a model with multi-latent attention"
+            f"{directory / 'config.json'}: trainer.megatron.mtp_num_layers = {mtp_num_layers} is not implemented yet "
+            f"for a model with multi-latent attention"
         )
     if mtp_num_layers and mtp_num_layers != model.num_mtp_layers:
         raise ModelError(
             f"{directory / 'config.json'}: trainer.megatron.mtp_num_layers = {mtp_num_layers}, and the model has "
             f"{model.num_mtp_layers} MTP layers (num_nextn_predict_layers)"
         )
-    for key, asked in {"attention_bias": shape.output_bias, "mlp_bias": shape.mlp_bias}.items():
-        if asked:
+    for key, is_set in {"attention_bias": shape.output_bias, "mlp_bias": shape.mlp_bias}.items():
+        if is_set:
             raise ModelError(f"{directory / 'config.json'}: {key} is not supported by the trainer")
     return HfConfig(
         model_type=shape.model_type,

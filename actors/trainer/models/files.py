@@ -26,7 +26,7 @@ _COPIED = ("config.json", "generation_config.json")
 
 
 @dataclass(frozen=True)
-class Cut:
+class TensorShard:
     """One of the equal shards of a tensor."""
 
     dim: int
@@ -41,7 +41,7 @@ class Cut:
 class WeightSource(Protocol):
     """Returns tensors by their Hugging Face name."""
 
-    def __call__(self, name: str, cut: Cut | None = None) -> Tensor:
+    def __call__(self, name: str, cut: TensorShard | None = None) -> Tensor:
         """Return the full tensor, or a shard of it."""
         ...
 
@@ -55,7 +55,7 @@ def random_source(model: HfConfig, seed: int) -> WeightSource:
     shapes = hf_shapes(model)
     copied = {copy: name for name in shapes for copy in copies_of(name, model)}
 
-    def draw(name: str, cut: Cut | None = None) -> Tensor:
+    def draw(name: str, cut: TensorShard | None = None) -> Tensor:
         whole = draw_whole(copied.get(name, name))
         return whole if cut is None else cut.of(whole)
 
@@ -89,7 +89,7 @@ def file_source(directory: Path) -> WeightSource:
     else:
         raise ValueError(f"{directory} has neither {SINGLE_FILE} nor {INDEX_FILE}")
 
-    def read(name: str, cut: Cut | None = None) -> Tensor:
+    def read(name: str, cut: TensorShard | None = None) -> Tensor:
         if name not in files:
             raise ValueError(f"{directory} has no tensor {name}")
         with safe_open(files[name], framework="pt") as file:
@@ -98,7 +98,7 @@ def file_source(directory: Path) -> WeightSource:
     return read
 
 
-def _part(whole: Any, cut: Cut) -> Tensor:
+def _part(whole: Any, cut: TensorShard) -> Tensor:
     """Read a shard. The rest of the tensor stays on disk."""
     size = -(-whole.get_shape()[cut.dim] // cut.count)
     begin, end = cut.index * size, (cut.index + 1) * size

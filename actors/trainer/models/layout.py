@@ -34,7 +34,7 @@ def check_layout(model: HfConfig, layout: MegatronConfig) -> None:
 
 def _check_divides(name: str, size: int, ranks: int) -> None:
     if size % ranks:
-        raise ValueError(f"{name} = {size} of the model does not divide by {ranks} ranks")
+        raise ValueError(f"{name} = {size} of the model is not divisible by {ranks} ranks")
 
 
 def _check_experts(experts: Experts | None, layout: MegatronConfig) -> None:
@@ -43,17 +43,17 @@ def _check_experts(experts: Experts | None, layout: MegatronConfig) -> None:
     of_each = layout.expert_tensor_parallel_size or tensor
     if experts is None:
         if ranks > 1:
-            raise ValueError(f"expert_model_parallel_size = {ranks}: the model has no experts to share out")
+            raise ValueError(f"expert_model_parallel_size = {ranks}: the model has no experts to distribute")
         return
-    _check_divides("the number of experts,", experts.num_experts, ranks)
+    _check_divides("the number of experts", experts.num_experts, ranks)
     _check_divides("moe_intermediate_size", experts.moe_intermediate_size, of_each)
-    _check_divides("the size of the shared expert,", experts.shared_intermediate_size, tensor)
+    _check_divides("the size of the shared expert", experts.shared_intermediate_size, tensor)
     if tensor > 1 and not layout.sequence_parallel:
-        raise ValueError("sequence_parallel = false: experts with tensor parallelism want it on")
+        raise ValueError("sequence_parallel = false: experts with tensor parallelism need sequence_parallel = true")
     if of_each != tensor and ranks == 1:
         raise ValueError(
-            f"expert_tensor_parallel_size = {of_each}: other than tensor_model_parallel_size = {tensor} it wants "
-            f"expert_model_parallel_size above 1: Megatron-core would not sum the experts' gradients"
+            f"expert_tensor_parallel_size = {of_each} differs from tensor_model_parallel_size = {tensor}: set "
+            f"expert_model_parallel_size above 1, as otherwise Megatron-core does not sum the experts' gradients"
         )
 
 
@@ -70,11 +70,11 @@ def _check_stages(num_layers: int, layout: MegatronConfig) -> None:
     }
     for name, size in named.items():
         if pipeline == 1 or size % virtual:
-            raise ValueError(f"{name} = {size}: is for several pipeline stages, and divides by their virtual stages")
+            raise ValueError(f"{name} = {size}: needs several pipeline stages, and a multiple of their virtual stages")
     left, others = num_layers - sum(named.values()), pipeline - len(named)
     if left < others or (left % others if others else left) or (others and left // others % virtual):
         stages = f"{others} pipeline stages" + (f" of {virtual} virtual ones" if virtual > 1 else "")
         raise ValueError(
-            f"num_hidden_layers = {num_layers} of the model: {count_of(left, 'layer')} cannot be shared by {stages}"
-            + (f", {', '.join(named)} taken off" if named else "")
+            f"num_hidden_layers = {num_layers} of the model: {count_of(left, 'layer')} cannot be split "
+            f"equally over {stages}" + (f", after {', '.join(named)}" if named else "")
         )

@@ -64,7 +64,7 @@ class Written(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Begun:
+class PendingVersion:
     """A version that is being written, and its directories."""
 
     number: int
@@ -102,7 +102,7 @@ class Versions:
         self._shapes = shapes
         self._newest: tuple[Version, Path] | None = None  # with its full files; None: this process has completed none
 
-    def begin(self, number: int, *, whole: bool = False) -> Begun:
+    def begin(self, number: int, *, whole: bool = False) -> PendingVersion:
         """Create the directories of a version. Deletes what a crash before its announcement left under its name.
 
         Args:
@@ -115,33 +115,33 @@ class Versions:
             shutil.rmtree(leftover, ignore_errors=True)
         hidden = begin_directory(path)
         if whole or self._newest is None or goes_whole(self._newest[0], on_disk(self._root), every=self._every):
-            return Begun(number, hidden)
+            return PendingVersion(number, hidden)
         before, base = self._newest
-        return Begun(number, hidden, begin_directory(delta), base, before)
+        return PendingVersion(number, hidden, begin_directory(delta), base, before)
 
-    def complete(self, begun: Begun, written: Written) -> Published:
+    def complete(self, pending: PendingVersion, written: Written) -> Published:
         """Give a version that is written its name."""
-        copy_small_files(self._model_directory, begun.whole, tokenizer=False)
-        set_format(begun.whole / "config.json", self._weight_format, self._shapes)
-        size_bytes = sum(file.stat().st_size for file in safetensors_files(begun.whole))
-        files = _with_small_files(begun.whole, written.files)
-        version = Version(begun.number, written.checksum)
-        path = self._root / name_of(begun.number)
-        changes = self._with_index(begun, written)
-        if changes is None or begun.before is None:
-            write_note(begun.whole, OnDisk(version, whole_bytes=size_bytes))
-            complete_directory(begun.whole, path)
+        copy_small_files(self._model_directory, pending.whole, tokenizer=False)
+        set_format(pending.whole / "config.json", self._weight_format, self._shapes)
+        size_bytes = sum(file.stat().st_size for file in safetensors_files(pending.whole))
+        files = _with_small_files(pending.whole, written.files)
+        version = Version(pending.number, written.checksum)
+        path = self._root / name_of(pending.number)
+        changes = self._with_index(pending, written)
+        if changes is None or pending.before is None:
+            write_note(pending.whole, OnDisk(version, whole_bytes=size_bytes))
+            complete_directory(pending.whole, path)
             own = path
         else:
             own = self._root / BASE / path.name
             own.parent.mkdir(exist_ok=True)
             shutil.rmtree(own, ignore_errors=True)
-            begun.whole.replace(own)
-            write_note(changes, OnDisk(version, base=begun.before, delta_bytes=_size_of(changes)))
+            pending.whole.replace(own)
+            write_note(changes, OnDisk(version, base=pending.before, delta_bytes=_size_of(changes)))
             complete_directory(changes, path)
         self._newest = version, own
         self._forget_bases()
-        base_version = 0 if own == path or begun.before is None else begun.before.number
+        base_version = 0 if own == path or pending.before is None else pending.before.number
         delta_bytes = _size_of(path) if base_version else 0
         return Published(
             path.resolve(),
@@ -177,20 +177,20 @@ class Versions:
             if number not in kept:
                 shutil.rmtree(path, ignore_errors=True)
 
-    def _with_index(self, begun: Begun, written: Written) -> Path | None:
+    def _with_index(self, pending: PendingVersion, written: Written) -> Path | None:
         """Write the index of the delta. Returns the delta's directory; None: the version is published in full."""
-        if begun.delta is None or begun.before is None:
+        if pending.delta is None or pending.before is None:
             return None
         reason = written.no_delta
         if not reason:
             try:
-                write_index(begun.delta, begun.before, begun.number, written.tensors)
+                write_index(pending.delta, pending.before, pending.number, written.tensors)
             except DeltaError as error:
                 reason = str(error)
         if not reason:
-            return begun.delta
-        log.warning("version_goes_whole", weight_version=begun.number, reason=reason)
-        shutil.rmtree(begun.delta, ignore_errors=True)
+            return pending.delta
+        log.warning("version_goes_whole", weight_version=pending.number, reason=reason)
+        shutil.rmtree(pending.delta, ignore_errors=True)
         return None
 
     def _forget_bases(self) -> None:

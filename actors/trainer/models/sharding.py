@@ -11,7 +11,7 @@ from torch import Tensor
 from actors.trainer.megatron.build import expert_biases
 from actors.trainer.megatron.imports import parallel_state
 from actors.trainer.models.config import HfConfig
-from actors.trainer.models.files import Cut, WeightSource
+from actors.trainer.models.files import TensorShard, WeightSource
 from actors.trainer.models.names import joined_for_megatron
 
 EXPERT: Final = "mlp.experts.local_experts."
@@ -71,7 +71,7 @@ def global_name(name: str, built: Any) -> str:
     return ".".join(parts)
 
 
-def rank_part(name: str, model: HfConfig, source: WeightSource, cut: Cut | None) -> Tensor:
+def rank_part(name: str, model: HfConfig, source: WeightSource, cut: TensorShard | None) -> Tensor:
     """Read a tensor-parallel rank's shard of a Megatron tensor, without the rest.
 
     Args:
@@ -84,10 +84,10 @@ def rank_part(name: str, model: HfConfig, source: WeightSource, cut: Cut | None)
     return joined_for_megatron(name, model, lambda hf_name: source(hf_name, cut), parts=parts)
 
 
-def cut_of(name: str, parameter: Any) -> Cut | None:
+def cut_of(name: str, parameter: Any) -> TensorShard | None:
     """Return the shard of a tensor that this rank holds. None: the whole tensor."""
     kind = "expert_tensor" if is_of_expert(name) else "tensor_model"
     group: Any = getattr(parallel_state, f"get_{kind}_parallel_group")()
     if group.size() == 1 or not getattr(parameter, "tensor_model_parallel", False):
         return None
-    return Cut(parameter.partition_dim, group.rank(), group.size())
+    return TensorShard(parameter.partition_dim, group.rank(), group.size())

@@ -113,7 +113,9 @@ class ShardWriter:
         shard, entries = self._left[-1]
         entry = entries.pop()
         if (entry.name, entry.size_bytes) != (name, data.nbytes):
-            raise ValueError(f"{name} of {data.nbytes} bytes came, not {entry.name} of {entry.size_bytes}")
+            raise ValueError(
+                f"received {name} of {data.nbytes} bytes; expected {entry.name} of {entry.size_bytes} bytes"
+            )
         if self._file is None:
             self._file, self._sum = FileIO(self._directory / shard.file, "w"), RunningSum()
             self._write(self._file, memoryview(_header(shard.entries)))

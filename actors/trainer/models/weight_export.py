@@ -22,7 +22,7 @@ from runtime.util.disk import is_full, no_space
 WRITE_TIMEOUT_S = 3600.0  # seconds, for a bucket
 
 
-class Against(NamedTuple):
+class DeltaBase(NamedTuple):
     """Base version of a delta, which is written in addition to full files."""
 
     directory: Path  # of the delta; exists, and is the same for all ranks
@@ -47,7 +47,7 @@ class _Share(NamedTuple):
         return sum(entry.size_bytes for shard in self.shards for entry in shard.entries)
 
 
-class Form(NamedTuple):
+class WeightConversion(NamedTuple):
     """Conversion of weights to another dtype or quantization (sending/cast.py).
 
     Raises ValueError for values that the target dtype cannot represent.
@@ -61,7 +61,7 @@ def _unchanged(bucket: Bucket) -> Bucket:
     return bucket
 
 
-AS_TRAINED: Final = Form(_unchanged, list)
+AS_TRAINED: Final = WeightConversion(_unchanged, list)
 
 
 class Sink(Protocol):
@@ -100,7 +100,7 @@ class WeightFlow:
         *,
         device: torch.device,
         bucket_bytes: int,
-        form: Form = AS_TRAINED,
+        form: WeightConversion = AS_TRAINED,
     ) -> None:
         """Prepare the flow, without gathering yet.
 
@@ -163,7 +163,7 @@ class WeightFlow:
             self._sink.hand_over(self._cast(bucket), wait=is_large)
         ended: list[tuple[str, Any]] = all_gather_objects((self._error, self._sink.close()))
         if errors := [error for error, _ in ended if error]:
-            raise ValueError(f"weights cannot be handed to engines: {'; '.join(errors)}")
+            raise ValueError(f"weights cannot be sent to engines: {'; '.join(errors)}")
         return [result for _, result in ended]
 
 
@@ -181,8 +181,8 @@ class WeightExport:
         *,
         device: torch.device,
         bucket_bytes: int,
-        form: Form = AS_TRAINED,
-        against: Against | None = None,
+        form: WeightConversion = AS_TRAINED,
+        delta_base: DeltaBase | None = None,
     ) -> None:
         """Plan the files.
 
@@ -193,14 +193,16 @@ class WeightExport:
             device: device of this rank.
             bucket_bytes: as for `WeightFlow`.
             form: as for `WeightFlow`.
-            against: base version of a delta to write in addition to the full files; None: only full files.
+            delta_base: base version of a delta to write in addition to the full files; None: only full files.
         """
         self._directory = directory
         entries = form.of_entries(whole_entries(parts, model)) if dist.get_rank() == first_rank() else []
         cut = cut_into_shards(entries)
         counts = all_gather_objects(len(cut))
         shards = named(cut, before=sum(counts[: dist.get_rank()]), total=sum(counts))
-        changes = None if against is None else _Changes(against, [rank for rank, count in enumerate(counts) if count])
+        changes = (
+            None if delta_base is None else _Changes(delta_base, [rank for rank, count in enumerate(counts) if count])
+        )
         self._writer = _Writer(ShardWriter(directory, shards), shards, changes)
         self._flow = WeightFlow(parts, model, self._writer, device=device, bucket_bytes=bucket_bytes, form=form)
 
@@ -243,11 +245,11 @@ class WeightExport:
 class _Changes:
     """Writes the delta of a rank's tensors. If it fails, only the full files are used."""
 
-    def __init__(self, against: Against, ranks: Sequence[int]) -> None:
+    def __init__(self, delta_base: DeltaBase, ranks: Sequence[int]) -> None:
         """Open the delta file, if this rank writes one.
 
         Args:
-            against: base version.
+            delta_base: base version.
             ranks: ranks that write.
         """
         self.reason = ""  # why the delta failed; empty: it did not
@@ -256,7 +258,7 @@ class _Changes:
             number = ranks.index(dist.get_rank()) + 1
             try:
                 self._writer = DeltaWriter(
-                    against.directory, against.base, against.checksums, number=number, total=len(ranks)
+                    delta_base.directory, delta_base.base, delta_base.checksums, number=number, total=len(ranks)
                 )
             except (OSError, ValueError) as error:
                 self.reason = str(error)

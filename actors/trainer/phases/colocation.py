@@ -75,7 +75,7 @@ class Colocation:
         if not self._missing or self._phase is None:
             return ""
         waited_s = time.monotonic() - self._began
-        return f"{', '.join(self._missing)} to reach phase {self._phase}, since {waited_s:.0f} s"
+        return f"{', '.join(self._missing)} to reach phase {self._phase}, for {waited_s:.0f} s"
 
     async def take_over(self) -> None:
         """Claim the memory for this incarnation, before it builds its model.

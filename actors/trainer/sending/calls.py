@@ -58,7 +58,7 @@ async def ask_all(
             async with in_background(partial(_cut_when_another, bus, instance, scope)):
                 await ask(instance)
         if scope.cancelled_caught:
-            failed[instance] = f"{instance} was started again"
+            failed[instance] = f"{instance} was restarted"
 
     async with anyio.create_task_group() as group:
         for instance in instances:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from actors.trainer.models.gathering import Bucket
 from actors.trainer.models.shards import Entry, entry_of
-from actors.trainer.models.weight_export import AS_TRAINED, Form
+from actors.trainer.models.weight_export import AS_TRAINED, WeightConversion
 from runtime.models.fp8 import BLOCK, grid_of, is_quantized, scale_name
 from runtime.settings.topology import WeightFormat
 
@@ -134,8 +134,8 @@ def _entry(name: str, shape: Sequence[int], dtype: torch.dtype) -> Entry:
     return entry_of(name, torch.empty(tuple(shape), dtype=dtype, device="meta"))
 
 
-FORMS: Final[dict[WeightFormat, Form]] = {
+FORMS: Final[dict[WeightFormat, WeightConversion]] = {
     "as_trained": AS_TRAINED,
-    "bfloat16": Form(to_bfloat16, entries_in_bfloat16),
-    "fp8": Form(to_fp8, entries_in_fp8),
+    "bfloat16": WeightConversion(to_bfloat16, entries_in_bfloat16),
+    "fp8": WeightConversion(to_fp8, entries_in_fp8),
 }

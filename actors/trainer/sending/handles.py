@@ -21,9 +21,9 @@ from torch.multiprocessing import reductions
 
 from actors.trainer.megatron.groups import COLLECTIVE_TIMEOUT_S, all_gather_objects
 from actors.trainer.models.gathering import Bucket
-from actors.trainer.models.weight_export import Form
+from actors.trainer.models.weight_export import WeightConversion
 from actors.trainer.sending.calls import POOL, Ask
-from actors.trainer.sending.ipc import Made, bucket_payload, places_of
+from actors.trainer.sending.ipc import PickledCall, bucket_payload, places_of
 from actors.trainer.sending.sink import Sent, aligned, described, fingerprints_of, flattened
 from messages import BucketSent
 from runtime.settings.placement import gpus_of
@@ -49,7 +49,7 @@ def ranks_at_engines(topology: Topology) -> dict[str, tuple[int, ...]]:
     }
 
 
-def handle_of(flat: Tensor) -> Made:
+def handle_of(flat: Tensor) -> PickledCall:
     """Create a handle with which another process rebuilds a tensor of this GPU. SGLang finds the GPU by its UUID.
 
     Processes number the GPUs that they see, so torch's device index may mean another GPU there.
@@ -57,7 +57,7 @@ def handle_of(flat: Tensor) -> Made:
     torch.cuda.current_stream(flat.device).synchronize()
     _, arguments = reductions.reduce_tensor(flat)
     uuid = str(torch.cuda.get_device_properties(flat.device).uuid)
-    return Made(reductions.rebuild_cuda_tensor, *arguments[:6], uuid, *arguments[7:])
+    return PickledCall(reductions.rebuild_cuda_tensor, *arguments[:6], uuid, *arguments[7:])
 
 
 class HandleSender:
@@ -90,7 +90,7 @@ class HandleSender:
         """
         wrong = [engine for engine, number in readers.items() if len(at_engines.get(engine, ())) != number]
         if wrong:
-            raise ValueError(f"{wrong[0]} has {readers[wrong[0]]} ranks, not one for each GPU that it has")
+            raise ValueError(f"{wrong[0]} has {readers[wrong[0]]} ranks, but one for each of its GPUs was expected")
         self._session = session
         self._at_engines = {engine: at_engines[engine] for engine in readers}
         self._ask = ask
@@ -101,7 +101,7 @@ class HandleSender:
         self._fingerprints: dict[str, str] = {}
         self._failed: dict[str, str] = {}
 
-    def send(self, weights: Iterator[Bucket], form: Form, *, stage: int, firsts: Sequence[int]) -> Sent:
+    def send(self, weights: Iterator[Bucket], form: WeightConversion, *, stage: int, firsts: Sequence[int]) -> Sent:
         """Send the tensors of all stages. Returns the result of this rank.
 
         Args:
@@ -115,7 +115,7 @@ class HandleSender:
                 break
         return Sent(self._num_buckets, self._size_bytes, self._fingerprints, self._failed)
 
-    def _send_stage(self, stage: int, first: int, weights: Iterator[Bucket] | None, form: Form) -> bool:
+    def _send_stage(self, stage: int, first: int, weights: Iterator[Bucket] | None, form: WeightConversion) -> bool:
         """Send the tensors of a stage. Returns whether all engines loaded them."""
         for index in count():
             bucket = None if weights is None else next(weights, None)
@@ -131,7 +131,7 @@ class HandleSender:
                 return True
         raise AssertionError
 
-    def _cast(self, bucket: Bucket, form: Form) -> Bucket | None:
+    def _cast(self, bucket: Bucket, form: WeightConversion) -> Bucket | None:
         try:
             return aligned(form.of_bucket(bucket))
         except ValueError as error:
@@ -159,10 +159,10 @@ class HandleSender:
     def _have_taken(self, step: BucketSent, bucket: Bucket) -> None:
         """Have the engines load a bucket. Errors are recorded, not raised: the other ranks wait for this one."""
         try:
-            asked = self._ask(step, self._timeout_s)
+            request = self._ask(step, self._timeout_s)
             if self._takes_fingerprints:  # while the engines load it
                 self._fingerprints |= fingerprints_of(bucket)
-            failed = asked.result()
+            failed = request.result()
         except (RuntimeError, OSError, ValueError) as error:
             failed = {"": str(error)}
         self._failed |= {engine: f"bucket {step.index}: {reason}" for engine, reason in failed.items()}

@@ -44,8 +44,8 @@ class Segments:
             by_engine = {
                 engine: tuple(next(payloads) for _ in range(number)) for engine, number in self._readers.items()
             }
-            told = msgspec.structs.replace(step, payloads=by_engine, segments=tuple(names))
-            return ask(told, timeout_s).result()
+            addressed = msgspec.structs.replace(step, payloads=by_engine, segments=tuple(names))
+            return ask(addressed, timeout_s).result()
 
 
 @contextmanager
@@ -78,7 +78,7 @@ def remove_segments(prefix: str) -> None:
         path.unlink(missing_ok=True)
 
 
-class Made:
+class PickledCall:
     """Pickles as the call that creates an object."""
 
     def __init__(self, function: Any, *arguments: Any) -> None:
@@ -90,13 +90,13 @@ class Made:
 
 def payload_of(name: str, step: BucketSent, num_bytes: int) -> str:
     """Encode a bucket for SGLang: base64 of a pickle that has the segment's name and the places of the tensors."""
-    held = Made(reductions.rebuild_storage_filename, torch.UntypedStorage, b"", f"/{name}".encode(), num_bytes)
-    typed = Made(reductions.rebuild_typed_storage, held, torch.uint8)
-    tensor = Made(reductions.rebuild_tensor, Tensor, typed, (0, (num_bytes,), (1,), False))
+    held = PickledCall(reductions.rebuild_storage_filename, torch.UntypedStorage, b"", f"/{name}".encode(), num_bytes)
+    typed = PickledCall(reductions.rebuild_typed_storage, held, torch.uint8)
+    tensor = PickledCall(reductions.rebuild_tensor, Tensor, typed, (0, (num_bytes,), (1,), False))
     return bucket_payload(tensor, step)
 
 
-def bucket_payload(tensor: Made, step: BucketSent) -> str:
+def bucket_payload(tensor: PickledCall, step: BucketSent) -> str:
     """Encode a bucket for SGLang: a call that rebuilds its bytes, and the places of the tensors in them."""
     return base64.b64encode(pickle.dumps({"flattened_tensor": tensor, "metadata": places_of(step)})).decode()
 

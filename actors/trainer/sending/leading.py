@@ -219,7 +219,7 @@ class WeightSessions:
             group.start_soon(self._all_do, outcome, offer)
             failed = await self._torch_thread.run(self._orders.join_groups, membership.part)
             if failed:
-                outcome.failed.setdefault("", f"the groups were not joined: {'; '.join(failed)}")
+                outcome.failed.setdefault("", f"the update groups could not be joined: {'; '.join(failed)}")
                 await self._torch_thread.run(self._orders.leave_groups, membership.part)  # waiting engines get an error
         if not outcome.failed:
             self._epochs[membership.part] = membership.epoch
@@ -230,7 +230,7 @@ class WeightSessions:
         part = outcome.membership.part
         self._epochs.pop(part, None)
         await self._torch_thread.run(self._orders.leave_groups, part)
-        reason = "; ".join(dict.fromkeys(outcome.failed.values())) or "the trainer leaves"
+        reason = "; ".join(dict.fromkeys(outcome.failed.values())) or "the trainer ended it"
         close = WeightSyncClosed(session=session, reason=reason)
         await ask_all(self._bus, outcome.membership.instances, close, CLOSE_TIMEOUT_S)
 

@@ -38,14 +38,14 @@ from actors.trainer.sending.collective import Broadcast
 from actors.trainer.sending.group import StageGroup
 from actors.trainer.sending.handles import HandleSender, ranks_at_engines
 from actors.trainer.sending.ipc import Segments, remove_segments, segment_prefix
-from actors.trainer.sending.sink import BucketSink, NoSink, Sent
+from actors.trainer.sending.sink import BucketSink, NullSink, Sent
 from actors.trainer.sending.sync import Membership
 from messages import UpdateGroup
 from runtime.settings.placement import weight_format
 from runtime.settings.topology import Topology
 
 
-class Kept:
+class HostSink:
     """Sink that keeps its buckets on the host."""
 
     is_free = True
@@ -74,7 +74,7 @@ class RankSender:
         self._is_first = dist.get_rank() == first_rank()
         self._groups: dict[int, StageGroup] = {}  # by update group
         self._prefix = segment_prefix(run_directory)
-        self._copying: tuple[int, WeightFlow, Kept] | None = None  # the version that is being gathered
+        self._copying: tuple[int, WeightFlow, HostSink] | None = None  # the version that is being gathered
         self._kept: tuple[int, list[Bucket]] = (0, [])  # the version that was gathered last; only on first ranks
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="session")
         self._sending: Future[Sent] | None = None
@@ -152,7 +152,7 @@ class RankSender:
 
     def _copy(self, version: int) -> None:
         """Copy the weights. From now on a bucket is also gathered before each micro-batch."""
-        kept = Kept()
+        kept = HostSink()
         flow = self._flow(copied(self._own_parts()), kept)
         self._copying = version, flow, kept
         self._replica.between = flow.advance
@@ -166,7 +166,7 @@ class RankSender:
 
     def _send_copy(self, order: SendCopy) -> "Future[Sent]":
         version, buckets = self._kept
-        assert version == order.version, f"version {version} is kept, not {order.version}"
+        assert version == order.version, f"the host copy has version {version}, not {order.version}"
         sink = self._sink(order)
         if order.in_background:
             self._sending = self._executor.submit(self._hand_over, buckets, sink)
@@ -208,14 +208,16 @@ class RankSender:
     def _sink(self, order: SendWeights) -> Sink:
         """Return the sink for this rank's buckets: broadcast if it has a process group, otherwise shared memory."""
         if not self._is_first:
-            return NoSink()
+            return NullSink()
         assert self._ask_of is not None
         stage = parallel_state.get_pipeline_model_parallel_rank()
         prefix = f"{self._prefix}-{order.session}"
         group = self._groups.get(order.part)
-        way = Segments(prefix, order.readers) if group is None else Broadcast(group)
+        transport = Segments(prefix, order.readers) if group is None else Broadcast(group)
         ask = self._ask_of(order.instances)
-        return BucketSink(order.session, stage, way, ask, fingerprints=order.fingerprints, timeout_s=order.timeout_s)
+        return BucketSink(
+            order.session, stage, transport, ask, fingerprints=order.fingerprints, timeout_s=order.timeout_s
+        )
 
 
 class SendingOrders:

@@ -17,7 +17,7 @@ from messages import BucketSent
 from runtime.models.checksums import fingerprint
 
 
-class Way(Protocol):
+class BucketTransport(Protocol):
     """Transport of buckets to the engines of a weight sync."""
 
     def carry(self, step: BucketSent, flat: Tensor, ask: Ask, timeout_s: float) -> Mapping[str, str]:
@@ -44,7 +44,7 @@ class Sent(NamedTuple):
     failed: dict[str, str] = {}  # reason by engine; the rank's own failure under ""
 
 
-class NoSink:
+class NullSink:
     """Null sink for ranks that receive no tensors."""
 
     is_free = True
@@ -65,7 +65,7 @@ class BucketSink:
         self,
         session: str,
         stage: int,
-        way: Way,
+        transport: BucketTransport,
         ask: Ask,
         *,
         fingerprints: bool,
@@ -76,14 +76,14 @@ class BucketSink:
         Args:
             session: ID of the weight sync.
             stage: pipeline stage of this rank.
-            way: transport to the engines.
+            transport: transport to the engines.
             ask: calls the member engines.
             fingerprints: compute fingerprints of the tensors in the background.
             timeout_s: seconds for a bucket.
         """
         self._session = session
         self._stage = stage
-        self._way = way
+        self._transport = transport
         self._ask = ask
         self._timeout_s = timeout_s
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="send")
@@ -138,7 +138,7 @@ class BucketSink:
     def _send(self, bucket: Bucket, flat: Tensor) -> None:
         step = described(self._session, self._stage, self._num_buckets, bucket)
         hashing = self._background.submit(self._add_fingerprints, bucket)
-        failed = self._way.carry(step, flat, self._ask, self._timeout_s)
+        failed = self._transport.carry(step, flat, self._ask, self._timeout_s)
         self._failed |= {engine: f"bucket {step.index}: {reason}" for engine, reason in failed.items()}
         hashing.result(self._timeout_s)
         self._num_buckets += 1

@@ -11,7 +11,7 @@ from actors.trainer.data.precomputed import LogProbs, groups_to_compute
 from actors.trainer.megatron import groups as ranks
 from actors.trainer.megatron.rank_model import Replica
 from actors.trainer.models.files import file_source
-from actors.trainer.models.weight_files import check_weights
+from actors.trainer.models.shapes import check_weights
 from actors.trainer.step.layout import group_by_group
 
 Compute = Callable[[TrainBatch, Sequence[MicroBatch]], Floats32]

@@ -264,10 +264,10 @@ class TrainStep:
         experts, layers = self._replica.hf.experts, self._replica.hf.num_hidden_layers
         expected = 0 if experts is None else layers * experts.num_experts_per_tok
         if routed is None or routed.shape[1] != expected:
-            told = "none" if routed is None else routed.shape[1]
+            found = "none" if routed is None else routed.shape[1]
             raise ValueError(
-                f"step {batch.step}: algorithm.use_rollout_routing_replay wants {expected} routed experts "
-                f"of each token, those of all layers, and samples tell {told}"
+                f"step {batch.step}: algorithm.use_rollout_routing_replay needs {expected} routed experts "
+                f"of each token, those of all layers, but samples have {found}"
             )
         return _Routed(tokens[ranks.data_parallel_rank()], routed)
 
@@ -350,7 +350,7 @@ class TrainStep:
             raise InputError(
                 f"optimizer step {step.number} of train step {batch.step}: the loss is not finite, or beyond "
                 f"{LARGEST_LOSS:g}, of {'; '.join(names)}{more}; "
-                'train.on_nonfinite = "skip" would train without these samples'
+                'set train.on_nonfinite = "skip" to train without these samples'
             )
         log.warning("samples_masked", step=batch.step, number=step.number, num_samples=len(masked), samples=names)
 
@@ -443,7 +443,7 @@ class TrainStep:
             return done
         where = f"optimizer step {number} of train step {train_step}: {error}"
         if train.on_nonfinite == "fail":
-            raise InputError(f'{where}; train.on_nonfinite = "skip" would leave the step out')
+            raise InputError(f'{where}; set train.on_nonfinite = "skip" to skip the step')
         if limit := too_many(replica.skips, train):
             raise InputError(f"{where}; optimizer steps were skipped {limit}")
         log.warning("optimizer_step_skipped", step=train_step, number=number, reason=error, **asdict(replica.skips))

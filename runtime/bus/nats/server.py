@@ -55,7 +55,7 @@ class ServerPorts(msgspec.Struct, frozen=True):
 
     @property
     def port(self) -> int:
-        """The port of that URL, for restarts."""
+        """Port of the server's URL; restarts use it again."""
         return int(self.nats[0].rpartition(":")[2])
 
 

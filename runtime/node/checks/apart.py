@@ -72,7 +72,7 @@ class Broken(msgspec.Struct, frozen=True, tag=True):
     text: str
 
 
-Said = Activity | Ended | Refused | Broken
+Report = Activity | Ended | Refused | Broken
 
 
 def apart(loaded: LoadedTopology, work: Callable[[Doing], T], result: type[T], note: Callable[[str], None]) -> T:
@@ -98,12 +98,12 @@ def apart(loaded: LoadedTopology, work: Callable[[Doing], T], result: type[T], n
     os.close(writing)
     watched = _Watched(child, reading, note)
     try:
-        said = watched.last_word()
+        last = watched.last_report()
     finally:
         watched.end()
-    match said:
+    match last:
         case Ended():
-            return msgspec.json.decode(said.result, type=result)
+            return msgspec.json.decode(last.result, type=result)
         case Refused(data_error=str(text)) if text:
             raise DataError(text)
         case Refused(problems=problems):
@@ -111,8 +111,8 @@ def apart(loaded: LoadedTopology, work: Callable[[Doing], T], result: type[T], n
         case Broken(text=text):
             raise RuntimeError(f"the checks before the start failed:\n{text}")
         case Activity():
-            problem = Problem(key=said.key, value=said.value, message=watched.ending(said))
-            raise TopologyError([msgspec.structs.replace(problem, file=loaded.loaded.origin(said.key))])
+            problem = Problem(key=last.key, value=last.value, message=watched.ending(last))
+            raise TopologyError([msgspec.structs.replace(problem, file=loaded.loaded.origin(last.key))])
 
 
 class _Watched:
@@ -125,8 +125,8 @@ class _Watched:
         self._status: int | None = None
         self._activity = Activity("", "", "beginning", NOTE_AFTER_S)
 
-    def last_word(self) -> Said:
-        """Return its last message: the result, or the activity in which it ended or timed out."""
+    def last_report(self) -> Report:
+        """Return the last message of the process: its result, or the activity in which it ended or timed out."""
         ended, rest = os.pidfd_open(self._pid), b""
         readable = selectors.DefaultSelector()  # select() does not accept descriptors above 1,023
         for descriptor in (self._reading, ended):
@@ -145,10 +145,10 @@ class _Watched:
                 if self._reading in ready:
                     *lines, rest = (rest + os.read(self._reading, 1 << 16)).split(b"\n")
                     for line in lines:
-                        said = msgspec.json.decode(line, type=Said)
-                        if not isinstance(said, Activity):
-                            return said
-                        self._activity, began, noted = said, time.monotonic(), False
+                        last = msgspec.json.decode(line, type=Report)
+                        if not isinstance(last, Activity):
+                            return last
+                        self._activity, began, noted = last, time.monotonic(), False
                     if lines:
                         continue
                 if ended in ready:
@@ -182,13 +182,13 @@ def _subject(activity: Activity) -> str:
 
 
 def _be_child(work: Callable[[Doing], T], writing: int, limit_s: float) -> NoReturn:
-    def say(said: Said) -> None:
-        data = msgspec.json.encode(said) + b"\n"
+    def report(news: Report) -> None:
+        data = msgspec.json.encode(news) + b"\n"
         while data:
             data = data[os.write(writing, data) :]
 
     def doing(key: str, value: object, what: str, *, limit_s: float | None = None) -> None:
-        say(Activity(key, show(value), what, limit_s or default_s))
+        report(Activity(key, show(value), what, limit_s or default_s))
 
     default_s = limit_s
     gc.freeze()  # do not collect the parent's objects: some destructors wait for threads that do not exist here
@@ -198,13 +198,13 @@ def _be_child(work: Callable[[Doing], T], writing: int, limit_s: float) -> NoRet
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and then ends this process
         _take_streams()
         try:
-            say(Ended(msgspec.Raw(msgspec.json.encode(work(doing)))))
+            report(Ended(msgspec.Raw(msgspec.json.encode(work(doing)))))
         except TopologyError as error:
-            say(Refused(problems=error.problems))
+            report(Refused(problems=error.problems))
         except DataError as error:
-            say(Refused(data_error=str(error)))
+            report(Refused(data_error=str(error)))
         except Exception:  # noqa: BLE001 - the parent raises it
-            say(Broken(traceback.format_exc()))
+            report(Broken(traceback.format_exc()))
     finally:
         os._exit(0)
 

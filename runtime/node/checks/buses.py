@@ -67,7 +67,7 @@ def _check_port(findings: Findings, address: str, port: int) -> None:
         why = f"in use on {address} by {holder_of(port) or 'another program'}"
     except OSError as error:
         why = error.strerror or str(error)
-    findings.problem("bus.port", port, f"cannot be listened on: {why}")
+    findings.problem("bus.port", port, f"the port cannot be opened: {why}")
 
 
 def _refused_by(url: str, *, has_login: bool, topology: Topology) -> str | None:
@@ -80,12 +80,14 @@ def _refused_by(url: str, *, has_login: bool, topology: Topology) -> str | None:
     if greeting is None:
         return None
     if not greeting.jetstream:
-        return "this server runs without JetStream, which keeps the log"
+        return "this server runs without JetStream, which stores the log"
     if greeting.max_payload < needed:
         carried = show_bytes(greeting.max_payload)
-        return f"this server carries messages of {carried}; this run can need {show_bytes(needed)}"
+        return (
+            f"this server accepts messages of at most {carried} (max_payload); this run can need {show_bytes(needed)}"
+        )
     if greeting.auth_required and not has_login:
-        return "this server asks for a login: name a file that has it with bus.credentials"
+        return "this server requires a login: put it into a file, and name the file with bus.credentials"
     return None
 
 
@@ -101,7 +103,7 @@ def _ask(findings: Findings, url: str, asker: Asker) -> None:
             refusal = anyio.run(_look_at, findings.topology, with_login(url, login), asker)
     except BusRefused as error:
         key, value = ("bus.url", url) if credentials is None else ("bus.credentials", credentials)
-        findings.problem(key, value, f"the server does not take this login: {error}")
+        findings.problem(key, value, f"the server refused this login: {error}")
     except BusError as error:
         findings.problem("bus.url", url, str(error))
     else:

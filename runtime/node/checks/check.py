@@ -22,9 +22,7 @@ def not_built(topology: Topology) -> Iterator[Problem]:
     """Yield every setting that is not implemented yet."""
     yield from _over_nodes(topology)
     if topology.algorithm.use_rollout_routing_replay and not answers_are_recorded(topology):
-        message = (
-            'engines are not asked for experts yet: it trains on a dump that tells them, with run.only = "trainer"'
-        )
+        message = 'not implemented yet with engines. Allowed on a dump with routed experts, with run.only = "trainer"'
         yield Problem.of("algorithm.use_rollout_routing_replay", True, message)
 
 
@@ -68,7 +66,7 @@ def check_here(
     here = node or home_node(topology)
     check_machine(findings, here)
     check_paths(findings)
-    doing("bus.url", topology.bus.url, "asking it", limit_s=ASK_TIMEOUT_S)
+    doing("bus.url", topology.bus.url, "connecting to the server", limit_s=ASK_TIMEOUT_S)
     check_bus(findings, Asker(node=here, bus_login=loaded.bus_login, fresh=fresh))
     return findings.checked()
 
@@ -82,18 +80,18 @@ def _long_samples(topology: Topology) -> Iterator[str]:
         return
     becomes = "trains nothing" if topology.train.on_too_long == "mask" else "ends the run"
     yield (
-        f"samples may have {longest} tokens (rollout.max_prompt_len, max_response_len, max_context_len), and {limit} "
+        f"samples may have {longest} tokens (rollout.max_prompt_len, max_response_len, max_context_len), but {limit} "
         "fit on the trainer's ranks (train.max_tokens_per_gpu x trainer.megatron.context_parallel_size): "
-        f'what is longer {becomes} (train.on_too_long = "{topology.train.on_too_long}")'
+        f'a longer sample {becomes} (train.on_too_long = "{topology.train.on_too_long}")'
     )
 
 
 def _left_out(topology: Topology) -> Iterator[str]:
     gpus = [f"{name}: {node.gpus}" for name, node in topology.nodes.items() if node.gpus]
-    yield f"GPUs ({', '.join(gpus) or 'none asked for'})"
-    yield "interpreters and what is installed in them"
+    yield f"GPUs ({', '.join(gpus) or 'none requested'})"
+    yield "interpreters and their packages"
     yield f"paths ({', '.join(paths_of(topology))})"
     yield "addresses and ports"
     urls = [url for engine in topology.engines.values() for url in engine.urls]
     if urls:
-        yield f"what the engines that run already serve ({', '.join(urls)})"
+        yield f"models of external engines ({', '.join(urls)})"

@@ -67,7 +67,7 @@ def _model(findings: Findings, key: str, value: str, *, weights: bool) -> None:
 def _on_hub(findings: Findings, model: HubModel) -> None:
     """Add a note on the download of a hub model that is not in the cache, or a problem."""
     try:
-        findings.notes.append(f"{model.key} = {show(model.name)}: {offer(model)}; a check looks no further into it")
+        findings.notes.append(f"{model.key} = {show(model.name)}: {offer(model)}; a check does not download it")
     except NotOnHub as error:
         findings.problem(model.key, model.name, str(error))
 
@@ -77,7 +77,9 @@ def _no_directory(findings: Findings, key: str, value: str) -> None:
     message = "no such directory"
     if path.name == EXPORT_DIRECTORY:
         run = path.parent.name
-        message = f"not there yet: start run {run} first, here, which writes it at its end with train.save_hf = true"
+        message = (
+            f"no such directory yet: run {run} writes it at its end, with train.save_hf = true; start that run first"
+        )
     findings.missing(key, value, message)
 
 
@@ -89,7 +91,7 @@ def _data(findings: Findings, key: str, data: DataConfig) -> None:
         findings.missing(f"{key}.path", data.path, "no such file")
         return
     if not file.is_file():
-        findings.problem(f"{key}.path", data.path, "is no regular file: a run reads its data anew at each start")
+        findings.problem(f"{key}.path", data.path, "is not a regular file: a run reads its data again at each start")
         return
     findings.doing(f"{key}.path", data.path, f"reading the first {CHECKED_ROWS:,} rows")
     try:
@@ -127,7 +129,7 @@ def _run_dir(findings: Findings) -> None:
     place = _writable(findings, "run.dir", Path(run.dir) / run.name)
     total, free = sizes.event_bytes + sizes.work_bytes + sizes.data_bytes, free_bytes(place)
     if free < (least := min_free_bytes(findings.topology)):
-        findings.problem("run.dir", run.dir, f"{place}: {least:,} bytes needed at least to run, {free:,} free")
+        findings.problem("run.dir", run.dir, f"{place}: a run needs at least {least:,} bytes; {free:,} are free")
     elif total > free:
         findings.notes.append(f"the streams may grow to {show_bytes(total)}; {place} has {show_bytes(free)} free")
 

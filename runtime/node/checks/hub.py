@@ -74,7 +74,7 @@ def offer(model: HubModel) -> str:
     """
     from huggingface_hub import HfApi, constants
 
-    about = _asked(
+    about = _query_hub(
         lambda: HfApi(endpoint=constants.ENDPOINT).model_info(model.name, files_metadata=True, timeout=ASK_TIMEOUT_S)
     )
     files = [file for file in about.siblings or [] if any(Path(file.rfilename).match(p) for p in _patterns(model))]
@@ -91,31 +91,31 @@ def download(model: HubModel) -> Path:
     from huggingface_hub import constants
 
     wishes = {"endpoint": constants.ENDPOINT, "allow_patterns": _patterns(model)}
-    return _asked(lambda: _snapshot(model.name, **wishes))
+    return _query_hub(lambda: _snapshot(model.name, **wishes))
 
 
-def with_cached(loaded: LoadedTopology, tell: Callable[[str], None]) -> LoadedTopology:
+def with_cached(loaded: LoadedTopology, report: Callable[[str], None]) -> LoadedTopology:
     """Replace hub names in the local cache by paths, and report each path."""
-    return _with_paths(loaded, cached, "found in the hub's cache", tell)
+    return _with_paths(loaded, cached, "found in the hub's cache", report)
 
 
-def with_downloaded(loaded: LoadedTopology, tell: Callable[[str], None]) -> LoadedTopology:
+def with_downloaded(loaded: LoadedTopology, report: Callable[[str], None]) -> LoadedTopology:
     """Replace all hub names by paths, downloading if needed.
 
     Raises:
         NotOnHub: a model is not available.
     """
-    return _with_paths(loaded, download, "downloaded", tell)
+    return _with_paths(loaded, download, "downloaded", report)
 
 
 def _with_paths(
-    loaded: LoadedTopology, find: Callable[[HubModel], Path | None], how: str, tell: Callable[[str], None]
+    loaded: LoadedTopology, find: Callable[[HubModel], Path | None], how: str, report: Callable[[str], None]
 ) -> LoadedTopology:
     paths: dict[str, str] = {}
     for model in hub_models(loaded):
         if (path := find(model)) is not None:
             paths[model.key.partition(".")[2]] = str(path)
-            tell(f"{model.key} = {show(model.name)}: {how}, {path}")
+            report(f"{model.key} = {show(model.name)}: {how}, {path}")
     whole = msgspec.structs.replace(loaded.topology.model, **paths)
     return with_topology(loaded, msgspec.structs.replace(loaded.topology, model=whole))
 
@@ -131,7 +131,7 @@ def _snapshot(name: str, **wishes: Any) -> Path:
     return Path(fetch(name, cache_dir=constants.HF_HUB_CACHE, **wishes))
 
 
-def _asked(ask: Callable[[], T]) -> T:
+def _query_hub(query: Callable[[], T]) -> T:
     """Call the hub and translate its errors."""
     from huggingface_hub import constants
     from huggingface_hub.errors import RepositoryNotFoundError
@@ -140,13 +140,13 @@ def _asked(ask: Callable[[], T]) -> T:
     if constants.HF_HUB_OFFLINE:
         raise NotOnHub(f"no such directory, {absent}, and HF_HUB_OFFLINE forbids a download")
     try:
-        return ask()
+        return query()
     except RepositoryNotFoundError as error:
-        message = f"no such directory, {absent}, and {constants.ENDPOINT} shows no such model"
+        message = f"no such directory, {absent}, and {constants.ENDPOINT} has no such model"
         raise NotOnHub(f"{message}; a private one needs HF_TOKEN") from error
     except Exception as error:
-        said = str(error).partition("\n")[0]
-        raise NotOnHub(f"no such directory, {absent}, and {constants.ENDPOINT} cannot be asked: {said}") from error
+        reason = str(error).partition("\n")[0]
+        raise NotOnHub(f"no such directory, {absent}, and {constants.ENDPOINT} did not answer: {reason}") from error
 
 
 def _is_whole(directory: Path, *, weights: bool) -> bool:

@@ -94,17 +94,16 @@ def check_machine(findings: Findings, node: str) -> None:
     """
     topology = findings.topology
     check_open_files(findings)
-    findings.doing("trainer.device", topology.trainer.device, "asking torch for GPUs", limit_s=2 * ASK_TIMEOUT_S)
+    findings.doing("trainer.device", topology.trainer.device, "counting GPUs with torch", limit_s=2 * ASK_TIMEOUT_S)
     _check_gpus(findings, node)
     for needed in _needed(topology):
         absent = [name for name in needed.packages if not _is_installed(name)]
         if absent:
-            message = (
-                f'needs {", ".join(absent)}, not installed here: bin/setup, or pip install "physarum[{needed.extra}]"'
-            )
+            missing = ", ".join(absent)
+            message = f'needs {missing}, not installed here: run bin/setup, or pip install "physarum[{needed.extra}]"'
             findings.problem(needed.key, needed.value, message)
     for name, engine in topology.engines.items() if not answers_are_recorded(topology) else ():
-        findings.doing(f"engines.{name}", engine.kind, "asking its interpreter or servers", limit_s=2 * ASK_TIMEOUT_S)
+        findings.doing(f"engines.{name}", engine.kind, "querying its interpreter or servers", limit_s=2 * ASK_TIMEOUT_S)
         _check_engine(findings, f"engines.{name}", engine)
 
 
@@ -112,13 +111,13 @@ def _check_gpus(findings: Findings, node: str) -> None:
     topology = findings.topology
     if node not in topology.nodes:
         return
-    asked, found = topology.nodes[node].gpus, gpus_here()
-    if asked > found:
+    wanted, found = topology.nodes[node].gpus, gpus_here()
+    if wanted > found:
         given = handed_out(os.environ)
-        why = "" if given is None else f" for us: {', '.join(given) or 'none'}, by its environment"
-        findings.problem(f"nodes.{node}.gpus", asked, f"this machine has {found} GPUs{why}")
+        why = "" if given is None else f" for this process: {', '.join(given) or 'none'}, by its environment variables"
+        findings.problem(f"nodes.{node}.gpus", wanted, f"this machine has {found} GPUs{why}")
     elif topology.trainer.device == "cuda" and _is_installed("torch") and not _answers(sys.executable, HAS_GPU):
-        message = "torch finds no GPU here: its build is for the CPU, or the driver is missing"
+        message = "torch finds no GPU here: it is a CPU build, or the driver is missing"
         findings.problem("trainer.device", "cuda", message)
 
 
@@ -147,7 +146,7 @@ def _check_engine(findings: Findings, key: str, engine: EngineConfig) -> None:
         return
     if engine.python is None:
         if not _is_installed("sglang"):
-            message = f"SGLang is not installed beside us: name an interpreter that has it with {key}.python"
+            message = f"SGLang is not installed in this interpreter: name one that has it with {key}.python"
             findings.problem(f"{key}.kind", engine.kind, f'{message}; or kind = "tiny", for tiny models')
     elif shutil.which(engine.python) is None:
         findings.missing(f"{key}.python", engine.python, "no such interpreter")

@@ -112,7 +112,7 @@ def refuse_claimed(run_dir: Path, node: str | None, *, held: Claim | None = None
     """Raise if another daemon holds the directory. Write nothing.
 
     Args:
-        run_dir: of the run.
+        run_dir: directory of the run.
         node: the node to start, if nodes share the directory; others may hold their parts. None: the whole directory
             is to be claimed.
         held: the caller's own claim, if it has one.

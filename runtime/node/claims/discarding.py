@@ -36,7 +36,7 @@ def discard(
     Args:
         claim: held claim on the run directory.
         run: name of the run.
-        nodes: of the topology; the run may have used more.
+        nodes: nodes of the topology; the run may have used more.
         bus_url: external bus; None: the run has its own.
         bus_limits: deadlines and buffer bounds of the connection to the external bus.
 

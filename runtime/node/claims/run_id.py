@@ -73,10 +73,10 @@ def decide(
 
 
 async def check_run_id(bus: Bus, run_dir: Path, *, owns: bool) -> None:
-    """Compare the ids before anything is created or claimed.
+    """Compare the run ids of the directory and the bus, before anything is created or claimed.
 
     Raises:
-        RunMismatch: they belong to different runs.
+        RunMismatch: the directory and the bus belong to different runs.
         BusError: the bus cannot be read.
     """
     held = await bus.holdings()
@@ -116,7 +116,7 @@ async def settle_run_id(bus: Bus, run_dir: Path, *, owns: bool) -> str:
         _keep(run_dir, run_id, joined=True)
         log.info("run_id_compared", run_id=run_id, decision=decision.name.lower())
         return run_id
-    raise RunMismatch(f"run {bus.run}: others keep entering its id on the bus; start again")
+    raise RunMismatch(f"run {bus.run}: other starts keep changing its id on the bus; start again")
 
 
 def id_in(run_dir: Path) -> IdInDirectory | None:
@@ -143,7 +143,7 @@ async def _refuse(decision: Decision, bus: Bus, run_dir: Path, on_bus: IdOnBus |
     instead = f"choose another run.name, or start over with --fresh {bus.run}"
     if decision is Decision.GONE:
         raise RunMismatch(
-            f"{run_dir} holds a run whose streams are not on this bus, or not all of them: its checkpoints alone do "
+            f"{run_dir} holds a run whose streams are not on this bus, or not all of them, and checkpoints alone do "
             f"not resume it; use the bus that it ran on, {instead}"
         )
     if decision is Decision.FOREIGN:

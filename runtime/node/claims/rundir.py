@@ -67,7 +67,7 @@ def check_start(topology: Topology, fresh: str | None, node: str) -> None:
     """Check the run directory as a start would, without writing.
 
     Args:
-        topology: of the run.
+        topology: topology of the run.
         fresh: name of the run to discard, "" for none; None: resume the run.
         node: the node to start.
 
@@ -164,15 +164,15 @@ def _stored(path: Path) -> Topology:
 
 def _accepted_changes(run_dir: Path, before: Topology, after: Topology) -> list[str]:
     changed = differences(before, after)
-    told = {key: f"{key}: {_shown(old)} → {_shown(new)}" for key, old, new in changed if not key.startswith("run.dir")}
-    refused = [line for key, line in told.items() if _lasts(key)]
+    lines = {key: f"{key}: {_shown(old)} → {_shown(new)}" for key, old, new in changed if not key.startswith("run.dir")}
+    refused = [line for key, line in lines.items() if _lasts(key)]
     if refused:
         listed = "\n".join(f"  {line}" for line in refused)
         raise RunRefused(
             f"{run_dir} holds a run with another recipe:\n{listed}\n"
             f"resume it unchanged, choose another run.name, or start over with --fresh {run_dir.name}"
         )
-    return list(told.values())
+    return list(lines.values())
 
 
 def _lasts(key: str) -> bool:

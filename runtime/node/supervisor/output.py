@@ -95,7 +95,7 @@ class OutputLog:
         """Open the log.
 
         Args:
-            path: of the log file.
+            path: path of the log file.
             actor: name of the process.
             max_bytes: size of the file at which it is rotated.
             hidden: secrets of the process, removed from its output.
@@ -219,13 +219,13 @@ def _word(value: Any) -> str:
 
 
 def _error_of(entry: dict[str, Any]) -> str:
-    said = [] if entry.get("event") == "actor_failed" else [_word(entry.get("event", ""))]
+    parts = [] if entry.get("event") == "actor_failed" else [_word(entry.get("event", ""))]
     lines = _word(entry.get("exception") or "").strip().splitlines()
     if entry.get("error"):
-        said.append(_input_error.sub(r"\2", _word(entry["error"])))
+        parts.append(_input_error.sub(r"\2", _word(entry["error"])))
     elif lines:
-        said.append(lines[-1])
-    return ": ".join(part for part in said if part)
+        parts.append(lines[-1])
+    return ": ".join(part for part in parts if part)
 
 
 def _entry_of(line: bytes) -> dict[str, Any] | None:

@@ -45,7 +45,9 @@ class Child:
             OSError: the command cannot be started.
         """
         if threading.current_thread() is not threading.main_thread():
-            raise RuntimeError("children are started from the main thread: they die with the thread that forked them")
+            raise RuntimeError(
+                "children must be started from the main thread: they die with the thread that forked them"
+            )
         read_end, write_end = os.pipe()
         try:
             process = await _shielded(
@@ -110,11 +112,11 @@ class Guard:
 
     def watch(self, session: int) -> None:
         self._sessions.add(session)
-        self._tell(f"+{session}\n")
+        self._send(f"+{session}\n")
 
     def forget(self, session: int) -> None:
         self._sessions.discard(session)
-        self._tell(f"-{session}\n")
+        self._send(f"-{session}\n")
 
     async def _start(self) -> asyncio.subprocess.Process:
         process = await _shielded(
@@ -129,7 +131,7 @@ class Guard:
         process.stdin.writelines([f"+{session}\n".encode() for session in self._sessions])
         return process
 
-    def _tell(self, line: str) -> None:
+    def _send(self, line: str) -> None:
         if self._process is not None and self._process.stdin is not None and self._process.returncode is None:
             self._process.stdin.write(line.encode())
 

@@ -66,7 +66,7 @@ class Supervisor:
         self._guard = guard
         self._announce = listener
         self._budget = RestartBudget(spec.max_restarts)
-        self._stop_asked = anyio.Event()
+        self._stop_requested = anyio.Event()
         self._ended = anyio.Event()
         self._child: Child | None = None
         self._heartbeats = Heartbeats() if isinstance(spec.probe, SendsHeartbeats) else None
@@ -80,12 +80,12 @@ class Supervisor:
         """Start the process and restart it until it is stopped or given up."""
         try:
             delay_s: float | None = 0.0
-            while delay_s is not None and not self._stop_asked.is_set():
+            while delay_s is not None and not self._stop_requested.is_set():
                 delay_s = await self._run_once()
                 if delay_s is not None:
                     self.restarts += 1
                     with anyio.move_on_after(delay_s):
-                        await self._stop_asked.wait()
+                        await self._stop_requested.wait()
         finally:
             if self._heartbeats is not None:
                 self._heartbeats.close()
@@ -98,7 +98,7 @@ class Supervisor:
 
     async def stop(self, within_s: float) -> None:
         """Send SIGTERM, kill the process if it is late, and wait for its end."""
-        self._stop_asked.set()
+        self._stop_requested.set()
         if self._child is not None:
             self._child.ask_to_stop()
         with anyio.move_on_after(min(within_s, self.spec.stop_timeout_s)):
@@ -109,7 +109,7 @@ class Supervisor:
 
     def kill(self) -> None:
         """Kill the process at once, without a restart."""
-        self._stop_asked.set()
+        self._stop_requested.set()
         if self._child is not None:
             self._child.kill()
 
@@ -129,7 +129,7 @@ class Supervisor:
             tasks.start_soon(self._leave_when_stopped, tasks.cancel_scope)
             await self._restart_group.meet()
             tasks.cancel_scope.cancel()
-        if self._stop_asked.is_set():
+        if self._stop_requested.is_set():
             return None
         try:
             return await self._run_alone()
@@ -137,7 +137,7 @@ class Supervisor:
             self._restart_group.ended(self.spec.name)
 
     async def _leave_when_stopped(self, scope: anyio.CancelScope) -> None:
-        await self._stop_asked.wait()
+        await self._stop_requested.wait()
         scope.cancel()
 
     def _end_with(self, other: str) -> None:
@@ -169,7 +169,7 @@ class Supervisor:
         self._guard.watch(child.pid)
         self._log.forget()
         self._announce(Started(spec=self.spec, pid=child.pid, restarts=self.restarts))
-        if self._stop_asked.is_set():
+        if self._stop_requested.is_set():
             child.ask_to_stop()
         code = 0
         try:
@@ -225,11 +225,11 @@ class Supervisor:
                 await wait_until_still(self._heartbeats, self.spec.unresponsive_after_s)
             case probe:
                 await wait_until_silent(probe, host or "", self._port or 0, self.spec.unresponsive_after_s)
-        self._silent = not self._stop_asked.is_set()
+        self._silent = not self._stop_requested.is_set()
         child.kill()  # SIGTERM does not end a stopped or blocked process
 
     def _after_end(self, pid: int, code: int) -> float | None:
-        if self._stop_asked.is_set():
+        if self._stop_requested.is_set():
             self._announce(Exited(spec=self.spec, pid=pid, exit_code=code, reason="stopped", restart_in_s=None))
             return None
         reason = self._reason(code)
@@ -256,15 +256,15 @@ class Supervisor:
         if self._late:
             return self._late
         if self._silent:
-            what = "event loop stood still" if self._heartbeats is not None else "did not answer"
+            what = "event loop was blocked" if self._heartbeats is not None else "did not answer"
             return f"{what} for {self.spec.unresponsive_after_s:g} s"
         if self._ended_with and self.spec.restart_group is not None:
-            return f"{self._ended_with}, another process of {self.spec.restart_group.name}, had ended"
+            return f"{self._ended_with}, another process of restart group {self.spec.restart_group.name}, had ended"
         how = describe_exit(code)
-        said = self._log.why()
+        cause = self._log.why()
         if code in (-signal.SIGKILL, -signal.SIGTERM):  # its last error is a cause only if a crash
-            said = self._log.crash()
-        return f"{said} ({how})" if said else how
+            cause = self._log.crash()
+        return f"{cause} ({how})" if cause else how
 
     def _choose_port(self) -> int | None:
         request = self.spec.port
@@ -348,7 +348,7 @@ class Supervision:
             ValueError: there is a process of that name.
         """
         if spec.name in self._supervisors:
-            raise ValueError(f"two processes are called {spec.name}")
+            raise ValueError(f"there is already a process {spec.name}")
         wanted, group = spec.restart_group, None
         if wanted is not None:
             group = self._restart_groups.setdefault(wanted.name, RestartGroup(wanted.num_processes, self._address))
@@ -381,7 +381,7 @@ class Supervision:
         supervisor = self._supervisors.get(name)
         if supervisor is None or supervisor.spec.tier is not Tier.SERVICE:
             servers = [each for each, one in self._supervisors.items() if one.spec.tier is Tier.SERVICE]
-            raise ValueError(f"{name!r} is no server of this node; allowed: {', '.join(servers)}")
+            raise ValueError(f"{name!r} is not a server of this node; allowed: {', '.join(servers)}")
         return supervisor.kill_process(pid, reason)
 
     async def stop(self, *tiers: Tier) -> None:

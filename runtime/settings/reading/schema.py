@@ -61,7 +61,7 @@ def find_problems(value: object, expected: Any, key: str = "", schema: Any = Non
         value: parsed TOML: tables, lists, scalars.
         expected: a Config, or any type msgspec can convert to.
         key: dotted position of `value`.
-        schema: of the whole, to find keys that belong in another table; none: `expected`.
+        schema: schema of the whole topology, to find keys that belong in another table; none: `expected`.
     """
     schema = schema or expected
     item = item_type(expected)
@@ -75,7 +75,7 @@ def find_problems(value: object, expected: Any, key: str = "", schema: Any = Non
         for index, entry in enumerate(cast("list[object]", value)):
             yield from find_problems(entry, item, f"{key}.{index}", schema)
     elif isinstance(value, float) and not math.isfinite(value):
-        yield Problem(key=key, value=str(value), message="is not finite; allowed: numbers that are")
+        yield Problem(key=key, value=str(value), message="is not finite; allowed: finite numbers")
     else:
         try:
             msgspec.convert(value, expected)
@@ -90,7 +90,7 @@ def _renamed_value(key: str, value: str) -> str | None:
 
 
 def _key_problem(problem: Problem, name: str) -> Problem:
-    return Problem(key=f"{problem.key}.{name}", message=f"the name does not fit: {problem.message}")
+    return Problem(key=f"{problem.key}.{name}", message=f"this name is not allowed: {problem.message}")
 
 
 def _table_problems(value: object, expected: type[Config], key: str, schema: Any) -> Iterator[Problem]:
@@ -149,7 +149,7 @@ def type_at(schema: Any, parts: Sequence[str]) -> Any:
         elif get_origin(schema) is dict:
             return Any
         else:
-            raise ValueError(f"{'.'.join(parts[:number])} is a plain value: it has no key {part}")
+            raise ValueError(f"{'.'.join(parts[:number])} is a value, not a table: it has no key {part}")
     return schema
 
 

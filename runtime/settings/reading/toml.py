@@ -1,4 +1,4 @@
-"""Reads settings files: TOML with includes, or the JSON of a run directory. Records the origin of each key."""
+"""Reads settings files: TOML with includes and overrides of single keys, or a run directory's JSON; records origins."""
 
 import codecs
 import os
@@ -10,8 +10,7 @@ from typing import Any, Final, TypeVar, cast
 import msgspec
 
 from runtime.settings.reading.config import Config, Problem, TopologyError
-from runtime.settings.reading.overrides import apply_override
-from runtime.settings.reading.schema import find_problems
+from runtime.settings.reading.schema import find_problems, type_at
 from runtime.util.formatting import show
 
 Table = dict[str, Any]
@@ -20,6 +19,64 @@ SET: Final = "--set"  # origin of keys from overrides
 SHIPPED_TOPOLOGIES: Final = Path(__file__).resolve().parents[3] / "topologies"
 
 T = TypeVar("T", bound=Config)
+
+
+def apply_override(tables: dict[str, Any], override: str, schema: type[Config]) -> str:
+    """Apply one `dotted.key=value` to merged tables. List items go by index; one past the end appends.
+
+    The value is parsed as TOML if the result fits the schema there (1e-3, true, ["a"], {x = 1}), else it is plain text.
+    `none` unsets a key that may be unset.
+
+    Returns:
+        The key.
+
+    Raises:
+        ValueError: no "=", no such key, or an index out of range.
+    """
+    key, equals, text = override.partition("=")
+    key = key.strip()
+    if not equals or not key:
+        raise ValueError("expected key=value")
+    parts = key.split(".")
+    value = _typed(text.strip(), type_at(schema, parts))
+    holder: Any = tables
+    for part, following in zip(parts, [*parts[1:], None], strict=True):
+        last = following is None
+        if isinstance(holder, list):
+            holder = _set_item(cast("list[Any]", holder), part, value, last=last)
+        elif last:
+            holder[part] = value
+        else:
+            holder = cast("dict[str, Any]", holder).setdefault(part, [] if following.isdigit() else {})
+        if not last and not isinstance(holder, dict | list):
+            raise ValueError(f"{part} is {show(cast('object', holder))}, not a table")
+    return key
+
+
+def _set_item(items: list[Any], part: str, value: object, *, last: bool) -> Any:
+    if not part.isdigit() or int(part) > len(items):
+        raise ValueError(f"no item {part}: the list has length {len(items)}, and items are counted from 0")
+    if int(part) == len(items):
+        items.append({})
+    if last:
+        items[int(part)] = value
+    return items[int(part)]
+
+
+def _typed(text: str, expected: Any) -> Any:
+    """Parse an override's text as the schema expects it. If it does not fit, `find_problems` reports it."""
+    try:
+        value: Any = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    candidates = [value, text, *([None] if text.lower() in {"none", "null"} else [])]
+    for candidate in reversed(candidates) if candidates[-1] is None else candidates:
+        try:
+            msgspec.convert(candidate, expected)
+        except msgspec.ValidationError:
+            continue
+        return candidate
+    return value
 
 
 class Loaded(msgspec.Struct, frozen=True, kw_only=True):
@@ -151,7 +208,7 @@ class _Reader:
 def _parse(path: Path) -> Table:
     try:
         if path.exists() and not path.is_file():
-            raise OSError("is no regular file: a run reads its topology anew at each start")  # or it would hang
+            raise OSError("is not a regular file: a run reads its topology again at each start")  # or it would hang
         if (data := path.read_bytes()).startswith(BOMS):
             message = "begins with a byte-order mark (BOM): save it as plain UTF-8, without one"
             raise TopologyError([Problem(key="", message=message, file=str(path))])

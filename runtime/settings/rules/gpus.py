@@ -37,7 +37,7 @@ def _gpus_exist(topology: Topology) -> Iterator[Problem]:
             counts = ", ".join(f"nodes.{node}.gpus = {topology.nodes[node].gpus}" for node in _nodes(beyond))
             yield Problem.of(key, text, f"there is no GPU {show_gpus(beyond)}: {counts}")
         if len(set(gpus)) < len(gpus):
-            yield Problem.of(key, text, "names a GPU twice")
+            yield Problem.of(key, text, "lists a GPU twice")
 
 
 def _gpu_lists(topology: Topology) -> Iterator[tuple[str, str]]:
@@ -56,7 +56,11 @@ def _trainer(topology: Topology) -> Iterator[Problem]:
     if trainer.device == "cpu" and trainer.gpus is not None:
         yield Problem.of("trainer.gpus", trainer.gpus, 'has no meaning with trainer.device = "cpu"')
     if trainer.device == "cuda" and trainer.num_processes > 1:
-        yield Problem.of("trainer.num_processes", trainer.num_processes, "is for the CPU; GPUs get one rank each")
+        yield Problem.of(
+            "trainer.num_processes",
+            trainer.num_processes,
+            'has no meaning with trainer.device = "cuda": each GPU has one rank',
+        )
 
 
 def _layout(topology: Topology) -> Iterator[Problem]:
@@ -83,7 +87,7 @@ def _layout(topology: Topology) -> Iterator[Problem]:
     yield from _dispatcher(layout)
     yield from _stages(topology.trainer)
     yield from _recomputation(layout)
-    yield from _further_tokens(topology.trainer)
+    yield from _mtp_layers(topology.trainer)
 
 
 def _dispatcher(layout: MegatronConfig) -> Iterator[Problem]:
@@ -93,10 +97,12 @@ def _dispatcher(layout: MegatronConfig) -> Iterator[Problem]:
         return
     key = "trainer.megatron.moe_token_dispatcher_type"
     if layout.pipeline_model_parallel_size > 1:
-        yield Problem.of(key, "allgather", 'micro-batches of a pipeline differ in length: "alltoall" takes them')
+        yield Problem.of(
+            key, "allgather", 'needs micro-batches of one length, and those of a pipeline differ; allowed: "alltoall"'
+        )
     sharing = layout.expert_model_parallel_size * (layout.expert_tensor_parallel_size or tensor)
     if sharing > tensor * layout.context_parallel_size:
-        message = 'replicas that share experts have micro-batches of different lengths: "alltoall" takes them'
+        message = 'needs micro-batches of one length, and replicas that share experts differ; allowed: "alltoall"'
         yield Problem.of(key, "allgather", message)
 
 
@@ -107,15 +113,17 @@ def _stages(trainer: TrainerConfig) -> Iterator[Problem]:
     if virtual > 1 and pipeline == 1:
         yield Problem.of(key, virtual, "needs trainer.megatron.pipeline_model_parallel_size above 1")
     if virtual > 1 and pipeline == 2 and trainer.device == "cpu":
-        message = "two pipeline ranks cannot be interleaved on the CPU: gloo mixes up their messages; 4 ranks can"
+        message = (
+            "2 pipeline ranks cannot be interleaved on the CPU, where gloo mixes up their messages; allowed: 4 ranks"
+        )
         yield Problem.of(key, virtual, message)
     if trainer.ddp.overlap_param_gather and not trainer.optimizer.use_distributed_optimizer:
-        message = "needs trainer.optimizer.use_distributed_optimizer: parameters are gathered where they are shared out"
+        message = "needs trainer.optimizer.use_distributed_optimizer, which shards the parameters that are gathered"
         yield Problem.of("trainer.ddp.overlap_param_gather", True, message)
     if trainer.ddp.overlap_param_gather and not trainer.ddp.overlap_grad_reduce:
         yield Problem.of("trainer.ddp.overlap_param_gather", True, "needs trainer.ddp.overlap_grad_reduce")
     if trainer.ddp.pad_buckets_for_high_nccl_busbw and not trainer.optimizer.use_distributed_optimizer:
-        message = "needs trainer.optimizer.use_distributed_optimizer: only then are buckets padded"
+        message = "needs trainer.optimizer.use_distributed_optimizer: buckets are padded only with it"
         yield Problem.of("trainer.ddp.pad_buckets_for_high_nccl_busbw", True, message)
 
 
@@ -123,29 +131,31 @@ def _recomputation(layout: MegatronConfig) -> Iterator[Problem]:
     key = "trainer.megatron.recompute_method"
     full, method, number = layout.recompute_granularity == "full", layout.recompute_method, layout.recompute_num_layers
     if full and (method is None or number is None):
-        message = 'with recompute_granularity = "full" this and recompute_num_layers are needed: "uniform" or "block"'
+        message = (
+            'required, like recompute_num_layers, with recompute_granularity = "full"; allowed: "uniform" or "block"'
+        )
         yield Problem.of(key, method, message)
     if not full and (method is not None or number is not None):
         name, value = ("recompute_method", method) if method is not None else ("recompute_num_layers", number)
-        yield Problem.of(f"trainer.megatron.{name}", value, 'is for trainer.megatron.recompute_granularity = "full"')
+        yield Problem.of(
+            f"trainer.megatron.{name}", value, 'has no effect without trainer.megatron.recompute_granularity = "full"'
+        )
     if layout.recompute_modules is not None and layout.recompute_granularity != "selective":
-        message = 'is for trainer.megatron.recompute_granularity = "selective"'
+        message = 'has no effect without trainer.megatron.recompute_granularity = "selective"'
         yield Problem.of("trainer.megatron.recompute_modules", list(layout.recompute_modules), message)
     if layout.distribute_saved_activations and (not full or layout.sequence_parallel):
-        message = (
-            'is for trainer.megatron.recompute_granularity = "full" without sequence_parallel, which does the same'
-        )
+        message = 'needs trainer.megatron.recompute_granularity = "full" without sequence_parallel, which does the same'
         yield Problem.of("trainer.megatron.distribute_saved_activations", True, message)
 
 
-def _further_tokens(trainer: TrainerConfig) -> Iterator[Problem]:
+def _mtp_layers(trainer: TrainerConfig) -> Iterator[Problem]:
     key, number = "trainer.megatron.mtp_num_layers", trainer.megatron.mtp_num_layers or 0
     if number > 1:
-        yield Problem.of(key, number, "more than one MTP layer cannot be trained: set 1, or leave it unset")
+        yield Problem.of(key, number, "only one MTP layer can be trained; allowed: 1, or unset")
     if number and trainer.megatron.pipeline_model_parallel_size > 1 and trainer.ddp.overlap_grad_reduce:
         message = (
-            "with several pipeline stages needs trainer.ddp.overlap_grad_reduce = false: the last stage's copy of the "
-            "embedding gets no gradient of its own to wait for"
+            "needs trainer.ddp.overlap_grad_reduce = false with several pipeline stages: the embedding's copy on the "
+            "last stage has no gradient that an overlapped reduction could wait for"
         )
         yield Problem.of(key, number, message)
 
@@ -161,7 +171,7 @@ def _engine_sizes(topology: Topology) -> Iterator[Problem]:
         key = f"engines.{name}.num_gpus_per_engine"
         if not gpus:
             if size > 1 and not engine.urls:
-                yield Problem.of(key, size, f"engines.{name}.gpus is not set")
+                yield Problem.of(key, size, f"needs engines.{name}.gpus")
             continue
         on_node = {node: sum(gpu.node == node for gpu in gpus) for node in _nodes(list(gpus))}
         if len(gpus) % size:
@@ -194,20 +204,22 @@ def _colocation(topology: Topology) -> Iterator[Problem]:
         return
     staleness = topology.rollout.max_staleness
     if staleness:
-        message = "colocated engines and trainer take turns: allowed: 0, or engines on GPUs of their own"
+        message = (
+            "colocated engines generate nothing while the trainer trains; allowed: 0, or engines on their own GPUs"
+        )
         yield Problem.of("rollout.max_staleness", staleness, message)
     if topology.trainer.log_probs_ahead:
-        message = "colocated engines have the GPUs while groups are generated: allowed: false"
+        message = "the trainer has no GPU memory while colocated engines generate; allowed: false"
         yield Problem.of("trainer.log_probs_ahead", True, message)
     if topology.trainer.weight_export == "async":
-        message = 'nothing trains beside the copy while colocated engines have their turn: allowed: "live"'
+        message = 'has no effect with colocated engines: nothing trains while they generate; allowed: "live"'
         yield Problem.of("trainer.weight_export", "async", message)
     for name, engine in pools.items():
         if engine.urls:
-            message = "engines that others run are not told to give memory back: allowed: those that the run starts"
+            message = "a run does not release the memory of external engines; allowed: engines that the run starts"
             yield Problem.of(f"engines.{name}.colocate", engine.colocate, message)
         elif (engine.gpus is None) != (topology.trainer.gpus is None):
-            message = "needs engines and trainer in one place: both on GPUs, or both on the CPU"
+            message = "engines and trainer must be on the same device: both on GPUs, or both on the CPU"
             yield Problem.of(f"engines.{name}.colocate", engine.colocate, message)
 
 

@@ -33,15 +33,17 @@ def recipe_problems(recipe: Recipe) -> Iterator[Problem]:
 
 def _batches(recipe: Recipe) -> Iterator[Problem]:
     rollout, steps = recipe.rollout, recipe.algorithm.num_steps_per_rollout
-    batch, asked = rollout.rollout_batch_size, rollout.over_sampling_batch_size
+    batch, requested = rollout.rollout_batch_size, rollout.over_sampling_batch_size
     if not recipe.data:
         yield Problem(key="data", message="at least one [[data]] table is needed")
-    if asked is not None and asked < batch:
+    if requested is not None and requested < batch:
         message = f"must be at least rollout.rollout_batch_size, which is {batch}"
-        yield Problem.of("rollout.over_sampling_batch_size", asked, message)
+        yield Problem.of("rollout.over_sampling_batch_size", requested, message)
     num_samples = batch * rollout.n_samples_per_prompt
     if num_samples % steps:
-        message = f"must divide the samples of a batch, rollout_batch_size x n_samples_per_prompt = {num_samples}"
+        message = (
+            f"must divide the number of samples in a batch, rollout_batch_size x n_samples_per_prompt = {num_samples}"
+        )
         yield Problem.of("algorithm.num_steps_per_rollout", steps, message)
 
 
@@ -75,12 +77,14 @@ def _sources(recipe: Recipe) -> Iterator[Problem]:
         if item.source is None:
             continue
         if item.path is not None:
-            yield Problem.of(f"{key}.source", item.source, f"a source is a file or a function, and {key}.path is set")
+            yield Problem.of(
+                f"{key}.source", item.source, f"{key}.path is set too; allowed: either a file or a function"
+            )
         if len(recipe.data) > 1:
-            message = "must be the only data source: it has no length in proportion to which others could be mixed in"
+            message = "must be the only data source: sources are mixed by their lengths, and a function has none"
             yield Problem.of(f"{key}.source", item.source, message)
         if recipe.rollout.shuffle:
-            message = f"has no effect on {key}.source, which is called with 0, 1, 2 and so on"
+            message = f"has no effect on {key}.source, which is called with 0, 1, 2, ... in order"
             yield Problem.of("rollout.shuffle", recipe.rollout.shuffle, message)
 
 
@@ -96,9 +100,7 @@ def _sampling(recipe: Recipe) -> Iterator[Problem]:
     tables = [("rollout", recipe.rollout.top_k), *((f"eval.{i}", item.top_k) for i, item in enumerate(recipe.eval))]
     for table, top_k in tables:
         if top_k == 0:
-            yield Problem.of(
-                f"{table}.top_k", top_k, "no token would be left to choose from; allowed: -1 (off), or at least 1"
-            )
+            yield Problem.of(f"{table}.top_k", top_k, "no token could be sampled; allowed: -1 (off), or at least 1")
 
 
 def _algorithm(recipe: Recipe) -> Iterator[Problem]:
@@ -107,11 +109,11 @@ def _algorithm(recipe: Recipe) -> Iterator[Problem]:
         yield Problem.of(
             "rollout.n_samples_per_prompt",
             samples,
-            "a group of one minus its own mean is always 0: use at least 2, "
+            "the normalized reward of a group of one is always 0: use at least 2, "
             "or set algorithm.disable_rewards_normalization = true",
         )
     if recipe.model.ref_load is not None and algorithm.kl_loss_coef == 0:
-        message = "no reference model is needed unless algorithm.kl_loss_coef is above 0"
+        message = "has no effect unless algorithm.kl_loss_coef is above 0"
         yield Problem.of("model.ref_load", recipe.model.ref_load, message)
     if algorithm.eps_clip >= 1:
         message = "must be below 1: ratios are clipped at 1 - eps_clip"
@@ -126,36 +128,36 @@ def _demonstrations(recipe: Recipe) -> Iterator[Problem]:
         message = f"must be 1 {why}: a demonstration is one sample"
         yield Problem.of("rollout.n_samples_per_prompt", rollout.n_samples_per_prompt, message)
     if rollout.temperature != 1:
-        message = f"must be 1 {why}: nothing is sampled, and the loss is that of the model itself"
+        message = f"must be 1 {why}: the loss is computed at temperature 1"
         yield Problem.of("rollout.temperature", rollout.temperature, message)
     if rollout.dynamic_filter is not None:
-        message = f"has nothing to judge {why}: demonstrations have no reward"
+        message = f"has no effect {why}: demonstrations have no reward"
         yield Problem.of("rollout.dynamic_filter", rollout.dynamic_filter, message)
     if rollout.over_sampling_filter is not None:
-        message = f"has nothing to compare {why}: demonstrations have no reward"
+        message = f"has no effect {why}: demonstrations have no reward"
         yield Problem.of("rollout.over_sampling_filter", rollout.over_sampling_filter, message)
     if rollout.on_surplus != "train":
-        message = f"would leave demonstrations out {why}, which no weights have sampled"
+        message = f'would drop demonstrations {why}; allowed: "train"'
         yield Problem.of("rollout.on_surplus", rollout.on_surplus, message)
     without_effect = ("kl_loss_coef", "entropy_coef", "use_routing_replay", "use_rollout_routing_replay")
     for key in without_effect:
         if value := getattr(algorithm, key):
             yield Problem.of(f"algorithm.{key}", value, f"has no effect {why}")
     for index, item in enumerate(recipe.eval):
-        message = f"no engine runs {why}: evaluate the exported model (train.save_hf) in a run with engines"
+        message = f"not possible {why}, which runs no engine: evaluate the exported model (train.save_hf)"
         yield Problem.of(f"eval.{index}.name", item.name, message)
 
 
 def _masks(recipe: Recipe) -> Iterator[Problem]:
     rollout = recipe.rollout
     if rollout.stale_tokens == "mask" and rollout.max_token_staleness is None:
-        message = "has no effect unless rollout.max_token_staleness says from when on"
+        message = "has no effect without rollout.max_token_staleness, which sets the age to mask from"
         yield Problem.of("rollout.stale_tokens", rollout.stale_tokens, message)
     never_resumed = rollout.on_halt != "resume" and rollout.on_weight_update == "drain"
     if rollout.mask_off_policy and never_resumed and rollout.custom_generate is None:
         message = (
             f'has no effect with rollout.on_halt = "{rollout.on_halt}" and rollout.on_weight_update = "drain": '
-            "every sample is then of one set of weights"
+            "each sample is then generated by one weight version"
         )
         yield Problem.of("rollout.mask_off_policy", True, message)
 
@@ -163,7 +165,7 @@ def _masks(recipe: Recipe) -> Iterator[Problem]:
 def _weight_updates(recipe: Recipe) -> Iterator[Problem]:
     rollout = recipe.rollout
     if rollout.on_weight_update != "drain" and not rollout.max_staleness:
-        message = "has no effect with rollout.max_staleness = 0: nothing runs while engines take new weights"
+        message = "has no effect with rollout.max_staleness = 0: no request runs during a weight update"
         yield Problem.of("rollout.on_weight_update", rollout.on_weight_update, message)
 
 
@@ -182,10 +184,10 @@ def _schedule(recipe: Recipe) -> Iterator[Problem]:
 def _length(recipe: Recipe) -> Iterator[Problem]:
     train = recipe.train
     if not train.num_steps and train.num_epoch is None:
-        message = "no train step, unless train.num_epoch says how many: set one of them to 1 or more"
+        message = "the run has no length: set this or train.num_epoch to 1 or more"
         yield Problem.of("train.num_steps", 0, message)
     if train.num_steps and train.num_epoch is not None:
-        message = f"a run is as long as train.num_steps = {train.num_steps} or train.num_epoch says; unset one"
+        message = f"train.num_steps = {train.num_steps} also sets the length of the run; unset one of them"
         yield Problem.of("train.num_epoch", train.num_epoch, message)
     if train.num_epoch is not None and any(item.source is not None for item in recipe.data):
         message = "a function as data source has no length; set train.num_steps"
@@ -197,7 +199,7 @@ def _names(recipe: Recipe) -> Iterator[Problem]:
         seen: set[str] = set()
         for index, item in enumerate(items):
             if item.name in seen:
-                yield Problem.of(f"{table}.{index}.name", item.name, f"another [[{table}]] has this name")
+                yield Problem.of(f"{table}.{index}.name", item.name, f"another [[{table}]] table has this name")
             seen.add(item.name)
 
 
@@ -219,5 +221,5 @@ def _events(recipe: Recipe) -> Iterator[Problem]:
         most = (MAX_EVENT_BYTES - EVENT_ROOM_BYTES) // event.each_bytes
         if event.number > most:
             size = show_bytes(event.number * event.each_bytes)
-            message = f"could make an event ({event.events}) of {size}; {show_bytes(MAX_EVENT_BYTES)} are taken"
+            message = f"could make an event ({event.events}) of {size}, over the limit of {show_bytes(MAX_EVENT_BYTES)}"
             yield Problem.of(event.key, event.number, f"{message}; allowed: at most {most}")

@@ -11,20 +11,20 @@ from runtime.settings.sizes import MAX_MESSAGE_BYTES, needed_sizes, show_bytes
 from runtime.settings.topology import EngineConfig, Topology, answers_are_recorded, sglang_arguments
 
 SET_ELSEWHERE = {  # SGLang arguments that the run sets itself, and their source
-    "api_key": "a run makes the key of its engines and router itself",
-    "admin_api_key": "a run makes the key of its engines and router itself",
-    "model": "is model.hf_checkpoint",
-    "model_path": "is model.hf_checkpoint",
-    "trust_remote_code": "is model.trust_remote_code",
-    "host": "engines listen where their node daemon says",
-    "port": "engines listen where their node daemon says",
-    "nnodes": "is num_processes of the pool",
-    "node_rank": "is the number of the process",
-    "dist_init_addr": "processes of an engine meet where their node daemon says",
-    "config": "its keys stand in this table",
-    "random_seed": "is run.seed, and the number of the engine on top",
-    "context_length": "is rollout.max_context_len",
-    "max_total_tokens": "is max_total_tokens of the pool",
+    "api_key": "the run generates the key of its engines and router",
+    "admin_api_key": "the run generates the key of its engines and router",
+    "model": "set model.hf_checkpoint instead",
+    "model_path": "set model.hf_checkpoint instead",
+    "trust_remote_code": "set model.trust_remote_code instead",
+    "host": "the node daemon assigns the addresses of engines",
+    "port": "the node daemon assigns the addresses of engines",
+    "nnodes": "set num_processes of the pool instead",
+    "node_rank": "it follows from the number of the process",
+    "dist_init_addr": "the node daemon assigns the rendezvous address of an engine's processes",
+    "config": "set its keys in this table instead",
+    "random_seed": "it is run.seed plus the number of the engine",
+    "context_length": "set rollout.max_context_len instead",
+    "max_total_tokens": "set max_total_tokens of the pool instead",
 }
 DETERMINISTIC = ("enable_deterministic_inference", "rl_on_policy_target")  # arguments that make SGLang follow seeds
 SET_BY_US = ("CUDA_VISIBLE_DEVICES", "PHYSARUM_")  # variables or their prefixes
@@ -35,7 +35,7 @@ TINY_ENGINE_CONCURRENCY = 4096  # the maximum that the tiny engine accepts
 
 def topology_problems(topology: Topology) -> Iterator[Problem]:
     """Yield problems of a topology's tables; those of GPUs are in gpus.py."""
-    for rule in (_group_graders, _bus, _addresses, _placed, _sizes, _engines, _shares, _load, _ahead):
+    for rule in (_group_graders, _bus, _addresses, _placed, _sizes, _engines, _shares, _load, _precomputed):
         yield from rule(topology)
 
 
@@ -46,7 +46,7 @@ def _group_graders(topology: Topology) -> Iterator[Problem]:
     for index, item in enumerate(topology.eval):
         name = eval_data(topology, item).rm_type
         if name in graders and ":" in (name or ""):
-            message = "grades whole groups (reward.group_rm), but evaluation is scored sample by sample: name another"
+            message = "grades whole groups (reward.group_rm), but evaluation grades single samples: name another grader"
             yield Problem.of(f"eval.{index}.rm_type", name, message)
 
 
@@ -55,15 +55,21 @@ def _bus(topology: Topology) -> Iterator[Problem]:
     if not nodes:
         yield Problem(key="nodes", message="at least one node is needed")
     if bus.node is not None and bus.url is not None:
-        yield Problem.of("bus.node", bus.node, "no node starts a server when bus.url names an existing one")
+        yield Problem.of("bus.node", bus.node, "has no effect with bus.url, which names an existing server")
     elif bus.node is not None and bus.node not in nodes:
         yield Problem.of("bus.node", bus.node, f"no such node; allowed: {', '.join(nodes)}")
     elif bus.node is None and bus.url is None and len(nodes) > 1:
-        yield Problem(key="bus", message="with several nodes, bus.node or bus.url says where the NATS server is")
+        yield Problem(
+            key="bus", message="a topology with several nodes needs bus.node or bus.url, which places the NATS server"
+        )
     if bus.port is not None and bus.url is not None:
-        yield Problem.of("bus.port", bus.port, "the port belongs into bus.url")
+        yield Problem.of("bus.port", bus.port, "has no effect with bus.url: put the port into the URL")
     if bus.credentials is not None and bus.url is None:
-        yield Problem.of("bus.credentials", bus.credentials, "is for bus.url; a server of our own makes its password")
+        yield Problem.of(
+            "bus.credentials",
+            bus.credentials,
+            "has no effect without bus.url: the run generates the password of its own server",
+        )
 
 
 def _addresses(topology: Topology) -> Iterator[Problem]:
@@ -119,13 +125,13 @@ def _sizes(topology: Topology) -> Iterator[Problem]:
         given: int | None = getattr(topology.bus, name)
         least: int = getattr(needed, name)
         if given is not None and given < least:
-            message = f"too small: this recipe can need {least} ({show_bytes(least)}); unset, it is derived"
+            message = f"too small: this recipe can need {least} ({show_bytes(least)}); unset it to have it derived"
             yield Problem.of(f"bus.{name}", given, message)
     largest = max(needed.max_payload_bytes, topology.bus.max_payload_bytes or 0)
     if largest > MAX_MESSAGE_BYTES:
         message = (
-            f"a prompt group of this size can make a message of {show_bytes(largest)}; "
-            f"the server carries {show_bytes(MAX_MESSAGE_BYTES)}"
+            f"a prompt group of this size can need a message of {show_bytes(largest)}, "
+            f"over the server's limit of {show_bytes(MAX_MESSAGE_BYTES)}"
         )
         yield Problem.of("rollout.max_response_len", topology.rollout.max_response_len, message)
 
@@ -134,7 +140,7 @@ def _engines(topology: Topology) -> Iterator[Problem]:
     if POLICY not in topology.engines and not answers_are_recorded(topology):
         message = (
             "missing: the pool that generates the samples to train on; "
-            'only demonstrations (algorithm.loss_type = "sft_loss") do without'
+            'only demonstrations (algorithm.loss_type = "sft_loss") need none'
         )
         yield Problem(key=f"engines.{POLICY}", message=message)
     for name, engine in topology.engines.items():
@@ -151,7 +157,7 @@ def _engines(topology: Topology) -> Iterator[Problem]:
 
 def _engine(engine: EngineConfig, key: str) -> Iterator[Problem]:
     if engine.urls and engine.gpus is not None:
-        yield Problem.of(f"{key}.gpus", engine.gpus, f"engines that run already ({key}.urls) bring their own")
+        yield Problem.of(f"{key}.gpus", engine.gpus, f"has no effect on external engines ({key}.urls)")
     if engine.kind == "tiny" and engine.gpus is not None:
         yield Problem.of(f"{key}.gpus", engine.gpus, 'kind = "tiny" runs on the CPU')
     if engine.kind == "tiny" and engine.sglang:
@@ -162,16 +168,20 @@ def _engine(engine: EngineConfig, key: str) -> Iterator[Problem]:
     if engine.kind == "tiny" and engine.python is not None:
         yield Problem.of(f"{key}.python", engine.python, 'has no meaning with kind = "tiny"')
     if engine.kind == "tiny" and engine.concurrency > TINY_ENGINE_CONCURRENCY:
-        message = f'kind = "tiny" takes at most {TINY_ENGINE_CONCURRENCY} at once'
+        message = f'allowed with kind = "tiny": at most {TINY_ENGINE_CONCURRENCY}'
         yield Problem.of(f"{key}.concurrency", engine.concurrency, message)
     if engine.gpus is not None and engine.num_engines > 1:
-        yield Problem.of(f"{key}.num_engines", engine.num_engines, "follows from gpus and num_gpus_per_engine")
+        yield Problem.of(
+            f"{key}.num_engines",
+            engine.num_engines,
+            "has no effect with gpus: the number of engines follows from gpus and num_gpus_per_engine",
+        )
 
 
 def _processes(engine: EngineConfig, key: str) -> Iterator[Problem]:
     number, gpus = engine.num_processes, engine.num_gpus_per_engine
     if number > 1 and (engine.kind == "tiny" or engine.urls):
-        yield Problem.of(f"{key}.num_processes", number, 'is for engines of kind = "sglang" that a run starts')
+        yield Problem.of(f"{key}.num_processes", number, 'needs engines of kind = "sglang" that the run starts')
     elif number > 1 and engine.gpus is not None and gpus % number:
         yield Problem.of(f"{key}.num_processes", number, f"does not divide the {gpus} GPUs of an engine")
 
@@ -188,16 +198,16 @@ def _seeds(engine: EngineConfig, key: str) -> Iterator[Problem]:
 
 def _environment(engine: EngineConfig, key: str) -> Iterator[Problem]:
     if engine.env and engine.urls:
-        yield Problem.of(f"{key}.env", engine.env, f"engines that run already ({key}.urls) have their own")
+        yield Problem.of(f"{key}.env", engine.env, f"has no effect on external engines ({key}.urls)")
     for name in sorted(engine.env):
         if name.startswith(SET_BY_US):
-            yield Problem.of(f"{key}.env.{name}", engine.env[name], "a run sets this variable itself")
+            yield Problem.of(f"{key}.env.{name}", engine.env[name], "not allowed here: the run sets this variable")
 
 
 def _shares(topology: Topology) -> Iterator[Problem]:
     roles = [role for shared in topology.share for role in shared]
     for role in dict.fromkeys(role for role in roles if roles.count(role) > 1):
-        yield Problem.of("share", topology.share, f"{role} is in two processes; each actor may be named once")
+        yield Problem.of("share", topology.share, f"{role} is listed twice; list each actor at most once")
 
 
 def _load(topology: Topology) -> Iterator[Problem]:
@@ -205,7 +215,7 @@ def _load(topology: Topology) -> Iterator[Problem]:
         yield Problem.of("trainer.load_weights_only", True, "has no effect without trainer.load")
 
 
-def _ahead(topology: Topology) -> Iterator[Problem]:
+def _precomputed(topology: Topology) -> Iterator[Problem]:
     if (
         not topology.trainer.log_probs_ahead
         or topology.algorithm.kl_loss_coef > 0
@@ -213,8 +223,8 @@ def _ahead(topology: Topology) -> Iterator[Problem]:
     ):
         return
     message = (
-        "has nothing to compute: it is for algorithm.kl_loss_coef above 0, and for the old policy's log-probs with "
-        "algorithm.num_steps_per_rollout above 1, without algorithm.use_rollout_logprobs or replayed experts, at "
-        "rollout.max_staleness = 0"
+        "has no log-probs to compute: it needs algorithm.kl_loss_coef above 0, or log-probs of the old policy. Those "
+        "need algorithm.num_steps_per_rollout above 1 and rollout.max_staleness = 0, without "
+        "algorithm.use_rollout_logprobs or replayed experts"
     )
     yield Problem.of("trainer.log_probs_ahead", True, message)

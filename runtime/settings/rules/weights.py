@@ -26,16 +26,16 @@ def transport_problems(topology: Topology) -> Iterator[Problem]:
         if engine.weight_transport == "ipc":
             yield from _by_handles(engine, key)
         if engine.weight_transport == "collective" and engine.colocate is not None:
-            message = "engines on the trainer's GPUs cannot be in a process group with it; allowed there: disk, ipc"
+            message = "colocated engines cannot join a process group with the trainer; allowed: disk, ipc"
             yield Problem.of(f"{key}.weight_transport", engine.weight_transport, message)
         if engine.weight_transport == "collective":
             yield from _in_groups(topology, engine, key)
         if engine.weight_transport != "disk":
-            yield from _in_sessions(engine, key)
+            yield from _one_replica(engine, key)
         yield from _in_format(engine, key)
-        yield from _as_changes(topology, engine, key)
+        yield from _deltas(topology, engine, key)
         if engine.local_copy:
-            yield from _in_copies(engine, key)
+            yield from _local_copies(engine, key)
         yield from _rolling(engine, key)
         yield from _in_place(topology, engine, key)
         if engine.start_weights == "peer":
@@ -53,34 +53,38 @@ def _in_place(topology: Topology, engine: EngineConfig, key: str) -> Iterator[Pr
         return
     if not any(name == "disable_radix_cache" and value is True for name, _, value in sglang_arguments(engine)):
         message = (
-            "requests that wait at an engine would use prefixes that older weights computed, labelled with the new "
-            f'ones: needs {key}.sglang.disable_radix_cache = true; allowed otherwise: "drain", "abort", "retract"'
+            "waiting requests would reuse the prefix cache of older weights, with tokens labelled as of the new ones: "
+            f'needs {key}.sglang.disable_radix_cache = true; allowed otherwise: "drain", "abort", "retract"'
         )
         yield Problem.of("rollout.on_weight_update", mode, message)
 
 
-def _as_changes(topology: Topology, engine: EngineConfig, key: str) -> Iterator[Problem]:
+def _deltas(topology: Topology, engine: EngineConfig, key: str) -> Iterator[Problem]:
     """Yield problems of deltas: the node daemon applies them to files, and only for engines that it starts."""
     interval = topology.trainer.full_export_interval
     if interval == 1 or answers_are_recorded(topology):
         return
     if engine.weight_transport != "disk":
-        message = f'changes are published in files: needs {key}.weight_transport = "disk"; allowed otherwise: 1'
+        message = f'deltas are published as files: needs {key}.weight_transport = "disk"; allowed otherwise: 1'
         yield Problem.of("trainer.full_export_interval", interval, message)
     if engine.colocate is not None:
-        message = f"needs engines with memory of their own, {key}.colocate left out; allowed otherwise: 1"
+        message = f"deltas need engines on their own GPUs ({key}.colocate unset); allowed otherwise: 1"
         yield Problem.of("trainer.full_export_interval", interval, message)
     if engine.urls:
-        message = "no node daemon of the run is there to apply changes: needs trainer.full_export_interval = 1"
+        message = (
+            "no node daemon of the run applies deltas for external engines: needs trainer.full_export_interval = 1"
+        )
         yield Problem.of(f"{key}.urls", list(engine.urls), message)
 
 
-def _in_copies(engine: EngineConfig, key: str) -> Iterator[Problem]:
+def _local_copies(engine: EngineConfig, key: str) -> Iterator[Problem]:
     if engine.weight_transport != "disk":
-        message = f'only files are copied: needs {key}.weight_transport = "disk"; allowed otherwise: false'
+        message = (
+            f'local copies are made of files only: needs {key}.weight_transport = "disk"; allowed otherwise: false'
+        )
         yield Problem.of(f"{key}.local_copy", True, message)
     if engine.urls:
-        message = f"no node daemon of the run is there to copy: needs {key}.local_copy = false"
+        message = f"no node daemon of the run copies files for external engines: needs {key}.local_copy = false"
         yield Problem.of(f"{key}.urls", list(engine.urls), message)
 
 
@@ -90,7 +94,7 @@ def _rolling(engine: EngineConfig, key: str) -> Iterator[Problem]:
     if groups == 1:
         return
     if engine.colocate is not None:
-        message = "no engine serves while those in the trainer's memory take weights; allowed there: 1"
+        message = "colocated engines are updated together, while none serves; allowed: 1"
         yield Problem.of(f"{key}.update_groups", groups, message)
         return
     try:
@@ -98,7 +102,7 @@ def _rolling(engine: EngineConfig, key: str) -> Iterator[Problem]:
     except ValueError:  # another rule reports the GPU list
         return
     if groups > number:
-        yield Problem.of(f"{key}.update_groups", groups, f"the pool has {number}; allowed: 1 to the number of engines")
+        yield Problem.of(f"{key}.update_groups", groups, f"is above the number of engines in the pool, {number}")
 
 
 def _from_peers(engine: EngineConfig, key: str) -> Iterator[Problem]:
@@ -114,21 +118,23 @@ def _from_peers(engine: EngineConfig, key: str) -> Iterator[Problem]:
         yield refused("needs engines of SGLang on GPUs that the run starts")
         return
     if engine.colocate is not None:
-        yield refused(f"engines in the trainer's memory give their weights back: needs {key}.colocate left out")
+        yield refused(
+            f"colocated engines release their weights, so a peer has none to send: needs {key}.colocate unset"
+        )
     if engine.num_processes > 1:
-        yield refused(f"each process of an engine would choose for itself: needs {key}.num_processes = 1")
+        yield refused(f"each process of an engine would choose its own peer: needs {key}.num_processes = 1")
     if engine.weight_format == "fp8":
-        yield refused(f"SGLang sends no scales: needs {key}.weight_format other than fp8")
+        yield refused(f"SGLang does not send FP8 scales: needs {key}.weight_format other than fp8")
     if engine.verify != "always":
-        yield refused(f'what a peer sent is compared with its checksum: needs {key}.verify = "always"')
+        yield refused(f'received weights are verified by their checksum: needs {key}.verify = "always"')
     if not _has_two_on_a_node(engine):
-        yield refused("an engine's peers are those of its node, and no node has two")
+        yield refused("peers are engines of one node, and no node has two engines of this pool")
     for name, spelled, value in sglang_arguments(engine):
         if name in (*STAGES, *REPLICAS) and value != 1:
-            message = f'with {key}.start_weights = "peer": allowed: 1'
+            message = f'allowed with {key}.start_weights = "peer": 1'
             yield Problem.of(f"{key}.sglang.{spelled}", value, message)
         elif name in NOT_FROM_PEERS or name.startswith(("remote_instance_weight_loader_", "speculative_")):
-            message = f'not with {key}.start_weights = "peer"; allowed: left out'
+            message = f'not allowed with {key}.start_weights = "peer"; remove it'
             yield Problem.of(f"{key}.sglang.{spelled}", value, message)
 
 
@@ -152,7 +158,8 @@ def _in_groups(topology: Topology, engine: EngineConfig, key: str) -> Iterator[P
     away = [url for url in engine.urls if urlsplit(url).hostname not in LOOPBACK]
     if away and not is_networked(topology):
         message = (
-            f'the trainer cannot be reached from there: needs {key}.weight_transport = "disk", or urls of 127.0.0.1'
+            "these engines cannot reach the trainer at 127.0.0.1: "
+            f'needs {key}.weight_transport = "disk", or urls of 127.0.0.1'
         )
         yield Problem.of(f"{key}.urls", list(engine.urls), message)
 
@@ -161,14 +168,16 @@ def _by_handles(engine: EngineConfig, key: str) -> Iterator[Problem]:
     """Refuse pipeline stages: SGLang passes one handle to all stages, but it is valid on one GPU only."""
     for name, spelled, value in sglang_arguments(engine):
         if engine.gpus is not None and name in STAGES and value != 1:
-            message = f'handles are of one pipeline stage; allowed: 1, or {key}.weight_transport = "disk"'
+            message = (
+                f'a memory handle is valid for one pipeline stage only; allowed: 1, or {key}.weight_transport = "disk"'
+            )
             yield Problem.of(f"{key}.sglang.{spelled}", value, message)
 
 
-def _in_sessions(engine: EngineConfig, key: str) -> Iterator[Problem]:
+def _one_replica(engine: EngineConfig, key: str) -> Iterator[Problem]:
     for name, spelled, value in sglang_arguments(engine):
         if name in REPLICAS and value != 1:
-            message = f'SGLang updates engines of one replica only; allowed: 1, or {key}.weight_transport = "disk"'
+            message = f'SGLang updates only engines with one replica; allowed: 1, or {key}.weight_transport = "disk"'
             yield Problem.of(f"{key}.sglang.{spelled}", value, message)
 
 
@@ -181,7 +190,7 @@ def _in_format(engine: EngineConfig, key: str) -> Iterator[Problem]:
         yield Problem.of(f"{key}.weight_format", "fp8", message)
     for name, spelled, value in sglang_arguments(engine):
         if name == "json_model_override_args" and not _leaves_it(value):
-            message = f'with {key}.weight_format = "fp8": allowed: a table without quantization_config'
+            message = f'allowed with {key}.weight_format = "fp8": a table without quantization_config'
             yield Problem.of(f"{key}.sglang.{spelled}", value, message)
 
 

@@ -60,7 +60,7 @@ class Rule(FlagAnswer, frozen=True, kw_only=True, forbid_unknown_fields=True):
     into: bool = False
 
     def answer_for(self, flag: str) -> FlagAnswer:
-        """Return the equivalent of one flag of the family."""
+        """Return the equivalent here of one of the flags that this rule covers."""
         if not self.into:
             return self
         name = flag[len(next((prefix for prefix in self.prefixes if flag.startswith(prefix)), "")) :]
@@ -111,7 +111,7 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
 
 @cache
 def from_slime() -> FromSlime:
-    """Return the data, read once.
+    """Return slime's flags with their equivalents here. The data file is read once.
 
     Raises:
         msgspec.ValidationError: the data file is invalid.

@@ -20,7 +20,7 @@ def slime_grader_hint(name: str) -> str | None:
     return (
         None
         if grader is None or grader.key == name
-        else f"slime's {name} is not built yet: {plain_text(grader.remark)};"
+        else f"slime's {name} is not implemented yet: {plain_text(grader.remark)};"
     )
 
 
@@ -36,7 +36,7 @@ def hint(key: str, siblings: Sequence[str], keys: Sequence[str]) -> str | None:
     below_its_prefix = find_flag(f"{table.partition('.')[0]}-{name}")
     found = find_flag(name) if name.startswith("-") else below_its_prefix or find_flag(name)
     if found is not None:
-        return _say(found, table)
+        return _text_of(found, table)
     plain = spelled_as_flag(name).replace("-", "_").lower()
     if plain in siblings:
         return f"did you mean {plain}?"
@@ -54,15 +54,15 @@ def flag_hint(key: str) -> str | None:
     found = find_flag(name) or find_by_rule(name)
     if found is None or (table.startswith(ENGINES) and found.whose == OF_TRAINERS):
         return None
-    return _say(found, table)
+    return _text_of(found, table)
 
 
-def _say(found: Found, table: str) -> str:
+def _text_of(found: Found, table: str) -> str:
     answer, flag = found.answer, f"{found.whose}'s --{found.flag}"
     remark = plain_text(answer.remark)
     if answer.key is not None:
         return f"{flag} is {_beside(answer.key, table)} here" + (f" ({remark})" if remark else "")
-    return f"{flag} {'has no key here' if answer.no is not None else 'is not built yet'}: {remark}"
+    return f"{flag} {'has no key here' if answer.no is not None else 'is not implemented yet'}: {remark}"
 
 
 def _beside(key: str, table: str) -> str:

@@ -59,18 +59,18 @@ def test_the_ledger_says_what_it_lacks() -> None:
     rest = (*second, *judged, trained(1), announced(3, 2))
     assert words(*full, *rest) == "the last checkpoint"
     saved = CheckpointSaved(step=2, incarnation=1, path="c", oldest_step=0, took_s=0.1)
-    assert words(*full, *rest, saved) == "running groups to end"
+    assert words(*full, *rest, saved) == "the running groups to end"
 
 
 def test_what_takes_a_moment_only_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     doing = Activity()
-    with doing("the data to be read"):
+    with doing("the data to be loaded"):
         now += 0.5
         assert doing.words() == ""
         now += 3.0
-        assert doing.words() == "the data to be read, for 3.5s"
+        assert doing.words() == "the data to be loaded, for 3.5s"
     assert doing.words() == ""
 
 

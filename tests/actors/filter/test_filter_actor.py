@@ -126,4 +126,4 @@ async def test_a_filter_that_takes_its_time_is_named(bus: Bus, tmp_path: Path) -
         assert actor.waits_for() == "completed groups"
         await complete(bus, 7, [1.0])
         await eventually(lambda: actor.waits_for() != "completed groups")
-        assert actor.waits_for().startswith(f"the filter {tmp_path}/mine.py:hangs, which has group 7 for ")
+        assert actor.waits_for().startswith(f"the filter {tmp_path}/mine.py:hangs, judging group 7 for ")

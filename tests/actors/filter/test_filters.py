@@ -145,7 +145,7 @@ def test_by_default_everything_is_kept(name: str | None) -> None:
 
 
 def test_an_unknown_filter_is_refused_with_the_nearest_name() -> None:
-    with pytest.raises(ValueError, match=r"did you mean 'nonzero_std'\? built in are none, nonzero_std"):
+    with pytest.raises(ValueError, match=r"did you mean 'nonzero_std'\? allowed: none, nonzero_std"):
         find_filter("non_zero_std")
 
 

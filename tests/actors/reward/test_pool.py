@@ -114,7 +114,7 @@ async def test_what_is_too_large_for_a_frame_fails_its_group_and_nothing_else() 
         one_by_one = await tell(pool, *(["abc"] * 5), grader=LENGTH, row=row)
         stats = pool.stats()
     assert [graded.error for graded in large] == [large[0].error] * 3
-    assert "too large for a grader process: 120" in str(large[0].error)
+    assert "too large for a grader process: a frame of 120" in str(large[0].error)
     assert [graded.error for graded in (*fitting, *one_by_one)] == [None] * 7
     assert (stats["num_starts"], stats["num_failed_scores"]) == (1, 3)
 

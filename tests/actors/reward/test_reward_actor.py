@@ -187,8 +187,8 @@ async def test_code_that_the_topology_does_not_name_is_not_run(bus: Bus, asker: 
         (by_module,) = await asker.scores("tests.actors.reward.user_graders:length", "r")
         (built_in,) = await asker.scores("positional_match", "7", label="7")
         await until_work_is_done(bus)
-    assert by_file.error == f"'{foreign}:f' is no built-in grader, and the topology does not name it"
-    assert "the topology does not name it" in str(by_module.error)
+    assert by_file.error == f"'{foreign}:f' is neither a built-in grader nor named by the topology"
+    assert "nor named by the topology" in str(by_module.error)
     assert built_in.reward == 1.0
     assert not (tmp_path / "ran").exists()
 
@@ -249,7 +249,7 @@ async def test_a_grader_that_takes_its_time_is_named(bus: Bus, asker: Asker, tmp
         waits = actor.waits_for()
         await anyio.Path(tmp_path / "go").touch()
         await until_work_is_done(bus)
-    assert waits.startswith("graders, with 1 score request in hand; own-as_told has the oldest for ")
+    assert waits.startswith("graders: 1 score request; own-as_told has been grading the oldest for ")
 
 
 async def test_a_stopped_actor_gives_its_requests_back_at_once(bus: Bus, asker: Asker, tmp_path: Path) -> None:

@@ -156,7 +156,9 @@ async def test_a_grader_that_dies_by_a_signal_is_told_of_by_its_name() -> None:
 
 async def refused() -> None:
     """Where this kernel isolates nobody, it is said at the start, with the reason."""
-    with pytest.raises(GraderUnusableError, match=r'reward\.sandbox = "isolated": this machine refuses: .+'):
+    with pytest.raises(
+        GraderUnusableError, match=r'reward\.sandbox = "isolated": this machine cannot isolate graders: .+'
+    ):
         await graded_by("status", sandbox=Sandbox(kind="isolated"))
 
 
@@ -221,4 +223,6 @@ async def test_an_isolated_grader_reaches_no_socket_that_has_a_path(kind: Any, t
 
 def test_a_machine_whose_calls_are_not_known_cannot_isolate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("platform.machine", lambda: "s390x")
-    assert str(isolation.attempted(seccomp.refuse_foreign_sockets)).startswith("s390x: its system calls are known for")
+    assert str(isolation.attempted(seccomp.refuse_foreign_sockets)).startswith(
+        "s390x: system calls can be filtered only on"
+    )

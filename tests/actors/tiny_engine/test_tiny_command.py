@@ -98,7 +98,7 @@ def test_a_port_in_use_is_refused(tmp_path: Path) -> None:
 
 def test_a_context_longer_than_the_models_is_refused(tmp_path: Path) -> None:
     write_config(tmp_path)
-    assert "ends at 512" in refused("--model-path", str(tmp_path), "--context-length", "513", *DUMMY)
+    assert "context has 512 tokens" in refused("--model-path", str(tmp_path), "--context-length", "513", *DUMMY)
 
 
 def test_bad_flags_are_refused_with_the_range(tmp_path: Path) -> None:

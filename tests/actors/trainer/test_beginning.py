@@ -130,7 +130,7 @@ def test_what_no_run_can_begin_from_is_refused(
     refused(tmp_path / "empty", "neither a run with a complete checkpoint nor a complete checkpoint")
     refused(tmp_path / "other", "trained in float32, .* model.dtype = bfloat16", model={"dtype": "bfloat16"})
     (model_dir / "config.json").write_bytes(msgspec.json.encode(TINY | {"hidden_size": 24}))
-    says = "of another model: hidden_size is 16 there, and 24 here"
+    says = "of another model: hidden_size is 16 in the checkpoint, and 24 in config.json"
     refused(tmp_path / "other", says)
     refused(tmp_path / "other", says, trainer={"load_weights_only": True})
     path, saved = checkpoint_at(tmp_path / "other")
@@ -139,7 +139,7 @@ def test_what_no_run_can_begin_from_is_refused(
     refused(tmp_path / "other", r"run\.json cannot be read")
     said = msgspec.json.format(msgspec.json.encode(saved))
     (path / RUN_FILE).write_bytes(said.replace(b'"step": 2', b'"step": 3'))
-    refused(tmp_path / "other", r"step-00000002 is damaged: run\.json does not have the sha256")
+    refused(tmp_path / "other", r"step-00000002 is damaged: the sha256 of run\.json differs")
     (path / RUN_FILE).write_bytes(said)
     (path / "common.pt").write_bytes(b"half")
     refused(tmp_path / "other", r"step-00000002 is damaged: common\.pt has 4 bytes")

@@ -47,7 +47,7 @@ def test_an_exported_model_computes_in_transformers_what_the_trainer_does(
     save(engine, step=1, incarnation=1)
     expected = engine.publish(1, confirmed=0).probe
     assert expected is not None
-    told = export_run(tmp_path / "run", tmp_path / "out").told
+    told = export_run(tmp_path / "run", tmp_path / "out").description
     assert told == "checkpoint of step 1"
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     tokens = torch.tensor([expected.token_ids])
@@ -93,7 +93,7 @@ def test_without_a_checkpoint_the_newest_published_weights_are_taken(
 ) -> None:
     engine = make_run()
     published = [engine.publish(version, confirmed=0).path for version in (1, 2)]
-    assert export_run(tmp_path / "run", tmp_path / "out").told == "published weights of version 2"
+    assert export_run(tmp_path / "run", tmp_path / "out").description == "published weights of version 2"
     assert published[1] is not None
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == (published[1] / "model.safetensors").read_bytes()
     assert (tmp_path / "out" / "tokenizer.json").is_file()
@@ -133,13 +133,13 @@ def test_what_cannot_be_exported_is_refused_with_what_there_is(
         export_run(run, out, step=4)
     out.mkdir()
     (out / "precious").touch()
-    with pytest.raises(CannotExport, match="is there already"):
+    with pytest.raises(CannotExport, match="already exists"):
         export_run(run, out)
     (model_dir / "config.json").unlink()
     with pytest.raises(CannotExport, match=r"model\.hf_checkpoint, has no config\.json any more"):
         export_run(run, tmp_path / "other")
     (run / "topology.json").unlink()
-    with pytest.raises(CannotExport, match=r"topology\.json is not there"):
+    with pytest.raises(CannotExport, match=r"topology\.json is missing"):
         export_run(run, tmp_path / "other")
     assert [path.name for path in out.iterdir()] == ["precious"]
     assert not (tmp_path / "other").exists()

@@ -155,7 +155,7 @@ async def test_steps_that_no_checkpoint_and_no_batch_holds_any_more_end_the_trai
     for event in (trained, CheckpointSaved(step=1, incarnation=1, path="", oldest_step=1, took_s=0.0)):
         await bus.publish(event)
     (error,) = await errors_of(topology, bus, tmp_path / "run")
-    assert "contains 0 train steps, and the log has no batch of step 0 any more" in str(error)
+    assert "contains 0 train steps, but the log no longer has the batch of step 0" in str(error)
 
 
 def asked(step: int) -> CheckpointRequested:
@@ -218,10 +218,10 @@ async def test_a_trainer_says_which_batch_it_waits_for(topology: Topology, bus: 
     async with running(topology, bus, tmp_path / "run"):
         await publish_batch(bus, 0)
         await said_until(bus, WeightsAnnounced, 2)
-        await told("batch 1, since 0 s")
+        await told("batch 1, for 0 s")
         groups = await publish_groups(bus, 1)
         await bus.publish(BatchReady(incarnation=1, step=1, groups=(replace(groups[0], event_seq=1), *groups[1:])))
-        await told("batch 1, which is made again as payloads of it are missing, since ")
+        await told("batch 1, which is assembled again because some of its payloads are lost, for ")
         for step in (1, 2):
             await publish_batch(bus, step)
-        await told("nothing: every planned step is trained, since ")
+        await told("nothing: all steps are trained, for ")

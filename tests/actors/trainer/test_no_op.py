@@ -78,7 +78,7 @@ async def test_every_batch_passes_and_every_step_announces_the_same_weights(bus:
     assert [(weights.version, weights.step) for weights in announced] == [(1, 0), (2, 1), (3, 2)]
     assert {(weights.path, weights.checksum) for weights in announced} == {(str(model), checksums_of(model).total)}
     assert {(weights.probe, weights.no_probe) for weights in announced} == {
-        (None, 'run.only = "rollout": there is no trainer that computes it')
+        (None, 'run.only = "rollout": no trainer computes it')
     }
 
 

@@ -60,10 +60,13 @@ def newest(run: Path) -> Path:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, r"rope\.theta is 10000\.0 there, .* 500000"),
-        ({"tie_word_embeddings": True}, "tie_word_embeddings is false there, and true here"),
-        ({"rms_norm_eps": 1e-5}, "rms_norm_eps is 1e-6 there, and .* here"),
-        ({"max_position_embeddings": 128}, "max_position_embeddings is 64 there, and 128 here"),
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+            r"rope\.theta is 10000\.0 in the checkpoint, .* 500000",
+        ),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings is false in the checkpoint, and true in config.json"),
+        ({"rms_norm_eps": 1e-5}, "rms_norm_eps is 1e-6 in the checkpoint, and .* in config.json"),
+        ({"max_position_embeddings": 128}, "max_position_embeddings is 64 in the checkpoint, and 128 in config.json"),
     ],
 )
 def test_a_run_resumes_with_its_own_model_alone(
@@ -82,7 +85,7 @@ def test_another_run_begins_with_the_same_model_or_a_longer_context(
     assert TrainerRank(other, tmp_path / "other").resume() == 0
     changed = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
     (model_dir / "config.json").write_text(json.dumps(TINY | changed))
-    with pytest.raises(ValueError, match=r"of another model: rope\.theta is 10000\.0 there"):
+    with pytest.raises(ValueError, match=r"of another model: rope\.theta is 10000\.0 in the checkpoint"):
         TrainerRank(other, tmp_path / "other").resume()
 
 
@@ -148,16 +151,16 @@ def test_a_checkpoint_of_an_earlier_version_is_named_and_stays(
 
 def test_an_export_passes_a_damaged_checkpoint_over_and_says_so(saved: TrainerRank, tmp_path: Path) -> None:
     flip(newest(tmp_path / "run") / "__0_0.distcp")
-    told = export_run(tmp_path / "run", tmp_path / "out").told
-    assert told.startswith("checkpoint of step 1 (that of step 2 is damaged: __0_0.distcp")
+    told = export_run(tmp_path / "run", tmp_path / "out").description
+    assert told.startswith("checkpoint of step 1 (that of step 2 is damaged: the sha256 of __0_0.distcp")
     assert newest(tmp_path / "run").name == "step-00000002"  # the run may be at work
-    with pytest.raises(CannotExport, match=r"checkpoint of step 2 is damaged: __0_0\.distcp"):
+    with pytest.raises(CannotExport, match=r"checkpoint of step 2 is damaged: the sha256 of __0_0\.distcp"):
         export_run(tmp_path / "run", tmp_path / "named", step=2)
 
 
 def test_an_export_has_the_config_of_what_was_trained(saved: TrainerRank, model_dir: Path, tmp_path: Path) -> None:
     changed = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
     (model_dir / "config.json").write_text(json.dumps(TINY | changed))
-    with pytest.raises(ValueError, match=r"rope\.theta is 10000\.0 there"):
+    with pytest.raises(ValueError, match=r"rope\.theta is 10000\.0 in the checkpoint"):
         export_run(tmp_path / "run", tmp_path / "out")
     assert not (tmp_path / "out").exists()

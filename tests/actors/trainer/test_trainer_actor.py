@@ -11,7 +11,7 @@ from actors.trainer.commands import TrainerRank
 from actors.trainer.data import feed as feed_module
 from actors.trainer.data.batch import TrainBatch
 from actors.trainer.megatron import groups as ranks
-from actors.trainer.megatron.saving import _WritesLater
+from actors.trainer.megatron.saving import _DeferredWriter
 from actors.trainer.models.shards import ShardWriter
 from actors.trainer.republishing import WeightsUnusable
 from actors.trainer.step.train_step import Trained
@@ -91,13 +91,13 @@ async def test_a_run_is_told_from_the_first_weights_to_the_last_checkpoint(
 async def test_training_goes_on_while_a_checkpoint_is_written_and_it_is_told_when_it_is_complete(
     topology: Topology, bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    held, write = Event(), _WritesLater.write
+    held, write = Event(), _DeferredWriter.write
 
-    def write_late(writer: _WritesLater) -> None:
+    def write_late(writer: _DeferredWriter) -> None:
         assert held.wait(30)
         write(writer)
 
-    monkeypatch.setattr(_WritesLater, "write", write_late)
+    monkeypatch.setattr(_DeferredWriter, "write", write_late)
     async with running(topology, bus, tmp_path / "run"):
         for step in range(4):
             await publish_batch(bus, step)
@@ -218,7 +218,7 @@ async def test_weights_whose_files_are_unusable_are_written_again_and_not_for_ev
     (error,) = errors
     assert isinstance(error, WeightsUnusable)
     assert str(error).startswith("the weights of step 4 were published 4 times in ")
-    assert str(error).endswith(", and engines could use none of these versions: e: v: damaged")
+    assert str(error).endswith(", but engines could not use any of these versions: e: v: damaged")
 
 
 async def test_a_trainer_that_starts_again_publishes_a_whole_version_whatever_was_refused(
@@ -291,7 +291,7 @@ async def test_a_damaged_checkpoint_is_told_of_and_the_batches_since_the_older_o
     (aside,) = of(second, CheckpointSetAside)
     assert (aside.step, aside.incarnation) == (4, 2)
     assert aside.path == str(damaged.with_name("damaged-step-00000004"))
-    assert aside.reason == "__0_0.distcp does not have the sha256 with which it was written"
+    assert aside.reason == "the sha256 of __0_0.distcp differs from the one recorded when it was written"
     assert line_of(aside) == f"the checkpoint of step 4 is damaged and was set aside as {aside.path}: {aside.reason}"
     replayed = [(event.step, event.replay) for event in of(second, BatchTrained)]
     assert replayed == [(2, True), (3, True), (4, False)]
@@ -312,7 +312,7 @@ async def test_a_damaged_checkpoint_without_an_older_one_ends_the_run_by_name(
     (Path(saved[0].path) / "common.pt").unlink()
     (error,) = await errors_of(topology, bus, tmp_path / "run")
     assert isinstance(error, InputError)
-    assert "no batch of step 0 any more" in str(error)
+    assert "no longer has the batch of step 0" in str(error)
     assert "damaged-step-00000002 is damaged: common.pt is missing" in str(error)
 
 

@@ -77,7 +77,7 @@ async def test_who_has_waited_long_enough_is_told_and_the_copy_goes_on(
 ) -> None:
     gate, copies = Gate(monkeypatch), LocalCopies(tmp_path / "copies")
     late = await copies.answer(request(published, 1, timeout_s=0.05))
-    assert (late.path, late.reason) == ("", "not copied within 0.05 s; it goes on")
+    assert (late.path, late.reason) == ("", "not copied within 0.05 s; the copy continues in the background")
     gate.open.set()
     assert (await copies.answer(request(published, 1))).path
     assert gate.made == [1]
@@ -89,8 +89,8 @@ async def test_more_versions_at_a_time_than_it_takes_are_refused(
     gate, copies = Gate(monkeypatch), LocalCopies(tmp_path / "copies")
     for number in range(10, 10 + MAX_JOBS):
         asked = LocalCopyRequested(version=number, checksum="c", path=str(tmp_path), timeout_s=0.01)
-        assert "it goes on" in (await copies.answer(asked)).reason
-    assert (await copies.answer(request(published, 1))).reason == f"{MAX_JOBS} other versions are being copied"
+        assert "the copy continues in the background" in (await copies.answer(asked)).reason
+    assert (await copies.answer(request(published, 1))).reason == f"busy: {MAX_JOBS} other versions are being copied"
     gate.open.set()
 
 
@@ -117,7 +117,7 @@ async def test_a_failure_of_ours_is_an_answer_too(
     for thread in threading.enumerate():
         if thread.name == "copy":
             thread.join(20)  # it fails after its answer
-    assert answer.reason == "the node daemon failed to copy it; its log says how"
+    assert answer.reason == "the node daemon failed to copy it; see logs/daemon.jsonl"
 
 
 async def test_a_copy_that_an_engine_has_read_is_compared_and_left_as_it_is(

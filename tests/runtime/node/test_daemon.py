@@ -289,7 +289,7 @@ async def test_a_server_is_killed_and_started_again_when_that_is_asked_for_once_
             assert second is not None
             assert second.value is not None
             assert not (await kill(bus, first.value)).killed  # the one that was meant is gone
-            with pytest.raises(CallRefused, match=r"is no server of this node; allowed: engine\.policy\.0"):
+            with pytest.raises(CallRefused, match=r"is not a server of this node; allowed: engine\.policy\.0"):
                 await kill(bus, second.value, process="player")
             os.kill(second.value.pid, 0)
         go_on.touch()

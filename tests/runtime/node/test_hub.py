@@ -118,7 +118,7 @@ def test_the_check_says_what_a_start_would_download_and_downloads_nothing(
 ) -> None:
     assert check("model.random_init=false") == 0
     assert capsys.readouterr().err == (
-        f"{SAYS}a start downloads 2 files of 3.0 GiB from {hub} to {cache}; a check looks no further into it\n"
+        f"{SAYS}a start downloads 2 files of 3.0 GiB from {hub} to {cache}; a check does not download it\n"
     )
     assert not cache.exists()
 
@@ -129,7 +129,7 @@ def test_a_name_that_the_hub_has_not_is_refused_by_check_and_start(
     command = [str(LAPTOP), "--set", "model.hf_checkpoint=demo-models/other", "--set", f"run.dir={tmp_path / 'runs'}"]
     for words in ([*command, "--check"], command):
         assert main(words) == 2
-        assert f"and {hub} shows no such model; a private one needs HF_TOKEN" in capsys.readouterr().err
+        assert f"and {hub} has no such model; a private one needs HF_TOKEN" in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
 
 
@@ -139,7 +139,7 @@ def test_a_hub_that_cannot_be_reached_is_named(
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     assert check() == 2
-    assert f"not in the hub's cache ({cache}), and http://127.0.0.1:9 cannot be asked: " in capsys.readouterr().err
+    assert f"not in the hub's cache ({cache}), and http://127.0.0.1:9 did not answer: " in capsys.readouterr().err
 
 
 def test_code_of_a_model_runs_only_when_asked() -> None:

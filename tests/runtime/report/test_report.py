@@ -167,7 +167,7 @@ def test_failures_that_are_never_alike_do_not_flood_the_terminal() -> None:
     lines = story.lines()
     assert lines[:21] == [
         *(f"group failed: column {group}" for group in range(20)),
-        "failures for yet other reasons are not shown; see bin/ledger r",
+        "failures for further reasons are not shown; see bin/ledger r",
     ]
     assert len(lines) == 3 * 20 + 1
 

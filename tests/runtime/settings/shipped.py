@@ -8,15 +8,10 @@ from runtime.settings.load import load_topology
 from runtime.settings.reading.config import TopologyError
 
 ROOT = Path(__file__).resolve().parents[3]
-
 LAPTOP = ROOT / "topologies/laptop.toml"
-
 COLOCATE = ROOT / "topologies/colocate-8gpu.toml"
-
 DISAGGREGATE = ROOT / "topologies/disaggregate-2x8gpu.toml"
-
 BOXED_COPY_SFT = ROOT / "topologies/boxed-copy-sft.toml"
-
 SHIPPED = sorted(path for place in ("*.toml", "examples/*.toml") for path in (ROOT / "topologies").glob(place))
 
 

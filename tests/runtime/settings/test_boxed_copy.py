@@ -77,10 +77,14 @@ def problems(path: Path, *overrides: str) -> dict[str, str]:
     ("override", "key", "message"),
     [
         ("rollout.n_samples_per_prompt=2", "rollout.n_samples_per_prompt", "a demonstration is one sample"),
-        ("rollout.temperature=0.5", "rollout.temperature", "nothing is sampled"),
+        ("rollout.temperature=0.5", "rollout.temperature", "the loss is computed at temperature 1"),
         ("rollout.dynamic_filter=nonzero_std", "rollout.dynamic_filter", "demonstrations have no reward"),
-        ("rollout.over_sampling_filter=sort_by_reward_std", "rollout.over_sampling_filter", "nothing to compare"),
-        ("rollout.on_surplus=drop", "rollout.on_surplus", "would leave demonstrations out"),
+        (
+            "rollout.over_sampling_filter=sort_by_reward_std",
+            "rollout.over_sampling_filter",
+            "demonstrations have no reward",
+        ),
+        ("rollout.on_surplus=drop", "rollout.on_surplus", "would drop demonstrations"),
         ("algorithm.entropy_coef=0.1", "algorithm.entropy_coef", "has no effect"),
         ("algorithm.kl_loss_coef=0.1", "algorithm.kl_loss_coef", "has no effect"),
         ("algorithm.loss_type=policy_loss", "engines.policy", "only demonstrations"),
@@ -92,7 +96,7 @@ def test_rules_of_demonstrations(override: str, key: str, message: str) -> None:
 
 
 def test_an_evaluation_needs_an_engine() -> None:
-    assert "no engine runs" in problems(SFT, 'eval=[{name = "e", path = "x", interval = 1}]')["eval.0.name"]
+    assert "which runs no engine" in problems(SFT, 'eval=[{name = "e", path = "x", interval = 1}]')["eval.0.name"]
 
 
 def test_policy_loss_needs_engines() -> None:
@@ -119,7 +123,7 @@ def test_a_start_without_the_export_says_which_run_writes_it(tmp_path: Path, mon
     monkeypatch.chdir(tmp_path)
     (problem,) = check_here(load_topology(RL), node="local").problems
     assert problem.key == "model.hf_checkpoint"
-    assert "start run boxed-copy-sft first" in problem.message
+    assert "run boxed-copy-sft writes it" in problem.message
     assert check_here(load_topology(RL), elsewhere=True).problems == ()
 
 

@@ -56,7 +56,7 @@ def test_a_process_without_gpus_of_its_own_keeps_what_it_inherits() -> None:
 
 
 def test_a_gpu_that_was_not_handed_out_is_an_error() -> None:
-    with pytest.raises(ValueError, match="GPU 2 is required, and this machine assigns 2: 3,7"):
+    with pytest.raises(ValueError, match="GPU 2 is required, but this machine assigns only 2: 3,7"):
         with_own_gpus({"CUDA_VISIBLE_DEVICES": "2"}, {"CUDA_VISIBLE_DEVICES": "3,7"})
 
 

@@ -91,7 +91,7 @@ def worst_cases() -> dict[str, list[Message]]:
 def test_a_recipe_whose_events_no_reader_would_take_is_refused(override: str, key: str) -> None:
     message = problems(LAPTOP, override)[key]
     assert "could make an event (" in message
-    assert "8 MiB are taken; allowed: at most " in message
+    assert "over the limit of 8 MiB; allowed: at most " in message
 
 
 @pytest.mark.parametrize("name", worst_cases())

@@ -57,7 +57,7 @@ def test_only_trainer_has_the_gpus_of_its_ranks_and_nobody_who_generates_or_grad
     assert list(topology.nodes) == ["n0"]
     assert (topology.engines, topology.eval) == ({}, ())
     assert processes(topology)["n0"] == [*(f"trainer.{rank}" for rank in range(8)), "rollout", "filter", "buffer"]
-    assert f"samples  of the dump in {tmp_path}, no engines" in draw(topology, plan_of(topology, {}))
+    assert f"samples  from the dump in {tmp_path}, no engines" in draw(topology, plan_of(topology, {}))
 
 
 def test_only_trainer_has_no_groups_of_a_dump_to_spare(tmp_path: Path) -> None:
@@ -75,8 +75,8 @@ def test_a_whole_topology_stays_as_it_is() -> None:
     ("overrides", "message"),
     [
         (["run.only=trainer"], r"run\.load: missing: .* the directory of a dump"),
-        (["run.load=dump"], r'run\.load = "dump": a dump is trained on with run\.only = "trainer"'),
-        (["run.only=rollout", "run.load=dump"], r'run\.load = "dump": a dump is trained on'),
+        (["run.load=dump"], r'run\.load = "dump": has no effect without run\.only = "trainer"'),
+        (["run.only=rollout", "run.load=dump"], r'run\.load = "dump": has no effect without'),
         (["run.only=filter"], r"run\.only = \"filter\": .*'rollout', 'trainer'"),
     ],
 )

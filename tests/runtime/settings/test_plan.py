@@ -80,7 +80,7 @@ def test_colocated_engines_and_ranks_are_drawn_on_the_same_gpus() -> None:
     text = drawn(COLOCATE)
     assert "engine.policy.0-7  GPU 0-7, 1 each" in text
     assert "trainer.0-7        GPU 0-7, 1 each" in text
-    assert "takes turns with the trainer" in text
+    assert "colocated with the trainer" in text
     assert "8 ranks on cuda: 2 tensor, 4 data parallel" in text
 
 

@@ -35,7 +35,7 @@ def test_gpus_of_a_node_that_has_none_are_refused() -> None:
         ),
         (("reward.nodes=['other']",), "reward.nodes", "no node other; allowed: local"),
         (("reward.nodes=['local']", "share=[['reward','filter']]"), "reward.nodes", "a reward actor that shares a pro"),
-        (("algorithm.num_steps_per_rollout=3",), "algorithm.num_steps_per_rollout", "must divide the samples"),
+        (("algorithm.num_steps_per_rollout=3",), "algorithm.num_steps_per_rollout", "must divide the number"),
         (("rollout.n_samples_per_prompt=1",), "rollout.n_samples_per_prompt", "algorithm.disable_rewards_normalizat"),
         (("rollout.temperature=0",), "rollout.temperature", "allowed: float > 0"),
         (("rollout.max_context_len=16",), "rollout.max_prompt_len", "leaves no room for a response"),
@@ -44,7 +44,7 @@ def test_gpus_of_a_node_that_has_none_are_refused() -> None:
         (("model.ref_load=x/y",), "model.ref_load", "unless algorithm.kl_loss_coef is above 0"),
         (("optimizer.min_lr=1",), "optimizer.min_lr", "is above optimizer.lr"),
         (("optimizer.lr_decay_style=cosine", "optimizer.lr_decay_iters=20"), "optimizer.lr_warmup_iters", "must end"),
-        (("reward.group_rm=true", "data.0.rm_type=my:rank", "eval.0.rm_type=none"), "eval.0.rm_type", "sample by"),
+        (("reward.group_rm=true", "data.0.rm_type=my:rank", "eval.0.rm_type=none"), "eval.0.rm_type", "single samples"),
         (
             ("rollout.on_weight_update=in_place", "rollout.max_staleness=1", "engines.policy.kind=sglang"),
             "rollout.on_weight_update",
@@ -59,8 +59,8 @@ def test_gpus_of_a_node_that_has_none_are_refused() -> None:
             'allowed otherwise: "drain", "abort", "retract"',
         ),
         (("eval.0.max_response_len=64", "rollout.max_context_len=64"), "eval.0.max_response_len", "no room for a"),
-        (("rollout.stale_tokens=mask",), "rollout.stale_tokens", "unless rollout.max_token_staleness says"),
-        (("rollout.mask_off_policy=true", "rollout.on_halt=restart"), "rollout.mask_off_policy", "one set of weights"),
+        (("rollout.stale_tokens=mask",), "rollout.stale_tokens", "without rollout.max_token_staleness"),
+        (("rollout.mask_off_policy=true", "rollout.on_halt=restart"), "rollout.mask_off_policy", "one weight version"),
         (("rollout.over_sampling_filter=sort_by_reward_std",), "rollout.over_sampling_filter", "nothing to choose"),
         (("rollout.keep_when_insufficient=true",), "rollout.keep_when_insufficient", "without rollout.dynamic_filter"),
         (("rollout.buffer_filter=newest", "rollout.on_halt=drop"), "rollout.buffer_filter", "has no effect with"),
@@ -69,11 +69,11 @@ def test_gpus_of_a_node_that_has_none_are_refused() -> None:
         (("rollout.eval_overlap=false", "eval=[]"), "rollout.eval_overlap", "without an [[eval]] table"),
         (("data=[]",), "data", "at least one"),
         (("data.0.path=none",), "data.0.path", "missing: a data file; or data.0.source, a function"),
-        (("data.0.source=m:f",), "data.0.source", "a source is a file or a function, and data.0.path is set"),
+        (("data.0.source=m:f",), "data.0.source", "data.0.path is set too; allowed: either a file or a function"),
         (("data.0.source=m:f", "data.0.path=none"), "rollout.shuffle", "has no effect on data.0.source"),
         (("data.1.name=e", "data.1.source=m:f"), "data.1.source", "must be the only data source"),
-        (("train.num_steps=0",), "train.num_steps", "no train step, unless train.num_epoch says how many"),
-        (("train.num_epoch=2",), "train.num_epoch", "train.num_steps = 200 or train.num_epoch says; unset one"),
+        (("train.num_steps=0",), "train.num_steps", "the run has no length: set this or train.num_epoch"),
+        (("train.num_epoch=2",), "train.num_epoch", "train.num_steps = 200 also sets the length of the run; unset one"),
         (("data.0.source=m:f", "train.num_steps=0", "train.num_epoch=2"), "train.num_epoch", "has no length"),
         (("run.name=a.b",), "run.name", "string matching"),
         (("run.name=",), "run.name", "string matching"),
@@ -81,26 +81,26 @@ def test_gpus_of_a_node_that_has_none_are_refused() -> None:
         (("data.0.name=a b",), "data.0.name", "string matching"),
         (("bus.node=n7",), "bus.node", "no such node; allowed: local"),
         (("bus.url=http://x",), "bus.url", "string matching"),
-        (("bus.url=nats://x", "bus.port=4222"), "bus.port", "belongs into bus.url"),
+        (("bus.url=nats://x", "bus.port=4222"), "bus.port", "put the port into the URL"),
         (("bus.data_bytes=1000",), "bus.data_bytes", "too small: this recipe can need"),
-        (("rollout.max_response_len=2000000",), "rollout.max_response_len", "the server carries 64 MiB"),
+        (("rollout.max_response_len=2000000",), "rollout.max_response_len", "over the server's limit of 64 MiB"),
         (("trainer.device=cuda",), "trainer.gpus", "missing"),
-        (("engines.policy.update_groups=2",), "engines.policy.update_groups", "the pool has 1; allowed: 1 to"),
+        (("engines.policy.update_groups=2",), "engines.policy.update_groups", "is above the number of engines"),
         (
             ("engines.policy.update_groups=2", "engines.policy.num_engines=2", "engines.policy.colocate=trainer"),
             "engines.policy.update_groups",
-            "no engine serves while those in the trainer's memory take weights",
+            "colocated engines are updated together, while none serves",
         ),
         (("engines.policy.weight_transport=ipc",), "engines.policy.weight_transport", 'needs engines.policy.colocate'),
         (
             ("engines.policy.weight_transport=collective", "engines.policy.colocate=trainer"),
             "engines.policy.weight_transport",
-            "cannot be in a process group with it",
+            "colocated engines cannot join a process group with the trainer",
         ),
         (
             ("engines.policy.weight_transport=collective", 'engines.policy.urls=["http://10.0.0.7:30000"]'),
             "engines.policy.urls",
-            "the trainer cannot be reached from there",
+            "these engines cannot reach the trainer",
         ),
         (
             (
@@ -119,7 +119,7 @@ def test_gpus_of_a_node_that_has_none_are_refused() -> None:
                 "engines.policy.sglang.dp_size=2",
             ),
             "engines.policy.sglang.dp_size",
-            "engines of one replica only",
+            "SGLang updates only engines with one replica",
         ),
         (("engines.policy.weight_format=fp8",), "engines.policy.weight_format", "needs engines of SGLang on GPUs"),
         (
@@ -144,22 +144,22 @@ def test_gpus_of_a_node_that_has_none_are_refused() -> None:
         (
             ("engines.policy.colocate=trainer", "trainer.full_export_interval=4"),
             "trainer.full_export_interval",
-            "needs engines with memory of their own",
+            "deltas need engines on their own GPUs",
         ),
         (
             ("engines.policy.urls=['http://x']", "trainer.full_export_interval=4"),
             "engines.policy.urls",
-            "no node daemon of the run is there to apply changes",
+            "no node daemon of the run applies deltas",
         ),
         (
             ("engines.policy.weight_transport=collective", "engines.policy.local_copy=true"),
             "engines.policy.local_copy",
-            "only files are copied",
+            "local copies are made of files only",
         ),
         (
             ("engines.policy.urls=['http://x']", "engines.policy.local_copy=true"),
             "engines.policy.urls",
-            "no node daemon of the run is there to copy",
+            "no node daemon of the run copies files",
         ),
         (
             ("engines.policy.start_weights=peer",),
@@ -172,46 +172,46 @@ def test_gpus_of_a_node_that_has_none_are_refused() -> None:
             "needs engines of SGLang on GPUs that the run starts",
         ),
         (("trainer.full_export_interval=0",), "trainer.full_export_interval", ">= 1"),
-        (("engines.policy.num_gpus_per_engine=2",), "engines.policy.num_gpus_per_engine", "gpus is not set"),
+        (("engines.policy.num_gpus_per_engine=2",), "engines.policy.num_gpus_per_engine", "needs engines.policy.gpus"),
         (("engines.policy.gpus=local:0", "engines.policy.kind=sglang"), "engines.policy.gpus", "there is no GPU"),
         (("trainer.num_processes=3",), "trainer.megatron", "3 data-parallel replicas do not divide the 256 samples"),
-        (("engines.policy.colocate=trainer", "rollout.max_staleness=1"), "rollout.max_staleness", "take turns"),
-        (("trainer.log_probs_ahead=true",), "trainer.log_probs_ahead", "has nothing to compute"),
+        (("engines.policy.colocate=trainer", "rollout.max_staleness=1"), "rollout.max_staleness", "generate nothing"),
+        (("trainer.log_probs_ahead=true",), "trainer.log_probs_ahead", "has no log-probs to compute"),
         (
             ("engines.policy.colocate=trainer", "trainer.log_probs_ahead=true", "algorithm.kl_loss_coef=0.1"),
             "trainer.log_probs_ahead",
-            "colocated engines have the GPUs",
+            "the trainer has no GPU memory while colocated engines generate",
         ),
         (
             ("engines.policy.colocate=trainer", "trainer.weight_export=async"),
             "trainer.weight_export",
-            "nothing trains beside",
+            "nothing trains while they generate",
         ),
         (
             ("engines.policy.colocate=trainer", "engines.policy.urls=['http://x']"),
             "engines.policy.colocate",
-            "engines that others run are not told to give memory back",
+            "a run does not release the memory of external engines",
         ),
         (("trainer.handover=copy",), "trainer.handover=copy", 'to trainer.weight_export: "live" (was "stream")'),
         (("trainer.finetune=true",), "trainer.finetune=true", "renamed to trainer.load_weights_only"),
         (("engines.policy.kind=embedded",), "engines.policy.kind", 'renamed to "tiny"'),
-        (("engines.a b.kind=tiny",), "engines.a b", "the name does not fit"),
+        (("engines.a b.kind=tiny",), "engines.a b", "this name is not allowed"),
         (("engines.judge.kind=tiny",), "engines.judge", "no actor uses this pool; allowed: policy"),
-        (("engines.policy.env.PHYSARUM_RUN='r'",), "engines.policy.env.PHYSARUM_RUN", "a run sets this variable"),
-        (("engines.policy.env.A=b", "engines.policy.urls=['http://x']"), "engines.policy.env", "have their own"),
+        (("engines.policy.env.PHYSARUM_RUN='r'",), "engines.policy.env.PHYSARUM_RUN", "the run sets this variable"),
+        (("engines.policy.env.A=b", "engines.policy.urls=['http://x']"), "engines.policy.env", "has no effect"),
         (("engines.policy.env={\"A B\" = \"c\"}",), "engines.policy.env", "allowed: a table"),
         (
             ("engines.policy.sglang.enable-deterministic-inference=true", "engines.policy.batch_requests=true"),
             "engines.policy.batch_requests",
             "allowed with engines.policy.sglang.enable-deterministic-inference: false",
         ),
-        (("engines.policy.num_processes=2",), "engines.policy.num_processes", 'is for engines of kind = "sglang"'),
-        (("engines.policy.sglang.nnodes=2",), "engines.policy.sglang.nnodes", "is num_processes of the pool"),
+        (("engines.policy.num_processes=2",), "engines.policy.num_processes", 'needs engines of kind = "sglang"'),
+        (("engines.policy.sglang.nnodes=2",), "engines.policy.sglang.nnodes", "set num_processes of the pool"),
         (("engines.policy.ready_timeout_s=0",), "engines.policy.ready_timeout_s", "allowed: float >= 1 and <= 86400"),
         (("engines.policy.ready_timeout_s=1e9",), "engines.policy.ready_timeout_s", "allowed: float >= 1 and <= 86400"),
         (("engines.policy.update_timeout_s=0.5",), "engines.policy.update_timeout_s", "allowed: float >= 1"),
-        (("engines.policy.sglang.model-path=m",), "engines.policy.sglang.model-path", "is model.hf_checkpoint"),
-        (("engines.policy.sglang.port=1",), "engines.policy.sglang.port", "not allowed here: engines listen where"),
+        (("engines.policy.sglang.model-path=m",), "engines.policy.sglang.model-path", "set model.hf_checkpoint"),
+        (("engines.policy.sglang.port=1",), "engines.policy.sglang.port", "not allowed here: the node daemon assigns"),
         (("engines.policy.sglang.max_total_tokens=9",), "engines.policy.sglang.max_total_tokens", "of the pool"),
     ],
 )  # fmt: skip
@@ -226,7 +226,7 @@ def test_rules_of_the_laptop_topology(overrides: tuple[str, ...], key: str, mess
         (("engines.policy.gpus=n0:4-7",), "engines.policy.gpus", "n0:4-7 belong to the trainer; sharing needs"),
         (("engines.policy.gpus=n1:6-9",), "engines.policy.gpus", "there is no GPU n1:8-9: nodes.n1.gpus = 8"),
         (("engines.policy.gpus=n2:0",), "engines.policy.gpus", "no node n2; allowed: n0, n1"),
-        (("engines.policy.gpus=n1:0-3,n1:3",), "engines.policy.gpus", "names a GPU twice"),
+        (("engines.policy.gpus=n1:0-3,n1:3",), "engines.policy.gpus", "lists a GPU twice"),
         (("engines.policy.gpus=all",), "engines.policy.gpus", "NODE:INDEX"),
         (("engines.judge.gpus=n1:7",), "engines.judge.gpus", "n1:7 belong to engines.policy too"),
         (("engines.policy.num_gpus_per_engine=3",), "engines.policy.num_gpus_per_engine", "does not divide"),
@@ -245,7 +245,7 @@ def test_rules_of_the_laptop_topology(overrides: tuple[str, ...], key: str, mess
             "trainer.megatron.sequence_parallel",
             "tensor_model_parallel_size above 1",
         ),
-        (("trainer.megatron.mtp_num_layers=2",), "trainer.megatron.mtp_num_layers", "more than one MTP layer"),
+        (("trainer.megatron.mtp_num_layers=2",), "trainer.megatron.mtp_num_layers", "only one MTP layer"),
         (
             (
                 "trainer.megatron.mtp_num_layers=1",
@@ -258,7 +258,7 @@ def test_rules_of_the_laptop_topology(overrides: tuple[str, ...], key: str, mess
         (
             ('trainer.megatron.recompute_modules=["mlp"]',),
             "trainer.megatron.recompute_modules",
-            'is for trainer.megatron.recompute_granularity = "selective"',
+            'has no effect without trainer.megatron.recompute_granularity = "selective"',
         ),
         (
             ("trainer.megatron.distribute_saved_activations=true",),
@@ -270,8 +270,8 @@ def test_rules_of_the_laptop_topology(overrides: tuple[str, ...], key: str, mess
             "trainer.ddp.pad_buckets_for_high_nccl_busbw",
             "needs trainer.optimizer.use_distributed_optimizer",
         ),
-        (("trainer.num_processes=2",), "trainer.num_processes", "one rank each"),
-        (("bus.url=nats://x",), "bus.node", "no node starts a server when bus.url"),
+        (("trainer.num_processes=2",), "trainer.num_processes", "each GPU has one rank"),
+        (("bus.url=nats://x",), "bus.node", "has no effect with bus.url"),
         (("bus.node=none",), "bus", "with several nodes"),
     ],
 )  # fmt: skip
@@ -283,23 +283,23 @@ def test_rules_of_the_disaggregated_topology(overrides: tuple[str, ...], key: st
 @pytest.mark.parametrize(
     ("overrides", "key", "message"),
     [
-        ((), "start_weights", 'is compared with its checksum: needs engines.policy.verify = "always"'),
+        ((), "start_weights", 'verified by their checksum: needs engines.policy.verify = "always"'),
         (
             ("verify=always", "num_gpus_per_engine=8"),
             "start_weights",
-            "an engine's peers are those of its node, and no",
+            "peers are engines of one node, and no",
         ),
         (("verify=always", "num_gpus_per_engine=4", "num_processes=2"), "start_weights", "num_processes = 1"),
         (("verify=always", "weight_format=fp8"), "start_weights", "weight_format other than fp8"),
-        (("verify=always", "sglang.pp-size=2"), "sglang.pp-size", "allowed: 1"),
-        (("verify=always", "sglang.data_parallel_size=2"), "sglang.data_parallel_size", "allowed: 1"),
-        (("verify=always", "sglang.load_format=dummy"), "sglang.load_format", "allowed: left out"),
-        (("verify=always", "sglang.quantization=fp8"), "sglang.quantization", "allowed: left out"),
-        (("verify=always", "sglang.speculative-algorithm=EAGLE"), "sglang.speculative-algorithm", "allowed: left out"),
+        (("verify=always", "sglang.pp-size=2"), "sglang.pp-size", "allowed with "),
+        (("verify=always", "sglang.data_parallel_size=2"), "sglang.data_parallel_size", "allowed with "),
+        (("verify=always", "sglang.load_format=dummy"), "sglang.load_format", "remove it"),
+        (("verify=always", "sglang.quantization=fp8"), "sglang.quantization", "remove it"),
+        (("verify=always", "sglang.speculative-algorithm=EAGLE"), "sglang.speculative-algorithm", "remove it"),
         (
             ("verify=always", "sglang.remote_instance_weight_loader_backend=nccl"),
             "sglang.remote_instance_weight_loader_backend",
-            "allowed: left out",
+            "remove it",
         ),
     ],
 )
@@ -312,7 +312,7 @@ def test_what_a_peer_cannot_give_an_engine_at_its_start_is_refused(
 
 def test_engines_that_give_their_weights_back_are_no_peers() -> None:
     found = problems(COLOCATE, "engines.policy.start_weights=peer", "engines.policy.verify=always")
-    assert "needs engines.policy.colocate left out" in found["engines.policy.start_weights"]
+    assert "needs engines.policy.colocate unset" in found["engines.policy.start_weights"]
 
 
 def test_engines_of_one_node_may_take_their_first_weights_from_each_other() -> None:
@@ -332,8 +332,8 @@ def test_two_data_sources_or_sets_of_one_name_are_refused() -> None:
     found = problems(LAPTOP, "data.1.name=reverse-digits", "data.1.path=x", "eval.1.name=e", "eval.1.path=x",
                      "eval.1.interval=1", "eval.2.name=e", "eval.2.path=x", "eval.2.interval=1")  # fmt: skip
     assert found == {
-        "data.1.name": "another [[data]] has this name",
-        "eval.2.name": "another [[eval]] has this name",
+        "data.1.name": "another [[data]] table has this name",
+        "eval.2.name": "another [[eval]] table has this name",
     }
 
 

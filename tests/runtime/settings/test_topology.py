@@ -47,8 +47,8 @@ def test_a_shipped_topology_says_what_is_not_implemented_yet(path: Path) -> None
 def test_the_check_says_everything_that_is_not_here() -> None:
     found = [str(problem).partition(": ")[2] for problem in check_here(load_topology(COLOCATE)).problems]
     assert [line.partition(" (looked in")[0] for line in found] == [
-        "nodes.n0.gpus = 8: this machine has 0 GPUs for us: none, by its environment",
-        'engines.policy.kind = "sglang": SGLang is not installed beside us: name an interpreter that has it with '
+        "nodes.n0.gpus = 8: this machine has 0 GPUs for this process: none, by its environment variables",
+        'engines.policy.kind = "sglang": SGLang is not installed in this interpreter: name one that has it with '
         'engines.policy.python; or kind = "tiny", for tiny models',
         'model.hf_checkpoint = "Qwen/Qwen3-4B": no such directory, '
         f"not in the hub's cache ({constants.HF_HUB_CACHE}), and HF_HUB_OFFLINE forbids a download",
@@ -62,7 +62,7 @@ def test_elsewhere_leaves_out_what_only_that_machine_can_show_and_says_so() -> N
     assert not checked.problems
     assert checked.left_out == (
         "GPUs (n0: 8)",
-        "interpreters and what is installed in them",
+        "interpreters and their packages",
         "paths (model.hf_checkpoint, data.0.path, eval.0.path, run.dir)",
         "addresses and ports",
     )
@@ -84,7 +84,10 @@ def test_a_start_refuses_what_it_would_not_do() -> None:
 @pytest.mark.usefixtures("no_gpus")
 def test_gpus_asked_where_none_is_stop_a_start_on_that_node() -> None:
     found = [str(problem) for problem in check_here(load_topology(COLOCATE), node="n0").problems]
-    assert f"{COLOCATE}: nodes.n0.gpus = 8: this machine has 0 GPUs for us: none, by its environment" in found
+    assert (
+        f"{COLOCATE}: nodes.n0.gpus = 8: this machine has 0 GPUs for this process: none, by its environment variables"
+        in found
+    )
 
 
 def test_sizes_follow_from_the_layout() -> None:

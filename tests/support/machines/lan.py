@@ -43,6 +43,7 @@ class Lan:
     def __init__(self, hub: "_HubProcess", directory: Path, shared: Sequence[Path], own: Sequence[Path]) -> None:
         self._hub, self._directory, self._shared, self._own = hub, directory, shared, own
         self._machines: dict[str, Machine] = {}
+        self._all: list[Machine] = []  # also those that are gone
         self._ends: dict[str, int] = {}  # the last number of each machine's addresses, also of those that are gone
 
     @property
@@ -92,6 +93,7 @@ class Lan:
         }
         pid = self._hub.request({"make": spec})["pid"]
         self._machines[name] = machine = Machine(self, spec, pid, clock)
+        self._all.append(machine)
         machine.set_hosts(*hosts)
         return machine
 
@@ -124,6 +126,10 @@ class Lan:
     def stats(self) -> dict[str, float]:
         """Numbers of the switch: frames and bytes delivered, frames dropped and waiting, cpu_s."""
         return self._hub.request({"stats": True})
+
+    def describe(self) -> str:
+        """Every program of every machine, with the end of its output."""
+        return "\n".join(f"{one.name}: {process.describe()}" for one in self._all for process in one.processes)
 
     def end(self) -> None:
         """End all machines."""
@@ -272,6 +278,9 @@ def machines(
                     second_card=name in second_card,
                 )
             yield lan
+        except BaseException as error:
+            error.add_note(lan.describe())  # the files are gone when a person reads the error
+            raise
         finally:
             lan.end()
     finally:

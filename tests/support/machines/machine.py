@@ -20,6 +20,7 @@ SHIFT: Final = "PHYSARUM_TEST_CLOCK_SHIFT_S"
 OF_THE_HOST: Final = ("TMPDIR", "XDG_CACHE_HOME", "XDG_RUNTIME_DIR", "XDG_CONFIG_HOME", "XDG_DATA_HOME")
 HOME: Final = Path("/tmp/home")  # in the machine's own directory
 START_S: Final = 20.0
+SHOWN: Final = 4000  # characters of a program's output in an error
 LISTEN: Final = "0A"  # state of a socket in /proc/net/tcp
 
 
@@ -37,6 +38,7 @@ class Process:
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str], output: Path) -> None:
         self.output_file = output
+        self._command = command
         with output.open("wb") as file:
             self._nsenter = subprocess.Popen(
                 command, env=env, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
@@ -57,7 +59,7 @@ class Process:
         try:
             return self._nsenter.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            raise TimeoutError(f"{self._nsenter.args} runs after {timeout_s:g} s:\n{self.output()[-4000:]}") from None
+            raise TimeoutError(f"{self._nsenter.args} runs after {timeout_s:g} s:\n{self.output()[-SHOWN:]}") from None
 
     def signal(self, number: int) -> None:
         """Send a signal to the program, not to its children."""
@@ -94,6 +96,11 @@ class Process:
         """All that the program has written so far."""
         return self.output_file.read_text(errors="replace")
 
+    def describe(self) -> str:
+        """Command, exit code, and the end of the output, for a failed test."""
+        code = "running" if self.returncode is None else f"exit code {self.returncode}"
+        return f"{' '.join(self._command)}: {code}\n{self.output()[-SHOWN:]}"
+
     def wait_for(self, text: str, timeout_s: float) -> str:
         """Wait until the program has written `text`; return its output.
 
@@ -101,11 +108,11 @@ class Process:
             AssertionError: it ended without.
             TimeoutError: it has not within timeout_s.
         """
-        for _ in polled(timeout_s, lambda: f"no {text!r} within {timeout_s:g} s in:\n{self.output()[-4000:]}"):
+        for _ in polled(timeout_s, lambda: f"no {text!r} within {timeout_s:g} s in:\n{self.output()[-SHOWN:]}"):
             ended = self.returncode is not None
             if text in (output := self.output()):
                 break
-            assert not ended, f"exit code {self.returncode} without {text!r}:\n{output[-4000:]}"
+            assert not ended, f"exit code {self.returncode} without {text!r}:\n{output[-SHOWN:]}"
         return self.output()
 
     def _find_pid(self) -> int:
@@ -132,7 +139,7 @@ class Machine:
         self._lan = lan
         self._binds: list[tuple[str, str]] = spec["binds"]
         self._lab: str = spec["lab"]
-        self._processes: list[Process] = []
+        self.processes: list[Process] = []  # all that were started
 
     @property
     def address(self) -> str:
@@ -154,11 +161,11 @@ class Machine:
             env: variables in addition to those of this process.
             cwd: working directory, in the machine.
         """
-        output = self.directory / "output" / f"{len(self._processes)}-{Path(command[0]).name}.log"
+        output = self.directory / "output" / f"{len(self.processes)}-{Path(command[0]).name}.log"
         enter = ["nsenter", "--target", str(self.pid), *"--net --pid --mount --uts --ipc --time".split()]
         whole = [*enter, "--", "env", "--chdir", str(cwd), *map(str, command)]
         process = Process(whole, self._environment(env or {}), output)
-        self._processes.append(process)
+        self.processes.append(process)
         return process
 
     def run(
@@ -180,7 +187,7 @@ class Machine:
             code = process.wait(timeout_s)
         finally:
             process.kill()
-        assert code == 0, f"{[*map(str, command)]} on {self.name}: exit code {code}:\n{process.output()[-4000:]}"
+        assert code == 0, f"{[*map(str, command)]} on {self.name}: exit code {code}:\n{process.output()[-SHOWN:]}"
         return process.output()
 
     def set_hosts(self, *lines: str) -> None:
@@ -214,12 +221,12 @@ class Machine:
 
     def end_processes(self, timeout_s: float) -> None:
         """Wait for all programs of a machine that has ended."""
-        for process in self._processes:
+        for process in self.processes:
             process.wait(timeout_s)
 
     def end_stopped(self) -> None:
         """Kill stopped programs, so that the machine can end."""
-        for process in self._processes:
+        for process in self.processes:
             process.end_if_stopped()
 
     def _environment(self, env: Mapping[str, str]) -> dict[str, str]:
@@ -237,7 +244,7 @@ class Machine:
             place = f"/proc/{process.pid}"
             with suppress(OSError, psutil.Error):  # it has ended meanwhile
                 if os.readlink(f"{place}/ns/net") == network:
-                    name = " ".join(process.cmdline())
+                    name = " ".join(process.cmdline()).strip()
                     for fd in os.listdir(f"{place}/fd"):
                         with suppress(OSError):
                             names[os.readlink(f"{place}/fd/{fd}").removeprefix("socket:[").rstrip("]")] = name

@@ -98,7 +98,7 @@ def _process_1(spec: dict[str, Any], hub: socket.socket) -> None:
     """Set the machine up, then wait until the hub closes the socket."""
     try:
         _die_with_parent()
-        cards = [_add_card(card, spec["number"]) for card in spec["cards"]]
+        cards = [_add_card(card) for card in spec["cards"]]
         _configure_network(spec["cards"], spec["number"])
         _mount_everything(spec)
         socket.sethostname(spec["hostname"])
@@ -114,7 +114,7 @@ def _process_1(spec: dict[str, Any], hub: socket.socket) -> None:
 
 def _send_error(hub: socket.socket, error: BaseException) -> None:
     try:
-        hub.send(f"{ERROR}{type(error).__name__}: {error}"[:4000].encode())
+        hub.send(f"{ERROR}{error or type(error).__name__}"[:4000].encode())
     except OSError:  # the hub has ended, or this process has closed the socket already
         pass
 
@@ -124,8 +124,11 @@ def _die_with_parent() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def _add_card(card: dict[str, Any], number: int) -> int:
-    fd = open_tap(card["name"])
+def _add_card(card: dict[str, Any]) -> int:
+    try:
+        fd = open_tap(card["name"])
+    except OSError as error:
+        raise NotMade(f"no TAP device from /dev/net/tun: {error.strerror}") from error
     for path, value in SYSCTLS.items():
         place = Path("/proc/sys/net", path.format(card["name"]))
         if place.exists():  # a kernel without IPv6 lacks some

@@ -92,7 +92,7 @@ class PhaseFollower:
             return "the rollout actor has not read the log that far yet"
         if phase.incarnation != request.incarnation:
             return f"trainer incarnation {phase.incarnation} leads, not {request.incarnation}"
-        return "" if phase.phase is request.phase else f"the phase is {phase.phase} by now"
+        return "" if phase.phase is request.phase else f"the phase is now {phase.phase}"
 
     def _is_reached(self, request: PhaseRequested) -> bool:
         return bool(self._objection(request)) or not self._reason(request)
@@ -105,7 +105,7 @@ class PhaseFollower:
         if wanted is MemoryLevel.NOTHING and len(self._fleet.engines) < self._num_engines:
             return f"{len(self._fleet.engines)} of {self._num_engines} engines have reported their memory level"
         left = [engine.name for engine in self._fleet.engines if is_missing(engine, wanted)]
-        return f"awaited: {', '.join(left)}" if left else ""
+        return f"waiting for {', '.join(left)}" if left else ""
 
 
 def is_missing(engine: Engine, wanted: MemoryLevel) -> bool:

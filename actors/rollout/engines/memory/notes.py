@@ -14,7 +14,7 @@ from runtime.bus.kv import KeyValues
 log = structlog.get_logger()
 
 
-class Noted(msgspec.Struct, frozen=True, kw_only=True):
+class ReleasedMemory(msgspec.Struct, frozen=True, kw_only=True):
     """The released memory of one engine process."""
 
     pid: int
@@ -37,7 +37,7 @@ class MemoryNotes:
             EngineUnavailable: the bucket is unreadable, so the state is unknown.
         """
         try:
-            entry = await self._kv.get(self._key, Noted)
+            entry = await self._kv.get(self._key, ReleasedMemory)
         except BusError as error:
             raise EngineUnavailable(f"{self._key} cannot be read: {error}") from error
         noted = None if entry is None else entry.value
@@ -52,6 +52,6 @@ class MemoryNotes:
             EngineUnavailable: the bucket is not writable.
         """
         try:
-            await self._kv.put(self._key, Noted(pid=self._pid, released=tuple(released), sure=sure))
+            await self._kv.put(self._key, ReleasedMemory(pid=self._pid, released=tuple(released), sure=sure))
         except BusError as error:
-            raise EngineUnavailable(f"{self._key} cannot be noted: {error}") from error
+            raise EngineUnavailable(f"{self._key} cannot be written: {error}") from error

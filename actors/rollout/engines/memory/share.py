@@ -67,7 +67,7 @@ class MemoryShare:
         return MemoryLevel.WEIGHTS if self._memory.released else MemoryLevel.EVERYTHING
 
     def moved(self, memory_level: MemoryLevel) -> EnginePhase:
-        """Return the report of the last move to a level."""
+        """Return the outcome of the last change to a memory level."""
         return self._moved.get(memory_level, EnginePhase(engine=self._name, reached=True))
 
     async def inherit(self) -> None:

@@ -58,7 +58,7 @@ class MemorySwitch:
             self._apply(Trigger.STALLED, reason)
             raise EngineUnavailable(f"{self._url}: {reason}")
         if self._memory_share.room is MemoryLevel.NOTHING and self._state() is EngineState.STARTING:
-            self._apply(Trigger.RELEASED, "its memory is the trainer's")
+            self._apply(Trigger.RELEASED, "its memory was released to the trainer")
         await self._target.notify()
 
     async def take(self) -> None:
@@ -82,7 +82,7 @@ class MemorySwitch:
         """
         await self._moved(self._memory_share.give_back)
         self._emptied()
-        self._apply(Trigger.RELEASED, "its memory is the trainer's")
+        self._apply(Trigger.RELEASED, "its memory was released to the trainer")
         await self._target.notify()
 
     async def take_rest(self) -> None:

@@ -50,6 +50,6 @@ class FileChecks:
             took_s = anyio.current_time() - begin
             log.info("weight_files_checked", weight_version=announced.version, damage=damage, took_s=took_s)
             if damage:
-                raise WeightsDamaged(f"its files are not what was announced: {damage}")
+                raise WeightsDamaged(f"its files differ from the announced ones: {damage}")
             return
         raise EngineUnavailable(f"{announced.path} was not read within {self._timeout_s:g} s (update_timeout_s)")

@@ -55,7 +55,9 @@ class Pauses:
             try:
                 await self._note(url, self._urls | {url})
             except BusError as error:
-                raise EngineUnavailable(f"{url}: is not paused, since that cannot be noted: {error}") from error
+                raise EngineUnavailable(
+                    f"{url}: not paused, because the pause could not be recorded: {error}"
+                ) from error
             self._urls.add(url)
 
     async def end(self, url: str) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection
 
 
-class Rolling:
+class RollingUpdate:
     """Decides which engines of a rollout actor may be updated now.
 
     An engine's update group follows from its position among the sorted names, so equal sets of engines give equal

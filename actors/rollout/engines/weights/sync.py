@@ -100,11 +100,11 @@ class SyncMember:
             return ""
         if self._failure:
             return self._failure
-        asked = _RequestedStep(step)
-        self._queue.append(asked)
+        requested = _RequestedStep(step)
+        self._queue.append(requested)
         self._changed.set()
-        await asked.done.wait()
-        return asked.error
+        await requested.done.wait()
+        return requested.error
 
     async def next(self) -> Step:
         """Finish the previous step and return the next one.
@@ -146,8 +146,8 @@ class SyncMember:
     def fail(self, reason: str) -> None:
         """Fail the current step and all later ones with a reason."""
         self._failure = self._failure or reason
-        for asked in (*([self._current] if self._current else ()), *self._queue):
-            asked.answer(self._failure)
+        for requested in (*([self._current] if self._current else ()), *self._queue):
+            requested.answer(self._failure)
         self._current = None
         self._queue.clear()
 

@@ -95,7 +95,7 @@ class Updater:
         else:
             await self._update_in_session(url, member, label, check)
         if self.is_paused(url):
-            raise EngineUnavailable(f"{url}: is still paused: continuing it after the weight update failed")
+            raise EngineUnavailable(f"{url}: still paused, because continuing it after the weight update failed")
         return time.perf_counter() - begin
 
     async def _update_from_files(self, url: str, announced: WeightsAnnounced, label: str, check: Check | None) -> None:

@@ -75,7 +75,9 @@ def probe_mismatch(probe: WeightProbe, answered: Sequence[float | None], *, tole
     difference = probe_difference(probe, answered)
     if difference <= tolerance:  # NaN does not pass
         return ""
-    return f"its log-probs of the probe differ from the trainer's by {difference:.2g} in the mean, over {tolerance:g}"
+    return (
+        f"its log-probs of the probe differ from the trainer's by {difference:.2g} on average; allowed: {tolerance:g}"
+    )
 
 
 def probe_difference(probe: WeightProbe, answered: Sequence[float | None]) -> float:
@@ -103,7 +105,7 @@ def holds_all_digits(server: ServerInfo, trainer_dtype: str, weight_format: Weig
     return server.dtype in (came_in, "float32") and not server.quantized and weight_format != "fp8"
 
 
-class _Seen(NamedTuple):
+class _VerifiedChecksums(NamedTuple):
     files: str
     tensors: str
     engine: str  # the first engine that verified them
@@ -113,7 +115,7 @@ class KnownChecksums:
     """Maps checksums of files to checksums of tensors per layout, from verified engines."""
 
     def __init__(self) -> None:
-        self._seen: dict[Layout, dict[str, _Seen]] = {}  # by checksum of the files, oldest first
+        self._seen: dict[Layout, dict[str, _VerifiedChecksums]] = {}  # by checksum of the files, oldest first
 
     def mismatch(self, server: ServerInfo, files: str, tensors: str | None, *, all_digits: bool) -> str:
         """Return why an engine cannot hold these files; empty if there is no contradiction.
@@ -129,10 +131,10 @@ class KnownChecksums:
         seen = self._seen.get(server.layout, {})
         same = seen.get(files)
         if same is not None and same.tensors != tensors:
-            return f"its checksum is {tensors[:12]}, that of {same.engine} is {same.tensors[:12]} from the same files"
+            return f"its checksum is {tensors[:12]}, that of {same.engine} is {same.tensors[:12]} for the same files"
         before = next((each for each in seen.values() if each.tensors == tensors and each.files != files), None)
         if all_digits and before is not None:
-            return f"its checksum is {tensors[:12]}, as that of {before.engine} was from other files: it loaded nothing"
+            return f"its checksum is {tensors[:12]}, that of {before.engine} for other files: it did not load these"
         return ""
 
     def tensors(self, server: ServerInfo, files: str) -> str | None:
@@ -143,6 +145,6 @@ class KnownChecksums:
     def add(self, server: ServerInfo, engine: str, files: str, tensors: str) -> None:
         """Record the checksums of a verified engine."""
         seen = self._seen.setdefault(server.layout, {})
-        seen.setdefault(files, _Seen(files, tensors, engine))
+        seen.setdefault(files, _VerifiedChecksums(files, tensors, engine))
         if len(seen) > NUM_KNOWN:
             del seen[next(iter(seen))]

@@ -15,7 +15,7 @@ from torch.nn.attention.varlen import varlen_attn
 from actors.trainer.data.context import Context
 from actors.trainer.megatron.columns import on_device
 from actors.trainer.megatron.imports import MLASelfAttention, parallel_state
-from actors.trainer.megatron.layers.rows import PackedRow, Stretch, own_context
+from actors.trainer.megatron.layers.rows import PackedRow, QueryBlock, own_context
 
 SHORT: Final = 16  # positions up to which torch's CPU kernel, made for long sequences, is slower than the plain formula
 SHARES_HEADS: Final = "enable_gqa" in inspect.signature(varlen_attn).parameters  # False in torch 2.11
@@ -127,7 +127,7 @@ class CoreAttention(nn.Module):
             out = out.index_copy(0, half.rows, attended)
         return out
 
-    def _varlen(self, query: Tensor, key: Tensor, value: Tensor, stretch: Stretch) -> Tensor:
+    def _varlen(self, query: Tensor, key: Tensor, value: Tensor, stretch: QueryBlock) -> Tensor:
         """Call torch's variable-length kernel: values are padded to the size of keys.
 
         The last query of a sequence sees its last key.
@@ -138,10 +138,10 @@ class CoreAttention(nn.Module):
         sharing = query.size(1) // key.size(1)
         if sharing > 1 and not SHARES_HEADS:
             key, value = (tensor.repeat_interleave(sharing, dim=1) for tensor in (key, value))
-        sharing_told: dict[str, Any] = {"enable_gqa": sharing > 1} if SHARES_HEADS else {}
+        sharing_options: dict[str, Any] = {"enable_gqa": sharing > 1} if SHARES_HEADS else {}
         context = varlen_attn(
             query, key, value, stretch.bounds, stretch.key_bounds, stretch.longest, stretch.longest_keys,
-            scale=self._scale, window_size=(-1, 0), **sharing_told,
+            scale=self._scale, window_size=(-1, 0), **sharing_options,
         )  # fmt: skip
         assert isinstance(context, Tensor)
         return context[..., :size]

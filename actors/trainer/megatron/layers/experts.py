@@ -26,9 +26,9 @@ def why_one_by_one(device: torch.device, dtype: torch.dtype, *sizes: int) -> str
     if GROUPED is None:
         return f"torch {torch.__version__} has no torch.nn.functional.grouped_mm"
     if device.type != "cuda":
-        return "torch's grouped_mm is a loop over experts on the CPU, which copies their weights"
+        return "on the CPU, torch's grouped_mm loops over the experts and copies their weights"
     if torch.cuda.get_device_capability(device) < KERNEL_SINCE or dtype is not torch.bfloat16:
-        return "torch's grouped_mm has a kernel for bfloat16 from compute capability 9.0 on, and else waits for the GPU"
+        return "grouped_mm needs bfloat16 and compute capability 9.0 or later; otherwise torch blocks the CPU in it"
     return misaligned(dtype, *sizes)
 
 
@@ -36,7 +36,7 @@ def misaligned(dtype: torch.dtype, *sizes: int) -> str | None:
     """Name a size that torch's grouped_mm does not support. None: it supports all of them."""
     multiple = ALIGNMENT // dtype.itemsize
     wrong = [size for size in sizes if size % multiple]
-    return f"torch's grouped_mm takes sizes that {multiple} divides in {dtype}, not {wrong[0]}" if wrong else None
+    return f"torch's grouped_mm needs sizes divisible by {multiple} in {dtype}, not {wrong[0]}" if wrong else None
 
 
 class GroupedExperts(SequentialMLP):

@@ -58,7 +58,9 @@ def rotary(general: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def packed_rotary(general: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Make the rotary embedding of a packed row, [t, heads, d]. Megatron's reads sequence starts from the device.
+    """Make the rotary embedding of a packed row, [t, heads, d], without reading from the device.
+
+    Megatron-core's own function copies the sequence starts from the device to the host.
 
     Args:
         general: Megatron's function for padded rows, `_apply_rotary_pos_emb_bshd`.

@@ -19,7 +19,7 @@ from actors.trainer.megatron.imports import (
 
 
 @dataclass(frozen=True)
-class AskedMtp:
+class MtpRequest:
     """Request to the MTP layer."""
 
     tokens: Tensor  # [b, s], the token after each input token
@@ -28,13 +28,13 @@ class AskedMtp:
 
 
 @dataclass(frozen=True)
-class Asked:
+class HeadRequest:
     """Request to the last pipeline stage, passed in place of labels."""
 
     rows_M: Tensor  # positions in the flattened tokens [b, s]
     targets_M: Tensor  # token ids
     temperature: float
-    mtp: AskedMtp | None = None
+    mtp: MtpRequest | None = None
 
 
 class Head(ColumnParallelLinear):
@@ -45,7 +45,7 @@ class Head(ColumnParallelLinear):
         input_: Tensor,
         weight: Tensor | None = None,
         runtime_gather_output: bool | None = None,
-        asked: Asked | None = None,
+        request: HeadRequest | None = None,
     ) -> Any:
         """Return logits, or the requested log-probs and entropies.
 
@@ -53,9 +53,9 @@ class Head(ColumnParallelLinear):
             input_: Hidden states [s, b, h]; under sequence parallelism this rank's part of s.
             weight: Output weight. None: the layer's own.
             runtime_gather_output: Megatron's option for logits.
-            asked: Requested positions. None: logits of all positions.
+            request: Requested positions. None: logits of all positions.
         """
-        if asked is None:
+        if request is None:
             return super().forward(input_, weight, runtime_gather_output)
         if self.sequence_parallel:  # the incoming gradient is complete, so the backward pass only slices it
             input_ = gather_from_sequence_parallel_region(
@@ -63,12 +63,12 @@ class Head(ColumnParallelLinear):
             )
         length, num_rows, _ = input_.shape
         weight, into = self._accumulating(weight)
-        rows = asked.rows_M if num_rows == 1 else asked.rows_M % length * num_rows + asked.rows_M // length
+        rows = request.rows_M if num_rows == 1 else request.rows_M % length * num_rows + request.rows_M // length
         return log_probs_and_entropy(
             input_.flatten(0, 1).index_select(0, rows),
             weight,
-            asked.targets_M,
-            temperature=asked.temperature,
+            request.targets_M,
+            temperature=request.temperature,
             group=self.tp_group if self.tp_group.size() > 1 else None,
             into_VH=into,
         )
@@ -91,7 +91,7 @@ class Head(ColumnParallelLinear):
 
 
 class Model(GPTModel):
-    """Megatron's GPTModel that accepts `Asked` in place of labels and returns log-probs and entropies.
+    """Megatron's GPTModel that accepts `HeadRequest` in place of labels and returns log-probs and entropies.
 
     If MTP log-probs are requested, they come third. Their gradient reaches only the MTP layer: not the decoder's hidden
     states, the embedding or the output weight, as in slime.
@@ -110,10 +110,10 @@ class Model(GPTModel):
         return super().sharded_state_dict(prefix, sharded_offsets, {"dp_cp_group": replicas} | (metadata or {}))
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, labels: Any = None, **options: Any) -> Any:
-        if not isinstance(labels, Asked) or not self.post_process:
+        if not isinstance(labels, HeadRequest) or not self.post_process:
             return super()._postprocess(hidden_states, *args, labels=labels, **options)
         shared = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-        answer = self.output_layer(hidden_states, shared, asked=labels)
+        answer = self.output_layer(hidden_states, shared, request=labels)
         if labels.mtp is None:
             return answer
         with torch.no_grad():
@@ -121,9 +121,9 @@ class Model(GPTModel):
         mtp = self.mtp.layers[0](
             hidden_states.detach(), embedded, options["rotary_pos_emb"], options["packed_seq_params"]
         )
-        asked = Asked(labels.mtp.rows_F, labels.mtp.targets_F, temperature=1.0)
+        request = HeadRequest(labels.mtp.rows_F, labels.mtp.targets_F, temperature=1.0)
         weight = self.output_layer.weight if shared is None else shared
-        return (*answer, self.output_layer(mtp, weight.detach(), asked=asked)[0])
+        return (*answer, self.output_layer(mtp, weight.detach(), request=request)[0])
 
 
 class MtpLayer(MultiTokenPredictionLayer):

@@ -19,7 +19,7 @@ from actors.trainer.megatron.imports import MoEAuxLossAutoScaler, TopKRouter, pa
 
 
 @dataclass(frozen=True)
-class Passing:
+class RoutingInfo:
     """Routing metadata of a micro-batch: T positions in the order of `in_order`, k experts each."""
 
     is_token_T: Tensor  # False in padding
@@ -36,9 +36,9 @@ class Router(TopKRouter):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.router_replay = _Choice(self)
-        self.next: Passing | None = None  # set before each micro-batch
-        self._passing: Passing | None = None
-        self.computed_again: list[Passing] = []  # micro-batches whose forward pass the backward pass will recompute
+        self.next: RoutingInfo | None = None  # set before each micro-batch
+        self._routing_info: RoutingInfo | None = None
+        self.computed_again: list[RoutingInfo] = []  # micro-batches whose forward pass the backward pass will recompute
 
     @property
     def layer(self) -> int:
@@ -47,21 +47,21 @@ class Router(TopKRouter):
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> Any:
         """Route like Megatron's router, with the metadata of the current micro-batch."""
-        self._passing = self._which()
+        self._routing_info = self._which()
         return super().routing(logits, padding_mask)
 
-    def _which(self) -> Passing | None:
+    def _which(self) -> RoutingInfo | None:
         """Find the metadata of the current forward pass.
 
         A recomputed layer runs its first pass without gradients. Backward passes follow the order of those passes.
         """
-        passing = self.next
-        if passing is None or not passing.trains:
-            return passing
+        routing = self.next
+        if routing is None or not routing.trains:
+            return routing
         if not torch.is_grad_enabled():
-            self.computed_again.append(passing)
-            return passing
-        return self.computed_again.pop(0) if self.computed_again else passing
+            self.computed_again.append(routing)
+            return routing
+        return self.computed_again.pop(0) if self.computed_again else routing
 
     def taken(self, scores: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
         """Return the scores of the experts that tokens go to, and these experts.
@@ -70,39 +70,39 @@ class Router(TopKRouter):
             scores: [T, experts].
             chosen: [T, k], the router's choice.
         """
-        passing, layer = self._passing, self.layer
-        if passing is not None and layer in passing.given:
-            given = passing.given[layer].to(scores.device)
+        routing, layer = self._routing_info, self.layer
+        if routing is not None and layer in routing.given:
+            given = routing.given[layer].to(scores.device)
             chosen = torch.where(is_known(given, scores.size(1)), given.to(torch.int64), chosen)
-        if passing is not None and passing.chosen is not None:
-            passing.chosen[layer] = chosen.to(torch.int16)
+        if routing is not None and routing.chosen is not None:
+            routing.chosen[layer] = chosen.to(torch.int16)
         return scores.gather(1, chosen), chosen
 
     def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
         """Add the z-loss, the squared logsumexp of each token's logits, to the backward pass."""
-        coefficient, passing = self.config.moe_z_loss_coeff, self._passing
-        if not coefficient or passing is None or not passing.trains or not torch.is_grad_enabled():
+        coefficient, routing = self.config.moe_z_loss_coeff, self._routing_info
+        if not coefficient or routing is None or not routing.trains or not torch.is_grad_enabled():
             return logits
         squares = logits.logsumexp(dim=-1).square()
-        return MoEAuxLossAutoScaler.apply(logits, coefficient * torch.where(passing.is_token_T, squares, 0.0).sum())
+        return MoEAuxLossAutoScaler.apply(logits, coefficient * torch.where(routing.is_token_T, squares, 0.0).sum())
 
     def _apply_aux_loss(
         self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor, with_padding_mask: bool = False
     ) -> Tensor:
-        passing, coefficient = self._passing, self.get_aux_loss_coeff("aux_loss")
-        if passing is None or not coefficient:
+        routing, coefficient = self._routing_info, self.get_aux_loss_coeff("aux_loss")
+        if routing is None or not coefficient:
             return probs
-        together = torch.zeros_like(passing.sequence_T)
+        together = torch.zeros_like(routing.sequence_T)
         return self._balanced(probs, scores_for_aux_loss, routing_map, coefficient, together, 1)
 
     def _apply_seq_aux_loss(
         self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor, *_sizes: int, **_options: Any
     ) -> Tensor:
         """Apply the loss per sequence. Megatron's own treats a packed row as one sequence."""
-        passing, coefficient = self._passing, self.get_aux_loss_coeff("seq_aux_loss")
-        if passing is None or not coefficient:
+        routing, coefficient = self._routing_info, self.get_aux_loss_coeff("seq_aux_loss")
+        if routing is None or not coefficient:
             return probs
-        sequences, number = passing.sequence_T, passing.num_sequences
+        sequences, number = routing.sequence_T, routing.num_sequences
         return self._balanced(probs, scores_for_aux_loss, routing_map, coefficient, sequences, number)
 
     def _balanced(
@@ -123,8 +123,8 @@ class Router(TopKRouter):
         Source:
             Switch Transformer, arXiv 2101.03961, equation 4, for tokens with k experts as in Megatron-core.
         """
-        assert self._passing is not None
-        is_token = self._passing.is_token_T[:, None]
+        assert self._routing_info is not None
+        is_token = self._routing_info.is_token_T[:, None]
         counts = scores.new_zeros(number, scores.size(1)).index_add_(0, sequence_T, (chosen & is_token).to(scores))
         counts = _summed(counts, self.tp_cp_group)
         shares = counts / counts.sum(dim=1, keepdim=True).clamp(min=1.0)
@@ -134,8 +134,8 @@ class Router(TopKRouter):
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
         """Count the tokens of each expert, to update its bias. Megatron would count padding, too."""
         if self.enable_expert_bias and torch.is_grad_enabled():
-            passing = self._passing
-            counted = routing_map if passing is None else routing_map & passing.is_token_T[:, None]
+            routing = self._routing_info
+            counted = routing_map if routing is None else routing_map & routing.is_token_T[:, None]
             self.local_tokens_per_expert += counted.sum(dim=0)
 
     def _maintain_float32_expert_bias(self) -> None:
@@ -148,8 +148,8 @@ class Router(TopKRouter):
 
 def is_known(given: Tensor, num_experts: int) -> Tensor:
     """Whether each expert number is recorded and valid. In uint8, 255 stands for none."""
-    is_told = given != 255 if given.dtype is torch.uint8 else given >= 0
-    return is_told & (given.to(torch.int64) < num_experts)
+    is_given = given != 255 if given.dtype is torch.uint8 else given >= 0
+    return is_given & (given.to(torch.int64) < num_experts)
 
 
 def _summed(counts: Tensor, group: Any) -> Tensor:
@@ -217,9 +217,9 @@ class Routers:
             is_token_T, sequence_T = (
                 in_order(column, sequence_parallel=self._sequence_parallel) for column in (is_token != 0, sequence)
             )
-            passing = Passing(is_token_T, sequence_T=sequence_T, num_sequences=micro_batch.num_sequences, **what)
+            routing = RoutingInfo(is_token_T, sequence_T=sequence_T, num_sequences=micro_batch.num_sequences, **what)
             for router in self._routers:
-                router.next = passing
+                router.next = routing
 
 
 def in_order(values: Tensor, *, sequence_parallel: bool) -> Tensor:

@@ -15,7 +15,7 @@ from actors.trainer.megatron.imports import PackedSeqParams, parallel_state
 
 
 @dataclass(frozen=True)
-class Stretch:
+class QueryBlock:
     """Queries of a row and the keys up to the last query, for torch's variable-length kernel."""
 
     rows: Tensor  # positions of the queries in this rank's part; empty: all positions
@@ -67,11 +67,11 @@ class PackedRow(PackedSeqParams):
         self.order: Tensor | None = None  # index of each position in the concatenated parts of all ranks
         if context.size == 1:
             bounds, everything = others[0].to(torch.int32), positions[:0]
-            self.stretches = [Stretch(everything, everything, bounds, bounds, longest, longest)]
+            self.stretches = [QueryBlock(everything, everything, bounds, bounds, longest, longest)]
         else:
             self.order, *others = others
             self.stretches = [
-                Stretch(
+                QueryBlock(
                     rows=others[4 * index],
                     seen=others[4 * index + 1],
                     bounds=others[4 * index + 2].to(torch.int32),

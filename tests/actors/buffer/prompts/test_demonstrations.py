@@ -160,17 +160,23 @@ def test_demonstrations_over_a_limit_are_left_out_and_counted(tmp_path: Path, to
         loaded = load(tmp_path, tokenizing, *rows, **limits)
         assert [prompt.row for prompt in loaded.prompts] == kept
         assert loaded.num_too_long == 4 - len(kept)
-    with pytest.raises(DataError, match=r"of the shortest the response has 2 tokens, over the limit of 1 tokens"):
+    with pytest.raises(DataError, match=r"in the shortest one the response has 2 tokens, over the limit of 1 tokens"):
         load(tmp_path, tokenizing, *rows, max_response_len=1)
 
 
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ({"messages": TALK[:1]}, ":1: no message of the assistant to train among 1"),
-        ({"messages": [TALK[0], {**TALK[1], "weight": 0}]}, ":1: no message of the assistant to train among 2"),
-        ({"messages": [TALK[0], {**TALK[1], "weight": 0.5}]}, ":1: weight = 0.5 of message 1: allowed are 0 and 1"),
-        ({"messages": "12"}, ":1: a text needs its response: data.label_key names its column, a text; or messages"),
+        ({"messages": TALK[:1]}, ":1: none of its 1 messages is one of the assistant to train on"),
+        (
+            {"messages": [TALK[0], {**TALK[1], "weight": 0}]},
+            ":1: none of its 2 messages is one of the assistant to train on",
+        ),
+        ({"messages": [TALK[0], {**TALK[1], "weight": 0.5}]}, ":1: message 1 has weight = 0.5; allowed: 0 and 1"),
+        (
+            {"messages": "12"},
+            ":1: no response to train on: set data.label_key to a column with the response text, or let messages",
+        ),
         ({"messages": [TALK[0], {"role": "assistant", "content": "x"}]}, ":1: cannot be tokenised: "),
     ],
 )

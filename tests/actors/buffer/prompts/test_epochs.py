@@ -36,7 +36,7 @@ def test_epochs_become_train_steps() -> None:
 
 
 def test_an_epoch_without_a_full_batch_is_refused() -> None:
-    with pytest.raises(DataError, match="an epoch of 78 prompts has no full batch"):
+    with pytest.raises(DataError, match="an epoch has 78 prompts, less than one batch"):
         count_steps(laptop("rollout.rollout_batch_size=79", "algorithm.num_steps_per_rollout=1"))
 
 

@@ -74,14 +74,17 @@ def test_token_ids_in_a_file_are_a_column_like_any_other(tmp_path: Path) -> None
     [
         ("1 / number", "source(0): raised ZeroDivisionError: division by zero"),
         ("exit(3)", "source(0): raised SystemExit: 3"),
-        ("None", "source(0): expected a dict of what JSON can hold: "),
-        ("{'input': object()}", "source(0): expected a dict of what JSON can hold: "),
+        ("None", "source(0): expected a dict of JSON values: "),
+        ("{'input': object()}", "source(0): expected a dict of JSON values: "),
         ("{'label': 1}", "source(0): no column 'input' (input_key); there are: label"),
         ("{'input': ''}", "source(0): input is empty"),
         ("{'prompt_ids': []}", "source(0): prompt_ids = []: expected a list of token ids"),
         ("{'prompt_ids': [-1]}", "source(0): prompt_ids = [-1]: expected a list of token ids"),
         ("{'input': '1' * (number + 1)}", "source(3): the prompt has 4 tokens, over the limit of 3"),
-        ("{'input': '1', 'metadata': {'rm_type': 'os:system'}}", "source(0): rm_type = 'os:system': a row may only"),
+        (
+            "{'input': '1', 'metadata': {'rm_type': 'os:system'}}",
+            "source(0): rm_type = 'os:system': a row may name only",
+        ),
     ],
 )
 def test_what_a_function_does_wrong_is_told_with_its_number(tmp_path: Path, row: str, said: str) -> None:

@@ -69,8 +69,8 @@ async def test_a_run_is_not_resumed_on_other_data(
     before = [loaded.fingerprint for loaded in await load(bus, topology)]
     write(tmp_path / f"{name}.jsonl", prompts)
     said = await refusal(bus, topology)
-    assert said.startswith("buffer: data d is not what this run began with: its fingerprint is ")
-    assert f"it was {' or '.join(before)}. Bring its file" in said
+    assert said.startswith("buffer: data d changed since this run began: its fingerprint is ")
+    assert f"it was {' or '.join(before)}. Restore its file" in said
     assert said.endswith("or start over with --fresh t")
     async with bus.read(PromptsLoaded) as events:
         assert events.pending == 2  # a refused start leaves no trace

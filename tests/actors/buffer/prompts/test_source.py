@@ -109,7 +109,7 @@ def test_the_order_sorts_the_words_of_philox_so_that_it_stays_the_same_for_good(
 
 
 def test_a_negative_number_is_our_own_mistake() -> None:
-    with pytest.raises(ValueError, match="no prompt -1"):
+    with pytest.raises(ValueError, match="prompt -1 does not exist"):
         source(3).prompt(-1)
 
 
@@ -297,7 +297,7 @@ def test_a_row_may_name_another_built_in_grader_but_no_code(tmp_path: Path, toke
     assert [prompt.rm_type for prompt in load(path, tokenizing).prompts] == ["f1", "exact_match"]
     assert ":2: no grader: set rm_type" in error(path, tokenizing, rm_type=None)
     path = write(tmp_path, {"input": "1", "metadata": {"rm_type": "os:system"}})
-    assert "a row may only name a built-in grader" in error(path, tokenizing)
+    assert "a row may name only a built-in grader" in error(path, tokenizing)
 
 
 # Filtering
@@ -314,8 +314,8 @@ def test_prompts_over_the_limit_are_left_out_and_counted(tmp_path: Path, tokeniz
 def test_every_prompt_over_the_limit_is_an_error(tmp_path: Path, tokenizing: Tokenizing) -> None:
     path = write(tmp_path, {"input": "1234"}, {"input": "12345"})
     assert error(path, tokenizing, 3) == (
-        f"{path}: every row is over a limit; of the shortest the prompt has 4 tokens, over the limit of 3 tokens "
-        "(rollout.max_prompt_len, or what rollout.max_context_len leaves)"
+        f"{path}: no row is short enough; in the shortest one the prompt has 4 tokens, over the limit of 3 tokens "
+        "(rollout.max_prompt_len, or rollout.max_context_len - 1)"
     )
 
 

@@ -85,7 +85,7 @@ def test_a_template_that_refuses_says_why(tmp_path: Path) -> None:
 @pytest.mark.parametrize("tag", ["include 'x'", "import 'x' as x", "extends 'x'"])
 def test_a_template_that_wants_another_file_is_refused(tmp_path: Path, tag: str) -> None:
     ours, theirs = both(model_with(tmp_path, f"{{% {tag} %}}"))
-    with pytest.raises(ValueError, match="it includes 'x', and a chat template is one file"):
+    with pytest.raises(ValueError, match="it includes 'x', but a chat template must be a single file"):
         ours.render(TURNS)
     with pytest.raises(ValueError, match=r"the chat template fails: .*no loader"):
         theirs.render(TURNS)

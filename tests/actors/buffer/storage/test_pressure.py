@@ -176,7 +176,7 @@ async def test_a_task_that_the_bus_refuses_fails_its_group(
         failed, _ = await next_event(bus, GroupFailed, timeout_s=25)
     assert isinstance(failed, GroupFailed)
     assert failed.reason.startswith("task: ")
-    assert "are taken" in failed.reason
+    assert "allowed: at most" in failed.reason
 
 
 def ledger_of(*events: Message) -> LedgerState:

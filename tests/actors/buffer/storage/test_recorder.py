@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from actors.buffer.deciding.decide import Schedule
 from actors.buffer.storage.recorder import Recorder
-from actors.buffer.storage.records import Pair, Records
+from actors.buffer.storage.records import Records, StepDump
 from messages import (
     BatchReady,
     BufferStarted,
@@ -92,7 +92,7 @@ def told(log: list[Message]) -> tuple[Records, list[dict[int, Any]]]:
     return records, pairs
 
 
-def fates(pair: Pair) -> dict[int, Any]:
+def fates(pair: StepDump) -> dict[int, Any]:
     found: dict[int, Any] = {}
     for record in pair.records:
         fate = record.fate

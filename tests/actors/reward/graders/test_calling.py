@@ -41,7 +41,7 @@ def test_numbers_of_any_kind_are_rewards(answer: Any) -> None:
         ([1.0], "returned [1.0] (list), not a number"),
         (float("nan"), "returned nan, not a finite number"),
         (float("inf"), "returned inf, not a finite number"),
-        (np.array([1.0, 2.0]), "is no single number"),
+        (np.array([1.0, 2.0]), "is not a single number"),
         ({"score": 1.0}, "set reward_key to say which value is the reward"),
     ],
 )

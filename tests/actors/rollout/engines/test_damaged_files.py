@@ -79,7 +79,9 @@ async def test_an_engine_that_read_a_damaged_file_is_refused_and_takes_the_same_
         async with bus.read(WeightsApplied) as events:
             applied = await events.next(5)
     assert (refused.version, refused.unusable) == (1, True)
-    assert refused.reason.startswith(f"its files are not what was announced: {first.path}/{FILE}: damaged: its CRC-32")
+    assert refused.reason.startswith(
+        f"its files differ from the announced ones: {first.path}/{FILE}: damaged: its CRC-32"
+    )
     assert applied is not None
     assert applied.message.version == 2
 

@@ -44,7 +44,7 @@ class OnlyFirst:
 
     async def update(self, engine: str, url: str, announced: WeightsAnnounced, **_: Any) -> UpdateResult:
         if announced.version > 1:
-            raise WeightsMismatch("it loaded nothing")
+            raise WeightsMismatch("it did not load these")
         return UpdateResult("1@lazy", 0.0)
 
     async def adopt(self, engine: str, url: str, announced: WeightsAnnounced) -> None:

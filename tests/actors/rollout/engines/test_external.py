@@ -5,7 +5,7 @@ from typing import Any, cast
 import anyio
 import pytest
 
-from actors.rollout.engines.external import Wanted, WrongEngine, check_server
+from actors.rollout.engines.external import ServerRequirements, WrongEngine, check_server
 from actors.rollout.engines.weights.pauses import Pauses
 from actors.rollout.sglang.errors import EngineUnavailable
 from messages import GroupAborted, RoundHalted, WeightsApplied, WeightsRefused
@@ -18,7 +18,7 @@ from tests.fixtures.nats import eventually
 from tests.support.rollout import announcement, grade, next_event, rollout_actor, task, until_applied
 from tests.support.scripted_engine import ScriptedEngine, serving
 
-WANTED = Wanted(architectures=("Qwen3ForCausalLM",), dtype="float32", context=512)
+WANTED = ServerRequirements(architectures=("Qwen3ForCausalLM",), dtype="float32", context=512)
 RIGHT: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
     "dtype": "float32",
@@ -40,7 +40,7 @@ def test_one_that_serves_what_is_asked_for_or_does_not_say(says: dict[str, Any])
             {"architectures": ["LlamaForCausalLM"]},
             "architectures = ['LlamaForCausalLM']; allowed: ['Qwen3ForCausalLM']",
         ),
-        ({"dtype": "float16"}, "dtype = 'float16'; allowed: float32, as model.dtype"),
+        ({"dtype": "float16"}, "dtype = 'float16'; allowed: float32, from model.dtype"),
         ({"dp_size": 2}, "dp_size = 2; allowed: 1: each replica"),
         ({"max_req_input_len": 511}, "max_req_input_len = 511; allowed: at least rollout.max_context_len = 512"),
         ({"is_generation": False}, "is_generation = False; allowed: true"),
@@ -49,7 +49,7 @@ def test_one_that_serves_what_is_asked_for_or_does_not_say(says: dict[str, Any])
 def test_a_wrong_one_is_named_by_key_value_and_what_is_allowed(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(WrongEngine) as raised:
         check_server("http://e", RIGHT | wrong, WANTED)
-    assert str(raised.value).startswith("http://e does not serve what the recipe asks for: ")
+    assert str(raised.value).startswith("http://e does not fit the recipe: ")
     assert message in str(raised.value)
 
 
@@ -157,7 +157,9 @@ async def test_a_pause_is_noted_before_it_begins_until_it_has_ended() -> None:
     assert bucket.values == {"paused.policy": ["http://a", "http://b"]}
     await pauses.end("http://a")
     bucket.away = True
-    with pytest.raises(EngineUnavailable, match="http://a: is not paused, since that cannot be noted: no server"):
+    with pytest.raises(
+        EngineUnavailable, match="http://a: not paused, because the pause could not be recorded: no server"
+    ):
         await pauses.begin("http://a")
     assert [url in pauses for url in ("http://a", "http://b", "http://ours")] == [False, True, True]
     await pauses.end("http://b")

@@ -8,16 +8,18 @@ from actors.rollout.engines.refusing import (
     REFUSED_PATIENCE_S,
     RESTART_AFTER,
     RESTART_AFTER_S,
-    RefusedBy,
+    RefusalCounter,
     Step,
 )
 
 ALONE = {"damaged": False, "may_restart": True, "others_serve": False}
 
 
-def refusals(number: int, *, within_s: float, begin: float = 0.0, by: RefusedBy | None = None, **said: bool) -> Step:
+def refusals(
+    number: int, *, within_s: float, begin: float = 0.0, by: RefusalCounter | None = None, **said: bool
+) -> Step:
     """What follows from the last of so many refusals, evenly over a time."""
-    engine = by or RefusedBy()
+    engine = by or RefusalCounter()
     step = Step.AGAIN
     for index in range(number):
         step = engine.refused(begin + within_s * index / (number - 1), **(ALONE | said))
@@ -32,7 +34,7 @@ def test_an_engine_that_goes_on_refusing_is_started_again_also_the_only_one() ->
 
 
 def test_the_only_engine_is_started_again_so_often_and_then_given_up() -> None:
-    engine = RefusedBy()
+    engine = RefusalCounter()
     begin = 0.0
     for _ in range(MAX_RESTARTS):
         assert refusals(5, within_s=RESTART_AFTER_S + 1, begin=begin, by=engine) is Step.RESTART
@@ -42,7 +44,7 @@ def test_the_only_engine_is_started_again_so_often_and_then_given_up() -> None:
 
 
 def test_one_that_others_serve_beside_is_never_given_up() -> None:
-    engine, begin = RefusedBy(), 0.0
+    engine, begin = RefusalCounter(), 0.0
     for _ in range(10 * MAX_RESTARTS):
         step = refusals(5, within_s=RESTART_AFTER_S + 1, begin=begin, by=engine, others_serve=True)
         assert step is Step.RESTART
@@ -64,8 +66,8 @@ def test_damaged_weights_are_waited_out_and_nothing_is_started_again() -> None:
 
 
 def test_what_an_engine_refused_before_it_served_or_was_away_does_not_count() -> None:
-    for forget in (RefusedBy.took, RefusedBy.away):
-        engine = RefusedBy()
+    for forget in (RefusalCounter.took, RefusalCounter.away):
+        engine = RefusalCounter()
         assert refusals(5, within_s=RESTART_AFTER_S, by=engine) is Step.AGAIN
         forget(engine)
         assert refusals(2, within_s=1, begin=RESTART_AFTER_S + 1, by=engine) is Step.AGAIN

@@ -89,10 +89,10 @@ async def test_one_that_is_lost_while_the_router_takes_it_in_again_is_taken_out(
 async def test_one_that_may_be_asked_again_by_then_is_not_taken_out() -> None:
     router, asked = OneRouter(), Asked()
     place = await entered(router, asked)
-    await place.leave_unless_asked()
+    await place.leave_unless_accepting()
     assert router.known == {URL}
     asked.now = False
-    await place.leave_unless_asked()
+    await place.leave_unless_accepting()
     assert router.known == set()
 
 

@@ -107,7 +107,7 @@ def test_the_life_of_an_engine(life: str) -> None:
     ],
 )
 def test_what_cannot_happen_is_an_error(state: EngineState, trigger: Trigger) -> None:
-    with pytest.raises(ImpossibleTransition, match=f"not in state {state}"):
+    with pytest.raises(ImpossibleTransition, match=f"is not allowed in state {state}"):
         next_state(state, trigger)
 
 

@@ -95,7 +95,7 @@ async def test_an_engine_that_says_yes_and_loads_nothing_is_refused(bus: Bus, ro
     assert lazy.held == 2  # it says so
     assert len(lazy.requests) == num_asked
     reasons = {entry["reason"] for entry in logged if entry["event"] == "weights_refused"}
-    assert any("loaded nothing" in reason or "from the same files" in reason for reason in reasons)
+    assert any("did not load these" in reason or "for the same files" in reason for reason in reasons)
 
 
 async def test_alone_such_an_engine_is_refused_again_and_again(bus: Bus, router_url: str) -> None:
@@ -109,7 +109,7 @@ async def test_alone_such_an_engine_is_refused_again_and_again(bus: Bus, router_
                 await eventually(lambda: lazy.calls.count("update") >= 4)
     refused = [entry["reason"] for entry in logged if entry["event"] == "weights_refused"]
     assert len(refused) >= 2
-    assert all(reason.endswith("from other files: it loaded nothing") for reason in refused)
+    assert all(reason.endswith("for other files: it did not load these") for reason in refused)
 
 
 async def test_of_two_engines_of_one_layout_the_one_that_differs_from_the_proven_is_refused(
@@ -125,7 +125,7 @@ async def test_of_two_engines_of_one_layout_the_one_that_differs_from_the_proven
                 gate.set()
                 await eventually(lambda: "weights_refused" in [entry["event"] for entry in logged])
     (reason, *_) = [entry["reason"] for entry in logged if entry["event"] == "weights_refused"]
-    assert "from the same files" in reason
+    assert "for the same files" in reason
 
 
 async def tokens_of(bus: Bus, sample: SampleSummary) -> list[tuple[int, list[int]]]:

@@ -150,5 +150,5 @@ def test_a_demonstration_of_other_tokens_than_the_models_is_refused_with_its_row
     )
     asked = msgspec.structs.replace(task(0), prompt=prompt)
     assert len(Demonstrations(65).answer(asked)) == 2
-    with pytest.raises(ValueError, match="prompt 9 of other: response: token 1 has id 64"):
+    with pytest.raises(ValueError, match="row 9 of other: response: token 1 has id 64"):
         Demonstrations(64).answer(asked)

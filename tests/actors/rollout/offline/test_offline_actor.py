@@ -94,7 +94,7 @@ async def test_a_prompt_without_a_demonstration_fails_its_group_and_the_next_is_
         await bus.publish(task(2, **DEMONSTRATION))
         event, _ = await next_event(bus, GroupCompleted, from_seq=seq)
     assert isinstance(failed, GroupFailed)
-    assert (failed.group_id, failed.reason) == (1, "prompt 3 of d has no demonstration")
+    assert (failed.group_id, failed.reason) == (1, "row 3 of d has no demonstration")
     assert isinstance(event, GroupCompleted)
     assert event.group_id == 2
 

@@ -8,7 +8,7 @@ import anyio
 import pytest
 from structlog.testing import capture_logs
 
-from actors.rollout.requests.watching import Patience
+from actors.rollout.requests.watching import TokenTimeouts
 from tests.support.behind_proxies import LONG, PATIENCE, SHORT, behind_proxies, outcome, request
 from tests.support.odd_answers import CASES
 from tests.support.odd_table import check_every_row
@@ -18,7 +18,7 @@ from tests.support.tiny_models import write_model
 
 pytestmark = [pytest.mark.anyio]
 
-NO_WATCH: Final = Patience(first_s=600.0, next_s=600.0)
+NO_WATCH: Final = TokenTimeouts(first_s=600.0, next_s=600.0)
 LIMIT_S: Final = 150.0
 
 FLAGS: Final = ("--load-format", "dummy", "--max-running-requests", "64", "--incremental-streaming-output")

@@ -121,7 +121,7 @@ async def test_the_last_engine_of_others_is_asked_on_until_the_run_ends_and_name
                 group.start_soon(ask, index)
         assert behind.fleet.num_admitted() == 1
         who = f"engine.policy.0 ({behind.proxies[0].url})"
-        assert all(f"for 3 s (rollout.generate_timeout_s), at last {who}: " in text for text in ended)
+        assert all(f"for 3 s (rollout.generate_timeout_s); last failure: {who}: " in text for text in ended)
         assert len(ended) == 4
 
 
@@ -156,7 +156,7 @@ async def test_two_prompts_that_always_fail_cost_no_engine_that_answers_others(
         ended: list[str] = []
 
         async def ask(index: int) -> None:
-            with pytest.raises(RequestRefused, match="4 times in vain"):
+            with pytest.raises(RequestRefused, match="failed 4 times"):
                 await behind.generator.generate(request(f"cursed{index % 2}-{index}-1", SHORT))
             ended.append("cursed")
 
@@ -211,7 +211,7 @@ async def test_a_request_whose_stream_always_breaks_without_a_token_fails_after_
 
         async with anyio.create_task_group() as group:
             group.start_soon(others)
-            with pytest.raises(RequestRefused, match=r"10 times in vain, at last at engine\.policy\.0"):
+            with pytest.raises(RequestRefused, match=r"failed 10 times, last at engine\.policy\.0"):
                 await behind.generator.generate(request("cursed-0-1", LONG), lambda _: None)
         assert found == ["good"] * 8
         assert behind.proxies[0].spoiled[name] == 10

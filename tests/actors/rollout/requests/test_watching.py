@@ -6,7 +6,7 @@ import anyio
 import pytest
 
 from actors.rollout.requests.request import OpenRequest
-from actors.rollout.requests.watching import Patience, silence
+from actors.rollout.requests.watching import TokenTimeouts, silence
 from messages import EngineState, EngineStateChanged, KillAnswered, KillRequested
 from runtime.bus.addresses import Address, address_key
 from runtime.bus.bus import Bus
@@ -15,7 +15,7 @@ from tests.fixtures.nats import eventually
 from tests.support.rollout import announcement, completed, grade, rollout_actor, task, until_applied
 from tests.support.scripted_engine import ScriptedEngine, serving
 
-LIMITS = Patience(first_s=10.0, next_s=3.0)
+LIMITS = TokenTimeouts(first_s=10.0, next_s=3.0)
 
 
 def sent(at: float, *, engine: str = "", token_at: float = 0.0) -> OpenRequest:
@@ -28,14 +28,14 @@ SILENCES: dict[str, tuple[list[OpenRequest], float, str]] = {
     "one may be there for long": (
         [sent(89), sent(95)],
         0.0,
-        "no first token for 10 s, of 1 request that may be there",
+        "no first token within 10 s for 1 request that it may hold",
     ),
     "others there get tokens": ([sent(80)], 98.0, ""),
     "it is asked since a moment": ([sent(10, engine="e", token_at=20)], 99.0, ""),
     "one there got none for long": (
         [sent(10, engine="e", token_at=96)],
         96.0,
-        "no further token of 1 request there for 3 s",
+        "no further token for 1 request within 3 s",
     ),
     "one there waits while others get tokens": ([sent(10, engine="e", token_at=50)], 99.5, ""),
     "one is at another engine": ([sent(10, engine="other", token_at=20)], 0.0, ""),
@@ -88,7 +88,7 @@ async def test_an_engine_that_hangs_is_killed_once_and_its_requests_are_sent_els
         group.cancel_scope.cancel()
     (request,) = asked
     assert (request.process, request.pid) == ("engine.policy.0", 17)
-    assert request.reason.startswith("no first token for 1 s, of ")
+    assert request.reason.startswith("no first token within 1 s for ")
     assert EngineState.SUSPECT in await states(bus, 3)
 
 

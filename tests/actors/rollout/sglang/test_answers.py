@@ -74,12 +74,12 @@ def test_a_request_aborted_in_the_queue_is_an_empty_segment() -> None:
 
 
 def test_log_probs_of_other_tokens_are_refused() -> None:
-    with pytest.raises(ValueError, match="3 tokens with log-probs of 0 others"):
+    with pytest.raises(ValueError, match="3 tokens, and log-probs of 0 other tokens"):
         segment_of(answer([4, 5, 6], output_token_logprobs=[]), KEY, PROMPT)
 
 
 def test_tokens_of_unknown_weights_are_refused() -> None:
-    with pytest.raises(ValueError, match="does not say which weights"):
+    with pytest.raises(ValueError, match="does not report which weights"):
         segment_of(answer([4], weight_version=None), KEY, PROMPT)
 
 

@@ -61,14 +61,14 @@ BAD_ANSWERS: Final[dict[str, tuple[Spoil, str]]] = {  # and what is said of it
     "a negative count": (_meta(completion_tokens=-1), "completion_tokens"),
     "another request": (_meta(id="another"), "it answers request another"),
     "no request": (_meta(id=None), "it answers request null"),
-    "another prompt": (_meta(prompt_tokens=7), "prompt_tokens is 7, and 2 were sent"),
+    "another prompt": (_meta(prompt_tokens=7), "prompt_tokens is 7, but 2 were sent"),
     "spans too short": (_meta(weight_versions=[{"version": "1", "start": 0, "end": 3}]), "cover 3 of 4"),
     "spans too long": (_meta(weight_versions=[{"version": "1", "start": 0, "end": 5}]), "cover 5 of 4"),
     "spans with a gap": (_meta(weight_versions=[{"version": "1", "start": 1, "end": 4}]), "does not follow token 0"),
-    "no weights": (_meta(weight_versions=[], weight_version=None), "does not say which weights"),
+    "no weights": (_meta(weight_versions=[], weight_version=None), "does not report which weights"),
     "a token behind the stop token": (
         _meta(finish_reason={"type": "stop", "matched": 9}),
-        "it stopped at token 9, and",
+        "it stopped at token 9, but",
     ),
     "an unknown end": (_meta(finish_reason={"type": "tired"}), "'tired': expected"),
     "an end of no type": (_meta(finish_reason={"type": ["stop"]}), "expected stop, length or abort"),
@@ -202,7 +202,7 @@ async def test_the_answers_to_a_batch_are_those_of_its_prompts_in_order() -> Non
     body = {**BODY, "input_ids": [[1, 2], [1, 2]]}
     right = [answer(id="r_0"), answer(id="r_1")]
     assert len(await whole(json.dumps(right).encode(), body)) == 2
-    with pytest.raises(BadAnswer, match="it answers request r_1, and r_0 was sent"):
+    with pytest.raises(BadAnswer, match="it answers request r_1, but r_0 was sent"):
         await whole(json.dumps(right[::-1]).encode(), body)
     with pytest.raises(BadAnswer, match="1 answers to 2 prompts"):
         await whole(json.dumps(right[:1]).encode(), body)

@@ -35,7 +35,7 @@ def test_a_token_that_the_model_has_not_is_refused(directory: Path) -> None:
     model = ServedModel.read(directory)
     model.check_ids([0, 63])
     for bad in (64, -1):
-        with pytest.raises(ValueError, match=f"{bad} is no token of the model, which has 64"):
+        with pytest.raises(ValueError, match=f"{bad} is not a token of the model, whose vocabulary has 64"):
             model.check_ids([3, bad, 4])
 
 

@@ -80,14 +80,14 @@ def test_the_server_is_asked_once_for_each_version(fake: Path, tmp_path: Path) -
     write_fake_sglang(fake, "0.4.0")
     (said,) = problems(fake, tmp_path / "cache")
     assert times_imported(fake) == 2
-    assert said == f'engines.policy.python = "{sys.executable}": has SGLang 0.4.0; tried and allowed: 0.5.23'
+    assert said == f'engines.policy.python = "{sys.executable}": has SGLang 0.4.0; allowed: 0.5.23'
 
 
 def test_a_server_that_cannot_be_imported_says_why(fake: Path, tmp_path: Path) -> None:
     (fake / "sglang" / "srt" / "server_args.py").write_text("import no_such_kernel")
     (said,) = problems(fake, tmp_path)
     assert said.endswith(
-        "this SGLang cannot be asked for its arguments: ModuleNotFoundError: No module named 'no_such_kernel'"
+        "the arguments of this SGLang cannot be read: ModuleNotFoundError: No module named 'no_such_kernel'"
     )
 
 

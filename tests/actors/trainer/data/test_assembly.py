@@ -92,7 +92,7 @@ def test_what_cannot_be_true_of_a_sample_is_found_and_its_tokens_are_left_out() 
     completed_group = group_of(5, samples)
     problems = problems_of(completed_group, {9: message}, vocab_size=3)
     assert problems == {
-        (0, 0): "its segments have 2 tokens, and 3 are reported",
+        (0, 0): "its segments have 2 tokens, but 3 are reported",
         (1, 0): "response: token 0 has log-prob -inf (allowed: -1000 to 0.001)",
     }
     assert set(problems_of(completed_group, {9: message}, vocab_size=2)) == {(0, 0), (1, 0), (2, 0)}

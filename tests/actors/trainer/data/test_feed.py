@@ -124,7 +124,7 @@ async def test_a_log_without_its_beginning_and_without_a_snapshot_of_it_is_refus
         await caught_up(Feed(bus, snapshot_timeout_s=0.2))
     (error,) = flatten(caught.value)
     assert isinstance(error, InputError)
-    assert "the log begins at event 3" in str(error)
+    assert "the event log begins at event 3" in str(error)
 
 
 async def test_a_completed_group_that_comes_slowly_is_not_lost(bus: Bus) -> None:

@@ -179,35 +179,38 @@ def test_what_cannot_be_read_is_refused_with_the_reason(
         change(common)
         torch.save(common, path / "common.pt")
 
-    refused("read with trainer.optimizer.use_distributed_optimizer = true; its weights alone", trainer={})
-    refused("trained in torch.float32, and here is torch.bfloat16", model={"dtype": "bfloat16"})
+    refused("trainer.load_weights_only = true to load only the weights", trainer={})
+    refused("trained in torch.float32, but this run trains in torch.bfloat16", model={"dtype": "bfloat16"})
     rewritten(lambda common: common["optimizer"].update(param_state_sharding_type="dp_reshardable"))
-    refused("its optimizer's state as dp_reshardable, which other layouts cannot read, only fully_reshardable")
+    refused("its optimizer's state saved as dp_reshardable; only fully_reshardable can be read")
     rewritten(lambda common: common["optimizer"].pop("param_state_sharding_type"))
-    refused("state by another optimizer than the distributed one")
+    refused("state saved by another optimizer than the distributed one")
     rewritten(lambda common: common.pop("optimizer"))
-    refused("was saved without its optimizer; take the weights alone with trainer.load_weights_only = true")
+    refused("was saved without its optimizer; load only the weights with trainer.load_weights_only = true")
     rewritten(lambda common: common.update(args=Strange()))
-    refused("holds objects of a program that is not here; take the weights alone")
+    refused("holds objects of another program, which are not loaded; load only the weights")
     own, weights_only = (model_dir / "config.json").read_bytes(), {"load_weights_only": True}
     TrainerRank(
         make_topology(trainer={"load": str(path)} | weights_only), tmp_path / "run"
     ).resume()  # weights alone are read
     for change, says in {
-        ("num_hidden_layers", 3): r"linear_qkv\.layer_norm_weight is \[2, 16\] there, and \[3, 16\] here",
-        ("vocab_size", 64): r"word_embeddings\.weight is \[32, 16\] there, and \[64, 16\] here",
-        ("model_type", "llama"): "it has decoder.layers.self_attention.[kq]_layernorm.weight, and this model has not",
-        ("tie_word_embeddings", True): r"it has output_layer\.weight, and this model has not",
+        ("num_hidden_layers", 3): r"linear_qkv\.layer_norm_weight is \[2, 16\] in the checkpoint, and \[3, 16\] here",
+        ("vocab_size", 64): r"word_embeddings\.weight is \[32, 16\] in the checkpoint, and \[64, 16\] here",
+        (
+            "model_type",
+            "llama",
+        ): "it has decoder.layers.self_attention.[kq]_layernorm.weight, which this model does not have",
+        ("tie_word_embeddings", True): r"it has output_layer\.weight, which this model does not have",
     }.items():
         (model_dir / "config.json").write_bytes(msgspec.json.encode(TINY | dict([change])))
         refused(says, trainer=weights_only)
     (model_dir / "config.json").write_bytes(own)
     (path / "metadata.json").unlink()
-    refused("iter_0000010 is no complete checkpoint of Megatron-LM", load=tmp_path / "lm")
+    refused("iter_0000010 is not a complete checkpoint of Megatron-LM", load=tmp_path / "lm")
     (path / "mp_rank_00").mkdir()
-    refused("in Megatron-LM's format torch, cut for its ranks: save it as torch_dist")
+    refused("in Megatron-LM's format torch, which is sharded for its ranks: save it as torch_dist")
     (tmp_path / "lm" / "latest_checkpointed_iteration.txt").write_text("latest")
-    refused("says 'latest', which is no iteration", load=tmp_path / "lm")
+    refused("holds 'latest'; expected the number of an iteration", load=tmp_path / "lm")
 
 
 class Strange:

@@ -73,14 +73,14 @@ def refused(rank: TrainerRank, saved: Path, tmp_path: Path) -> str:
 def test_an_index_that_names_a_function_is_not_loaded(rank: TrainerRank, saved: Path, tmp_path: Path) -> None:
     (saved / ".metadata").write_bytes(pickle.dumps(Evil(tmp_path / "evil")))
     reason = refused(rank, saved, tmp_path)
-    assert reason.startswith(f"{saved / '.metadata'} is no index of a checkpoint: it names posix.mknod, ")
+    assert reason.startswith(f"{saved / '.metadata'} is not the index of a checkpoint: it names posix.mknod, ")
 
 
 def test_an_index_cannot_reach_functions_through_the_types_that_it_may_name(
     rank: TrainerRank, saved: Path, tmp_path: Path
 ) -> None:
     (saved / ".metadata").write_bytes(b"cbuiltins\ngetattr\n(cpathlib\nPosixPath\nX\x08\x00\x00\x00__init__tR.")
-    assert "'__init__' of something that is no Enum" in refused(rank, saved, tmp_path)
+    assert "'__init__' of something that is not an Enum" in refused(rank, saved, tmp_path)
 
 
 def test_an_object_among_the_tensors_runs_nothing(rank: TrainerRank, saved: Path, tmp_path: Path) -> None:
@@ -128,4 +128,4 @@ def test_tensors_are_read_from_the_directory_of_the_checkpoint_alone(
 def test_a_damaged_index_is_named(rank: TrainerRank, saved: Path, tmp_path: Path) -> None:
     whole = (saved / ".metadata").read_bytes()
     (saved / ".metadata").write_bytes(whole[: len(whole) // 2])
-    assert refused(rank, saved, tmp_path).startswith(f"{saved / '.metadata'} is no index of a checkpoint: ")
+    assert refused(rank, saved, tmp_path).startswith(f"{saved / '.metadata'} is not the index of a checkpoint: ")

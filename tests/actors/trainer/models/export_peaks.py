@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from actors.trainer.megatron import groups
 from actors.trainer.models.config import HfConfig, read_hf_config
-from actors.trainer.models.files import Cut
+from actors.trainer.models.files import TensorShard
 from actors.trainer.models.gathering import Part
 from actors.trainer.models.shapes import hf_shapes
 from actors.trainer.models.sharding import rank_part
@@ -33,7 +33,7 @@ def parts_of(hf: HfConfig, ranks: int) -> list[Part]:
     """Megatron's tensors of a rank, the embedding first and last."""
     shapes = hf_shapes(hf)
 
-    def drawn(name: str, cut: Cut | None = None) -> torch.Tensor:
+    def drawn(name: str, cut: TensorShard | None = None) -> torch.Tensor:
         whole = torch.full(shapes[name], 0.5)
         return whole if cut is None else cut.of(whole)
 
@@ -44,7 +44,13 @@ def parts_of(hf: HfConfig, ranks: int) -> list[Part]:
         dims |= {f"{prefix}mlp.linear_fc1.weight": 0, f"{prefix}mlp.linear_fc2.weight": 1}
     dims["output_layer.weight"] = 0
     return [
-        Part((name,), rank_part(name, hf, drawn, Cut(dim, 0, ranks) if ranks > 1 else None).clone(), dim, ranks, None)
+        Part(
+            (name,),
+            rank_part(name, hf, drawn, TensorShard(dim, 0, ranks) if ranks > 1 else None).clone(),
+            dim,
+            ranks,
+            None,
+        )
         for name, dim in dims.items()
     ]
 

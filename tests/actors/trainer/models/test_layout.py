@@ -36,11 +36,11 @@ def test_layers_that_stages_can_share(layers: int, layout: MegatronConfig, tmp_p
 @pytest.mark.parametrize(
     ("layers", "layout", "reason"),
     [
-        (1, layout_of(2), "1 layer cannot be shared by 2 pipeline stages"),
-        (7, layout_of(4, 2), "7 layers cannot be shared by 4 pipeline stages of 2 virtual ones"),
-        (4, layout_of(2, **{FIRST: 1, LAST: 2}), f"{FIRST}, {LAST} taken off"),
-        (4, layout_of(1, **{FIRST: 4}), f"{FIRST} = 4: is for several pipeline stages"),
-        (8, layout_of(4, 2, **{FIRST: 1}), "divides by their virtual stages"),
+        (1, layout_of(2), "1 layer cannot be split equally over 2 pipeline stages"),
+        (7, layout_of(4, 2), "7 layers cannot be split equally over 4 pipeline stages of 2 virtual ones"),
+        (4, layout_of(2, **{FIRST: 1, LAST: 2}), f"pipeline stages, after {FIRST}, {LAST}"),
+        (4, layout_of(1, **{FIRST: 4}), f"{FIRST} = 4: needs several pipeline stages"),
+        (8, layout_of(4, 2, **{FIRST: 1}), "a multiple of their virtual stages"),
     ],
 )
 def test_layers_that_stages_cannot_share(layers: int, layout: MegatronConfig, reason: str, tmp_path: Path) -> None:
@@ -51,15 +51,15 @@ def test_layers_that_stages_cannot_share(layers: int, layout: MegatronConfig, re
 @pytest.mark.parametrize(
     ("layout", "reason"),
     [
-        ({"expert_model_parallel_size": 3}, "the number of experts, = 4 of the model does not divide by 3"),
-        ({"tensor_model_parallel_size": 2}, "experts with tensor parallelism want it on"),
+        ({"expert_model_parallel_size": 3}, "the number of experts = 4 of the model is not divisible by 3"),
+        ({"tensor_model_parallel_size": 2}, "experts with tensor parallelism need sequence_parallel = true"),
         (
             {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 5},
-            "moe_intermediate_size = 24 of the model does not divide by 5",
+            "moe_intermediate_size = 24 of the model is not divisible by 5",
         ),
         (
             {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1, "sequence_parallel": True},
-            "would not sum the experts' gradients",
+            "does not sum the experts' gradients",
         ),
     ],
 )
@@ -79,7 +79,7 @@ def test_latents_that_ranks_cannot_share(changes: dict[str, Any], key: str, tmp_
 
 
 def test_ranks_cannot_share_the_experts_of_a_model_without_any(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no experts to share out"):
+    with pytest.raises(ValueError, match="no experts to distribute"):
         check_layout(model_of(2, tmp_path), MegatronConfig(expert_model_parallel_size=2))
 
 

@@ -183,7 +183,7 @@ def test_keys_of_deepseeks_own_configs_are_read(tmp_path: Path) -> None:
 
 def test_further_layers_with_latents_are_not_built(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config_of("deepseek_v3", num_nextn_predict_layers=1)))
-    with pytest.raises(ValueError, match="mtp_num_layers = 1 is not built yet for a model with multi-latent"):
+    with pytest.raises(ValueError, match="mtp_num_layers = 1 is not implemented yet for a model with multi-latent"):
         read_hf_config(tmp_path, 1)
 
 

@@ -9,7 +9,7 @@ from actors.trainer.commands import TrainerRank
 from actors.trainer.models.gathering import own_parts
 from actors.trainer.models.publish import Published, Versions, Written, newest_whole
 from actors.trainer.models.shards import write_weights
-from actors.trainer.models.weight_export import Against, WeightExport
+from actors.trainer.models.weight_export import DeltaBase, WeightExport
 from runtime.models.checksums import checksums_of
 from runtime.models.copies import make_copy
 from runtime.models.delta import Version
@@ -114,28 +114,32 @@ def test_a_damaged_base_or_other_tensors_make_a_version_go_whole(tmp_path: Path)
     write_model(tmp_path)
     built, hf = load(tmp_path)
 
-    def written(name: str, against: Against | None) -> Written:
+    def written(name: str, delta_base: DeltaBase | None) -> Written:
         (tmp_path / name).mkdir()
         parts = own_parts([built], hf)
         device = torch.device("cpu")
-        return WeightExport(parts, hf, tmp_path / name, device=device, bucket_bytes=3000, against=against).finish()
+        return WeightExport(
+            parts, hf, tmp_path / name, device=device, bucket_bytes=3000, delta_base=delta_base
+        ).finish()
 
     checksums = written("one", None).checksums
     name = "model.norm.weight"
     (tmp_path / "delta").mkdir()
-    against = Against(tmp_path / "delta", tmp_path / "one", checksums)
+    delta_base = DeltaBase(tmp_path / "delta", tmp_path / "one", checksums)
     with torch.no_grad():
         built.decoder.final_layernorm.weight.add_(1.0)
-    good = written("two", against)
+    good = written("two", delta_base)
     assert good.no_delta == ""
     assert {tensor.name for tensor in good.tensors if tensor.form != "unchanged"} == {name}
     flip(tmp_path / "one" / "model.safetensors", read_tensors(tmp_path / "one")[name].begin)
-    damaged = written("three", against)
+    damaged = written("three", delta_base)
     assert damaged.checksums == good.checksums
     assert f"rank 0: {tmp_path}/one/model.safetensors: {name} is damaged" in damaged.no_delta
-    other = written("four", against._replace(checksums={key: value for key, value in checksums.items() if key != name}))
+    other = written(
+        "four", delta_base._replace(checksums={key: value for key, value in checksums.items() if key != name})
+    )
     assert f"has no {name}" in other.no_delta
-    gone = written("five", against._replace(base=tmp_path / "gone"))
+    gone = written("five", delta_base._replace(base=tmp_path / "gone"))
     assert "rank 0: " in gone.no_delta
     assert gone.checksums == good.checksums
 

@@ -13,7 +13,7 @@ from actors.trainer.megatron.config import transformer_config
 from actors.trainer.megatron.imports import quiet
 from actors.trainer.models import files
 from actors.trainer.models.config import HfConfig, read_hf_config
-from actors.trainer.models.files import Cut, file_source, random_source
+from actors.trainer.models.files import TensorShard, file_source, random_source
 from actors.trainer.models.sharding import rank_part
 from runtime.settings.topology import MegatronConfig
 from tests.actors.trainer.hf import write_model
@@ -32,7 +32,7 @@ def parameters_of(hf: HfConfig) -> Iterator[tuple[str, int | None]]:
         yield name, next((dim for end, dim in DIMS.items() if name.endswith(end)), 0)
 
 
-def part_of(whole: Tensor, name: str, cut: Cut) -> Tensor:
+def part_of(whole: Tensor, name: str, cut: TensorShard) -> Tensor:
     """A part by the rule that Megatron has for its own parameters: of gate and up projection a part of both."""
     if "linear_fc1" in name:
         return torch.cat([cut.of(half) for half in whole.chunk(2)])
@@ -48,7 +48,7 @@ def test_the_parts_of_ranks_are_the_whole(tmp_path: Path, kind: str) -> None:
     for name, dim in names:
         whole = rank_part(name, hf, source, None)
         for rank in range(2) if dim is not None else ():
-            cut = Cut(dim, rank, 2)
+            cut = TensorShard(dim, rank, 2)
             assert torch.equal(rank_part(name, hf, source, cut), part_of(whole, name, cut)), name
 
 
@@ -76,7 +76,7 @@ def test_a_file_is_asked_for_the_part_alone(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(files, "safe_open", Watched)
     source = file_source(tmp_path)
     asked.clear()
-    part = rank_part("decoder.layers.1.mlp.linear_fc1.weight", hf, source, Cut(0, 1, 2))
+    part = rank_part("decoder.layers.1.mlp.linear_fc1.weight", hf, source, TensorShard(0, 1, 2))
     assert part.shape == (hf.intermediate_size, hf.hidden_size)
     assert asked == ["get_slice", "get_slice"]
 
@@ -85,7 +85,7 @@ def test_every_source_gives_the_same_parts(tmp_path: Path) -> None:
     reference = write_model(tmp_path).state_dict()
     hf, name = read_hf_config(tmp_path), "model.layers.0.self_attn.o_proj.weight"
     for dim in (0, 1):
-        cut = Cut(dim, 1, 2)
+        cut = TensorShard(dim, 1, 2)
         expected = reference[name].chunk(2, dim=dim)[1]
         assert torch.equal(file_source(tmp_path)(name, cut), expected)
         assert torch.equal(mapping_source(reference)(name, cut), expected)

@@ -87,5 +87,5 @@ def test_shards_of_several_ranks_are_numbered_through(tmp_path: Path) -> None:
 
 def test_a_tensor_that_was_not_planned_next_is_refused(tmp_path: Path) -> None:
     writer = ShardWriter(tmp_path, named([[entry_of(name, tensor) for name, tensor in WEIGHTS.items()]]))
-    with pytest.raises(ValueError, match=r"model\.a of 80 bytes came, not model\.b of 24"):
+    with pytest.raises(ValueError, match=r"received model\.a of 80 bytes; expected model\.b of 24"):
         writer.write("model.a", bytes_of(WEIGHTS["model.a"]))

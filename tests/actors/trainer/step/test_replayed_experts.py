@@ -156,6 +156,6 @@ def test_a_dump_without_experts_cannot_be_replayed(make_topology: MakeTopology, 
     write_model(tmp_path / "hf", "qwen3_moe")
     step, _ = trainer(topology_of(make_topology, tmp_path / "hf", use_rollout_routing_replay=True))
     with pytest.raises(
-        ValueError, match="wants 4 routed experts of each token, those of all layers, and samples tell none"
+        ValueError, match="needs 4 routed experts of each token, those of all layers, but samples have none"
     ):
         step(batch)

@@ -72,7 +72,7 @@ async def test_an_actor_that_is_stopped_is_killed_and_started_again(tmp_path: Pa
         await changes.until(lambda: len(changes.of(Started)) == 2)
         (exited,) = changes.of(Exited)
         assert isinstance(exited, Exited)
-        assert (exited.exit_code, exited.reason) == (-signal.SIGKILL, "event loop stood still for 1 s")
+        assert (exited.exit_code, exited.reason) == (-signal.SIGKILL, "event loop was blocked for 1 s")
         assert exited.restart_in_s is not None
 
 
@@ -80,7 +80,7 @@ async def test_an_actor_whose_event_loop_is_blocked_is_killed(tmp_path: Path) ->
     async with supervising(tmp_path) as (supervision, changes):
         supervision.start(actor(ACTOR.replace("print(", "import time; time.sleep(60); print(")))
         await changes.until(lambda: bool(changes.of(Exited)))
-        assert [exited.reason for exited in changes.of(Exited)] == ["event loop stood still for 1 s"]
+        assert [exited.reason for exited in changes.of(Exited)] == ["event loop was blocked for 1 s"]
 
 
 @pytest.mark.slow

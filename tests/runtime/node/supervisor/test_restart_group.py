@@ -56,7 +56,7 @@ async def test_when_one_dies_all_are_started_again_once_all_have_ended(tmp_path:
         ends = [change for change in changes.of(Exited) if isinstance(change, Exited)]
         assert {end.spec.name: end.reason for end in ends} == {
             names[killed]: "killed by SIGKILL",
-            names[1 - killed]: f"{names[killed]}, another process of engine, had ended",
+            names[1 - killed]: f"{names[killed]}, another process of restart group engine, had ended",
         }
         order = [type(change) for change in changes.all if isinstance(change, Started | Exited)]
         assert order == [Started, Started, Exited, Exited, Started, Started]

@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runtime.settings.reading.config import Config, TopologyError
-from runtime.settings.reading.overrides import apply_override
 from runtime.settings.reading.schema import describe
-from runtime.settings.reading.toml import SET, SHIPPED_TOPOLOGIES, convert, load_tables
+from runtime.settings.reading.toml import SET, SHIPPED_TOPOLOGIES, apply_override, convert, load_tables
 
 
 class Leaf(Config, frozen=True, kw_only=True):
@@ -169,9 +168,9 @@ def test_overrides_are_typed_by_the_schema(tmp_path: Path) -> None:
         ("name", "expected key=value"),
         ("=3", "expected key=value"),
         ("branch.sise=1", "unknown key, did you mean size?"),
-        ("leaves.7.path=x", "no item 7: there are 1, counted from 0"),
+        ("leaves.7.path=x", "no item 7: the list has length 1"),
         ("leaves.x.path=x", "no item x"),
-        ("name.x=1", "name is a plain value: it has no key x"),
+        ("name.x=1", "name is a value, not a table: it has no key x"),
     ],
 )
 def test_override_that_fits_nowhere_is_refused(tmp_path: Path, override: str, message: str) -> None:

@@ -46,7 +46,11 @@ def key_beside(flag: Flag, table: str) -> str | None:
 def answer_of(flag: Flag, table: str) -> str:
     if flag.key is not None:
         return f"is {key_beside(flag, table)} here"
-    return f"has no key here: {plain(flag.no)}" if flag.no is not None else f"is not built yet: {plain(flag.not_yet)}"
+    return (
+        f"has no key here: {plain(flag.no)}"
+        if flag.no is not None
+        else f"is not implemented yet: {plain(flag.not_yet)}"
+    )
 
 
 def plain(text: str | None) -> str:
@@ -80,7 +84,7 @@ def test_a_flag_of_slime_is_known_in_every_table_and_spelling(name: str, flag: F
         ("rollout.function_path", "slime's --rollout-function-path has no key here: the rollout actor is fixed"),
         ("data.0.prompt_data", "slime's --prompt-data is data.0.path here"),
         ("eval.0.prompt_data", "slime's --eval-prompt-data is eval.0.path here"),
-        ("eval.0.max_prompt_len", "slime's --eval-max-prompt-len is not built yet: the rollout's limit holds"),
+        ("eval.0.max_prompt_len", "slime's --eval-max-prompt-len is not implemented yet: the rollout's limit holds"),
         ("train.load", "slime's --load is trainer.load here (another run's directory, a checkpoint's, or"),
         ("run.--load", "slime's --load is trainer.load here (another run's directory, a checkpoint's, or"),
         ("rollout.--seed", "slime's --seed is run.seed here"),
@@ -89,7 +93,7 @@ def test_a_flag_of_slime_is_known_in_every_table_and_spelling(name: str, flag: F
         ("rollout.data_source_path", "slime's --data-source-path is data.0.source here (a function of a prompt's num"),
         ("engines.policy.sglang_mem_fraction_static", "SGLang's --sglang-mem-fraction-static is engines.policy.sglang"),
         ("rollout.sglang-mem-fraction-static", "SGLang's --sglang-mem-fraction-static is engines.policy.sglang.mem"),
-        ("engines.policy.sglang_router_policy", "sglang-router's --sglang-router-policy is not built yet: requests go"),
+        ("engines.policy.sglang_router_policy", "sglang-router's --sglang-router-policy is not implemented yet"),
         ("engines.policy.sglang_router_ip", "slime's --sglang-router-ip has no key here: each rollout actor has its"),
         ("trainer.tensor_model_parallel_size", "did you mean trainer.megatron.tensor_model_parallel_size?"),
         ("trainer.--tensor-model-parallel-size", "did you mean trainer.megatron.tensor_model_parallel_size?"),
@@ -97,7 +101,7 @@ def test_a_flag_of_slime_is_known_in_every_table_and_spelling(name: str, flag: F
         ("model.bf16", 'Megatron\'s --bf16 is model.dtype here ("bfloat16")'),
         ("trainer.moe_router_topk", "Megatron's --moe-router-topk has no key here: read from the model's config.json"),
         ("algorithm.weight_decay", "did you mean optimizer.weight_decay?"),
-        ("teacher_port", "slime's teacher server's --teacher-port is not built yet"),
+        ("teacher_port", "slime's teacher server's --teacher-port is not implemented yet"),
     ],
 )  # fmt: skip
 def test_what_is_said_by_set(key: str, said: str) -> None:
@@ -145,7 +149,7 @@ def test_nothing_is_guessed_where_a_word_differs(key: str) -> None:
             "expected a table; slime's --rollout-num-gpus is engines.policy.gpus here",
         ),
         ({"nodes": {"num-gpus-per-node": 8}}, "expected a table; slime's --num-gpus-per-node is nodes.n0.gpus here"),
-        ({"optimizer": "adam"}, "expected a table; Megatron's --optimizer is not built yet: AdamW on the device"),
+        ({"optimizer": "adam"}, "expected a table; Megatron's --optimizer is not implemented yet: AdamW on the device"),
         ({"rollout": 3}, "expected a table"),
     ],
 )
@@ -167,7 +171,7 @@ def test_a_file_of_slimes_flags_is_answered_line_by_line(tmp_path: Path) -> None
     assert sorted(lines) == [
         f"{path}: --n-samples-per-prompt: {says} --n-samples-per-prompt is rollout.n_samples_per_prompt here "
         "(1 with reward normalisation is refused: every reward would become 0)",
-        f"{path}: algorithm.use_tis: {says} --use-tis is not built yet: "
+        f"{path}: algorithm.use_tis: {says} --use-tis is not implemented yet: "
         "no correction for the distance between engine and trainer",
         f"{path}: reward.rm-url: {says} --rm-url has no key here: "
         "a reward worker in any language joins the bus and pulls score requests",

@@ -248,7 +248,7 @@ async def test_an_older_trainer_is_refused(bus: Bus, router_url: str) -> None:
         answer = await old.ask(Phase.RESUME_WEIGHTS)
         assert (answer.reached, answer.reason) == (False, "trainer incarnation 2 leads, not 1")
         late = await new.ask(Phase.TRAIN)
-        assert (late.reached, late.reason) == (False, "the phase is release by now")
+        assert (late.reached, late.reason) == (False, "the phase is now release")
         assert engine.calls == [f"release {ALL}"]
 
 

@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.rollout.engines.weights.rolling import Rolling
+from actors.rollout.engines.weights.rolling import RollingUpdate
 
 ENGINES = ("e0", "e1", "e2", "e3")
 
 
-def rolling(*waiting: str, groups: int = 2, names: Sequence[str] = ENGINES) -> Rolling:
-    made = Rolling(groups, lambda: names)
+def rolling(*waiting: str, groups: int = 2, names: Sequence[str] = ENGINES) -> RollingUpdate:
+    made = RollingUpdate(groups, lambda: names)
     for engine in waiting:
         made.wait(engine)
     return made

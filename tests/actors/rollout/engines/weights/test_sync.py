@@ -146,7 +146,7 @@ async def test_while_an_evaluation_holds_engines_back_nobody_takes_part(monkeypa
 
 
 async def close_by_call(of: WeightSyncs) -> None:
-    await of.closed(WeightSyncClosed(session="1.1", reason="the trainer leaves"))
+    await of.closed(WeightSyncClosed(session="1.1", reason="the trainer ended it"))
 
 
 async def close_by_another(of: WeightSyncs) -> None:
@@ -154,14 +154,14 @@ async def close_by_another(of: WeightSyncs) -> None:
 
 
 async def close_for_the_trainer_s_turn(of: WeightSyncs) -> None:
-    of.end("the trainer has its memory back")
+    of.end("the trainer took the GPU memory back")
 
 
 @pytest.mark.parametrize(
     ("close", "reason"),
     [
-        (close_for_the_trainer_s_turn, "a: weight sync 1.1 was closed: the trainer has its memory back"),
-        (close_by_call, "a: weight sync 1.1 was closed: the trainer leaves"),
+        (close_for_the_trainer_s_turn, "a: weight sync 1.1 was closed: the trainer took the GPU memory back"),
+        (close_by_call, "a: weight sync 1.1 was closed: the trainer ended it"),
         (close_by_another, "a: weight sync 1.1 was closed: another weight sync began"),
     ],
 )

@@ -66,7 +66,7 @@ def test_the_same_files_give_the_same_checksum_in_one_layout() -> None:
     known.add(TP1, "first", "files", "a")
     assert known.mismatch(TP1, "files", "a", all_digits=True) == ""
     assert known.mismatch(TP1, "files", "b", all_digits=True) == (
-        "its checksum is b, that of first is a from the same files"
+        "its checksum is b, that of first is a for the same files"
     )
     assert known.mismatch(TP2, "files", "b", all_digits=True) == ""
 
@@ -75,7 +75,7 @@ def test_other_files_give_another_checksum() -> None:
     known = KnownChecksums()
     known.add(TP1, "first", "old", "a")
     assert known.mismatch(TP1, "new", "a", all_digits=True) == (
-        "its checksum is a, as that of first was from other files: it loaded nothing"
+        "its checksum is a, that of first for other files: it did not load these"
     )
     assert known.mismatch(TP1, "new", "a", all_digits=False) == ""  # a small step may be rounded away
     assert known.mismatch(TP2, "new", "a", all_digits=True) == ""

@@ -179,7 +179,7 @@ def test_weights_without_the_layer_are_refused(make_topology: MakeTopology, tmp_
     assert list(preflight._weights("model.hf_checkpoint", str(tmp_path / "hf"), shape)) == []
     save_file({name: tensor for name, tensor in state.items() if not name.startswith(OWN)}, file)
     (problem,) = preflight._weights("model.hf_checkpoint", str(tmp_path / "hf"), shape)
-    assert "trainer.megatron.mtp_num_layers = 1 trains a layer that these lack" in str(problem)
+    assert "trainer.megatron.mtp_num_layers = 1 trains a layer that these weights lack" in str(problem)
     with pytest.raises(ValueError, match=r"has no tensor model\.layers\.2\."):
         Replica(topology_of(make_topology, tmp_path / "hf", mtp_num_layers=1), CPU)
 
