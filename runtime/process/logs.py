@@ -47,10 +47,13 @@ def configure_logging(actor: str, run: str, stream: TextIO | None = None) -> Non
 def silenced() -> Generator[None]:
     """Disable logging in this process for a block, whose caller reports errors itself."""
     before = structlog.get_config()
+    disabled = logging.root.manager.disable
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+    logging.disable(logging.CRITICAL)
     try:
         yield
     finally:
+        logging.disable(disabled)
         structlog.configure(**before)
 
 

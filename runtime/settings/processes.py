@@ -17,7 +17,7 @@ class Tier(IntEnum):
 class PortRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The port of a server process, at its node's address.
 
-    They replace "{port}" and "{host}" in the command and environment.
+    They replace "{port}" and "{host}" in the command and environment, and "{url_host}": an IPv6 address in brackets.
     The port stays the same across restarts unless another program takes it meanwhile.
     """
 

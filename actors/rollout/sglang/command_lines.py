@@ -74,7 +74,7 @@ def with_arguments(command: list[str], arguments: Mapping[str, object]) -> tuple
 
 def router_command(topology: Topology) -> tuple[str, ...]:
     """Return the command line of sglang-router."""
-    command = (sys.executable, "-P", LAUNCH, "sglang_router.launch_router", "--host", "{host}", "--port", "{port}")
+    command = (sys.executable, "-P", LAUNCH, "sglang_router.launch_router", "--host", "{url_host}", "--port", "{port}")
     options = (
         "--policy",
         "round_robin",

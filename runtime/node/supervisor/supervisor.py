@@ -291,7 +291,9 @@ class Supervisor:
         text = text.replace("{others}", self._servers.others(self.spec) if self._came_up else "")
         if self.spec.port is None:
             return text
-        return text.replace("{port}", str(self._port)).replace("{host}", self._address)
+        in_url = f"[{self._address}]" if ":" in self._address else self._address
+        text = text.replace("{port}", str(self._port)).replace("{host}", self._address)
+        return text.replace("{url_host}", in_url)
 
 
 class Supervision:
