@@ -89,6 +89,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--plan", action="store_true", help="Print the processes of each node and the sizes of the streams, and exit.")
     add("--node", metavar="NAME", help="Name of this machine's node in the topology.")
     add(
+        "--take-over",
+        action="store_true",
+        help="Become the home node although another machine holds its lease. Only if that machine is gone for certain.",
+    )
+    add(
         "--only",
         choices=["rollout", "trainer"],
         help="Run only generation, without training, or only training, on a dump.",
@@ -232,7 +237,11 @@ def _start(loaded: LoadedTopology, args: argparse.Namespace, specs_of: "SpecsOf"
     if any(without_logins(override) != override for override in args.set):
         screen.show("note: every user of this machine can see a password on a command line: use bus.credentials")
     options = StartOptions(
-        node=_node_of(topology, args.node), fresh=args.fresh, command=_command_of(args), bus_login=loaded.bus_login
+        node=_node_of(topology, args.node),
+        take_over=args.take_over,
+        fresh=args.fresh,
+        command=_command_of(args),
+        bus_login=loaded.bus_login,
     )
     try:
         end = start(

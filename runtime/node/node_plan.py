@@ -34,6 +34,8 @@ class NodePlan(msgspec.Struct, frozen=True, kw_only=True):
     bus_login: Login | None = None  # login of that bus
     limits: StreamLimits = StreamLimits()
     owns_streams: bool = True  # the streams belong with this node's directory; true for one node of a run
+    leases_home: bool = False  # other machines may become home; needs the lease file of the run directory
+    takes_over: bool = False  # become home although another daemon holds the lease
     keeps_metrics: bool = True  # true for one node of a run
     stall_after_s: float | None = None  # without any event, before run.stalled; none: another node reports it
     bus_unresponsive_after_s: float = 60.0

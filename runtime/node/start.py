@@ -61,6 +61,7 @@ class StartOptions(msgspec.Struct, frozen=True, kw_only=True):
     node: str
     command: str  # command that resumes the run, for messages
     bus_login: Login | None = None  # taken from bus.url
+    take_over: bool = False  # become home although another machine holds the lease on it
     fresh: str | None = None  # start over: name of the run to discard, "" for none
 
 
@@ -155,6 +156,8 @@ def _plan(topology: Topology, options: StartOptions, claim: Claim, specs_of: Spe
         bus_login=_login(topology, options),
         limits=stream_limits(topology),
         owns_streams=is_home,
+        leases_home=is_home and len(topology.nodes) > 1 and bus_node(topology) == options.node,
+        takes_over=options.take_over,
         keeps_metrics=options.node == next(iter(topology.nodes)),
         stall_after_s=topology.run.stall_after_s if is_home else None,
         stream_bytes=sizes.event_bytes + sizes.work_bytes + sizes.data_bytes if is_home else 0,
