@@ -90,6 +90,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--node", metavar="NAME", help="Name of this machine's node in the topology.")
     add("--join", type=Path, metavar="FILE", help="Join file of the run, for a node without the run directory.")
     add(
+        "--take-over",
+        action="store_true",
+        help="Become the home node although another machine holds its lease. Only if that machine is gone for certain.",
+    )
+    add(
         "--only",
         choices=["rollout", "trainer"],
         help="Run only generation, without training, or only training, on a dump.",
@@ -234,6 +239,7 @@ def _start(loaded: LoadedTopology, args: argparse.Namespace, specs_of: "SpecsOf"
         screen.show("note: every user of this machine can see a password on a command line: use bus.credentials")
     options = StartOptions(
         node=_node_of(topology, args.node),
+        take_over=args.take_over,
         fresh=args.fresh,
         command=_command_of(args),
         bus_login=loaded.bus_login,

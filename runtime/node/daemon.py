@@ -24,11 +24,13 @@ from runtime.bus.addresses import (
     host_port,
     split_host_port,
 )
+from runtime.bus.background import in_background
 from runtime.bus.bus import Bus
 from runtime.bus.calls import Handler
 from runtime.bus.errors import BusError, BusUnavailable
 from runtime.bus.limits import BusLimits
 from runtime.bus.nats.server import NoProgress, ServerSettings, server_command, wait_ready, write_config
+from runtime.node.claims.home import HomeClaimed, HomeLease, HomeMoved
 from runtime.node.claims.node_claim import NodeClaim, NodeClaimed
 from runtime.node.claims.run_id import RunMismatch, check_run_id, settle_run_id
 from runtime.node.claims.rundir import BUS_FILE, TOPOLOGY_VARIABLE
@@ -192,6 +194,31 @@ class NodeDaemon:
 
     async def _work(self) -> None:
         """Start the bus and all processes; return after the run ended and the processes are stopped."""
+        if not self._plan.leases_home:
+            await self._run_on_bus()
+            return
+        try:
+            lease = await HomeLease.take(self._plan.run_dir, self._plan.node, take_over=self._plan.takes_over)
+        except HomeClaimed as error:
+            self._end(RunEnd(finished=False, refused=str(error)))
+            return
+        async with in_background(lambda: self._keep_home(lease)):
+            try:
+                await self._run_on_bus()
+            finally:
+                await self._supervision.stop()  # the bus too, before another home may start one on its store
+        with anyio.move_on_after(RELEASE_TIMEOUT_S):  # otherwise it expires
+            await lease.release()
+
+    async def _keep_home(self, lease: HomeLease) -> None:
+        try:
+            await lease.keep()
+        except HomeMoved as error:
+            log.error("home_moved", error=str(error))
+            self._end(RunEnd(finished=False, error=str(error), is_told=True))
+            self._supervision.kill()  # two servers would write one store
+
+    async def _run_on_bus(self) -> None:
         if self._plan.server is not None:
             (self._plan.run_dir / JOIN_FILE).unlink(missing_ok=True)  # of an earlier start
             self._supervision.start(bus_process(self._plan, self._plan.server))

@@ -40,6 +40,8 @@ class NodePlan(msgspec.Struct, frozen=True, kw_only=True):
     bus_certificate: str | None = None  # its PEM certificate, if another node of the run has it
     limits: StreamLimits = StreamLimits()
     owns_streams: bool = True  # the streams belong with this node's directory; true for one node of a run
+    leases_home: bool = False  # other machines may become home; needs the lease file of the run directory
+    takes_over: bool = False  # become home although another daemon holds the lease
     keeps_metrics: bool = True  # true on the node that owns the streams
     stall_after_s: float | None = None  # without any event, before run.stalled; none: another node reports it
     bus_unresponsive_after_s: float = 60.0

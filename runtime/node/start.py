@@ -89,6 +89,7 @@ class StartOptions(msgspec.Struct, frozen=True, kw_only=True):
     command: str  # command that resumes the run, for messages
     bus_login: Login | None = None  # taken from bus.url
     join: Path | None = None  # join file of the run; none: the one in the run directory
+    take_over: bool = False  # become home although another machine holds the lease on it
     fresh: str | None = None  # start over: name of the run to discard, "" for none
 
 
@@ -247,6 +248,8 @@ def _plan(
         bus_certificate=None if join is None else join.certificate,
         limits=stream_limits(topology),
         owns_streams=is_home,
+        leases_home=is_home and len(topology.nodes) > 1 and bus_node(topology) == options.node,
+        takes_over=options.take_over,
         keeps_metrics=is_home,
         stall_after_s=topology.run.stall_after_s if is_home else None,
         stream_bytes=sizes.event_bytes + sizes.work_bytes + sizes.data_bytes if is_home else 0,

@@ -74,7 +74,7 @@ class NodeClaim:
             run_dir=path,
             incarnation=incarnation,
             since=time.time(),
-            place=_place(Path(path)),
+            place=place_in_kernel(Path(path)),
             daemon=uuid.uuid4().hex,
         )
         revision = await _enter(bus, node, holder)
@@ -134,7 +134,7 @@ async def claims(bus: Bus) -> dict[str, tuple[NodeHolder, int]]:
     }
 
 
-def _place(run_dir: Path) -> str:
+def place_in_kernel(run_dir: Path) -> str:
     """Identify a directory by the machine's boot and the kernel's numbers. A lock excludes others from the same one."""
     try:
         boot, stat = _BOOT_ID.read_text().strip(), run_dir.stat()

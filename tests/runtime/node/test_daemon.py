@@ -21,6 +21,7 @@ from runtime.bus.bus import Bus
 from runtime.bus.errors import CallRefused
 from runtime.bus.limits import MIB, StreamLimits
 from runtime.bus.nats.server import ServerSettings
+from runtime.node.claims.home import HomeLease
 from runtime.node.daemon import NodeDaemon
 from runtime.node.node_plan import NodePlan, RunEnd, announcement, exit_code_of
 from runtime.node.supervisor.state_changes import GivenUp
@@ -385,6 +386,22 @@ async def test_giving_up_on_any_node_ends_the_run(nats_server: NatsServer, tmp_p
     assert home.outcome is not None
     assert home.outcome.stopped == RunStopped(node="n1", reason="player-n1: no such data", exit_code=2)
     assert exit_code_of(home.outcome) == 2
+
+
+async def test_a_home_that_finds_a_later_one_ends_with_its_bus(tmp_path: Path) -> None:
+    """As when its network returns: two servers on one store would destroy it."""
+    of_two = msgspec.structs.replace(plan(tmp_path / "r", player("1", "--then", "sleep")), leases_home=True)
+    running = Running(of_two)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(running.run)
+        await running.shown("step 1/3")
+        server = pid_of(tmp_path / "r", "nats-server")
+        await HomeLease.take(tmp_path / "r", "n0", take_over=True, place="elsewhere")
+    assert running.outcome is not None
+    assert running.outcome.error is not None
+    assert running.outcome.error.endswith("is home now")
+    with pytest.raises(ProcessLookupError):
+        os.kill(server, 0)
 
 
 @pytest.mark.parametrize(
