@@ -12,6 +12,7 @@ if __name__ == "__main__":
     refuse_shadows()
 
 import argparse
+import os
 import shlex
 from textwrap import fill
 from typing import TYPE_CHECKING
@@ -21,6 +22,7 @@ import msgspec
 from actors.processes import process_specs
 from bin.entry import Screen, WrongInput, command_path, ended, parser_of, run
 from runtime.data.data_files import DataError
+from runtime.settings.job_system import AUTO_NODE, NoNode, node_of_job
 from runtime.settings.load import LoadedTopology, load_topology
 from runtime.settings.placement import home_node
 from runtime.settings.plan import draw, plan_of
@@ -87,7 +89,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--check", action="store_true", help="Check whether the run can start on this machine, and exit.")
     add("--elsewhere", action="store_true", help="With --check: skip the checks that need the machine of the run.")
     add("--plan", action="store_true", help="Print the processes of each node and the sizes of the streams, and exit.")
-    add("--node", metavar="NAME", help="Name of this machine's node in the topology.")
+    add(
+        "--node",
+        metavar="NAME",
+        help="Name of this machine's node in the topology. With auto, the n-th task of srun, or the n-th pod of an "
+        "indexed Job, is the n-th node.",
+    )
     add("--join", type=Path, metavar="FILE", help="Join file of the run, for a node without the run directory.")
     add(
         "--take-over",
@@ -123,6 +130,11 @@ def _half(args: argparse.Namespace) -> list[str]:
 
 def _node_of(topology: Topology, wanted: str | None) -> str:
     nodes = topology.nodes
+    if wanted == AUTO_NODE:
+        try:
+            return node_of_job(os.environ, tuple(nodes))
+        except NoNode as error:
+            raise WrongInput(f"--node auto: {error}") from error
     if wanted is not None and wanted not in nodes:
         raise WrongInput(f"The topology has no node {wanted!r}. Choose one with --node: {', '.join(nodes)}")
     return wanted or home_node(topology)

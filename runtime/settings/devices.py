@@ -1,7 +1,8 @@
 """GPUs of this machine: those that the run may use, and the variables that assign them to processes.
 
 A scheduler may have assigned GPUs already: Slurm and Kubernetes set them in the environment, by index, UUID or MIG
-slice name. GPU 0 of a node is then the first of those.
+slice name. GPU 0 of a node is then the first of those. A Slurm that sets no such variable still says how many GPUs the
+job has, and its devices are then numbered from 0.
 """
 
 import os
@@ -14,6 +15,7 @@ NVIDIA: Final = "CUDA_VISIBLE_DEVICES"  # assigns GPUs to our processes; AMD's r
 AMD: Final = "HIP_VISIBLE_DEVICES"
 BELOW_AMD: Final = "ROCR_VISIBLE_DEVICES"  # applied first: the others index the GPUs that it leaves
 MOUNTED: Final = "NVIDIA_VISIBLE_DEVICES"  # GPUs of a container: "all", indices (already renumbered), or names
+SLURM_COUNT: Final = "SLURM_GPUS_ON_NODE"  # of the job, on this node
 HIDDEN: Final = {NVIDIA: "", AMD: ""}  # environment of a process that must not see a GPU
 KFD: Final = Path("sys/class/kfd/kfd/topology/nodes")
 
@@ -26,7 +28,10 @@ def handed_out(environment: Mapping[str, str]) -> tuple[str, ...] | None:
     if BELOW_AMD in environment:
         return tuple(str(index) for index in range(len(_names(environment[BELOW_AMD]))))
     mounted = _names(environment.get(MOUNTED, ""))
-    return mounted if mounted and all(name.startswith(("GPU-", "MIG-")) for name in mounted) else None
+    if mounted and all(name.startswith(("GPU-", "MIG-")) for name in mounted):
+        return mounted
+    count = environment.get(SLURM_COUNT, "")
+    return tuple(str(index) for index in range(int(count))) if count.isascii() and count.isdigit() else None
 
 
 def _names(text: str) -> tuple[str, ...]:

@@ -25,6 +25,10 @@ UUID = "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6"
         ({"HIP_VISIBLE_DEVICES": "3"}, ("3",)),
         ({"ROCR_VISIBLE_DEVICES": "4,6"}, ("0", "1")),
         ({"ROCR_VISIBLE_DEVICES": "4,6", "HIP_VISIBLE_DEVICES": "1"}, ("1",)),
+        ({"SLURM_GPUS_ON_NODE": "2"}, ("0", "1")),  # a Slurm without variables for GPUs
+        ({"SLURM_GPUS_ON_NODE": "4", "CUDA_VISIBLE_DEVICES": "2,5"}, ("2", "5")),  # a task has a part of the job's
+        ({"SLURM_GPUS_ON_NODE": "0"}, ()),
+        ({"SLURM_GPUS_ON_NODE": "gpu:2"}, None),
     ],
 )
 def test_what_a_job_system_gives_is_read_from_the_environment(
@@ -43,6 +47,7 @@ def test_what_a_job_system_gives_is_read_from_the_environment(
         ("1", {"HIP_VISIBLE_DEVICES": "6,7"}, {"CUDA_VISIBLE_DEVICES": "7", "HIP_VISIBLE_DEVICES": "7"}),
         ("1", {"ROCR_VISIBLE_DEVICES": "6,7"}, {"CUDA_VISIBLE_DEVICES": "1", "HIP_VISIBLE_DEVICES": "1"}),
         ("", {"CUDA_VISIBLE_DEVICES": "2,5"}, {"CUDA_VISIBLE_DEVICES": ""}),
+        ("1", {"SLURM_GPUS_ON_NODE": "2"}, {"CUDA_VISIBLE_DEVICES": "1"}),
     ],
 )
 def test_numbers_on_a_node_become_the_names_that_were_handed_out(
