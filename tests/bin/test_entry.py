@@ -78,7 +78,7 @@ def test_check_finds_a_module_of_the_current_folder(folder: Path) -> None:
     [
         ("messages:reward", "messages is a package of this program; for a file of your own write"),
         ("runtime.reward:reward", "runtime is a package of this program; for a file of your own write"),
-        ("statistics:reward", "statistics is another module, "),
+        ("statistics:reward", "statistics is another module on the import path, "),
     ],
 )
 def test_check_names_the_file_form_for_a_module_that_another_hides(folder: Path, value: str, problem: str) -> None:

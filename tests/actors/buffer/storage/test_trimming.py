@@ -351,7 +351,7 @@ async def test_changed_data_are_refused_after_their_fingerprint_was_trimmed(bus:
     with pytest.raises(ExceptionGroup) as failed:
         await host(bus, [hosted("buffer", topology, tmp_path)])
     (error,) = flatten(failed.value)
-    assert "is not what this run began with" in str(error)
+    assert "data d changed since this run began" in str(error)
 
 
 async def test_a_folder_that_cannot_be_written_costs_the_trimming_only(bus: Bus, tmp_path: Path) -> None:

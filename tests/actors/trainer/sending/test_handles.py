@@ -53,11 +53,11 @@ import torch
 import torch.distributed as dist
 from actors.trainer.sending import handles
 from actors.trainer.sending.cast import FORMS
-from actors.trainer.sending.ipc import Made
+from actors.trainer.sending.ipc import PickledCall
 
 rank, store = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
-handles.handle_of = lambda flat: Made(tuple, (rank, flat.numpy().tobytes()))
+handles.handle_of = lambda flat: PickledCall(tuple, (rank, flat.numpy().tobytes()))
 
 def run(case, form, y):
     taken = []

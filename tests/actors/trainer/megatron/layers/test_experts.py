@@ -92,5 +92,5 @@ def test_what_cannot_be_computed_together_says_why() -> None:
         assert "compute capability 9.0" in str(experts.why_one_by_one(gpu, torch.bfloat16, 64))
     with mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)):
         assert "torch.bfloat16, not 60" in str(experts.why_one_by_one(gpu, torch.bfloat16, 64, 60))
-        assert "for bfloat16" in str(experts.why_one_by_one(gpu, torch.float32, 64))
+        assert "needs bfloat16" in str(experts.why_one_by_one(gpu, torch.float32, 64))
         assert experts.why_one_by_one(gpu, torch.bfloat16, 64, 8) is None
