@@ -30,7 +30,8 @@ class PortInUse(Exception):
 def holder_of(port: int) -> str | None:
     """Describe the process of this machine that listens on a port; None if it cannot be seen, as another user's."""
     sockets = {f"socket:[{inode}]" for table in LISTENERS for inode in _listening(table, port)}
-    for directory in Path("/proc").glob("[0-9]*") if sockets else ():
+    processes = sorted(Path("/proc").glob("[0-9]*"), key=lambda path: int(path.name)) if sockets else ()
+    for directory in processes:  # a fork of the holder has a higher number
         try:
             if any(os.readlink(fd) in sockets for fd in (directory / "fd").iterdir()):
                 return f"process {directory.name} ({(directory / 'comm').read_text().strip()})"
