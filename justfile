@@ -49,6 +49,11 @@ sglang *args: setup setup-sglang
 grid *args: setup
     PHYSARUM_WRITE_GRID=1 .venv/bin/python -m pytest -m "grid or nightly" -n 0 tests/grid tests/chaos/test_ranks.py {{ args }}
 
+# runs on several machines of namespaces, and on Debian's Slurm in .slurm; needs root; begun again it leaves out what has passed; writes docs/results
+nodes *args: setup
+    tests/support/machines/install_slurm.sh
+    PHYSARUM_NODES=required .venv/bin/python -m pytest -m nodes -n 0 tests/nodes --resume .nodes-passed --results docs/results {{ args }}
+
 # what is too long for every change, some hours; begun again it leaves out what has passed; writes docs/results
 nightly *args: setup setup-sglang
     .venv/bin/python -m pytest -m nightly -n 0 tests --resume .nightly-passed --results docs/results {{ args }}

@@ -48,15 +48,16 @@ def test_what_has_passed_at_this_commit_is_left_out(tmp_path: Path) -> None:
 
 
 def test_a_page_tells_of_what_passed_in_earlier_sessions_too(tmp_path: Path) -> None:
-    file, results = tmp_path / "passed", tmp_path / "results"
+    file, results = tmp_path / ".nodes-passed", tmp_path / "results"
     Passed(file, "1").pytest_runtest_logreport(Report("tests/a.py::one", passed=True))  # type: ignore[arg-type]
     second = Passed(file, "1", results)
     for name, passed in (("tests/a.py::two", False), ("tests/b.py::three", True)):
         second.pytest_runtest_logreport(Report(name, passed=passed))  # type: ignore[arg-type]
     second.pytest_sessionfinish()
     (page,) = results.iterdir()
-    assert page.name.endswith("-nightly.md")
+    assert page.name.endswith("-nodes.md")
     told = page.read_text()
+    assert told.startswith("# Nodes tests, ")
     assert "Commit 1; " in told
     assert "| tests/a.py | 1 | 1 | 2 |" in told
     assert "| tests/b.py | 1 | 0 | 2 |" in told
