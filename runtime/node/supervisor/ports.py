@@ -30,14 +30,15 @@ class PortInUse(Exception):
 def holder_of(port: int) -> str | None:
     """Describe the process of this machine that listens on a port; None if it cannot be seen, as another user's."""
     sockets = {f"socket:[{inode}]" for table in LISTENERS for inode in _listening(table, port)}
-    processes = sorted(Path("/proc").glob("[0-9]*"), key=lambda path: int(path.name)) if sockets else ()
-    for directory in processes:  # a fork of the holder has a higher number
+    holders: list[tuple[int, str]] = []
+    for directory in Path("/proc").glob("[0-9]*") if sockets else ():
         try:
             if any(os.readlink(fd) in sockets for fd in (directory / "fd").iterdir()):
-                return f"process {directory.name} ({(directory / 'comm').read_text().strip()})"
+                started = int((directory / "stat").read_text().rpartition(")")[2].split()[19])
+                holders.append((started, f"process {directory.name} ({(directory / 'comm').read_text().strip()})"))
         except OSError:  # it ended, or is another user's
             continue
-    return None
+    return min(holders)[1] if holders else None  # forks of the holder started later
 
 
 def _listening(table: Path, port: int) -> list[str]:

@@ -49,7 +49,7 @@ def process_of(spec: ProcessSpec, ready: str) -> Iterator[tuple[str, int]]:
     port = str(free_port())
 
     def filled(text: str) -> str:
-        return text.replace("{host}", "127.0.0.1").replace("{port}", port)
+        return text.replace("{host}", "127.0.0.1").replace("{url_host}", "127.0.0.1").replace("{port}", port)
 
     environment = {**os.environ, **spec.env, ENGINE_KEY_VARIABLE: KEY}
     process = subprocess.Popen(
