@@ -2,29 +2,18 @@
 
 import ipaddress
 import socket
-import struct
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Final
 
 import msgspec
 
 from runtime.settings.placement import AUTO
 
-IFF_UP: Final = 0x1
-RTM_GETLINK: Final = 18
-RTM_GETADDR: Final = 22
-RTM_GETROUTE: Final = 26
-IFLA_IFNAME: Final = 3
-IFA_ADDRESS: Final = 1
-IFA_LOCAL: Final = 2  # the own address of an IPv4 link between two machines
-RTA_OIF: Final = 4
-MAIN_TABLE: Final = 254
-RTN_UNICAST: Final = 1
-NLMSG_ERROR: Final = 2
-NLMSG_DONE: Final = 3
-NLM_F_DUMP: Final = 0x301  # with NLM_F_REQUEST
-ANSWER_TIMEOUT_S: Final = 5.0
-FAMILIES: Final = {socket.AF_INET: 4, socket.AF_INET6: 16}  # bytes of an address
+ROUTES: Final = Path("/proc/net/route")  # of the kernel, for this network namespace
+ROUTES_SIX: Final = Path("/proc/net/ipv6_route")
+RTF_REJECT: Final = 0x0200  # a route that refuses its packets
+FAMILIES: Final = (socket.AF_INET, socket.AF_INET6)
 
 Resolver = Callable[[str], Iterable[str]]  # from a DNS name to its addresses; OSError without an answer
 
@@ -169,72 +158,49 @@ def source_towards(host: str, port: int) -> str:
 
 
 def interfaces_here() -> list[Interface]:
-    """Return the interfaces of this machine that are up, as the kernel lists them.
+    """Return the interfaces of this machine that are up.
 
     Raises:
-        OSError: the kernel does not answer.
+        OSError: the kernel does not list them.
     """
-    names: dict[int, str] = {}
-    for body in _dump(RTM_GETLINK, socket.AF_UNSPEC):
-        _, _, index, flags, _ = struct.unpack_from("=BxHiII", body)
-        if flags & IFF_UP:
-            names[index] = _attributes(body, 16).get(IFLA_IFNAME, b"").rstrip(b"\0").decode()
-    addresses: dict[int, list[str]] = {index: [] for index in names}
-    for body in _dump(RTM_GETADDR, socket.AF_UNSPEC):
-        family, _, _, _, index = struct.unpack_from("=BBBBI", body)
-        found = _attributes(body, 8)
-        raw = found.get(IFA_LOCAL) or found.get(IFA_ADDRESS)
-        if family in FAMILIES and raw is not None and index in addresses:
-            addresses[index].append(socket.inet_ntop(family, raw))
-    routed = {index for family in FAMILIES for index in _default_routes(family)}
+    import psutil  # imported late: a run on one machine needs no addresses
+
+    up, routed = psutil.net_if_stats(), default_routes(_lines(ROUTES), _lines(ROUTES_SIX))
     return [
-        Interface(name=name, addresses=tuple(_usable(addresses[index])), default_route=index in routed)
-        for index, name in names.items()
+        Interface(
+            name=name,
+            addresses=tuple(_usable(entry.address for entry in entries if entry.family in FAMILIES)),
+            default_route=name in routed,
+        )
+        for name, entries in psutil.net_if_addrs().items()
+        if name in up and up[name].isup
     ]
 
 
-def _usable(addresses: list[str]) -> list[str]:
+def default_routes(ipv4: Iterable[str], ipv6: Iterable[str]) -> set[str]:
+    """Return the interfaces of the default routes, from the lines of the kernel's two tables."""
+    found: set[str] = set()
+    for line in ipv4:
+        interface, destination, _, flags, _, _, _, mask, *_ = line.split()
+        if destination == mask == "00000000" and not int(flags, 16) & RTF_REJECT:
+            found.add(interface)
+    for line in ipv6:
+        destination, length, _, _, _, _, _, _, flags, interface = line.split()
+        if int(destination, 16) == 0 and length == "00" and not int(flags, 16) & RTF_REJECT:
+            found.add(interface)
+    return found
+
+
+def _usable(addresses: Iterable[str]) -> list[str]:
     """Leave out link-local addresses, and sort IPv4 first."""
     usable = [text for text in addresses if not ipaddress.ip_address(text).is_link_local]
     return sorted(usable, key=lambda text: ":" in text)
 
 
-def _default_routes(family: int) -> Iterator[int]:
-    """Yield the interfaces of the default routes."""
-    for body in _dump(RTM_GETROUTE, family):
-        _, length, _, _, table, _, _, kind = struct.unpack_from("=BBBBBBBB", body)
-        oif = _attributes(body, 12).get(RTA_OIF)
-        if length == 0 and table == MAIN_TABLE and kind == RTN_UNICAST and oif is not None:
-            yield struct.unpack("=I", oif)[0]
-
-
-def _dump(kind: int, family: int) -> Iterator[bytes]:
-    """Ask the kernel for a table, and yield the bodies of its messages."""
-    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, socket.NETLINK_ROUTE) as kernel:
-        kernel.settimeout(ANSWER_TIMEOUT_S)
-        kernel.bind((0, 0))
-        kernel.send(struct.pack("=IHHIIB15x", 32, kind, NLM_F_DUMP, 1, 0, family))
-        while True:
-            data = kernel.recv(1 << 18)
-            while data:
-                length, found, _, _, _ = struct.unpack_from("=IHHII", data)
-                if found == NLMSG_DONE:
-                    return
-                if found == NLMSG_ERROR:
-                    number = -struct.unpack_from("=i", data, 16)[0]
-                    raise OSError(number, "the kernel does not list its network interfaces")
-                yield data[16:length]
-                data = data[_aligned(length) :]
-
-
-def _attributes(body: bytes, start: int) -> dict[int, bytes]:
-    found: dict[int, bytes] = {}
-    while start + 4 <= len(body):
-        length, kind = struct.unpack_from("=HH", body, start)
-        found[kind] = body[start + 4 : start + length]
-        start += _aligned(max(length, 4))
-    return found
-
-
-def _aligned(length: int) -> int:
-    return (length + 3) & ~3
+def _lines(table: Path) -> list[str]:
+    """Return the lines of a table of routes, without its heading."""
+    try:
+        lines = table.read_text().splitlines()
+    except FileNotFoundError:  # this kernel has no IPv6
+        return []
+    return [line for line in lines if not line.startswith("Iface")]

@@ -11,6 +11,7 @@ from runtime.node.network import (
     NodeAddress,
     address_here,
     address_towards,
+    default_routes,
     interfaces_here,
     resolve_name,
     source_towards,
@@ -92,6 +93,23 @@ def test_the_kernel_lists_loopback() -> None:
     by_name = {each.name: each for each in interfaces_here()}
     assert "127.0.0.1" in by_name["lo"].addresses
     assert not by_name["lo"].default_route
+
+
+def test_default_routes_are_those_to_everywhere_that_refuse_nothing() -> None:
+    """Lines of Linux' two tables (Documentation/networking; /proc/net/route, ipv6_route), from two machines."""
+    ipv4 = (
+        "eth0\t00000000\t0102A8C0\t0003\t0\t0\t100\t00000000\t0\t0\t0",
+        "eth1\t0002A8C0\t00000000\t0001\t0\t0\t100\t00FFFFFF\t0\t0\t0",
+        "vpn0\t00000000\t00000000\t0001\t0\t0\t50\t00000080\t0\t0\t0",  # 0.0.0.0/1
+    )
+    nowhere, link = "0" * 32, "fe80" + "0" * 28
+    ipv6 = (
+        f"{nowhere} 00 {nowhere} 00 {link} 00000400 00000001 00000000 00000003     eth2",
+        f"{nowhere} 00 {nowhere} 00 {nowhere} ffffffff 00000001 00000000 00200200       lo",  # unreachable
+        f"{link} 40 {nowhere} 00 {nowhere} 00000100 00000001 00000000 00000001     eth3",
+    )
+    assert default_routes(ipv4, ()) == {"eth0"}
+    assert default_routes((), ipv6) == {"eth2"}
 
 
 def test_the_source_of_a_connection_to_loopback_is_loopback() -> None:
