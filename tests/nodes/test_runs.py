@@ -12,7 +12,7 @@ import pytest
 from tests.support.machines.lan import ROOT, Lan, machines
 from tests.support.machines.machine import Machine, Process
 
-pytestmark = pytest.mark.nodes
+pytestmark = [pytest.mark.nodes, pytest.mark.timeout(400)]  # above RUN_S and the starts
 
 TWO = """
 include = "laptop.toml"
