@@ -71,8 +71,18 @@ def read_join(path: Path) -> Join:
         raise ValueError(f"{path} is no join file of this version") from error
 
 
-async def joined(path: Path, run: str, run_dir: Path, *, wait_s: float, show: Callable[[str], None]) -> Join:
-    """Wait for a join file of the run whose bus answers. Show what is missing, whenever that changes.
+async def joined(
+    path: Path,
+    run: str,
+    run_dir: Path,
+    *,
+    wait_s: float,
+    show: Callable[[str], None],
+    is_finished: Callable[[], bool],
+) -> Join | None:
+    """Wait for a join file of the run whose bus answers; return None if the run is finished, so that none will come.
+
+    Show what is missing, whenever that changes.
 
     Args:
         path: of the join file.
@@ -80,6 +90,7 @@ async def joined(path: Path, run: str, run_dir: Path, *, wait_s: float, show: Ca
         run_dir: of this node; may be shared with the node that has the bus.
         wait_s: seconds to wait.
         show: prints a line for the user.
+        is_finished: reads from the run directory whether the run is finished.
 
     Raises:
         NotJoined: there was none within wait_s.
@@ -90,6 +101,8 @@ async def joined(path: Path, run: str, run_dir: Path, *, wait_s: float, show: Ca
             try:
                 return await _usable(path, run, run_dir)
             except _Unusable as error:
+                if await anyio.to_thread.run_sync(is_finished):
+                    return None
                 if str(error) != problem:
                     problem = str(error)
                     show(f"waiting for the run's bus, up to {wait_s:g} s: {problem}")

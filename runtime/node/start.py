@@ -122,10 +122,8 @@ def start(
         _refuse_beside(claim)
         if options.fresh is not None:
             _start_over(claim, topology, options)
-        stored = stored_result(run_dir)
-        if stored is not None and stored.finished and not wants_more_steps(run_dir, topology):
-            _show_all(show, _lines_of_a_finished_run(stored, topology.run.name, run_dir, options))
-            return End(exit_code=0, result_json=_json_of(stored))
+        if (stored := _finished(topology, run_dir)) is not None:
+            return _end_of_a_finished_run(stored, topology.run.name, run_dir, options, show)
         before = topology_in(run_dir)
         for change in prepare(claim, topology):
             show(f"changed since the last start: {change}")
@@ -154,10 +152,25 @@ def _take_part(
         wait_s = topology.nodes[node].wait_s
         path = options.join or run_dir / JOIN_FILE
         try:
-            join = anyio.run(partial(joined, path, topology.run.name, run_dir, wait_s=wait_s, show=show))
+            join = anyio.run(
+                partial(
+                    joined,
+                    path,
+                    topology.run.name,
+                    run_dir,
+                    wait_s=wait_s,
+                    show=show,
+                    is_finished=lambda: options.fresh is None and _finished(topology, run_dir) is not None,
+                )
+            )
         except NotJoined as error:
             why = f"found no bus of run {topology.run.name} within {wait_s:g} s (nodes.{node}.wait_s)"
             raise RunRefused(f"node {node} {why}: {error}") from error
+        if join is None:
+            stored = _finished(topology, run_dir)
+            if stored is None:
+                raise RunRefused(f"{run_dir} was discarded while node {node} waited for its bus; start the node again")
+            return _end_of_a_finished_run(stored, topology.run.name, run_dir, options, show)
     address = _address(topology, options, topology.bus.url if join is None else join.url)
     with _claim(run_dir, node) as claim:
         _refuse_beside(claim)
@@ -331,6 +344,17 @@ def _what_next(run: str, run_dir: Path, options: StartOptions, *, finished: bool
         yield f"again     {options.command} --fresh {run}"
     else:
         yield f"continue  {options.command}"
+
+
+def _finished(topology: Topology, run_dir: Path) -> StoredResult | None:
+    """Return the result of the run, if it is finished and the topology asks for no further steps."""
+    stored = stored_result(run_dir)
+    return stored if stored is not None and stored.finished and not wants_more_steps(run_dir, topology) else None
+
+
+def _end_of_a_finished_run(stored: StoredResult, run: str, run_dir: Path, options: StartOptions, show: Show) -> End:
+    _show_all(show, _lines_of_a_finished_run(stored, run, run_dir, options))
+    return End(exit_code=0, result_json=_json_of(stored))
 
 
 def _lines_of_a_finished_run(stored: StoredResult, run: str, run_dir: Path, options: StartOptions) -> Iterator[str]:

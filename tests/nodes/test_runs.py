@@ -12,7 +12,7 @@ import pytest
 from tests.support.machines.lan import ROOT, Lan, machines
 from tests.support.machines.machine import Machine, Process
 
-pytestmark = pytest.mark.nodes
+pytestmark = [pytest.mark.nodes, pytest.mark.timeout(400)]  # above RUN_S and the starts
 
 TWO = """
 include = "laptop.toml"
@@ -80,6 +80,9 @@ def test_a_run_on_two_machines_learns_and_its_books_close(tmp_path: Path, six: b
             assert found <= {address, machine.address}  # gloo takes the IPv4 address of the interface
         assert first.wait(RUN_S) == 0
         assert later.wait(30) == 0, later.output()
+        again = start(n1, file, "n1")  # as a job system does with a job that ended
+        assert again.wait(30) == 0, again.output()
+        assert "run two is finished" in again.output()
     run_dir = tmp_path / "two"
     assert set(addresses_of(lan, run_dir)) == {f"local {own[0]}", f"n1 {own[1]}"}
     ended = result(run_dir)

@@ -56,8 +56,9 @@ def log(directory: Path, job: str) -> str:
 
 def wait_for(text: str, directory: Path, job: str, timeout_s: float) -> None:
     for _ in polled(timeout_s, lambda: f"no {text!r} within {timeout_s:g} s in:\n{log(directory, job)}"):
-        if text in log(directory, job):
+        if text in (shown := log(directory, job)):
             return
+        assert "srun: error" not in shown, shown
 
 
 def listening(lan: Lan) -> list[str]:

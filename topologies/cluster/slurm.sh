@@ -9,5 +9,6 @@
 #SBATCH --ntasks-per-node=1
 #SBATCH --exclusive
 #SBATCH --requeue
+#SBATCH --open-mode=append
 #SBATCH --output=%x-%j.log
 exec srun --wait=30 --label bin/start-topology "$@" --node auto

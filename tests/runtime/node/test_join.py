@@ -83,7 +83,7 @@ async def test_a_node_waits_for_the_file_and_joins_when_the_bus_answers(tmp_path
                 write_join(path, join)
 
         tasks.start_soon(write_later)
-        assert await joined(path, "r", own, wait_s=20, show=lines.append) == right
+        assert await joined(path, "r", own, wait_s=20, show=lines.append, is_finished=lambda: False) == right
     assert [line.partition(": ")[2] for line in lines] == [
         f"{path} does not exist yet",
         f"{path} is ignored: it is of run other",
@@ -97,7 +97,7 @@ async def test_the_file_of_another_run_in_this_directory_is_ignored(tmp_path: Pa
     (own / "run-id.json").write_text('{"id": "mine", "joined": true}')
     write_join(path, JOIN)
     with pytest.raises(NotJoined, match="of another run r than the one in"):
-        await joined(path, "r", own, wait_s=0.2, show=print)
+        await joined(path, "r", own, wait_s=0.2, show=print, is_finished=lambda: False)
 
 
 @pytest.mark.parametrize("wrong", ["password", "certificate", "nothing there"])
@@ -112,4 +112,14 @@ async def test_a_bus_that_does_not_take_the_node_is_waited_for_and_named(tmp_pat
         if wrong == "nothing there":
             await server.stop()
         with pytest.raises(NotJoined, match="does not accept this node"):
-            await joined(path, "r", own, wait_s=5, show=lambda _: None)
+            await joined(path, "r", own, wait_s=5, show=lambda _: None, is_finished=lambda: False)
+
+
+@pytest.mark.anyio
+async def test_a_finished_run_is_not_waited_for(tmp_path: Path) -> None:
+    seen: list[str] = []
+    assert (
+        await joined(tmp_path / "join.toml", "r", tmp_path, wait_s=20, show=seen.append, is_finished=lambda: True)
+        is None
+    )
+    assert seen == []
