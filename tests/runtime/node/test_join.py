@@ -115,7 +115,6 @@ async def test_a_bus_that_does_not_take_the_node_is_waited_for_and_named(tmp_pat
             await joined(path, "r", own, wait_s=5, show=lambda _: None, is_finished=lambda: False)
 
 
-@pytest.mark.anyio
 async def test_a_finished_run_is_not_waited_for(tmp_path: Path) -> None:
     seen: list[str] = []
     assert (
