@@ -17,8 +17,8 @@ class Tier(IntEnum):
 class PortRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The port of a server process, at its node's address.
 
-    They replace "{port}" and "{host}" in the command and environment, and "{url_host}": an IPv6 address in brackets.
-    The port stays the same across restarts unless another program takes it meanwhile.
+    `with_address` puts both into the command and the environment. The port stays the same across restarts unless
+    another program takes it meanwhile.
     """
 
     fixed: int | None = None  # if it is in use, the start fails
@@ -82,7 +82,7 @@ class RestartGroupSpec(msgspec.Struct, frozen=True):
 class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
     """How to start, probe, restart and stop one process.
 
-    In the command and environment the node daemon replaces "{host}" and "{port}" by the address to listen on. It
+    In the command and environment the node daemon puts in the address to listen on (`with_address`). It
     replaces "{others}" by the addresses of ready peer engines on this node, as HOST:PORT,..., or by "" if the last
     start failed.
     """
@@ -102,3 +102,9 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
     critical: bool = True  # the run fails when the process is given up
     max_restarts: int = 10  # without progress of the run between them
     stop_timeout_s: float = 4.0  # from SIGTERM to SIGKILL
+
+
+def with_address(text: str, host: str, port: int) -> str:
+    """Replace "{host}", "{port}", and "{url_host}": the host as URLs have it, an IPv6 address in brackets."""
+    in_url = f"[{host}]" if ":" in host else host
+    return text.replace("{port}", str(port)).replace("{host}", host).replace("{url_host}", in_url)

@@ -38,7 +38,7 @@ from runtime.node.claims.rundir import TOPOLOGY_FILE
 from runtime.node.supervisor.ports import free_port
 from runtime.process.logs import configure_logging
 from runtime.settings.load import load_topology
-from runtime.settings.processes import Tier
+from runtime.settings.processes import Tier, with_address
 from runtime.settings.topology import Topology, encode_topology
 from tests.bench.long_tail import Clock, Lengths, Mode, Simulation, Trained, Work, tokens_per_s
 from tests.bench.rig import (
@@ -190,13 +190,13 @@ async def running(
     """All processes at work, and the engine's URL."""
     (engine_url,) = topology.engines["policy"].urls
     specs = specs_of(topology, run_dir)
-    port = str(free_port())
+    port = free_port()
     (router,) = [spec for spec in specs if spec.name.startswith("router")]
     clock, lengths = plan.clock, plan.lengths
     engine = [sys.executable, "-m", "tests.bench.clock_engine", engine_url.rpartition(":")[2]]
     engine += [f"--base-s={clock.base_s}", f"--per-sample-s={clock.per_sample_s}", f"--slots={clock.slots}"]
     engine += [f"--mean={lengths.mean}", f"--sigma={lengths.sigma}", f"--cap={lengths.cap}", f"--seed={lengths.seed}"]
-    services = {"engine": engine, "router": [part.format(host="127.0.0.1", port=port) for part in router.command]}
+    services = {"engine": engine, "router": [with_address(part, "127.0.0.1", port) for part in router.command]}
     actors = {spec.name: list(spec.command) for spec in specs if spec.tier is Tier.ACTOR}
     trainer = [sys.executable, "-m", "tests.bench.zero_trainer", str(run_dir), f"--step-s={plan.work.train_s}"]
     with processes(services, run_dir, bus_url) as served:

@@ -38,7 +38,7 @@ from runtime.node.claims.rundir import TOPOLOGY_FILE
 from runtime.node.supervisor.ports import free_port
 from runtime.process.logs import configure_logging
 from runtime.settings.load import load_topology
-from runtime.settings.processes import Tier
+from runtime.settings.processes import Tier, with_address
 from runtime.settings.topology import Topology, encode_topology
 from tests.bench.rig import (
     NATS,
@@ -155,11 +155,11 @@ def topology_of(size: Size, *, batched: bool) -> Topology:
 def services(topology: Topology, run_dir: Path, bus_url: str) -> Iterator[Services]:
     """The engine and the router, both serving."""
     [engine_url] = topology.engines["policy"].urls
-    port = str(free_port())
+    port = free_port()
     [router] = [spec for spec in specs_of(topology, run_dir) if spec.name.startswith("router")]
     commands = {
         "engine": [sys.executable, "-m", "tests.bench.zero_engine", engine_url.rpartition(":")[2]],
-        "router": [part.format(host="127.0.0.1", port=port) for part in router.command],
+        "router": [with_address(part, "127.0.0.1", port) for part in router.command],
     }
     with processes(commands, run_dir, bus_url) as running:
         wait_until_200(f"{engine_url}/ready", running["engine"])

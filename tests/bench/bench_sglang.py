@@ -37,6 +37,7 @@ from runtime.node.claims.rundir import TOPOLOGY_FILE
 from runtime.node.supervisor.ports import free_port
 from runtime.process.logs import configure_logging
 from runtime.settings.load import load_topology
+from runtime.settings.processes import with_address
 from runtime.settings.topology import Topology, encode_topology
 from tests.bench.bench_engine import streamed_tokens
 from tests.bench.rig import ROOT, connected, cpu_seconds, difference, processes, rounded, showing_logs, specs_of
@@ -117,7 +118,7 @@ def engine(topology: Topology, run_dir: Path) -> Iterator[Server]:
     """The server, with the arguments that a run gives it."""
     (spec,) = [spec for spec in specs_of(topology, run_dir) if spec.name.startswith("engine")]
     port = free_port()
-    words = [word.replace("{host}", "127.0.0.1").replace("{port}", str(port)) for word in spec.command]
+    words = [with_address(word, "127.0.0.1", port) for word in spec.command]
     with (run_dir / "engine.log").open("wb") as log:
         process = psutil.Popen(words, env={**os.environ, **spec.env}, stdout=log, stderr=log, cwd=ROOT)
     server = Server(TP1, f"http://127.0.0.1:{port}", run_dir / "engine.log", [process])
@@ -134,8 +135,8 @@ async def rollout(
 ) -> AsyncGenerator[dict[str, psutil.Process]]:
     """Router and rollout actor as a run starts them, and somebody who gives every sample a score at once."""
     specs = {spec.name: spec for spec in specs_of(topology, run_dir)}
-    port = str(free_port())
-    router = [part.format(host="127.0.0.1", port=port) for part in specs["router.policy"].command]
+    port = free_port()
+    router = [with_address(part, "127.0.0.1", port) for part in specs["router.policy"].command]
     commands = {"router": router, "rollout": list(specs["rollout"].command)}
     with processes(commands, run_dir, bus_url) as running:
         wait_until_200(f"http://127.0.0.1:{port}/liveness", running["router"])

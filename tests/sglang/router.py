@@ -9,6 +9,7 @@ from typing import Any
 
 from actors.processes import process_specs
 from runtime.node.supervisor.ports import free_port
+from runtime.settings.processes import with_address
 from runtime.settings.topology import SOLE_NODE
 from tests.build.topology import topology_with
 from tests.support.tiny_engine import wait_until_200
@@ -41,7 +42,7 @@ def router_command(port: int, **rollout: Any) -> list[str]:
     """Build the router command of a run with these rollout settings."""
     topology = topology_with(rollout=rollout)
     (spec,) = [spec for spec in process_specs(topology, SOLE_NODE, Path("/nowhere")) if spec.name == "router.policy"]
-    return [part.format(host="127.0.0.1", port=port) for part in spec.command]
+    return [with_address(part, "127.0.0.1", port) for part in spec.command]
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from actors.rollout.sglang.server_arguments import engine_problems
 from runtime.bus.addresses import ENGINE_KEY_VARIABLE
 from runtime.node.supervisor.ports import free_port
 from runtime.settings.load import load_topology
+from runtime.settings.processes import with_address
 from runtime.settings.topology import EngineConfig
 from tests.sglang.server import ROOT, SGLANG_START_S, SHIM, TP1, Server, sglang_python, wait_until_up
 
@@ -71,7 +72,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     directory = tmp_path_factory.mktemp("launched")
     (spec,) = [spec for spec in process_specs(topology, "local", directory) if spec.name == "engine.policy.0"]
     port = free_port()
-    words = [word.replace("{host}", "127.0.0.1").replace("{port}", str(port)) for word in spec.command]
+    words = [with_address(word, "127.0.0.1", port) for word in spec.command]
     environment = {**os.environ, **spec.env, ENGINE_KEY_VARIABLE: KEY}
     with (directory / "log").open("wb") as log:
         process = subprocess.Popen(words, env=environment, stdout=log, stderr=log)

@@ -12,6 +12,7 @@ from actors.rollout.sglang.peer_weights import GROUP, PEERS_VARIABLE
 from runtime.bus.addresses import ENGINE_KEY_VARIABLE
 from runtime.node.supervisor.ports import free_port
 from runtime.settings.load import load_topology
+from runtime.settings.processes import with_address
 from tests.sglang.server import ROOT, SGLANG_START_S, sglang_python
 from tests.sglang.test_launch import CPU, ENV, KEY, TYPED, toml
 from tests.support.stand_in_seed import Seed, standing_in
@@ -25,7 +26,7 @@ def start_from(seed: Seed, directory: Path) -> tuple[int, str]:
     pool |= {"python": sglang_python(), "env": ENV, "sglang": CPU | TYPED}
     topology = load_topology(ROOT / "topologies" / "laptop.toml", [f"engines.policy={toml(pool)}"]).topology
     (spec,) = [spec for spec in process_specs(topology, "local", directory) if spec.name == "engine.policy.0"]
-    words = [word.replace("{host}", "127.0.0.1").replace("{port}", str(free_port())) for word in spec.command]
+    words = [with_address(word, "127.0.0.1", free_port()) for word in spec.command]
     environment = {**os.environ, **spec.env, ENGINE_KEY_VARIABLE: KEY, PEERS_VARIABLE: seed.address}
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=SGLANG_START_S, check=False)
     return done.returncode, done.stdout + done.stderr

@@ -21,7 +21,7 @@ from runtime.node.supervisor.state_changes import Exited, GivenUp, Listener, Rea
 from runtime.process.heartbeat import PULSE_VARIABLE
 from runtime.settings.devices import with_own_gpus
 from runtime.settings.placement import LOOPBACK
-from runtime.settings.processes import NotReady, ProcessSpec, SendsHeartbeats, Tier
+from runtime.settings.processes import NotReady, ProcessSpec, SendsHeartbeats, Tier, with_address
 from runtime.util.exit_codes import EXIT_FENCED, EXIT_INPUT_ERROR, EXIT_NO_SPACE, EXIT_NOT_STARTED
 from runtime.util.formatting import signal_name
 from runtime.util.secrets import Secret, split_login
@@ -289,11 +289,7 @@ class Supervisor:
         if self._restart_group is not None:
             text = text.replace("{peers}", host_port(self._restart_group.host, self._restart_group.port))
         text = text.replace("{others}", self._servers.others(self.spec) if self._came_up else "")
-        if self.spec.port is None:
-            return text
-        in_url = f"[{self._address}]" if ":" in self._address else self._address
-        text = text.replace("{port}", str(self._port)).replace("{host}", self._address)
-        return text.replace("{url_host}", in_url)
+        return text if self.spec.port is None else with_address(text, self._address, self._port)
 
 
 class Supervision:

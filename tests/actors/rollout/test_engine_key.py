@@ -16,7 +16,7 @@ from runtime.bus.addresses import ENGINE_KEY_VARIABLE, engine_key
 from runtime.bus.bus import Bus
 from runtime.node.supervisor.ports import free_port
 from runtime.settings.load import load_topology
-from runtime.settings.processes import ProcessSpec
+from runtime.settings.processes import ProcessSpec, with_address
 from tests.fixtures.nats import eventually
 from tests.support.tiny_client import EngineClient, generate_body
 from tests.support.tiny_engine import ROOT, wait_until_200, write_config
@@ -46,10 +46,10 @@ ROUTER_CALLS = [
 @contextmanager
 def process_of(spec: ProcessSpec, ready: str) -> Iterator[tuple[str, int]]:
     """A process of a run with a key: its URL and process id."""
-    port = str(free_port())
+    port = free_port()
 
     def filled(text: str) -> str:
-        return text.replace("{host}", "127.0.0.1").replace("{url_host}", "127.0.0.1").replace("{port}", port)
+        return with_address(text, "127.0.0.1", port)
 
     environment = {**os.environ, **spec.env, ENGINE_KEY_VARIABLE: KEY}
     process = subprocess.Popen(

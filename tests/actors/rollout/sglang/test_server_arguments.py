@@ -13,6 +13,7 @@ from actors.processes import process_specs
 from actors.rollout.sglang.server_arguments import engine_problems
 from bin.start_topology import main
 from runtime.settings.load import load_topology
+from runtime.settings.processes import with_address
 from runtime.settings.topology import EngineConfig
 from tests.support.fake_sglang import times_imported, write_fake_sglang
 
@@ -120,7 +121,7 @@ def test_the_server_gets_every_argument_in_its_type_and_the_environment_of_its_p
     marked = 'engines.policy.env.MARKED="two words"'
     topology = load_topology(LAPTOP, overrides(fake, marked, *given)).topology
     (spec,) = [spec for spec in process_specs(topology, "local", tmp_path) if spec.name == "engine.policy.0"]
-    words = [word.replace("{port}", "1").replace("{host}", "127.0.0.1") for word in spec.command]
+    words = [with_address(word, "127.0.0.1", 1) for word in spec.command]
     done = subprocess.run(words, env=dict(spec.env), capture_output=True, text=True, timeout=20, check=False)
     assert done.returncode == 0, done.stderr
     got = json.loads(done.stdout.splitlines()[-1])
