@@ -137,8 +137,9 @@ async def rig(make_rig: Any, session_router: Router) -> AsyncGenerator[Rig]:
         yield rig
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With `-n 2 --dist loadgroup`, run contract tests in one process, which keeps the servers; the rest in another."""
+    """With `--dist loadgroup`, run contract tests in one process, which keeps the servers; the rest in another."""
     for item in items:
         if item.path.parent == HERE:
             kept = "servers" in getattr(item, "fixturenames", ())
