@@ -289,7 +289,7 @@ class Supervisor:
         if self._restart_group is not None:
             text = text.replace("{peers}", host_port(self._restart_group.host, self._restart_group.port))
         text = text.replace("{others}", self._servers.others(self.spec) if self._came_up else "")
-        return text if self.spec.port is None else with_address(text, self._address, self._port)
+        return text if self._port is None else with_address(text, self._address, self._port)
 
 
 class Supervision:
