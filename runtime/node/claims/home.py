@@ -59,6 +59,16 @@ class HomeClaimed(Exception):
         self.holder = holder
 
 
+class LeaseUnreadable(Exception):
+    """The file holds no lease, so it is unknown whether another daemon is home."""
+
+    def __init__(self, path: Path, error: Exception) -> None:
+        super().__init__(
+            f"{path} cannot be read as the lease of a home node: {error}; delete it if no other machine runs the bus "
+            "of this run"
+        )
+
+
 class HomeMoved(Exception):
     """A later daemon is home."""
 
@@ -66,7 +76,15 @@ class HomeMoved(Exception):
         super().__init__(f"node {holder.node}, process {holder.pid} on {holder.host}, is home now")
 
 
-def decide(first: Lease | None, seen: Lease | None, *, unchanged_s: float, place: str, take_over: bool) -> Decision:
+def decide(
+    first: Lease | None,
+    seen: Lease | None,
+    *,
+    unchanged_s: float,
+    place: str,
+    take_over: bool,
+    lifetime_s: float = LIFETIME_S,
+) -> Decision:
     """Decide whether to become home. Pure.
 
     Args:
@@ -75,6 +93,7 @@ def decide(first: Lease | None, seen: Lease | None, *, unchanged_s: float, place
         unchanged_s: seconds between both looks on this process's clock. Clocks of two machines are not compared.
         place: of this daemon, which holds the lock of the directory there.
         take_over: the user vouches for the end of the holder.
+        lifetime_s: seconds without a renewal after which a lease has expired.
     """
     if seen is None or seen.is_released or take_over:
         return Decision.TAKE
@@ -82,7 +101,7 @@ def decide(first: Lease | None, seen: Lease | None, *, unchanged_s: float, place
         return Decision.TAKE  # this machine's lock shows that the holder is dead
     if seen != first:
         return Decision.REFUSE
-    return Decision.TAKE if unchanged_s >= LIFETIME_S else Decision.WAIT
+    return Decision.TAKE if unchanged_s >= lifetime_s else Decision.WAIT
 
 
 def is_superseded(own: Lease, found: Lease | None) -> bool:
@@ -98,17 +117,27 @@ class HomeLease:
         self._path = path
 
     @classmethod
-    async def take(cls, run_dir: Path, node: str, *, take_over: bool = False, place: str | None = None) -> "HomeLease":
-        """Become home. The lease of a dead daemon on another machine is waited for, LIFETIME_S at most.
+    async def take(
+        cls,
+        run_dir: Path,
+        node: str,
+        *,
+        take_over: bool = False,
+        place: str | None = None,
+        lifetime_s: float = LIFETIME_S,
+    ) -> "HomeLease":
+        """Become home. Waits until the lease of a dead daemon on another machine has expired.
 
         Args:
             run_dir: its lock is held.
             node: name of this node.
             take_over: do not wait, and do not refuse.
             place: of the run directory; by default as this kernel knows it.
+            lifetime_s: seconds without a renewal after which a lease has expired.
 
         Raises:
             HomeClaimed: another daemon renews the lease.
+            LeaseUnreadable: the file holds no lease.
             OSError: the file cannot be read or written.
         """
         path = run_dir / LEASE_FILE
@@ -117,7 +146,9 @@ class HomeLease:
         begun = anyio.current_time()
         while True:
             unchanged_s = anyio.current_time() - begun
-            match decide(first, seen, unchanged_s=unchanged_s, place=place, take_over=take_over):
+            match decide(
+                first, seen, unchanged_s=unchanged_s, place=place, take_over=take_over, lifetime_s=lifetime_s
+            ):
                 case Decision.REFUSE if seen is not None:
                     raise HomeClaimed(run_dir, seen)
                 case Decision.TAKE:
@@ -151,6 +182,8 @@ class HomeLease:
                     raise HomeMoved(found)
                 self.lease = msgspec.structs.replace(self.lease, renewals=self.lease.renewals + 1)
                 await _write(self._path, self.lease)
+            except LeaseUnreadable as error:  # the next start refuses until the file is readable or gone
+                log.warning("home_lease_unreadable", error=str(error))
             except OSError as error:
                 log.warning("home_not_renewed", error=str(error))
 
@@ -159,12 +192,17 @@ class HomeLease:
         try:
             if not is_superseded(self.lease, await _read(self._path)):
                 await _write(self._path, msgspec.structs.replace(self.lease, is_released=True))
-        except OSError as error:
+        except (OSError, LeaseUnreadable) as error:
             log.warning("home_not_released", error=str(error))
 
 
 async def _read(path: Path) -> Lease | None:
-    """Read the lease; None if there is none, or if it was edited."""
+    """Read the lease; None if there is none.
+
+    Raises:
+        LeaseUnreadable: the file holds something else.
+        OSError: the file cannot be read.
+    """
 
     def read() -> Lease | None:
         try:
@@ -172,8 +210,7 @@ async def _read(path: Path) -> Lease | None:
         except FileNotFoundError:
             return None
         except msgspec.DecodeError as error:
-            log.warning("home_lease_unreadable", path=str(path), error=str(error))
-            return None
+            raise LeaseUnreadable(path, error) from error
 
     return await anyio.to_thread.run_sync(read, abandon_on_cancel=True)
 

@@ -7,17 +7,22 @@ import msgspec
 import pytest
 
 from runtime.node.claims import home
-from runtime.node.claims.home import Decision, HomeClaimed, HomeLease, HomeMoved, Lease, decide, is_superseded
+from runtime.node.claims.home import (
+    Decision,
+    HomeClaimed,
+    HomeLease,
+    HomeMoved,
+    Lease,
+    LeaseUnreadable,
+    decide,
+    is_superseded,
+)
 
 pytestmark = pytest.mark.anyio
 
 RENEW_EVERY_S = 0.05
+LIFETIME_S = 1.0
 HELD = Lease(node="n0", host="a", pid=7, daemon="one", place="boot-a:1:2", incarnation=3)
-
-
-@pytest.fixture(autouse=True)
-def short_lease(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(home, "LIFETIME_S", 1.0)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +49,8 @@ def short_lease(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_who_becomes_home(
     first: Lease | None, seen: Lease | None, unchanged_s: float, place: str, take_over: bool, decision: Decision
 ) -> None:
-    assert decide(first, seen, unchanged_s=unchanged_s, place=place, take_over=take_over) is decision
+    found = decide(first, seen, unchanged_s=unchanged_s, place=place, take_over=take_over, lifetime_s=LIFETIME_S)
+    assert found is decision
 
 
 def test_a_home_ends_for_a_later_one_alone() -> None:
@@ -60,7 +66,7 @@ async def test_a_second_home_is_refused_while_the_first_renews_its_lease(tmp_pat
     async with anyio.create_task_group() as group:
         group.start_soon(first.keep, RENEW_EVERY_S)
         with pytest.raises(HomeClaimed, match="as node n0; stop that first, or start with --take-over"):
-            await HomeLease.take(tmp_path, "n0", place="b")
+            await HomeLease.take(tmp_path, "n0", place="b", lifetime_s=LIFETIME_S)
         group.cancel_scope.cancel()
     await first.release()
     with anyio.fail_after(0.5):  # at once
@@ -71,7 +77,7 @@ async def test_a_second_home_is_refused_while_the_first_renews_its_lease(tmp_pat
 async def test_the_lease_of_a_dead_home_ends_and_the_incarnation_rises(tmp_path: Path) -> None:
     first = await HomeLease.take(tmp_path, "n0", place="a")
     begun = anyio.current_time()
-    second = await HomeLease.take(tmp_path, "n0", place="b")
+    second = await HomeLease.take(tmp_path, "n0", place="b", lifetime_s=LIFETIME_S)
     assert anyio.current_time() - begun >= 1.0
     assert second.lease.incarnation > first.lease.incarnation
 
@@ -96,3 +102,17 @@ async def test_a_home_writes_its_lease_again_over_an_older_one(tmp_path: Path) -
         await new.keep(RENEW_EVERY_S)
     with pytest.raises(HomeMoved), anyio.fail_after(5):
         await old.keep(RENEW_EVERY_S)
+
+
+async def test_a_lease_that_cannot_be_read_is_refused_and_left(tmp_path: Path) -> None:
+    """It may be the lease of a home that runs."""
+    running = await HomeLease.take(tmp_path, "n0", place="a")
+    (tmp_path / home.LEASE_FILE).write_text('{"node": ')
+    with pytest.raises(
+        LeaseUnreadable, match=r"home\.json cannot be read as the lease of a home node: .*; delete it if"
+    ):
+        await HomeLease.take(tmp_path, "n0", place="b", take_over=True)
+    with anyio.move_on_after(0.3):
+        await running.keep(RENEW_EVERY_S)
+    await running.release()
+    assert (tmp_path / home.LEASE_FILE).read_text() == '{"node": '
