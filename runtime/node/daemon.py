@@ -30,7 +30,7 @@ from runtime.bus.calls import Handler
 from runtime.bus.errors import BusError, BusUnavailable
 from runtime.bus.limits import BusLimits
 from runtime.bus.nats.server import NoProgress, ServerSettings, server_command, wait_ready, write_config
-from runtime.node.claims.home import HomeClaimed, HomeLease, HomeMoved
+from runtime.node.claims.home import HomeClaimed, HomeLease, HomeMoved, LeaseUnreadable
 from runtime.node.claims.node_claim import NodeClaim, NodeClaimed
 from runtime.node.claims.run_id import RunMismatch, check_run_id, settle_run_id
 from runtime.node.claims.rundir import BUS_FILE, TOPOLOGY_VARIABLE
@@ -63,8 +63,6 @@ STOP_DEADLINE_S = 9.5  # from the stop signal until everything is killed
 PUBLISH_TIMEOUT_S = 1.0  # for publishing the last process changes
 RELEASE_TIMEOUT_S = 1.0
 BUS_LIMITS = BusLimits(drain_timeout_s=1.0)  # at the end the server may already be gone
-
-
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # else gloo takes the address of the host's name
 HOST_VARIABLE = "SGLANG_HOST_IP"
 BUS_PROCESS = "nats-server"
@@ -199,7 +197,7 @@ class NodeDaemon:
             return
         try:
             lease = await HomeLease.take(self._plan.run_dir, self._plan.node, take_over=self._plan.takes_over)
-        except HomeClaimed as error:
+        except (HomeClaimed, LeaseUnreadable) as error:
             self._end(RunEnd(finished=False, refused=str(error)))
             return
         async with in_background(lambda: self._keep_home(lease)):
@@ -215,7 +213,7 @@ class NodeDaemon:
             await lease.keep()
         except HomeMoved as error:
             log.error("home_moved", error=str(error))
-            self._end(RunEnd(finished=False, error=str(error), is_told=True))
+            self._end(RunEnd(finished=False, error=str(error), is_announced=True))
             self._supervision.kill()  # two servers would write one store
 
     async def _run_on_bus(self) -> None:
@@ -342,7 +340,7 @@ class NodeDaemon:
         try:
             await claim.keep()
         except NodeClaimed as error:  # its new daemon carries on
-            self._end(RunEnd(finished=False, error=str(error), is_told=True))
+            self._end(RunEnd(finished=False, error=str(error), is_announced=True))
 
     async def _obey_signals(self, everything: anyio.CancelScope) -> None:
         """Stop in order at the first signal; cancel everything at the second one or after a deadline."""

@@ -58,7 +58,7 @@ class RunEnd(msgspec.Struct, frozen=True, kw_only=True):
     refused: str | None = None  # why no process was started
     error: str | None = None  # of the bus or the daemon, if no process failed
     stopped: RunStopped | None = None  # another node, or an earlier event of this one, stopped the run
-    is_told: bool = False  # other nodes know the end, or it does not concern them
+    is_announced: bool = False  # other nodes know the end, or it does not concern them
 
 
 def announcement(outcome: RunEnd, node: str, *, is_home: bool) -> RunStopped | NodeLeft | None:
@@ -66,7 +66,7 @@ def announcement(outcome: RunEnd, node: str, *, is_home: bool) -> RunStopped | N
 
     The run ends with its home, and with a process that any node gives up. Otherwise a node leaves it.
     """
-    if outcome.finished or outcome.is_told or outcome.refused is not None:
+    if outcome.finished or outcome.is_announced or outcome.refused is not None:
         return None
     if outcome.stopped_by is not None:
         reason = signal_name(outcome.stopped_by)

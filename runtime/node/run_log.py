@@ -81,9 +81,9 @@ class Follower:
             case RunFinished(steps=steps) if live or steps >= self._plan.num_steps:
                 self._end(RunEnd(finished=True))  # an earlier start may have finished with a lower num_steps
             case RunFailed(reason=reason) if live:
-                self._end(RunEnd(finished=False, error=reason, is_told=True))
+                self._end(RunEnd(finished=False, error=reason, is_announced=True))
             case RunStopped() if live:
-                self._end(RunEnd(finished=False, stopped=event, is_told=True))
+                self._end(RunEnd(finished=False, stopped=event, is_announced=True))
             case _:
                 pass
 

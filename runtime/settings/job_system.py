@@ -38,7 +38,7 @@ def node_of_job(environment: Mapping[str, str], nodes: Sequence[str]) -> str:
 
 def _node_of_slurm(environment: Mapping[str, str], nodes: Sequence[str]) -> str:
     if SLURM_STEP not in environment:
-        raise NoNode(f"this process is no task of srun ({SLURM_STEP} is not set): start it with srun")
+        raise NoNode(f"this process is not a task of srun ({SLURM_STEP} is not set): start it with srun")
     submit = f"submit with --nodes={len(nodes)} --ntasks-per-node=1"
     num_nodes = _number(environment, SLURM_NODES)
     if num_nodes != len(nodes):
@@ -59,5 +59,5 @@ def _nth(environment: Mapping[str, str], variable: str, nodes: Sequence[str], re
 def _number(environment: Mapping[str, str], variable: str) -> int:
     text = environment.get(variable, "")
     if not text.isascii() or not text.isdigit():
-        raise NoNode(f"{variable} is no number: {text!r}")
+        raise NoNode(f"{variable} is not a number: {text!r}")
     return int(text)

@@ -26,7 +26,6 @@ ASK_TIMEOUT_S: Final = 60.0  # an interpreter may import torch for the first tim
 HAS_SGLANG: Final = "import importlib.util as u, sys; sys.exit(u.find_spec('sglang') is None)"
 HAS_GPU: Final = "import torch, sys; sys.exit(not torch.cuda.is_available())"
 
-
 FILES: Final = 128  # open files of one process, besides those below
 FILES_OF_RANK: Final = 8
 FILES_OF_SLOT: Final = 1  # a connection per sample in flight

@@ -409,7 +409,7 @@ async def test_a_home_that_finds_a_later_one_ends_with_its_bus(tmp_path: Path) -
     [
         (RunEnd(finished=True), True, None),
         (RunEnd(finished=False, refused="x"), True, None),
-        (RunEnd(finished=False, error="the buffer said so", is_told=True), True, None),
+        (RunEnd(finished=False, error="the buffer said so", is_announced=True), True, None),
         (RunEnd(finished=False, error="no space"), True, RunStopped(node="n", reason="no space", exit_code=1)),
         (RunEnd(finished=False, error="no space"), False, NodeLeft(node="n", reason="no space")),
         (RunEnd(finished=False, stopped_by=15), True, RunStopped(node="n", reason="SIGTERM", exit_code=143)),

@@ -34,11 +34,11 @@ def test_the_nth_task_is_the_nth_node_of_the_file(environment: dict[str, str], n
         (SLURM | {"SLURM_NNODES": "4"}, "on 4 nodes .* has 3: n0, n1, n10; submit with --nodes=3"),
         (SLURM | {"SLURM_LOCALID": "1"}, "several tasks on one node .*--ntasks-per-node=1"),
         (SLURM | {"SLURM_NODEID": "3"}, "SLURM_NODEID=3, and the topology has 3 nodes"),
-        (SLURM | {"SLURM_NODEID": "-1"}, "SLURM_NODEID is no number: '-1'"),
-        (SLURM | {"SLURM_NNODES": ""}, "SLURM_NNODES is no number: ''"),
-        ({"SLURM_JOB_ID": "7", "SLURM_NNODES": "3", "SLURM_NODEID": "0"}, "no task of srun .*: start it with srun"),
+        (SLURM | {"SLURM_NODEID": "-1"}, "SLURM_NODEID is not a number: '-1'"),
+        (SLURM | {"SLURM_NNODES": ""}, "SLURM_NNODES is not a number: ''"),
+        ({"SLURM_JOB_ID": "7", "SLURM_NNODES": "3", "SLURM_NODEID": "0"}, "not a task of srun .*: start it with srun"),
         ({"JOB_COMPLETION_INDEX": "3"}, r"JOB_COMPLETION_INDEX=3, .* n0, n1, n10; .*\(completions\)"),
-        ({"JOB_COMPLETION_INDEX": "²"}, "JOB_COMPLETION_INDEX is no number"),
+        ({"JOB_COMPLETION_INDEX": "²"}, "JOB_COMPLETION_INDEX is not a number"),
     ],
 )
 def test_what_fits_no_node_is_refused_by_names(environment: dict[str, str], text: str) -> None:

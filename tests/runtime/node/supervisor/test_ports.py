@@ -63,19 +63,6 @@ def test_a_fixed_port_in_use_is_refused_with_its_holder_and_its_key() -> None:
     assert holder_of(port) is None
 
 
-pytestmark = pytest.mark.anyio
-
-TELLS = """
-    import http.server, sys
-    from pathlib import Path
-    told = Path(sys.argv[2])
-    told.write_text((told.read_text() if told.exists() else "") + f"<{sys.argv[3]}>")
-    if sys.argv[3] and "fails" in sys.argv[4]:
-        sys.exit(1)
-    http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), http.server.BaseHTTPRequestHandler).serve_forever()
-"""
-
-
 def server(pool: str, index: int) -> ProcessSpec:
     return ProcessSpec(name=f"engine.{pool}.{index}", command=(), address_key=address_key("engine", pool, index))
 
