@@ -146,9 +146,7 @@ class HomeLease:
         begun = anyio.current_time()
         while True:
             unchanged_s = anyio.current_time() - begun
-            match decide(
-                first, seen, unchanged_s=unchanged_s, place=place, take_over=take_over, lifetime_s=lifetime_s
-            ):
+            match decide(first, seen, unchanged_s=unchanged_s, place=place, take_over=take_over, lifetime_s=lifetime_s):
                 case Decision.REFUSE if seen is not None:
                     raise HomeClaimed(run_dir, seen)
                 case Decision.TAKE:
