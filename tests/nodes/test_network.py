@@ -92,11 +92,9 @@ def test_a_share_of_packets_is_lost_and_streams_get_through(lan: Lan) -> None:
     lan.loss(0.02)
     dropped = lan.stats()["dropped"]
     assert talk(lan["n0"], "stream", lan["n1"].address, 1_000_000) == "True"
-    assert lan.stats()["dropped"] > dropped  # of some 700 packets: frames are packets, offloads are off
+    assert lan.stats()["dropped"] - dropped > 5  # of some 700 packets: frames are packets, offloads are off
     lan.loss(0)
-    dropped = lan.stats()["dropped"]
-    talk(lan["n0"], "send", lan["n1"].address, 500)
-    assert lan.stats()["dropped"] == dropped  # a slow receiver's kernel may still drop some
+    assert int(talk(lan["n0"], "send", lan["n1"].address, 500)) == 500
 
 
 @pytest.mark.parametrize("six", [False, True], ids=["IPv4", "IPv6"])
