@@ -158,7 +158,7 @@ def _ready(loaded: LoadedTopology, args: argparse.Namespace, screen: Screen) -> 
         return loaded.topology
     topology = _fitted(_counted(loaded, screen).topology, screen)
     try:
-        check_start(topology, args.fresh, _node_of(topology, args.node))
+        check_start(topology, args.fresh, _node_of(topology, args.node), join=args.join, take_over=args.take_over)
     except RunRefused as error:
         raise WrongInput(str(error)) from error
     return topology

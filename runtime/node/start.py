@@ -113,8 +113,7 @@ def start(
     Raises:
         RunRefused: the run cannot be started.
     """
-    refuse_unused(topology, options)
-    check_start(topology, options.fresh, options.node)
+    check_start(topology, options.fresh, options.node, join=options.join, take_over=options.take_over)
     raise_open_files(topology)
     run_dir = Path(topology.run.dir) / topology.run.name
     if options.node != home_node(topology):
@@ -138,24 +137,6 @@ def start(
             if not is_full(error):
                 raise
             raise RunRefused(str(no_space_of(error, run_dir))) from error
-
-
-def refuse_unused(topology: Topology, options: StartOptions) -> None:
-    """Refuse an option that would have no effect on this node.
-
-    Raises:
-        RunRefused: names the option and where it has an effect.
-    """
-    bus = bus_node(topology)
-    if options.join is not None and bus is None:
-        raise RunRefused(f"--join {options.join}: the topology names the bus (bus.url); leave --join out")
-    if options.join is not None and bus == options.node:
-        raise RunRefused(f"--join {options.join}: node {bus} starts the bus itself; leave --join out")
-    if options.take_over and len(topology.nodes) == 1:
-        raise RunRefused("--take-over: only a topology of several nodes has a lease to take over; leave it out")
-    if options.take_over and bus != options.node:
-        where = f"only node {bus}, which starts the bus, does" if bus else "the bus of this topology is not ours"
-        raise RunRefused(f"--take-over: node {options.node} holds no lease; {where}")
 
 
 def _take_part(

@@ -93,7 +93,7 @@ class Scorer:
                     answer.seq = await self._put(request) or answer.seq
                     with anyio.move_on_after(self._repeat_s):
                         await answer.arrived.wait()
-            if answer.scores is None and answer.seq:
+            if answer.scores is None and answer.seq:  # 0: never stored by this call, so there is nothing to withdraw
                 await self._withdraw(request, answer.seq)
             return answer.scores
         finally:

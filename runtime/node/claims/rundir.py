@@ -8,7 +8,7 @@ import msgspec
 
 from runtime.node.claims.claim import Claim, RunClaimed, refuse_claimed
 from runtime.report.summary import Result
-from runtime.settings.placement import home_node
+from runtime.settings.placement import bus_node, home_node
 from runtime.settings.topology import Topology, decode_topology, encode_topology
 from runtime.util.files import write_atomically
 
@@ -63,17 +63,22 @@ class StoredResult(msgspec.Struct, frozen=True, kw_only=True):
     result: Result
 
 
-def check_start(topology: Topology, fresh: str | None, node: str) -> None:
-    """Check the run directory as a start would, without writing.
+def check_start(
+    topology: Topology, fresh: str | None, node: str, *, join: Path | None = None, take_over: bool = False
+) -> None:
+    """Check the options and the run directory as a start would, without writing.
 
     Args:
         topology: topology of the run.
         fresh: name of the run to discard, "" for none; None: resume the run.
         node: the node to start.
+        join: join file of the run.
+        take_over: become home although another machine holds the lease.
 
     Raises:
         RunRefused: a start would be refused.
     """
+    refuse_unused(topology, node, join=join, take_over=take_over)
     run, run_dir = topology.run.name, Path(topology.run.dir) / topology.run.name
     if fresh and fresh != run:
         raise RunRefused(f"--fresh {fresh}: this topology's run is {run}; nothing was discarded")
@@ -86,6 +91,24 @@ def check_start(topology: Topology, fresh: str | None, node: str) -> None:
         raise RunRefused(str(error)) from error
     if fresh is None and is_home:
         changes_since(run_dir, topology)
+
+
+def refuse_unused(topology: Topology, node: str, *, join: Path | None, take_over: bool) -> None:
+    """Refuse an option that would have no effect on this node.
+
+    Raises:
+        RunRefused: names the option and the reason.
+    """
+    bus = bus_node(topology)
+    if join is not None and bus is None:
+        raise RunRefused(f"--join {join}: the topology names the bus (bus.url); leave --join out")
+    if join is not None and bus == node:
+        raise RunRefused(f"--join {join}: node {bus} starts the bus itself; leave --join out")
+    if take_over and (bus is None or len(topology.nodes) == 1):
+        which = "several nodes, one of which starts the bus (no bus.url)"
+        raise RunRefused(f"--take-over: only a topology of {which}, has a lease to take over; leave --take-over out")
+    if take_over and bus != node:
+        raise RunRefused(f"--take-over: node {node} holds no lease; only node {bus}, which starts the bus, does")
 
 
 def claimed_node(topology: Topology, node: str) -> str | None:

@@ -1,0 +1,38 @@
+"""Options that would have no effect are refused, by --check and by a start."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runtime.node.claims.rundir import RunRefused, check_start
+from tests.build.topology import topology_with
+
+ONE: dict[str, Any] = {"nodes": {"n0": {}}}
+TWO: dict[str, Any] = {"nodes": {"n0": {}, "n1": {}}}
+FOREIGN_BUS: dict[str, Any] = {**TWO, "bus": {"url": "nats://h:4222"}}
+JOIN = Path("join.toml")
+
+
+@pytest.mark.parametrize(
+    ("tables", "node", "options", "said"),
+    [
+        (ONE, "n0", {"join": JOIN}, "--join join.toml: node n0 starts the bus itself"),
+        (FOREIGN_BUS, "n1", {"join": JOIN}, r"--join join.toml: the topology names the bus \(bus.url\)"),
+        (ONE, "n0", {"take_over": True}, "--take-over: only a topology of several nodes, .* leave --take-over out"),
+        (FOREIGN_BUS, "n0", {"take_over": True}, "--take-over: only a topology of several nodes, .* starts the bus"),
+        (TWO, "n1", {"take_over": True}, "node n1 holds no lease; only node n0, which starts the bus, does"),
+    ],
+)
+def test_an_option_without_an_effect_is_refused(
+    tmp_path: Path, tables: dict[str, Any], node: str, options: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(RunRefused, match=said):
+        check_start(topology_with(run={"dir": str(tmp_path)}, **tables), None, node, **options)
+
+
+def test_an_option_with_an_effect_is_taken(tmp_path: Path) -> None:
+    two = topology_with(run={"dir": str(tmp_path)}, **TWO)
+    check_start(two, None, "n1", join=JOIN)
+    check_start(two, None, "n0", take_over=True)
+    check_start(topology_with(run={"dir": str(tmp_path)}, **ONE), None, "n0")
