@@ -214,14 +214,14 @@ def check_evaluations(log: Log, run: Run) -> None:
     lost = {event.version for _, event in log if isinstance(event, WeightsLost)}
     for event, end in zip(issued, ended, strict=True):
         assert steps[event.version] == event.step
-        counted = _first_answers(log, event.step).values()
+        counted = first_answers(log, event.step).values()
         versions = {v for answer in counted for s in answer.samples for v in (s.first_version, s.last_version)}
         newer = {version for version in versions if version is not None and first[version] != first[event.version]}
         assert max(newer, default=0) == end.newest_version, counted
         assert event.version in lost or {steps[version] for version in newer} <= {event.step}, counted
 
 
-def _first_answers(log: Log, step: int) -> dict[tuple[str, int], EvalCompleted]:
+def first_answers(log: Log, step: int) -> dict[tuple[str, int], EvalCompleted]:
     """Return the first answer to each item, which alone counts.
 
     A restarted buffer requests items again whose answers it has not read, and a second answer may come late.

@@ -11,7 +11,7 @@ import pytest
 
 from messages import EvalCompleted, EvalEnded, EvalIssued, Message, WeightsAnnounced, WeightsLost
 from tests.chaos import gated
-from tests.chaos.audit import Log, audit, read_all
+from tests.chaos.audit import Log, audit, first_answers, read_all
 from tests.chaos.harness import ROOT, SMALL, Run
 from tests.chaos.test_kill import finish
 
@@ -62,8 +62,7 @@ def check_result(log: Log) -> None:
     assert (issued.step, issued.version) == (ended.step, ended.version) == (0, 1)
     lost = [event for _, event in log if isinstance(event, WeightsLost)]
     assert [event.version for event in lost] == [1, *(event.newer for event in lost[:-1])]  # no engine had that yet
-    answers = [event for _, event in log if isinstance(event, EvalCompleted) and event.step == 0]
-    versions = {event.item: event.samples[0].last_version for event in answers}
+    versions = {item: event.samples[0].last_version for item, event in first_answers(log, 0).items()}
     assert sum(version == 1 for version in versions.values()) == NUM_FREE
     (newer,) = set(versions.values()) - {1}
     assert ended.newest_version == lost[-1].newer == newer
