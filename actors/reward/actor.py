@@ -3,7 +3,7 @@
 import math
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import anyio
@@ -40,9 +40,19 @@ MAX_ERROR_CHARS = 1000
 log = structlog.get_logger()
 
 
-FIRST_CALLS: Final = 8  # the run ends when this many first calls of graders all fail
+FIRST_CALLS: Final = 8  # the run ends when at least this many first calls of graders all fail
+FIRST_GROUPS: Final = 4  # and their samples are of at least this many prompt groups: one bad prompt ends no run
 FIRST_GRADE_KEY: Final = "reward.graded"  # exists once any grade of this run succeeded
 CPU_LIMIT: Final = "raised CpuLimitError("
+
+
+def never_worked(failed_calls: Mapping[int, int]) -> bool:
+    """Whether the failed calls before the first successful grade are enough to end the run.
+
+    Args:
+        failed_calls: number of failed calls by group, timeouts excluded.
+    """
+    return sum(failed_calls.values()) >= FIRST_CALLS and len(failed_calls) >= FIRST_GROUPS
 
 
 class FirstGrades:
@@ -53,20 +63,21 @@ class FirstGrades:
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
-        self._failed = 0
+        self._failed_calls: Counter[int] = Counter()  # by group
         self._over = False
 
     async def begin(self) -> None:
         """Read whether an earlier process of this run had a successful grade."""
         self._over = await self._bus.kv.get(FIRST_GRADE_KEY, bool) is not None
 
-    async def note(self, grader: str, grades: Sequence[Graded], *, group: bool) -> None:
+    async def note(self, grader: str, grades: Sequence[Graded], *, group_id: int, one_call: bool) -> None:
         """Count the grades of one request.
 
         Args:
             grader: name of the grader.
             grades: one per sample.
-            group: whether all grades come from one call.
+            group_id: prompt group of the samples.
+            one_call: whether all grades come from one call.
 
         Raises:
             InputError: the first calls of this run all failed; names the grader and its last error.
@@ -78,10 +89,14 @@ class FirstGrades:
             self._over = True
             await self._bus.kv.put(FIRST_GRADE_KEY, True)
             return
-        raised = [error for error in failures if not _is_slow(error)][: 1 if group else None]
-        self._failed += len(raised)
-        if self._failed >= FIRST_CALLS and await self._bus.kv.get(FIRST_GRADE_KEY, bool) is None:
-            message = f"the first {self._failed} calls of graders in this run all failed; {grader}: {raised[-1]}"
+        raised = [error for error in failures if not _is_slow(error)][: 1 if one_call else None]
+        if not raised:
+            return
+        self._failed_calls[group_id] += len(raised)
+        if never_worked(self._failed_calls) and await self._bus.kv.get(FIRST_GRADE_KEY, bool) is None:
+            num_calls, num_groups = self._failed_calls.total(), len(self._failed_calls)
+            message = f"the first {num_calls} calls of graders in this run, for {num_groups} prompt groups, all failed"
+            message = f"{message}; {grader}: {raised[-1]}"
             raise InputError(f"{message}. Fix the grader; the same command then resumes the run")
 
 
@@ -212,7 +227,7 @@ class RewardActor(Actor):
                 return [Graded(error=f"prompt: {error}") for _ in request.items]
             grades = await pool.grade(spec, [_sample_of(item) for item in items])
             if request.rm_type not in self._of_eval_alone:
-                await self._first.note(name, grades, group=spec.group)
+                await self._first.note(name, grades, group_id=request.group_id, one_call=spec.group)
             return grades
         self._counts["late_requests"] += 1
         log.warning("score_request_late", num_samples=len(request.items))

@@ -19,7 +19,7 @@ def slowly(sample: Any) -> float:
 def moody(sample: Any) -> float:
     """Raise for one sample of some prompts and hang for others, by the first digit of the label."""
     first = str(sample.label)[0]
-    if first == "1" and sample.index == 0:  # only one: the run ends if its first 8 calls all fail
+    if first == "1" and sample.index == 0:  # only one: the run ends if its first calls all fail
         raise ValueError("no labels that begin with 1")
     if first == "2":
         time.sleep(3600)

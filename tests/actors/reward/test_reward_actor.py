@@ -11,7 +11,7 @@ import anyio
 import msgspec
 import pytest
 
-from actors.reward.actor import ACK_WAIT_S, FIRST_GRADE_KEY, RewardActor
+from actors.reward.actor import ACK_WAIT_S, FIRST_GRADE_KEY, RewardActor, never_worked
 from actors.reward.process import GraderUnusableError
 from messages import MessageDeadLettered
 from messages.base import Plane
@@ -66,6 +66,7 @@ class Asker:
         group_rm: bool = False,
         timeout_s: float = 20.0,
         reply_to: str | None = None,
+        group_id: int = 1,
         **item: Any,
     ) -> str:
         self._num += 1
@@ -76,7 +77,7 @@ class Asker:
         request = ScoreRequested(
             request_id=f"r{self._num}",
             reply_to=self._inbox.subject if reply_to is None else reply_to,
-            group_id=1,
+            group_id=group_id,
             attempt=1,
             rm_type=rm_type,
             group_rm=group_rm,
@@ -318,24 +319,52 @@ def test_the_actor_is_light() -> None:
 async def test_a_grader_that_fails_from_its_first_call_on_ends_the_run(bus: Bus, asker: Asker) -> None:
     async def ask() -> None:
         async with running(bus):
-            await asker.ask("own-as_told", *["raise"] * 5, *["text"] * 3)
+            for group_id in (1, 2, 3):
+                await asker.scores("own-as_told", *["raise"] * 3, group_id=group_id)
+            await asker.ask("own-as_told", "text", group_id=4)
             await anyio.sleep(20)
 
     with pytest.raises(ExceptionGroup) as caught:
         await ask()
     (error,) = flatten(caught.value)
     assert isinstance(error, InputError)
-    assert str(error).startswith("the first 8 calls of graders in this run all failed; ")
+    assert str(error).startswith("the first 10 calls of graders in this run, for 4 prompt groups, all failed; ")
     assert f"{USER_CODE}:as_told: returned 'good' (str), not a number" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("failed_calls", "ends"),
+    [
+        ({}, False),
+        ({1: 8}, False),  # one bad prompt, n_samples_per_prompt = 8
+        ({1: 64, 2: 64, 3: 64}, False),  # three bad prompts
+        ({1: 5, 2: 1, 3: 1, 4: 1}, True),
+        ({1: 2, 2: 2, 3: 2, 4: 1}, False),  # seven calls
+        ({group_id: 1 for group_id in range(7)}, False),
+        ({group_id: 1 for group_id in range(8)}, True),
+    ],
+)
+def test_first_calls_end_a_run_from_eight_calls_and_four_groups(failed_calls: dict[int, int], ends: bool) -> None:
+    assert never_worked(failed_calls) is ends
+
+
+async def test_bad_first_prompts_alone_end_no_run(bus: Bus, asker: Asker) -> None:
+    async with running(bus):
+        for group_id in (1, 2, 3):
+            assert len(await asker.scores("own-as_told", *["raise"] * 8, group_id=group_id)) == 8
+        await asker.scores("own-as_told", "fine", group_id=4)
+        assert await bus.kv.get(FIRST_GRADE_KEY, bool)
 
 
 async def test_a_grader_that_was_good_once_may_fail_ever_after(bus: Bus, asker: Asker) -> None:
     async with running(bus):
         await asker.scores("own-as_told", *["raise"] * 7)
         await asker.scores("own-as_told", "fine")
-        assert len(await asker.scores("own-as_told", *["raise"] * 20)) == 20
+        for group_id in range(2, 6):
+            assert len(await asker.scores("own-as_told", *["raise"] * 5, group_id=group_id)) == 5
     async with running(bus):  # started again
-        assert len(await asker.scores("own-as_told", *["raise"] * 20)) == 20
+        for group_id in range(6, 10):
+            assert len(await asker.scores("own-as_told", *["raise"] * 5, group_id=group_id)) == 5
 
 
 async def test_good_grades_of_an_evaluation_hide_no_grader_that_never_works(bus: Bus) -> None:
@@ -354,11 +383,13 @@ async def test_good_grades_of_an_evaluation_hide_no_grader_that_never_works(bus:
 @pytest.mark.slow
 async def test_graders_that_are_only_slow_never_end_a_run(bus: Bus, asker: Asker) -> None:
     async with running(bus, timeout_s=0.05):
-        scores = await asker.scores("own-as_told", *["sleep"] * 9)
-        assert {score.error for score in scores} == {"timeout"}
+        for group_id in range(4):
+            scores = await asker.scores("own-as_told", *["sleep"] * 3, group_id=group_id)
+            assert {score.error for score in scores} == {"timeout"}
 
 
 async def test_a_call_for_a_whole_group_counts_once(bus: Bus, asker: Asker) -> None:
     name = f"{USER_CODE}:rank_wrongly"
     async with running(bus, group_rm=True, graders=[name]):
-        assert len(await asker.scores(name, *["a"] * 9, group_rm=True)) == 9
+        for group_id in range(7):
+            assert len(await asker.scores(name, *["a"] * 2, group_rm=True, group_id=group_id)) == 2
