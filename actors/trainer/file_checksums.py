@@ -5,6 +5,7 @@
 
 import hashlib
 import os
+import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,6 +15,7 @@ import msgspec
 
 CHECKSUMS_FILE: Final = "checksums.json"
 _MAX_THREADS: Final = 8  # threads that hash one checkpoint's files
+_LOOK_AGAIN_S: Final = 0.2
 
 
 class FileChecksum(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -48,6 +50,29 @@ def write_checksums(directory: Path, known: Mapping[str, FileChecksum]) -> None:
     (directory / CHECKSUMS_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(Checksums(files))))
 
 
+def absent_files(directory: Path, expected: Mapping[str, FileChecksum], wait_s: float) -> list[str]:
+    """Return the files that are not in a directory with their sizes. A network file system may show them late.
+
+    Args:
+        directory: directory of the checkpoint.
+        expected: size and sha256 of each file as its rank wrote it.
+        wait_s: seconds to wait for the last file.
+    """
+    deadline = time.monotonic() + wait_s
+    while absent := [name for name, each in expected.items() if _size_of(directory / name) != each.size_bytes]:
+        if time.monotonic() >= deadline:
+            break
+        time.sleep(_LOOK_AGAIN_S)
+    return sorted(absent)
+
+
+def _size_of(file: Path) -> int | None:
+    try:
+        return file.stat().st_size
+    except FileNotFoundError:
+        return None
+
+
 def damage_of(directory: Path, *, thorough: bool) -> str | None:
     """Describe the damage to a checkpoint's files. Returns None if there is none.
 
@@ -65,9 +90,8 @@ def damage_of(directory: Path, *, thorough: bool) -> str | None:
     except msgspec.MsgspecError as error:
         return f"{CHECKSUMS_FILE} cannot be read: {error}"
     for name, expected in listed.items():
-        try:
-            size_bytes = (directory / name).stat().st_size
-        except FileNotFoundError:
+        size_bytes = _size_of(directory / name)
+        if size_bytes is None:
             return f"{name} is missing"
         if size_bytes != expected.size_bytes:
             return f"{name} has {size_bytes} bytes, and {expected.size_bytes} were written"

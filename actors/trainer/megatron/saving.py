@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_state_dic
 from torch.distributed.checkpoint.storage import WriteResult
 
 from actors.trainer.checkpoints import RUN_FILE, SavedRun
-from actors.trainer.file_checksums import FileChecksum, checksum_of, write_checksums
+from actors.trainer.file_checksums import FileChecksum, absent_files, checksum_of, write_checksums
 from actors.trainer.megatron.imports import (
     FullyParallelSaveStrategyWrapper,
     MCoreSavePlanner,
@@ -33,9 +33,13 @@ from actors.trainer.megatron.imports import (
     quiet,
     replace_state_dict_keys_with_sharded_keys,
 )
+from runtime.process.actor import InputError
 from runtime.util.disk import NoSpace, free_bytes, no_space, writing
 from runtime.util.files import begin_directory, complete_directory, hidden_name
+from runtime.util.formatting import count_of
 
+SHOWN_FILES = 3  # in an error
+SEEN_WITHIN_S = 30.0  # for files of other ranks on a network file system
 WRITE_TIMEOUT_S = 3600.0  # for a rank's files, counted from when `finish` is called
 
 
@@ -78,6 +82,7 @@ class Saving:
 
         Raises:
             OSError: This rank could not write; NoSpace if the disk is full.
+            InputError: Rank 0 does not see a file of another rank.
         """
         self.written.result(WRITE_TIMEOUT_S)
         if self._is_there:
@@ -90,10 +95,21 @@ class Saving:
     def _complete(self) -> None:
         self._writer.report()
         if dist.get_rank() == 0:
+            self._look_for_all_files()
             if self._run_file is not None:
                 (self._unfinished / RUN_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(self._run_file)))
             write_checksums(self._unfinished, self._writer.checksums)
             complete_directory(self._unfinished, self.path)
+
+    def _look_for_all_files(self) -> None:
+        """Raise InputError if a rank's file is not there: without it, no start can load the checkpoint."""
+        absent = absent_files(self._unfinished, self._writer.checksums, SEEN_WITHIN_S)
+        if absent:
+            named = ", ".join(absent[:SHOWN_FILES]) + (", ..." if len(absent) > SHOWN_FILES else "")
+            raise InputError(
+                f"{self.path}: {len(absent)} of {count_of(len(self._writer.checksums), 'file')} that the ranks wrote "
+                f"are not there ({named}); all ranks of a trainer need one common directory: run.dir"
+            )
 
 
 @contextmanager

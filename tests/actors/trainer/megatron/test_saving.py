@@ -10,11 +10,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from actors.trainer import file_checksums
 from actors.trainer.checkpoints import checkpoints_in
 from actors.trainer.commands import TrainerRank
+from actors.trainer.file_checksums import damage_of
+from actors.trainer.megatron import saving
 from actors.trainer.megatron.checkpoint import begin_save, load_checkpoint
 from actors.trainer.megatron.rank_model import Replica
 from actors.trainer.step.train_step import TrainStep
+from runtime.process.actor import InputError
 from runtime.util.disk import NoSpace, free_bytes
 from tests.actors.trainer.hf import whole_weights
 from tests.actors.trainer.tiny import random_batch
@@ -100,6 +104,36 @@ def test_a_file_that_cannot_be_written_fails_the_checkpoint(make_topology: MakeT
     with pytest.raises(OSError, match="No such file"):
         rank.finish_save()
     assert checkpoints_in(tmp_path / "run" / "checkpoints") == []
+
+
+@pytest.mark.parametrize("harm", ["is not there", "is cut off"])
+def test_a_checkpoint_without_a_file_of_a_rank_is_not_completed(
+    make_topology: MakeTopology, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, harm: str
+) -> None:
+    monkeypatch.setattr(saving, "SEEN_WITHIN_S", 0.5)
+    rank = TrainerRank(make_topology(), tmp_path / "run")
+    rank.begin_save(step=1, incarnation=1).result(TIMEOUT_S)
+    torn = tmp_path / "run" / "checkpoints" / "0001" / ".step-00000001"
+    file = torn / "__0_0.distcp"
+    if harm == "is not there":
+        file.unlink()
+    else:
+        file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(InputError, match=r"1 of \d+ files? that the ranks wrote are not there \(__0_0.distcp\)"):
+        rank.finish_save()
+    assert checkpoints_in(tmp_path / "run" / "checkpoints") == []
+
+
+def test_a_file_that_a_network_disk_shows_late_is_waited_for(
+    make_topology: MakeTopology, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = TrainerRank(make_topology(), tmp_path / "run")
+    rank.begin_save(step=1, incarnation=1).result(TIMEOUT_S)
+    file = tmp_path / "run" / "checkpoints" / "0001" / ".step-00000001" / "__0_0.distcp"
+    hidden = file.rename(tmp_path / "hidden")
+    monkeypatch.setattr(file_checksums.time, "sleep", lambda _: hidden.rename(file))
+    path, _ = rank.finish_save()
+    assert damage_of(path, thorough=True) is None
 
 
 @pytest.mark.parametrize("room", ["none from the start", "taken meanwhile"])

@@ -5,12 +5,14 @@ import sys
 from pathlib import Path
 
 import anyio
+import anyio.abc
 import pytest
 
 from messages import BatchTrained, CheckpointSaved
 from runtime.bus.addresses import BUS_URL_VARIABLE
 from runtime.bus.bus import Bus
 from runtime.settings.topology import encode_topology
+from runtime.util.exit_codes import EXIT_INPUT_ERROR
 from tests.actors.trainer.logs import publish_batch
 from tests.build.topology import MakeTopology
 from tests.fixtures.nats import NatsServer
@@ -45,3 +47,36 @@ async def test_two_processes_of_the_actor_meet_over_the_bus(
         with anyio.fail_after(15):
             codes = [await rank.wait() for rank in ranks]
     assert codes == [0, 0]
+
+
+def complete_checkpoints(folder: Path) -> list[Path]:
+    return list(folder.glob("*/checkpoints/*/step-*"))
+
+
+@pytest.mark.anyio
+async def test_ranks_without_a_common_directory_announce_no_checkpoint(
+    make_topology: MakeTopology, bus: Bus, nats_server: NatsServer, run_name: str, tmp_path: Path
+) -> None:
+    """Rank 1 wrote its half on its own disk, and checkpoint.saved was announced with one half of two."""
+    topology = make_topology(run={"name": run_name}, trainer={"num_processes": 2}, train={"num_steps": 1})
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}", BUS_URL_VARIABLE: nats_server.url, "WORLD_SIZE": "2"}
+    ranks: list[anyio.abc.Process] = []
+    for rank in range(2):
+        place = tmp_path / str(rank)
+        place.mkdir()
+        (place / "topology.json").write_bytes(encode_topology(topology))
+        command = [sys.executable, "-m", "actors.host", str(place), "trainer"]
+        env = environment | {"RANK": str(rank)}
+        ranks.append(await anyio.open_process(command, stdout=None, stderr=None, env=env))
+    try:
+        await publish_batch(bus, 0)
+        with anyio.fail_after(90):
+            assert await ranks[0].wait() == EXIT_INPUT_ERROR
+        async with bus.read(CheckpointSaved) as events:
+            assert await events.next(0.2) is None
+    finally:
+        for rank in ranks:
+            if rank.returncode is None:
+                rank.kill()
+            await rank.wait()
+    assert not complete_checkpoints(tmp_path)
