@@ -227,6 +227,7 @@ class Pull:
             self._outstanding = max(0, self._outstanding - 1)  # requests from before a reconnect may be answered too
             self._arrived = True
             self._num_delivered += 1
+            self._heard(2 * self._limits.pull_heartbeat_s)  # the server sends heartbeats only where no message goes
             self._note_end()
             self._buffer.append(message)
             self._wake_one()

@@ -186,6 +186,22 @@ async def test_a_reader_that_had_read_it_all_does_not_mind_that_the_log_is_trimm
             assert await events.next(1.0) is None
 
 
+async def test_a_reader_of_steady_events_keeps_its_consumer(own_nats_server: NatsServer, run_name: str) -> None:
+    """The server sends no heartbeats while it sends messages."""
+    limits = msgspec.structs.replace(QUICK, pull_heartbeat_s=0.3)  # a pull without a sign for 1.6 s is lost
+    async with Bus.connect(own_nats_server.url, run_name, name="test", limits=limits) as bus:
+        await bus.ensure_streams(TEST_STREAMS)
+        async with bus.read(GroupFailed) as events:
+            consumer = events._reader._consumer
+            for number in range(1, 21):  # 2 s
+                await bus.publish(group_failed(number))
+                received = await events.next(5.0)
+                assert received is not None
+                assert received.seq == number
+                assert await events.next(0.1) is None
+            assert events._reader._consumer == consumer
+
+
 IMPATIENT = msgspec.structs.replace(TEST_LIMITS, pull_expires_s=1.0)
 
 
