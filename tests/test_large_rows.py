@@ -61,7 +61,7 @@ def run(folder: Path, name: str, count: int, size: int) -> None:
 
 
 async def logged(folder: Path, name: str) -> tuple[float, list[GroupCompleted]]:
-    """Bytes of the log for each group, without what the agents say of processes, and the completed groups."""
+    """Bytes of the log for each group, without events of processes and completed groups."""
     size, completed = 0, []
     async with opened_log(find_run(name, folder / "runs")) as log:
         async for received in log.events.so_far():

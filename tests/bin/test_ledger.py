@@ -42,7 +42,7 @@ def ledger(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str
 
 @asynccontextmanager
 async def bus_of(run_dir: Path, events: Sequence[Message] = LOG) -> AsyncGenerator[Bus]:
-    """The bus of a run, with a log, as its node agent would leave it to be found."""
+    """The bus of a run, with a log, found as the bus of a node daemon is."""
     settings = ServerSettings(store_dir=run_dir / "nats")
     async with (
         running_server(run_dir / "bus", settings) as server,
@@ -250,7 +250,7 @@ def _unknown(_message: Message) -> Any:
 
 @pytest.mark.anyio
 async def test_the_books_are_told_while_the_bus_comes_back(tmp_path: Path) -> None:
-    """An agent holds the run, and its server is started again on another port while the command waits."""
+    """A node daemon holds the run and restarts its server on another port while the command waits."""
     run_dir = await make(tmp_path / RUN)
     with Claim.take(run_dir):
         async with anyio.create_task_group() as tasks:

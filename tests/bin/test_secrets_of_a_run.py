@@ -34,8 +34,8 @@ def password_of(run_dir: Path) -> str:
 
 
 def tree_of(pid: int) -> list[int]:
-    agent = psutil.Process(pid)
-    return [process.pid for process in (agent, *agent.children(recursive=True))]
+    daemon = psutil.Process(pid)
+    return [process.pid for process in (daemon, *daemon.children(recursive=True))]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
@@ -55,7 +55,7 @@ def test_another_user_of_the_machine_finds_no_secret_and_no_message() -> None:
             assert "Authorization Violation" in said
             assert "MSG" not in said
         assert seen.files == seen.readable == seen.environments == []
-        assert len(seen.command_lines) >= 3  # agent, nats-server, player
+        assert len(seen.command_lines) >= 3  # daemon, nats-server, player
         assert password not in str(seen)
 
 

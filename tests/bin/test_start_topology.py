@@ -86,7 +86,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def supervised(run_dir: Path) -> list[int]:
-    """Processes that carry the mark of an agent of this run."""
+    """Processes that carry the mark of a node daemon of this run."""
     found: list[int] = []
     for process in psutil.process_iter():
         try:

@@ -152,8 +152,8 @@ class Command:
 
     def family(self) -> list[psutil.Process]:
         """Return the command's process and all its descendants."""
-        agent = psutil.Process(self._process.pid)
-        return [agent, *agent.children(recursive=True)]
+        daemon = psutil.Process(self._process.pid)
+        return [daemon, *daemon.children(recursive=True)]
 
     def living(self) -> list[str]:
         """Return the names of live processes that the log has reported."""

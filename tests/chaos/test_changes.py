@@ -1,4 +1,4 @@
-"""laptop.toml with versions that are changes: trainer, engine and agent die at their moments, and the books close."""
+"""laptop.toml with versions that are deltas: trainer, engine and daemon die at their moments; the books close."""
 
 import json
 import shutil

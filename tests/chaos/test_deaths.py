@@ -87,7 +87,7 @@ async def test_the_same_command_goes_on(tmp_path: Path, line: str) -> None:
 
 
 async def end_of(command: Command, line: str) -> list[psutil.Process]:
-    """Kill the agent, or it and all others; return who has to be gone."""
+    """Kill the node daemon, or all processes; return the processes that must be gone."""
     if line == "everything":
         family = command.kill_everything()
     else:

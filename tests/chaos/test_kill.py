@@ -64,7 +64,7 @@ async def test_processes_are_killed_while_an_evaluation_runs(tmp_path: Path) -> 
 
 
 async def test_graders_are_killed(tmp_path: Path) -> None:
-    """Grader processes are the reward actor's to replace: the agent does not even notice."""
+    """The reward actor replaces grader processes; the node daemon does not notice."""
     run = Run(tmp_path, num_steps=8)
     async with run.started() as command:
         moments = moments_of("graders")

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.timeout(400)]
 
 COLOCATED: Final = ROOT / "topologies/laptop-colocated.toml"
 ENGINE, ROLLOUT, TRAINER = "engine.policy.0", "rollout", "trainer"
-NOTICED: Final = (  # who stands still is killed by the agent
+NOTICED: Final = (  # the node daemon kills a process that stands still
     "engines.policy.unresponsive_after_s=8",
     "engines.policy.update_timeout_s=8",
     "run.unresponsive_after_s=10",

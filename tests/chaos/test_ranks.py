@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.timeout(900)]
 NUM_STEPS, BATCH_SIZE, NUM_SAMPLES = 6, 8, 4
 SAVE_INTERVAL = 2
 STILL_S = 10.0  # without a sign of its event loop a rank is given up
-END_S = 15.0  # more, until the agent's log has the end of all ranks
+END_S = 15.0  # more, until the daemon's log has the end of all ranks
 SETTINGS = (
     f"rollout.rollout_batch_size={BATCH_SIZE}",
     f"rollout.n_samples_per_prompt={NUM_SAMPLES}",
@@ -130,7 +130,7 @@ def last_tensors(directory: Path) -> dict[str, torch.Tensor]:
 
 
 def ends_after(directory: Path, mark: Path) -> dict[str, str]:
-    """Why the ranks ended after a moment, as the agent's log has it; all within the limit."""
+    """Why the ranks ended after a moment, by the daemon's log; all within the limit."""
     (run,) = (directory / "runs").iterdir()
     came = mark.stat().st_mtime
     ended: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""Two of what there must be one of: a buffer, an agent; and a rollout actor that sleeps while another has its tasks."""
+"""Two of what must exist once: a buffer, a node daemon; and a rollout actor that sleeps while another has its tasks."""
 
 import os
 import signal
@@ -27,7 +27,7 @@ EXIT_WRONG_INPUT = 2
 
 @contextmanager
 def by_hand(run: Run, role: str, **environment: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A process of an actor that no agent knows of."""
+    """A process of an actor that no node daemon knows of."""
     url = (run.directory / "bus.url").read_text().strip()
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", BUS_URL_VARIABLE: url, **environment}
     command = [sys.executable, "-m", "actors.host", str(run.directory), role]

@@ -79,7 +79,7 @@ async def test_an_actor_that_stands_still_is_started_again(tmp_path: Path) -> No
 
 
 async def test_an_engine_that_hangs_is_found_by_the_tokens_that_do_not_come(tmp_path: Path) -> None:
-    """As of a server that goes on answering probes: here its agent asks for too seldom to see anything."""
+    """As of a server that still answers health checks: here its daemon checks too seldom to notice."""
     name = "engine.policy.0"
     limits = ("first_token_after_s=3", "next_token_after_s=2", "unresponsive_after_s=3000")
     run = Run(tmp_path, num_steps=6, overrides=tuple(f"engines.policy.{limit}" for limit in limits))

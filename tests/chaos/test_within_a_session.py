@@ -1,4 +1,4 @@
-"""Others die within a weight session: everything, the node agent, the router. By each transport that has sessions."""
+"""Others die within a weight sync: everything, the node daemon, the router. By each transport that has sessions."""
 
 import os
 import signal
@@ -24,8 +24,8 @@ ROUTER: Final = "router.policy"
 CASES: Final = [
     pytest.param(*SPLIT, "everything", id="collective, everything", marks=pytest.mark.chaos),
     pytest.param(*COLOCATED, "everything", id="ipc, everything", marks=pytest.mark.chaos),
-    pytest.param(*SPLIT, "node agent", id="collective, node agent", marks=pytest.mark.nightly),
-    pytest.param(*COLOCATED, "node agent", id="ipc, node agent", marks=pytest.mark.nightly),
+    pytest.param(*SPLIT, "node daemon", id="collective, node daemon", marks=pytest.mark.nightly),
+    pytest.param(*COLOCATED, "node daemon", id="ipc, node daemon", marks=pytest.mark.nightly),
     pytest.param(*SPLIT, "router", id="collective, router", marks=pytest.mark.nightly),
     pytest.param(*COLOCATED, "router", id="ipc, router", marks=pytest.mark.nightly),
 ]
@@ -50,7 +50,7 @@ async def outlive(
         run: has not been started.
         monkeypatch: for the run's environment.
         trainer: the process that stands still.
-        who: is killed meanwhile: "everything", "node agent" or "router".
+        who: is killed meanwhile: "everything", "node daemon" or "router".
         limit_s: for the next awaited event, and for the rest of the run.
     """
     (marks := run.output.parent / "marks").mkdir()
@@ -81,7 +81,7 @@ async def kill_the_router(command: Command, trainer: str) -> None:
 
 
 async def end(run: Run, command: Command, who: str) -> None:
-    """Kill the agent, or it and all others; what it leaves, its guardian ends."""
+    """Kill the node daemon, or all processes; its guardian ends the rest."""
     if who == "everything":
         family = command.kill_everything()
     else:

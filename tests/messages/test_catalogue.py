@@ -37,12 +37,12 @@ def test_every_reference_of_a_document_leads_somewhere(name: str) -> None:
 
 
 def test_every_stored_message_has_a_writer_and_every_task_a_reader() -> None:
-    agents = {"actor_started", "actor_exited", "run_stalled", "run_stopped", "node_left"}
+    daemons = {"actor_started", "actor_exited", "run_stalled", "run_stopped", "node_left"}
     buses = {"message_dead_lettered", "dead_letter"}
     later = {"column_published"}  # of stages that no recipe declares yet
     written = {tag_of(message) for role in ROLES for message in actor_type(role).writes}
     calls = {tag for tag, message in message_types().items() if message.plane == "call"}
-    assert set(message_types()) - written - calls - agents - buses - later == set()
+    assert set(message_types()) - written - calls - daemons - buses - later == set()
 
 
 def test_arrays_are_described_as_lists_of_numbers_and_as_what_they_are_packed() -> None:

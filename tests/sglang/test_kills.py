@@ -29,7 +29,7 @@ EVERY: Final = 2  # steps between two kills
 
 ENGINE: Final = "engine.policy.0"
 SECOND: Final = "engine.policy.0.1"  # of an engine of two processes
-VICTIMS: Final = {  # the process that the agent started, and which child of it
+VICTIMS: Final = {  # the process that the daemon started, and which child of it
     "front end": (ENGINE, None),
     "scheduler": (ENGINE, "scheduler"),
     "detokenizer": (ENGINE, "detokenizer"),
@@ -135,7 +135,7 @@ async def test_processes_of_an_engine_of_two_are_killed(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 async def test_scheduler_front_end_router_and_rollout_actor_are_stopped(tmp_path: Path) -> None:
-    """With SIGSTOP: who gives no sign of life is killed by the node agent, and so is an engine that makes no tokens."""
+    """With SIGSTOP: the node daemon kills a process without a heartbeat, and an engine that generates no tokens."""
     victims = ("scheduler", "front end", "router", "rollout")
     await check_a_run(tmp_path, victims, "stopped", *SOON, how=signal.SIGSTOP)
 

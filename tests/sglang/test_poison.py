@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.timeout(1800)]
 
 
 def spec(model: Path) -> ProcessSpec:
-    """SGLang's server as the node agent of a run has it."""
+    """SGLang's server, started as a node daemon starts it."""
     environment = sglang_environment()
     sizes = ("--max-running-requests", "16", "--max-total-tokens", "4096", "--incremental-streaming-output")
     return ProcessSpec(

@@ -92,7 +92,7 @@ async def rollout_actor(
     engines: list[ScriptedEngine],
     topology: Topology,
     *,
-    agent: str = "",
+    daemon: str = "",
     ack_wait_s: float = ACK_WAIT_S,
 ) -> AsyncGenerator[None]:
     """Run a rollout actor on some engines, as if a node daemon had started them."""
@@ -102,7 +102,7 @@ async def rollout_actor(
 
     actor = msgspec.structs.replace(hosted("rollout", topology, Path()), build=build)
     for index, engine in enumerate(engines):
-        await bus.kv.put(address_key("engine", "policy", index), Address(url=engine.url, agent=agent))
+        await bus.kv.put(address_key("engine", "policy", index), Address(url=engine.url, agent=daemon))
     await bus.kv.put(address_key("router", "policy", 0), Address(url=router_url))
     async with anyio.create_task_group() as group:
         group.start_soon(host, bus, [actor])

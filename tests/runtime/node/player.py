@@ -1,4 +1,4 @@
-"""A process for tests of the agent: plays a small run by publishing its events, steered by its arguments.
+"""A process for tests of the node daemon: plays a small run by publishing its events, steered by its arguments.
 
 player.py STEPS [--then finish|fail|sleep|crash|input_error|fenced] [--wait FILE] [--odd]
 """

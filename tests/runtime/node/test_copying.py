@@ -1,4 +1,4 @@
-"""An agent's copies of weights: each is made once, however many ask; nobody waits for ever."""
+"""A node daemon's local copies of weights: each is made once for all requests, and no request waits for ever."""
 
 import threading
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""The node agent with a real nats-server and small real processes."""
+"""The node daemon with a real nats-server and small real processes."""
 
 import errno
 import os
@@ -60,11 +60,11 @@ def plan(run_dir: Path, *processes: ProcessSpec, incarnation: int = 1) -> NodePl
 
 
 class Running:
-    """An agent in this process, its lines, and what it ended with."""
+    """A node daemon in this process, its lines, and its outcome."""
 
     def __init__(self, node_plan: NodePlan, **options: float) -> None:
         self.lines: list[str] = []
-        self.agent = NodeDaemon(node_plan, show=self._show, **options)
+        self.daemon = NodeDaemon(node_plan, show=self._show, **options)
         self.outcome: RunEnd | None = None
         self._more = anyio.Event()
 
@@ -75,7 +75,7 @@ class Running:
 
     async def run(self) -> RunEnd:
         with anyio.fail_after(20):
-            self.outcome = await self.agent.run()
+            self.outcome = await self.daemon.run()
         return self.outcome
 
     async def shown(self, part: str) -> str:
@@ -115,7 +115,7 @@ async def test_a_run_ends_when_the_log_says_that_it_is_finished(tmp_path: Path) 
     assert len(steps) == 3
     rows = [msgspec.json.decode(line) for line in (tmp_path / "r" / "metrics.jsonl").read_bytes().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3]
-    assert running.agent.reporting.report.result(time.time()).groups["trained"] == 3
+    assert running.daemon.reporting.report.result(time.time()).groups["trained"] == 3
     events = await events_of(tmp_path / "r")
     started = [event.actor for event in events if isinstance(event, ActorStarted)]
     assert sorted(started) == ["nats-server", "player"]
@@ -123,7 +123,7 @@ async def test_a_run_ends_when_the_log_says_that_it_is_finished(tmp_path: Path) 
 
 
 async def test_the_last_exits_are_told_on_a_slow_bus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The agent ended before it had told what it had stopped: one of many runs lacked its last event."""
+    """The daemon ended before it published which processes it had stopped: one of many runs lacked its last event."""
     publish = Bus.publish
 
     async def slowly(bus: Bus, message: Message, **options: Any) -> Any:
@@ -138,7 +138,7 @@ async def test_the_last_exits_are_told_on_a_slow_bus(tmp_path: Path, monkeypatch
 
 
 async def test_what_cannot_be_shown_does_not_end_a_run(tmp_path: Path) -> None:
-    """A group without samples and a batch without groups ended the agent, as an error in a line would."""
+    """A group without samples and a batch without groups ended the daemon, as an error in a line would."""
     running = Running(plan(tmp_path / "r", player("3", "--odd")))
     outcome = await running.run()
     assert outcome.finished
@@ -303,7 +303,7 @@ async def test_a_resumed_run_counts_what_went_before_and_shows_only_what_is_new(
     resumed = Running(plan(tmp_path / "r", player("0"), incarnation=2))
     outcome = await resumed.run()
     assert outcome.finished
-    result = resumed.agent.reporting.report.result(time.time())
+    result = resumed.daemon.reporting.report.result(time.time())
     assert (result.steps, result.groups["trained"]) == (2, 2)
     assert not [line for line in resumed.lines if line.startswith("step ")]
     rows = [msgspec.json.decode(line)["step"] for line in (tmp_path / "r" / "metrics.jsonl").read_bytes().splitlines()]
@@ -358,7 +358,7 @@ async def test_a_stop_of_the_home_node_ends_every_node_with_the_same_code(
     """The other nodes ended after 33 s, with "the bus failed"."""
     with anyio.fail_after(15):
         async with two_nodes(nats_server.url, "stopped", tmp_path) as (home, other):
-            home.agent._end(RunEnd(finished=False, stopped_by=signal.SIGINT))
+            home.daemon._end(RunEnd(finished=False, stopped_by=signal.SIGINT))
     assert home.outcome is not None
     assert other.outcome is not None
     assert other.outcome.stopped == RunStopped(node="n0", reason="SIGINT", exit_code=130)
@@ -369,10 +369,10 @@ async def test_another_node_that_is_stopped_leaves_and_the_run_goes_on(nats_serv
     """Home went on without a word."""
     with anyio.fail_after(15):
         async with two_nodes(nats_server.url, "left", tmp_path) as (home, other):
-            other.agent._end(RunEnd(finished=False, stopped_by=signal.SIGINT))
+            other.daemon._end(RunEnd(finished=False, stopped_by=signal.SIGINT))
             await home.shown("node n1 left the run: SIGINT")
             assert home.outcome is None
-            home.agent._end(RunEnd(finished=False, stopped_by=signal.SIGTERM))
+            home.daemon._end(RunEnd(finished=False, stopped_by=signal.SIGTERM))
     assert other.outcome is not None
     assert exit_code_of(other.outcome) == 130
 
@@ -382,7 +382,7 @@ async def test_giving_up_on_any_node_ends_the_run(nats_server: NatsServer, tmp_p
         async with two_nodes(nats_server.url, "given-up", tmp_path) as (home, other):
             spec = player("0", name="player-n1")
             failure = GivenUp(spec=spec, exit_code=2, reason="no such data", log="", tail=())
-            other.agent._end(RunEnd(finished=False, failure=failure))
+            other.daemon._end(RunEnd(finished=False, failure=failure))
     assert home.outcome is not None
     assert home.outcome.stopped == RunStopped(node="n1", reason="player-n1: no such data", exit_code=2)
     assert exit_code_of(home.outcome) == 2

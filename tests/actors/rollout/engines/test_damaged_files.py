@@ -100,7 +100,7 @@ async def test_damaged_files_are_not_read_and_no_engine_is_started_again_for_the
     async with (
         bus.serve({KillRequested: kill}),
         serving(ScriptedEngine()) as engine,
-        rollout_actor(bus, router_url, [engine], topology_with(), agent=bus.name),
+        rollout_actor(bus, router_url, [engine], topology_with(), daemon=bus.name),
     ):
         await bus.publish(first)
         assert (await refusal(bus)).unusable

@@ -184,8 +184,8 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("actors.rollout.engines.fleet.RETRY", Backoff(first_s=0.05))
 
 
-class Agent:
-    """Starts engines again, as a node's agent does, one after the other at a new address."""
+class Daemon:
+    """Restarts engines one after the other, each at a new address, as a node daemon does."""
 
     def __init__(self, bus: Bus, *others: ScriptedEngine) -> None:
         self.asked: list[KillRequested] = []
@@ -208,18 +208,18 @@ async def test_weights_that_no_engine_takes_end_the_actor_with_the_reason(bus: B
     errors: list[BaseException] = []
     engines = [ScriptedEngine(prompt_log_prob=-0.6) for _ in range(3)]
     async with serving(engines[0]), serving(engines[1]), serving(engines[2]):
-        agent = Agent(bus, *engines[1:])
+        daemon = Daemon(bus, *engines[1:])
         try:
             async with (
-                bus.serve({KillRequested: agent.kill}),
-                rollout_actor(bus, router_url, engines[:1], topology_with(), agent=bus.name),
+                bus.serve({KillRequested: daemon.kill}),
+                rollout_actor(bus, router_url, engines[:1], topology_with(), daemon=bus.name),
             ):
                 await bus.publish(announcement(1, probe=PROBE))
                 await anyio.sleep(20)
         except ExceptionGroup as group:
             errors = flatten(group)
     assert ["differ from the trainer's by 0.1 on average; allowed: 0.001" in str(error) for error in errors] == [True]
-    assert len(agent.asked) == MAX_RESTARTS
+    assert len(daemon.asked) == MAX_RESTARTS
 
 
 @pytest.mark.usefixtures("impatient")
@@ -236,29 +236,29 @@ async def test_the_only_engine_is_started_again_when_it_goes_on_refusing(
     """What is wrong with it may be its process, as where one of its children was killed."""
     again = ScriptedEngine()
     async with serving(wrong), serving(again):
-        agent = Agent(bus, again)
+        daemon = Daemon(bus, again)
         async with (
-            bus.serve({KillRequested: agent.kill}),
-            rollout_actor(bus, router_url, [wrong], topology_with(), agent=bus.name),
+            bus.serve({KillRequested: daemon.kill}),
+            rollout_actor(bus, router_url, [wrong], topology_with(), daemon=bus.name),
         ):
             await bus.publish(announcement(1, probe=PROBE))
             await until_applied(bus, 1)
-    assert [request.process for request in agent.asked] == ["engine.policy.0"]
-    assert agent.asked[0].reason.startswith(f"it kept refusing weights 1: {reason}")
+    assert [request.process for request in daemon.asked] == ["engine.policy.0"]
+    assert daemon.asked[0].reason.startswith(f"it kept refusing weights 1: {reason}")
 
 
 @pytest.mark.usefixtures("impatient")
 async def test_an_engine_that_refuses_what_another_took_is_started_again(bus: Bus, router_url: str) -> None:
     wrong, right, again = ScriptedEngine(prompt_log_prob=-0.6), ScriptedEngine(), ScriptedEngine()
     async with serving(wrong), serving(right), serving(again):
-        agent = Agent(bus, again)
+        daemon = Daemon(bus, again)
         async with (
-            bus.serve({KillRequested: agent.kill}),
-            rollout_actor(bus, router_url, [wrong, right], topology_with(), agent=bus.name),
+            bus.serve({KillRequested: daemon.kill}),
+            rollout_actor(bus, router_url, [wrong, right], topology_with(), daemon=bus.name),
         ):
             await bus.publish(announcement(1, probe=PROBE))
             await eventually(lambda: again.updates != [])
-    assert [request.process for request in agent.asked] == ["engine.policy.0"]
+    assert [request.process for request in daemon.asked] == ["engine.policy.0"]
 
 
 @pytest.mark.parametrize("path", ["/weights_checker", "/model_info"])

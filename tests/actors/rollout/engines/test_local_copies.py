@@ -16,8 +16,8 @@ from tests.support.scripted_engine import ScriptedEngine, serving
 pytestmark = pytest.mark.anyio
 
 
-class Agent:
-    """Answers as a node's agent does."""
+class Daemon:
+    """Answers requests for local copies as a node daemon does."""
 
     def __init__(self) -> None:
         self.asked: list[LocalCopyRequested] = []
@@ -39,52 +39,52 @@ def with_changes(**pool: object) -> Topology:
 
 
 async def test_an_engine_generates_while_its_node_copies_and_then_reads_the_copy(bus: Bus, router_url: str) -> None:
-    agent = Agent()
+    daemon = Daemon()
     async with (
-        bus.serve({LocalCopyRequested: agent.copy}),
+        bus.serve({LocalCopyRequested: daemon.copy}),
         serving(ScriptedEngine()) as engine,
         anyio.create_task_group() as group,
     ):
         group.start_soon(grade, bus)
-        async with rollout_actor(bus, router_url, [engine], with_changes(), agent=bus.name):
+        async with rollout_actor(bus, router_url, [engine], with_changes(), daemon=bus.name):
             await bus.publish(announcement(1))
             await until_applied(bus, 1)
-            agent.open = anyio.Event()
+            daemon.open = anyio.Event()
             await bus.publish(announcement(2, kind="delta", base_version=1, delta_bytes=1))
-            await eventually(lambda: len(agent.asked) == 2)
+            await eventually(lambda: len(daemon.asked) == 2)
             calls = list(engine.calls)
             await bus.publish(task(0))
             await completed(bus)  # under version 1
             assert engine.calls == calls  # neither paused nor updated
-            agent.open.set()
+            daemon.open.set()
             await until_applied(bus, 2)
         group.cancel_scope.cancel()
     assert engine.updates == ["/copies/v1", "/copies/v2"]
-    assert [(one.version, one.checksum, one.path) for one in agent.asked] == [
+    assert [(one.version, one.checksum, one.path) for one in daemon.asked] == [
         (1, "sum", "/weights/v1"),
         (2, "sum", "/weights/v2"),
     ]
-    assert not any(one.doubted for one in agent.asked)
+    assert not any(one.doubted for one in daemon.asked)
 
 
 async def test_whole_versions_are_copied_only_where_that_is_asked_for(bus: Bus, router_url: str) -> None:
-    agent = Agent()
+    daemon = Daemon()
     for local_copy, path in ((False, "/weights/v1"), (True, "/copies/v1")):
         topology = topology_with(engines={"policy": {"kind": "tiny", "concurrency": 8, "local_copy": local_copy}})
-        async with bus.serve({LocalCopyRequested: agent.copy}), serving(ScriptedEngine()) as engine:
-            async with rollout_actor(bus, router_url, [engine], topology, agent=bus.name):
+        async with bus.serve({LocalCopyRequested: daemon.copy}), serving(ScriptedEngine()) as engine:
+            async with rollout_actor(bus, router_url, [engine], topology, daemon=bus.name):
                 await bus.publish(announcement(1))
                 await eventually(lambda engine=engine: engine.held == 1)
         assert engine.updates == [path]
 
 
 async def test_an_engine_without_a_copy_is_told_of_and_takes_the_next_version(bus: Bus, router_url: str) -> None:
-    agent = Agent()
-    async with bus.serve({LocalCopyRequested: agent.copy}), serving(ScriptedEngine()) as engine:
-        async with rollout_actor(bus, router_url, [engine], with_changes(), agent=bus.name):
+    daemon = Daemon()
+    async with bus.serve({LocalCopyRequested: daemon.copy}), serving(ScriptedEngine()) as engine:
+        async with rollout_actor(bus, router_url, [engine], with_changes(), daemon=bus.name):
             await bus.publish(announcement(1))
             await until_applied(bus, 1)
-            agent.answer = lambda request: LocalCopyGiven(
+            daemon.answer = lambda request: LocalCopyGiven(
                 path="" if request.version == 2 else f"/copies/v{request.version}", reason="layers.1.w is damaged"
             )
             await bus.publish(announcement(2))
@@ -97,47 +97,47 @@ async def test_an_engine_without_a_copy_is_told_of_and_takes_the_next_version(bu
 
 
 async def test_an_engine_that_fails_with_its_copy_has_it_looked_at(bus: Bus, router_url: str) -> None:
-    agent = Agent()
-    async with bus.serve({LocalCopyRequested: agent.copy}), serving(ScriptedEngine(refuses_weights=True)) as engine:
-        async with rollout_actor(bus, router_url, [engine], with_changes(), agent=bus.name):
+    daemon = Daemon()
+    async with bus.serve({LocalCopyRequested: daemon.copy}), serving(ScriptedEngine(refuses_weights=True)) as engine:
+        async with rollout_actor(bus, router_url, [engine], with_changes(), daemon=bus.name):
             await bus.publish(announcement(1))
-            await eventually(lambda: len(agent.asked) >= 3)
+            await eventually(lambda: len(daemon.asked) >= 3)
             engine.refuses_weights = False
             await until_applied(bus, 1)
-    assert [one.doubted for one in agent.asked][:3] == [False, True, True]
+    assert [one.doubted for one in daemon.asked][:3] == [False, True, True]
 
 
 async def test_a_copy_that_was_damaged_when_an_engine_had_read_it_is_made_again(bus: Bus, router_url: str) -> None:
-    agent = Agent()
-    right = agent.answer
+    daemon = Daemon()
+    right = daemon.answer
 
     def damaged_once(request: LocalCopyRequested) -> LocalCopyGiven:
         if not request.was_read:
             return right(request)
-        agent.answer = right
+        daemon.answer = right
         return LocalCopyGiven(reason="/copies/v1/model.safetensors: damaged")
 
-    agent.answer = damaged_once
+    daemon.answer = damaged_once
     files = {"model.safetensors": FileSum(size_bytes=9, crc32=7)}
-    async with bus.serve({LocalCopyRequested: agent.copy}), serving(ScriptedEngine()) as engine:
-        async with rollout_actor(bus, router_url, [engine], with_changes(), agent=bus.name):
+    async with bus.serve({LocalCopyRequested: daemon.copy}), serving(ScriptedEngine()) as engine:
+        async with rollout_actor(bus, router_url, [engine], with_changes(), daemon=bus.name):
             await bus.publish(announcement(1, files=files))
             refused, _ = await next_event(bus, WeightsRefused)
             await until_applied(bus, 1)
     assert isinstance(refused, WeightsRefused)
     assert refused.reason == "its node's copy of version 1: /copies/v1/model.safetensors: damaged"
     assert not refused.unusable  # the published files may be right
-    asked = [(one.doubted, one.was_read, one.path) for one in agent.asked]
+    asked = [(one.doubted, one.was_read, one.path) for one in daemon.asked]
     assert asked[:2] == [(False, False, "/weights/v1"), (False, True, "/copies/v1")]
     assert asked[-2:] == [(True, False, "/weights/v1"), (False, True, "/copies/v1")]
-    assert all(one.files == files for one in agent.asked)
+    assert all(one.files == files for one in daemon.asked)
 
 
 async def test_what_no_agent_can_copy_is_unusable(bus: Bus, router_url: str) -> None:
-    agent = Agent()
-    agent.answer = lambda _: LocalCopyGiven(reason="delta-00001.bin: damaged", unusable=True)
-    async with bus.serve({LocalCopyRequested: agent.copy}), serving(ScriptedEngine()) as engine:
-        async with rollout_actor(bus, router_url, [engine], with_changes(), agent=bus.name):
+    daemon = Daemon()
+    daemon.answer = lambda _: LocalCopyGiven(reason="delta-00001.bin: damaged", unusable=True)
+    async with bus.serve({LocalCopyRequested: daemon.copy}), serving(ScriptedEngine()) as engine:
+        async with rollout_actor(bus, router_url, [engine], with_changes(), daemon=bus.name):
             await bus.publish(announcement(1))
             refused, _ = await next_event(bus, WeightsRefused)
     assert isinstance(refused, WeightsRefused)
@@ -147,14 +147,14 @@ async def test_what_no_agent_can_copy_is_unusable(bus: Bus, router_url: str) -> 
 async def test_an_agent_that_comes_late_is_asked_until_it_answers_and_not_longer_than_the_deadline(
     bus: Bus, router_url: str
 ) -> None:
-    agent = Agent()
+    daemon = Daemon()
     async with (
         serving(ScriptedEngine()) as engine,
-        rollout_actor(bus, router_url, [engine], with_changes(update_timeout_s=1), agent=bus.name),
+        rollout_actor(bus, router_url, [engine], with_changes(update_timeout_s=1), daemon=bus.name),
     ):
         await bus.publish(announcement(1))
         refused, _ = await next_event(bus, WeightsRefused)
         assert isinstance(refused, WeightsRefused)
         assert refused.reason.endswith("did not answer within 1 s")
-        async with bus.serve({LocalCopyRequested: agent.copy}):
+        async with bus.serve({LocalCopyRequested: daemon.copy}):
             await until_applied(bus, 1)

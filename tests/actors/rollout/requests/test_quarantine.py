@@ -45,7 +45,7 @@ def test_nothing_is_poison_but_what_two_engines_died_of_alone(deaths: list[tuple
     [
         (-9, "killed by SIGKILL", True),
         (-15, "killed by SIGTERM", True),
-        (-9, "no first token within 300 s for 1 request that it may hold", False),  # its agent was asked to
+        (-9, "no first token within 300 s for 1 request that it may hold", False),  # its daemon killed it on request
         (-11, "killed by SIGSEGV", False),
         (7, "exit code 7", False),
     ],

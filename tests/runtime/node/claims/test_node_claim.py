@@ -1,4 +1,4 @@
-"""One agent per node of a run, wherever their run directories are."""
+"""One daemon per node of a run, wherever their run directories are."""
 
 import os
 from pathlib import Path
@@ -21,7 +21,7 @@ RENEW_EVERY_S = 0.2
 
 
 async def died_elsewhere(bus: Bus, *, incarnation: int) -> None:
-    """Leave the claim of an agent that will not renew it."""
+    """Leave the claim of a node daemon that will not renew it."""
     holder = NodeHolder(host="other", pid=1, run_dir="/elsewhere", incarnation=incarnation, since=0.0)
     await bus.kv.put("agent.n0", holder, ttl_s=1)
     await bus.kv.put("agent_incarnation.n0", incarnation)
@@ -131,4 +131,4 @@ async def test_of_two_agents_in_two_directories_on_one_server_the_second_ends(
     assert first.outcome is not None
     assert first.outcome.finished
     assert not (tmp_path / "two" / "logs" / "player.jsonl").exists()
-    assert isinstance(first.agent, NodeDaemon)
+    assert isinstance(first.daemon, NodeDaemon)

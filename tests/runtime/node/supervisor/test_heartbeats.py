@@ -43,7 +43,7 @@ def test_only_looks_that_came_in_time_and_saw_nothing_add_up() -> None:
         (6.0, False, 11.0),
         (5.0, True, 0.0),
         (10.0, False, 10.0),  # twice as long as planned is still in time
-        (10.1, False, 0.0),  # the agent stood still: the process may have had no time either
+        (10.1, False, 0.0),  # the daemon stood still: the process may have had no time either
         (5.0, False, 5.0),
         (3600.0, False, 0.0),  # the whole machine slept
         (5.0, False, 5.0),
@@ -91,7 +91,7 @@ async def test_nobody_is_judged_after_the_agent_itself_stood_still(tmp_path: Pat
         pid = changes.of(Started)[0].pid
         await _nothing_ends(changes, LIMIT_S)
         os.kill(pid, signal.SIGSTOP)
-        time.sleep(3 * LIMIT_S)  # noqa: ASYNC251 - this loop is the agent's
+        time.sleep(3 * LIMIT_S)  # noqa: ASYNC251 - this loop is the daemon's
         await _nothing_ends(changes, LIMIT_S / 2)
         os.kill(pid, signal.SIGCONT)
         await _nothing_ends(changes, 2 * LIMIT_S)
