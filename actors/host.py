@@ -7,12 +7,16 @@ from pathlib import Path
 from typing import NoReturn
 
 import msgspec
+from msgspec.structs import replace
 
 from actors.registry import ROLES, hosted
 from runtime.bus.addresses import BUS_CERTIFICATE_VARIABLE, BUS_URL_VARIABLE, INSTANCE_VARIABLE, NODE_VARIABLE
+from runtime.bus.bus import DEFAULT_LIMITS
+from runtime.bus.limits import over_network
 from runtime.node.claims.rundir import TOPOLOGY_FILE, TOPOLOGY_VARIABLE
 from runtime.process.logs import configure_logging
 from runtime.process.main import run_process
+from runtime.settings.placement import outage_s
 from runtime.settings.topology import SOLE_NODE, decode_topology
 from runtime.util.exit_codes import EXIT_INPUT_ERROR
 from runtime.util.import_path import user_folder_last
@@ -35,7 +39,11 @@ def main(argv: list[str] | None = None) -> int:
     actors = [hosted(role, topology, args.run_dir, name=_instance_name(role)) for role in args.roles]
     node = os.environ.get(NODE_VARIABLE, SOLE_NODE)
     certificate = os.environ.get(BUS_CERTIFICATE_VARIABLE)
-    return run_process(url, topology.run.name, actors, node=node, certificate=certificate)
+    away_s = outage_s(topology, node)
+    limits = over_network(
+        replace(DEFAULT_LIMITS, connect_timeout_s=max(DEFAULT_LIMITS.connect_timeout_s, away_s)), away_s
+    )  # it may start in an outage
+    return run_process(url, topology.run.name, actors, node=node, certificate=certificate, limits=limits)
 
 
 def _instance_name(role: str) -> str:

@@ -33,7 +33,8 @@ class Bus:
 
     Every wait is bounded: publishing, fetching and calling have deadlines from `limits`. Reading and consuming wait as
     long as the caller does. If the server is gone, they raise BusUnavailable after the deadline of a publish. If the
-    connection closes for good, the block of `connect` is cancelled.
+    connection closes for good, the block of `connect` is cancelled. limits.outage_s of a lost connection do not count
+    against the deadlines of `limits`; those of calls run on.
     """
 
     def __init__(self, connection: Connection, run: str, name: str) -> None:
@@ -348,6 +349,16 @@ class Bus:
             yield inbox
         finally:
             await listener.stop()
+
+    @property
+    def away_s(self) -> float:
+        """Seconds since the connection was lost; 0 while there is one."""
+        return self._connection.away_s
+
+    @property
+    def back_s(self) -> float:
+        """Seconds since the last outage ended; infinite if there was none."""
+        return self._connection.back_s
 
     def stats(self) -> dict[str, float]:
         """Counters of this connection since it was opened."""

@@ -40,9 +40,9 @@ async def ask(connection: Connection, run: str, instance: str, request: Message,
     connection.check_size(subject, encoded.payload, encoded.headers)
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout_s
-    if not connection.is_connected and not await connection.wait_connected(deadline):
+    if not connection.is_connected and not await connection.wait_connected(timeout_s):
         raise CallTimeout(f"{subject}: not connected within {timeout_s:g} s")
-    absent_until = min(deadline, loop.time() + ABSENCE_S)
+    absent_until = connection.time() + min(deadline - loop.time(), ABSENCE_S)
     failures = 0
     while True:
         try:

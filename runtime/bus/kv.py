@@ -92,6 +92,8 @@ class KeyValues:
         try:
             while reader.num_pending > 0:
                 item = await reader.next(self._connection.limits.publish_timeout_s)
+                if item is None and self._connection.in_outage:
+                    continue
                 if item is None:
                     break
                 entry = self.entry_of(item[0], item[1], value_type)

@@ -13,7 +13,9 @@ class BusLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     connect_timeout_s: float = 10.0  # of the first connect
     reconnect_wait_s: float = 0.1  # between reconnect attempts
-    ping_interval_s: int = 10  # three unanswered pings end the connection
+    ping_interval_s: int = 10
+    max_pings: int = 3  # unanswered ones that end the connection
+    outage_s: float = 0.0  # of a lost connection: such seconds do not count against the deadlines of publishing
     publish_timeout_s: float = 30.0  # of a publish, over all its attempts
     attempt_timeout_s: float = 5.0  # of one attempt, in case its answer is lost
     pending_bytes: int = 64 * MIB  # sent by this process, not yet taken by the socket
@@ -26,6 +28,22 @@ class BusLimits(msgspec.Struct, frozen=True, kw_only=True):
     max_fetches: int = 64  # concurrent direct gets
     max_calls: int = 64  # concurrent calls of one instance
     drain_timeout_s: float = 2.0  # for an orderly shutdown
+
+
+def over_network(limits: BusLimits, outage_s: float) -> BusLimits:
+    """Limits of a connection to a server that may be out of reach for `outage_s` seconds; 0: unchanged.
+
+    A lost network is noticed within 8 s, so that the connection is made anew. Otherwise it would wait for packets that
+    the kernel sends again ever more rarely.
+    """
+    if outage_s == 0.0:
+        return limits
+    return msgspec.structs.replace(
+        limits,
+        outage_s=outage_s,
+        ping_interval_s=2,
+        max_pings=2,
+    )
 
 
 class StreamLimits(msgspec.Struct, frozen=True, kw_only=True):

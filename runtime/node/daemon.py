@@ -28,7 +28,7 @@ from runtime.bus.background import in_background
 from runtime.bus.bus import Bus
 from runtime.bus.calls import Handler
 from runtime.bus.errors import BusError, BusUnavailable
-from runtime.bus.limits import BusLimits
+from runtime.bus.limits import BusLimits, over_network
 from runtime.bus.nats.server import NoProgress, ServerSettings, server_command, wait_ready, write_config
 from runtime.node.claims.home import HomeClaimed, HomeLease, HomeMoved, LeaseUnreadable
 from runtime.node.claims.node_claim import NodeClaim, NodeClaimed
@@ -39,6 +39,7 @@ from runtime.node.display import Show
 from runtime.node.join import JOIN_FILE, Join, write_join
 from runtime.node.node_plan import NodePlan, RunEnd, announcement
 from runtime.node.other_nodes import show_nodes, wait_until_left
+from runtime.node.outage import Outage, watch_bus
 from runtime.node.reporting import Reporting
 from runtime.node.run_log import Follower, Publisher, forget_addresses
 from runtime.node.stalls import StallWatch
@@ -50,7 +51,7 @@ from runtime.util.disk import free_bytes, is_full, no_space, no_space_of, stored
 from runtime.util.errors import flatten
 from runtime.util.exit_codes import EXIT_FENCED
 from runtime.util.files import write_atomically
-from runtime.util.secrets import Secret, with_login
+from runtime.util.secrets import Secret, with_login, without_logins
 from runtime.util.threads import BoundedThreads
 
 log = structlog.get_logger()
@@ -65,6 +66,7 @@ RELEASE_TIMEOUT_S = 1.0
 BUS_LIMITS = BusLimits(drain_timeout_s=1.0)  # at the end the server may already be gone
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # else gloo takes the address of the host's name
 HOST_VARIABLE = "SGLANG_HOST_IP"
+SPARED_AFTER_OUTAGE_S = 60.0  # engines, because requests of before fail late
 BUS_PROCESS = "nats-server"
 BUS_STOP_S = 1.5
 
@@ -225,9 +227,9 @@ class NodeDaemon:
         await _first_of(self._bus_ready, self._ending)
         if self._ending.is_set() or self._bus_url is None:
             return
-        name = f"daemon-{self._plan.node}"
+        name, limits = f"daemon-{self._plan.node}", over_network(BUS_LIMITS, self._plan.outage_s)
         async with Bus.connect(
-            self._bus_url.reveal(), self._plan.run, name=name, limits=BUS_LIMITS, certificate=self._certificate
+            self._bus_url.reveal(), self._plan.run, name=name, limits=limits, certificate=self._certificate
         ) as bus:
             try:
                 claim = await self._claimed(bus)
@@ -287,7 +289,10 @@ class NodeDaemon:
         for spec in self._plan.processes:
             self._supervision.start(self._with_secrets(spec, incarnation, key))
         copies = LocalCopies(self._plan.run_dir / COPIES / self._plan.node)
-        handlers: dict[type[Message], Handler] = {KillRequested: self._kill, LocalCopyRequested: copies.answer}
+        handlers: dict[type[Message], Handler] = {
+            KillRequested: partial(self._kill, bus),
+            LocalCopyRequested: copies.answer,
+        }
         async with bus.serve(handlers), anyio.create_task_group() as tasks:
             tasks.start_soon(self._keep_claim, claim)
             tasks.start_soon(self._publish_changes, bus)
@@ -296,6 +301,9 @@ class NodeDaemon:
             has_others = self._plan.owns_streams and len(self._plan.nodes) > 1
             if has_others:
                 tasks.start_soon(show_nodes, bus, self._plan.node, self._show)
+            if self._plan.outage_s:
+                outage = Outage(without_logins(self._plan.bus_url or ""), self._plan.outage_s)
+                tasks.start_soon(watch_bus, bus, outage, self._show, self._end_without_bus)
             await self._ending.wait()
             async with anyio.create_task_group() as ending:
                 ending.start_soon(self._announce_end, bus)
@@ -330,8 +338,14 @@ class NodeDaemon:
         await Publisher(bus, self._plan.node).run(self._unpublished_changes)
         self._all_published.set()
 
-    async def _kill(self, request: KillRequested) -> KillAnswered:
-        """Kill a server on request: a rollout actor detects that it generates nothing, which no probe shows."""
+    async def _kill(self, bus: Bus, request: KillRequested) -> KillAnswered:
+        """Kill a server on request: a rollout actor detects that it generates nothing, which no probe shows.
+
+        Not just after an outage of the network: that is what the actor may have seen.
+        """
+        if self._plan.outage_s and bus.back_s < SPARED_AFTER_OUTAGE_S:
+            log.warning("kill_refused", process=request.process, reason=request.reason, bus_back_s=bus.back_s)
+            return KillAnswered(killed=False)
         killed = self._supervision.kill_process(request.process, request.pid, request.reason)
         log.warning("kill_requested", process=request.process, pid=request.pid, reason=request.reason, killed=killed)
         return KillAnswered(killed=killed)
@@ -341,6 +355,9 @@ class NodeDaemon:
             await claim.keep()
         except NodeClaimed as error:  # its new daemon carries on
             self._end(RunEnd(finished=False, error=str(error), is_announced=True))
+
+    def _end_without_bus(self, reason: str) -> None:
+        self._end(RunEnd(finished=False, error=f"the bus failed: {reason}", is_announced=True))
 
     async def _obey_signals(self, everything: anyio.CancelScope) -> None:
         """Stop in order at the first signal; cancel everything at the second one or after a deadline."""

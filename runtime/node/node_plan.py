@@ -38,6 +38,7 @@ class NodePlan(msgspec.Struct, frozen=True, kw_only=True):
     bus_url: str | None = None  # otherwise the URL of the bus, without its login
     bus_login: Login | None = None  # login of that bus
     bus_certificate: str | None = None  # its PEM certificate, if another node of the run has it
+    outage_s: float = 0.0  # without the bus, before the node ends; 0: it runs the bus
     limits: StreamLimits = StreamLimits()
     owns_streams: bool = True  # the streams belong with this node's directory; true for one node of a run
     leases_home: bool = False  # other machines may become home; needs the lease file of the run directory

@@ -12,7 +12,7 @@ from runtime.node.claims.node_claim import NodeHolder, claims, place_of
 
 log = structlog.get_logger()
 
-LOOK_EVERY_S: Final = 2.0
+LOOK_EVERY_S: Final = 1.0
 SILENT_AFTER_S: Final = 8.0  # without a renewal of a claim, which comes every 5 s
 LEAVE_WITHIN_S: Final = 5.0  # at the end of the run
 
@@ -25,6 +25,7 @@ class _Seen:
         self.revision = revision
         self.renewed_at = now  # on this machine's clock
         self.silent = False
+        self.away = False  # its claim expired
 
 
 class NodesSeen:
@@ -52,12 +53,18 @@ class NodesSeen:
             elif seen.revision != revision:
                 if seen.silent:
                     lines.append(f"node {node} is back")
-                seen.revision, seen.renewed_at, seen.silent = revision, now, False
+                seen.revision, seen.renewed_at, seen.silent, seen.away = revision, now, False, False
             elif now - seen.renewed_at > SILENT_AFTER_S and not seen.silent:
                 seen.silent = True
                 lines.append(f"node {node} has been silent for {now - seen.renewed_at:.0f} s")
-        gone = [node for node in self._nodes if node not in found]
-        return lines + [f"node {node} {'is away' if self._nodes.pop(node).silent else 'left'}" for node in gone]
+        for node, seen in [each for each in self._nodes.items() if each[0] not in found]:
+            if not seen.silent:
+                del self._nodes[node]
+                lines.append(f"node {node} left")
+            elif not seen.away:
+                seen.away = True  # the same daemon may come back
+                lines.append(f"node {node} is away")
+        return lines
 
 
 async def show_nodes(bus: Bus, own: str, show: Callable[[str], None]) -> None:

@@ -59,6 +59,7 @@ from runtime.settings.placement import (
     home_node,
     is_loopback,
     is_networked,
+    outage_s,
 )
 from runtime.settings.plan import stream_limits
 from runtime.settings.processes import ProcessSpec
@@ -259,6 +260,7 @@ def _plan(
         bus_url=topology.bus.url if join is None else join.url,
         bus_login=_login(topology, options) if join is None else join.login,
         bus_certificate=None if join is None else join.certificate,
+        outage_s=outage_s(topology, options.node),
         limits=stream_limits(topology),
         owns_streams=is_home,
         leases_home=is_home and len(topology.nodes) > 1 and bus_node(topology) == options.node,

@@ -18,6 +18,11 @@ def bus_node(topology: Topology) -> str | None:
     return topology.bus.node or next(iter(topology.nodes))
 
 
+def outage_s(topology: Topology, node: str) -> float:
+    """Return the seconds for which a node goes on without the bus; 0 on the node that runs and restarts it."""
+    return 0.0 if bus_node(topology) == node else topology.bus.outage_s
+
+
 def home_node(topology: Topology) -> str:
     """Return the node with the bus, or the first node. The run directory belongs with the streams."""
     return bus_node(topology) or next(iter(topology.nodes))

@@ -52,6 +52,9 @@ class BusConfig(Config, frozen=True, kw_only=True):
     # Port of the server that the run starts. By default 4222 if other machines use the server, and otherwise a free
     # port that is chosen at each start.
     port: Port | None = None
+    # Seconds for which a node that does not run the NATS server goes on without it: its processes stay, and its engines
+    # keep their weights. After that the node ends with an error.
+    outage_s: Timeout = 600.0
     # Size limit of the event stream in bytes. A limit below what the recipe can need is refused.
     event_bytes: Positive | None = None
     # Size limit of the work stream (tasks and score requests) in bytes. One below what the recipe can need is refused.

@@ -1,6 +1,5 @@
 """JetStream consumers: temporary ones of readers, and durable ones. Also the acknowledgements of deliveries."""
 
-import asyncio
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
@@ -93,7 +92,7 @@ async def make_durable(connection: Connection, stream: str, settings: ConsumerSe
 
 
 async def _make(connection: Connection, api: str, stream: str, config: dict[str, Any], failed: str) -> Consumer:
-    deadline = asyncio.get_running_loop().time() + connection.limits.publish_timeout_s
+    deadline = connection.time() + connection.limits.publish_timeout_s
     failures = 0
     while True:
         epoch = connection.epoch

@@ -82,7 +82,7 @@ class Room:
             StreamFull: no room until the deadline of a publish.
         """
         limits, failures = self._connection.limits, 0
-        deadline = asyncio.get_running_loop().time() + limits.publish_timeout_s
+        deadline = self._connection.time() + limits.publish_timeout_s
         while not await self._look_and_take(num_bytes + OVERHEAD_BYTES):
             full = StreamFull(
                 f"{self._stream} is over {1 - KEPT_SHARE:.0%} full; the rest is kept for events that allow trimming. "

@@ -101,12 +101,11 @@ async def api_call(connection: Connection, name: str, request: dict[str, Any] | 
     """
     subject = f"{API}.{name}"
     payload = msgspec.json.encode(request) if request is not None else b""
-    loop = asyncio.get_running_loop()
-    deadline = loop.time() + connection.limits.publish_timeout_s
+    deadline = connection.time() + connection.limits.publish_timeout_s
     failures, failed = 0, None
     while True:
         try:
-            answer = await connection.retry(subject, payload, None, max(0.001, deadline - loop.time()))
+            answer = await connection.retry(subject, payload, None, max(0.001, deadline - connection.time()))
         except BusUnavailable as error:
             raise failed or error from error  # an earlier error says more than a last attempt that ran out of time
         error = _envelope_decoder.decode(answer.data).error
@@ -161,7 +160,7 @@ class Store:
             headers[EXPECTED_LAST_FILTER] = within
         connection = self._connection
         connection.check_size(subject, payload, headers)
-        deadline = asyncio.get_running_loop().time() + self._limits.publish_timeout_s
+        deadline = connection.time() + self._limits.publish_timeout_s
         failures = 0
         while True:
             try:
@@ -223,8 +222,8 @@ class Store:
             BusUnavailable: no server until the deadline.
         """
         request = msgspec.json.encode({"multi_last": [subject_filter]})
-        connection, loop = self._connection, asyncio.get_running_loop()
-        deadline, failures = loop.time() + self._limits.publish_timeout_s, 0
+        connection = self._connection
+        deadline, failures = connection.time() + self._limits.publish_timeout_s, 0
         while True:
             answers = _Answers()
             inbox = connection.new_inbox()

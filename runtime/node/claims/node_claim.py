@@ -128,7 +128,7 @@ async def holders(bus: Bus) -> list[tuple[str, NodeHolder]]:
 
 async def claims(bus: Bus) -> dict[str, tuple[NodeHolder, int]]:
     """Return the claimed nodes with their holders and revisions. A renewal raises the revision."""
-    entries = await bus.kv.entries(_key("*"), NodeHolder)
+    entries = await bus.kv.latest(_key("*"), NodeHolder)
     return {
         entry.key.removeprefix(_key("")): (entry.value, entry.revision) for entry in entries if entry.value is not None
     }

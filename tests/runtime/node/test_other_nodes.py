@@ -26,5 +26,15 @@ def test_a_silent_node_whose_claim_expires_is_away_and_another_daemon_joins_in_i
     seen.look(0.0, {"n1": (holder(), 5)})
     assert seen.look(9.0, {"n1": (holder(), 5)}) == ["node n1 has been silent for 9 s"]
     assert seen.look(20.0, {}) == ["node n1 is away"]
+    assert seen.look(20.5, {}) == []  # once
     assert seen.look(21.0, {"n1": (holder(8), 9)}) == ["node n1 joined: process 8 on h1, in /r"]
     assert seen.look(22.0, {"n1": (holder(9), 11)}) == ["node n1 joined: process 9 on h1, in /r"]
+
+
+def test_a_node_that_enters_again_after_its_claim_expired_is_back() -> None:
+    seen = NodesSeen("n0")
+    seen.look(0.0, {"n1": (holder(), 5)})
+    seen.look(9.0, {"n1": (holder(), 5)})
+    assert seen.look(20.0, {}) == ["node n1 is away"]
+    assert seen.look(40.0, {"n1": (holder(), 9)}) == ["node n1 is back"]
+    assert seen.look(42.0, {}) == ["node n1 left"]

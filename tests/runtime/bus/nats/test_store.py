@@ -23,6 +23,9 @@ class _Refuses:
     def __init__(self) -> None:
         self._answers = [NOT_ENABLED]
 
+    def time(self) -> float:
+        return 0.0
+
     async def retry(self, subject: str, *_request: Any) -> RawMessage:
         if self._answers:
             return Msg(_client=cast("Any", None), subject=subject, data=self._answers.pop())

@@ -1,0 +1,52 @@
+"""Runs on two machines of which one loses its network, leaves, or is stopped."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.nodes.test_runs import RUN_S, result, start, topology
+from tests.support.machines.lan import machines
+
+pytestmark = [pytest.mark.nodes, pytest.mark.timeout(400)]  # above RUN_S and the starts
+CUT_S = 40.0  # twice the lifetime of a node's claim
+
+
+def pids(run_dir: Path, node: str, process: str) -> list[int]:
+    """The ids of a process of a node, from its first start to its last."""
+    lines = (run_dir / "logs" / node / "daemon.jsonl").read_text().splitlines()
+    events = [json.loads(line) for line in lines]
+    return [each["pid"] for each in events if each.get("process") == process and each.get("change") == "started"]
+
+
+def check_books(run_dir: Path, steps: int) -> None:
+    """Check that every group of a finished run was trained once or left out for a reason."""
+    ended = result(run_dir)
+    assert ended["finished"]
+    groups = ended["result"]["groups"]
+    assert groups["trained"] == steps * 64
+    assert groups["issued"] == sum(groups[name] for name in groups if name != "issued")
+
+
+def test_a_node_that_is_cut_off_for_40_s_keeps_its_engine_and_takes_part_again(tmp_path: Path) -> None:
+    with machines("n0", "n1", shared=[tmp_path]) as lan:
+        file = topology(tmp_path, home="eth0", steps=40)
+        first, later = start(lan["n0"], file, "local"), start(lan["n1"], file, "n1")
+        first.wait_for("step  5/", 120)
+        lan.cut("n1")
+        cut_at = time.monotonic()
+        first.wait_for("node n1 has been silent for", 12)
+        later.wait_for("does not answer; this node goes on without it for up to 600 s (bus.outage_s)", 12)
+        shown_after_s = time.monotonic() - cut_at
+        assert shown_after_s < 12
+        time.sleep(max(0.0, cut_at + CUT_S - time.monotonic()))  # the cut itself, not a condition
+        lan.heal("n1")
+        later.wait_for("the bus answers again, after", 20)
+        first.wait_for("node n1 is back", 30)
+        assert first.wait(RUN_S) == 0, first.output()
+        assert later.wait(30) == 0, later.output()
+    run_dir = tmp_path / "two"
+    check_books(run_dir, 40)
+    for process in ("engine.policy.0", "reward.0"):
+        assert len(pids(run_dir, "n1", process)) == 1, process
