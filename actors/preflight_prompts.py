@@ -90,7 +90,7 @@ def context_of(shape: HfConfig) -> int:
 
 
 def end_of(shape: HfConfig) -> str:
-    """Describe the model's context limit, for an error."""
+    """Describe the model's context limit, as the end of an error message."""
     return f"the model's context has {shape.max_position_embeddings} tokens, of which engines reserve {KEPT_OF_INPUT}"
 
 
@@ -101,7 +101,7 @@ def prompt_problems(topology: Topology, shape: HfConfig, broken: set[str], outpu
         topology: the topology.
         shape: the model's configuration.
         broken: keys that already have a problem.
-        look: receives activities and notes.
+        output: receives activities and notes.
     """
     model = topology.model
     output.doing(MODEL, model.hf_checkpoint, "loading its tokenizer")

@@ -32,7 +32,7 @@ class Screen:
 
     @property
     def is_read(self) -> bool:
-        """Whether the output can still be written."""
+        """Whether the output still accepts writes."""
         return self._stream is not None
 
     @property

@@ -72,6 +72,59 @@ def test_no_docstring_or_comment_has_a_refused_word(package: str) -> None:
     assert found == []
 
 
+def documented_and_real_parameters(source: str) -> Iterator[tuple[str, set[str], set[str]]]:
+    """Name, documented parameters and real ones of each function or class whose docstring has arguments."""
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        _, has_arguments, text = (ast.get_docstring(node) or "").partition("Args:\n")
+        if not has_arguments:
+            continue
+        documented = set(re.findall(r"^    (\w+):", text.partition("\n\n")[0], re.MULTILINE))
+        functions = (
+            [node]
+            if not isinstance(node, ast.ClassDef)
+            else [part for part in node.body if isinstance(part, ast.FunctionDef) and part.name == "__init__"]
+        )
+        fields = {
+            part.target.id
+            for part in node.body
+            if isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name)
+        }
+        real = {part.arg for function in functions for part in ast.walk(function.args) if isinstance(part, ast.arg)}
+        yield node.name, documented, real | fields
+
+
+@pytest.mark.parametrize("package", ["actors", "bin", "messages", "runtime"])
+def test_docstrings_name_the_parameters_that_exist(package: str) -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)}: {name}: {', '.join(sorted(documented - real))}"
+        for path in sorted((ROOT / package).rglob("*.py"))
+        for name, documented, real in documented_and_real_parameters(path.read_text())
+        if documented - real
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("package", ["actors", "bin", "messages", "runtime"])
+def test_docstrings_and_comments_name_modules_that_exist(package: str) -> None:
+    existing = {
+        path.name
+        for folder in ("actors", "bin", "messages", "runtime", "tests")
+        for path in (ROOT / folder).rglob("*.py")
+    }
+    external = {"fp8.py", "server_args.py"}  # SGLang's
+    examples = {"file.py", "messages.py"}  # files of a user
+    wrong = [
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in sorted((ROOT / package).rglob("*.py"))
+        for text in texts_of(path.read_text())
+        for name in re.findall(r"([a-z_0-9]+\.py)\b", text)
+        if name not in existing | external | examples
+    ]
+    assert wrong == []
+
+
 @pytest.mark.parametrize("package", ["actors", "bin", "messages", "runtime"])
 def test_no_error_log_line_or_help_has_a_refused_word(package: str) -> None:
     found = [

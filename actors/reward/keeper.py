@@ -215,7 +215,7 @@ def children_of(pid: int) -> list[int]:
 
 
 def _end_like(status: int) -> int:
-    """End as the worker did: return its exit code, or send this process the same signal."""
+    """Pass on the worker's end: return its exit code, or end this process by the same signal."""
     if os.WIFEXITED(status):
         return os.WEXITSTATUS(status)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # one core dump is enough

@@ -268,7 +268,7 @@ async def open_pool(settings: PoolSettings) -> AsyncGenerator[GraderPool]:
 
 
 def _leading_batch(gradings: Sequence[_Grading]) -> list[_Grading]:
-    """The first gradings that one frame may carry: those of the same grader, or a single group."""
+    """The first gradings that one frame may carry: several samples for one grader, or a single group."""
     first = gradings[0].grader
     if first.group:
         return [gradings[0]]

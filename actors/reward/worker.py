@@ -77,7 +77,7 @@ class Worker:
         return WorkerReady()
 
     def answer(self, grade: Grade) -> None:
-        """Grade samples and write one frame per sample at once, since the pool times each of them."""
+        """Grade samples. Write the frame of each sample as soon as it is graded: the pool measures the time of each."""
         try:
             grader = self._grader(grade.grader)
         except ValueError as error:

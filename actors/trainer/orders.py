@@ -98,7 +98,7 @@ class SendWeights(msgspec.Struct, tag=True):
 
 
 class CopyWeights(msgspec.Struct, tag=True):
-    """Copy the weights, to be gathered and kept for sending while training continues."""
+    """Copy the weights. While training continues, `AdvanceCopy` gathers the copy, and `SendCopy` sends it."""
 
     version: int  # of the copy
 

@@ -127,7 +127,7 @@ class Events(Generic[MessageT]):
 
 
 class Log:
-    """Operations of a bus on events and their order."""
+    """Appends and reads the events of a bus, in log order."""
 
     def __init__(self, connection: Connection, store: Store, dead_letters: DeadLetters, run: str) -> None:
         self._connection = connection

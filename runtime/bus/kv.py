@@ -130,8 +130,8 @@ class KeyValues:
     ) -> AsyncGenerator[None, None]:
         """Call a function with each value that any process writes to a key, for the duration of a block.
 
-        None: it removes the key. This needs no consumer on the server, and is a hint only: a reconnect loses some
-        changes, an expiry gives none, and a write that the server refuses gives one.
+        The value is None if the key is removed. This needs no consumer on the server, and is a hint only. A reconnect
+        loses some changes, an expiry is not reported, and a write that the server refuses is reported too.
         """
 
         def hear(raw: RawMessage) -> None:

@@ -66,9 +66,9 @@ class LogReader:
     async def _check_not_trimmed(self) -> None:
         """Raise LogTrimmedAway if unread messages may be gone.
 
-        None are lost if the deleted ones were read, or were outside its filters by the server's last heartbeat. That
-        compares sequences only: clocks of two machines differ. Messages missing at the first open are no loss: the
-        caller has their content from elsewhere.
+        Deleted messages are no loss if this reader has read them. The server's heartbeats also tell up to which
+        sequence no further message passes the filters. Messages that are missing at the first open are no loss either:
+        the caller has their content from elsewhere.
         """
         first_seq = (await state_of(self._connection, self._stream)).first_seq
         if first_seq <= max(self._last_seq, self._pull.idle_seq) + 1:

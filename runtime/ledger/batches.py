@@ -71,7 +71,7 @@ def _settle(state: LedgerState, change: Settled) -> None:
 
 
 def _give_back(state: LedgerState, change: TakenBack, seq: int) -> None:
-    """Return a batch's groups: those with lost payloads are generated again, the others wait for the next batch."""
+    """Release a batch's groups. Groups with lost payloads are generated again; the others wait for the next batch."""
     for ref in change.groups:
         group = state.groups.get(ref.group_id)
         if group is None:

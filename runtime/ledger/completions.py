@@ -1,4 +1,4 @@
-"""Which completed groups a batch can still take, for readers that keep completions and fold only this. Pure."""
+"""Completed groups that a batch can still take, for readers that keep completions without the ledger. Pure."""
 
 import msgspec
 

@@ -1,7 +1,7 @@
 """The ledger: the state of every prompt group, folded from the log. Pure: no clock, no IO, no configuration.
 
-The buffer decides on this state, and any other reader of the log can fold it too. groups.py changes groups, batches.py
-and steps.py change batches, evaluations.py changes evaluations.
+The buffer decides on this state, and any other reader of the log can fold it too. groups.py changes groups, steps.py
+batches, and batches.py the groups in batches and evaluations.
 """
 
 from typing import Final, cast
@@ -133,7 +133,7 @@ def _apply(state: LedgerState, event: LedgerEvent, seq: int) -> tuple[Change, ..
 
 
 def _start(state: LedgerState, event: BufferStarted) -> tuple[Change, ...]:
-    """Begin a buffer's incarnation. Its recipe may have a filter that the one before had not, or the reverse."""
+    """Begin a buffer's incarnation. Its recipe may have gained or lost a filter."""
     state.incarnation = max(state.incarnation, event.incarnation)
     if state.gave_up is not None:  # after a restart, only spare groups still count as barren
         state.barren = len(state.in_stage(Stage.SPARE))

@@ -215,7 +215,7 @@ def _write_file(file: StoredFile, path: Path, chain: Sequence[_Link]) -> None:
 
 
 def _changed(tensor: StoredTensor, chain: Sequence[_Link]) -> memoryview:
-    """Apply all deltas to a tensor. Check only the last checksum; if it is wrong, the others tell why."""
+    """Apply all deltas to a tensor and check the last checksum. If it is wrong, `_why` checks the earlier ones."""
     data = tensor.data()
     for link in chain:
         data = _after(tensor, data, link)

@@ -6,7 +6,7 @@ import msgspec
 
 
 class Experts(msgspec.Struct, frozen=True, kw_only=True):
-    """Which layers have experts, and how the router chooses and weights them."""
+    """MoE layout of a model: its layers with experts, and how the router chooses and weights experts."""
 
     layers: tuple[bool, ...]  # per layer: whether it has experts instead of one MLP
     num_experts: int

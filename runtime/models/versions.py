@@ -31,7 +31,7 @@ class Route(NamedTuple):
 
 
 def route_to(wanted: Version, held: Version | None, on_disk: Iterable[OnDisk]) -> Route:
-    """Return the route that reads the fewest bytes; if equal, the one with fewer deltas.
+    """Return the route that reads the fewest bytes. Between equal ones, return the route with fewer deltas.
 
     Args:
         wanted: the version.
@@ -106,7 +106,7 @@ def versions_in(root: Path) -> list[tuple[int, Path]]:
 
 
 def write_note(directory: Path, stored: OnDisk) -> None:
-    """Write into a version's directory which files it has."""
+    """Write a note into a version's directory that says whether it holds full files, a delta, or both."""
     write_atomically(directory / NOTE, msgspec.json.encode(stored))
 
 

@@ -63,7 +63,7 @@ class RunEnd(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def announcement(outcome: RunEnd, node: str, *, is_home: bool) -> RunStopped | NodeLeft | None:
-    """Return the event by which a node that ends informs the others; None if they need none.
+    """Return the event that tells the other nodes of this end; None if they need no event.
 
     The run ends with its home, and with a process that any node gives up. Otherwise a node leaves it.
     """

@@ -143,7 +143,7 @@ def start(
 def _take_part(
     topology: Topology, options: StartOptions, run_dir: Path, *, specs_of: SpecsOf, show: Show, rewrite: Show | None
 ) -> End:
-    """Join the run of the home node and follow it to its end. The files of a shared directory are those of home.
+    """Join the home node's run and follow it to its end. In a shared run directory, write only this node's files.
 
     Raises:
         RunRefused: the run's bus was not found in time, or this node cannot take part.
@@ -185,7 +185,7 @@ def _take_part(
 
 
 def _address(topology: Topology, options: StartOptions, bus_url: str | None) -> NodeAddress:
-    """Return this node's address; "auto" is that of the route to the bus, if there is one already.
+    """Return this node's address. "auto" is the source address of the route to the bus, once there is a bus.
 
     Raises:
         RunRefused: the setting means no address of this machine, or several.

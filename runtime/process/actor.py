@@ -41,5 +41,5 @@ class Actor(ABC):
         return {}
 
     def waits_for(self) -> str:
-        """Describe what it waits for now, for stall reports; empty when it is working."""
+        """Describe what the actor waits for now, for stall reports; empty while it works."""
         return ""

@@ -1,4 +1,4 @@
-"""Numbers of completed groups, kept until their step is trained, and the check of the first scores. Pure."""
+"""Rewards, lengths and times of completed groups, for the metrics; and the check of the first scores. Pure."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
@@ -9,7 +9,7 @@ from messages import EngineNumbers, GroupCompleted, SampleStatus, SampleSummary
 
 
 class GroupNumbers(msgspec.Struct, frozen=True, kw_only=True):
-    """Numbers of one completed group."""
+    """Rewards, lengths and times of one completed group, for the metrics of its step."""
 
     rewards: tuple[float, ...]
     response_lens: tuple[int, ...]  # tokens
@@ -22,12 +22,12 @@ class GroupNumbers(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def is_ungraded(sample: SampleSummary) -> bool:
-    """Return whether its score failed and it is trained anyway, as with `reward.on_failure = "zero"`."""
+    """Return whether a sample's score failed and it is trained anyway, as with `reward.on_failure = "zero"`."""
     return sample.reason is not None and sample.reward is not None and not is_left_out(sample)
 
 
 def is_left_out(sample: SampleSummary) -> bool:
-    """Return whether it failed in a completed group, such as an invalid sample of a dump."""
+    """Return whether a sample of a completed group failed, such as an invalid sample of a dump."""
     return sample.status is SampleStatus.FAILED
 
 

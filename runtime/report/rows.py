@@ -59,7 +59,7 @@ def group_metrics(groups: Sequence[GroupNumbers], *, graded: bool) -> MetricRow:
 
 
 def _engine_metrics(groups: Sequence[GroupNumbers], *, num_samples: int) -> MetricRow:
-    """Compute metrics from the engines' numbers. Missing numbers give no metric, as for offline samples."""
+    """Compute metrics from the engines' statistics. A missing number gives no metric, as for offline samples."""
     of = reduce(EngineNumbers.plus, (group.engine for group in groups))
     row: MetricRow = {"rollout/num_retractions": of.num_retractions} if of.num_requests else {}
     if of.prompt_tokens:

@@ -35,7 +35,7 @@ def handed_out(environment: Mapping[str, str]) -> tuple[str, ...] | None:
 
 
 def _names(text: str) -> tuple[str, ...]:
-    """Return the entries before the first that hides itself and the rest, as "-1" does."""
+    """Return the entries of a GPU list. An entry such as "-1" hides itself and all entries after it."""
     names: list[str] = []
     for name in (part.strip() for part in text.split(",")):
         if not name or name.startswith("-") or name in ("none", "void", "NoDevFiles"):

@@ -306,12 +306,12 @@ def trains_demonstrations(recipe: Recipe) -> bool:
 
 
 def replays_experts(algorithm: AlgorithmConfig) -> bool:
-    """Return whether tokens are trained with recorded experts: the engine's, or those of the old log-probs."""
+    """Return whether tokens are trained with recorded experts: of the engine, or of the pass for old log-probs."""
     return algorithm.use_routing_replay or algorithm.use_rollout_routing_replay
 
 
 def measures_all(recipe: Recipe) -> bool:
-    """Return whether the trainer computes old log-probs for all samples, not only for the first optimizer step's."""
+    """Return whether the trainer computes old log-probs for all samples, not only for the first optimizer step."""
     algorithm = recipe.algorithm
     return not trains_demonstrations(recipe) and (algorithm.get_mismatch_metrics or not algorithm.use_rollout_logprobs)
 
@@ -319,7 +319,7 @@ def measures_all(recipe: Recipe) -> bool:
 def precomputes_old_log_probs(recipe: Recipe) -> bool:
     """Return whether old log-probs can be computed before a batch is ready.
 
-    They can if the weights that wait for the batch are those that it starts from.
+    They can if no train step changes the weights before the batch is trained.
     """
     steps, experts = recipe.algorithm.num_steps_per_rollout, replays_experts(recipe.algorithm)
     return measures_all(recipe) and steps > 1 and not experts and recipe.rollout.max_staleness == 0

@@ -1,4 +1,4 @@
-"""Exit codes of this project's processes and commands. This is the only table of them."""
+"""Exit codes of this project's processes and commands. No other module defines any."""
 
 from typing import Final
 

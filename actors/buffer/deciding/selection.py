@@ -146,7 +146,7 @@ def chosen_of(selection: Selection, answer: Any) -> Chosen:
 
 
 def first_come(selection: Selection) -> Chosen:
-    """The fallback for an invalid answer: the first groups."""
+    """Return the first groups, in place of an invalid answer of the user's function."""
     ids = [group.group_id for group in selection.groups]
     return Chosen(kind=selection.kind, group_ids=tuple(ids[: selection.count]))
 

@@ -20,7 +20,7 @@ NOWHERE: Final = 2**63  # a sequence that no stream reaches
 
 
 class AvailablePrompts:
-    """Prompts by number, from the current decision if it has them."""
+    """Prompts by number: those of the current decision from memory, all others from their source."""
 
     def __init__(self, current: Mapping[int, Prompt], prompts: Prompts) -> None:
         self._current = current

@@ -47,7 +47,7 @@ class Engine:
         crashes: records a crash of the engine while it accepted requests.
         wanted: properties that an external engine must have; None: not checked.
         memory_share: its memory, if it shares memory with the trainer (colocation); None: it has its own.
-        at_hand: makes weight files available where the engine reads them, while it serves.
+        files: makes weight files available where the engine reads them, while it serves.
         rolling: schedules updates of engines that serve; None: updates at any time.
     """
 
@@ -110,7 +110,7 @@ class Engine:
 
     @property
     def memory_level(self) -> MemoryLevel:
-        """Its level of the memory that it shares with the trainer."""
+        """The level of its memory, which it shares with the trainer."""
         room = self.memory_share.room
         if room is MemoryLevel.NOTHING or (self.accepts_requests and room is MemoryLevel.EVERYTHING):
             return room
@@ -222,7 +222,7 @@ class Engine:
         await self.registration.leave_unless_accepting()
 
     async def quarantine(self, reason: str) -> None:
-        """Send it no requests for a while: its answers are unusable, those of other engines are usable."""
+        """Send it no requests for a while: its answers are unusable, and other engines give usable ones."""
         self._quarantines += 1
         pause_s = QUARANTINE.pause_s(self._quarantines)
         self._tried_again_at = anyio.current_time() + pause_s
@@ -238,16 +238,16 @@ class Engine:
         await self.registration.leave_unless_accepting()
 
     def replaced(self) -> None:
-        """Its server was restarted: a new Engine replaces this one."""
+        """Mark this Engine as lost: its server was restarted, and a new Engine replaces it."""
         self._apply(Trigger.LOST, "its process was restarted")
 
     def reroute(self) -> None:
-        """The router changed: accept requests again once the new router lists this engine."""
+        """Switch to a new router: accept requests again once it lists this engine."""
         self.registration.is_known = False
         self._apply(Trigger.REROUTED, "the router was replaced")
 
     async def is_dead(self) -> bool:
-        """Check its health; whether it no longer accepts requests."""
+        """Check its health; return whether it no longer accepts requests."""
         await self.check_or_expel()
         return not self.accepts_requests
 
@@ -282,7 +282,7 @@ class Engine:
         self.version, self._is_loaded = 0, False
 
     async def _continued(self) -> bool:
-        """Whether it is ready after we ended a pause that we may end."""
+        """End a pause that the run began, and return whether the engine is ready now."""
         if not may_continue(self.state, ours=self.ours, paused_by_us=self._verifier.is_paused(self.url)):
             return False
         try:
@@ -382,7 +382,7 @@ class Engine:
                         await self._update_once(announced, member)
 
     async def _provide_files(self, announced: WeightsAnnounced) -> WeightsAnnounced:
-        """Return the weights at the place where it reads them."""
+        """Make the target weights available where it reads them; return them with that path."""
         try:
             return await self._files.provide(announced, doubted=announced.version == self.failed_version)
         except EngineError:

@@ -93,7 +93,7 @@ class Fleet:
         return [engine.url for engine in self._engines.values()]
 
     def is_ours(self, url: str) -> bool:
-        """Whether the run started the engine at a URL. An external engine also has requests of others."""
+        """Whether the run started the engine at a URL. An external engine also serves other clients."""
         return all(engine.ours for engine in self._engines.values() if engine.url == url)
 
     @property
@@ -271,7 +271,7 @@ class Fleet:
             wanted: properties that an external engine must have; None: not checked.
             kill: kills and restarts it, for a reason; None: the run cannot restart it.
             memory_share: its memory, if it shares memory with the trainer (colocation); None: it has its own.
-            at_hand: makes weight files available where it reads them.
+            files: makes weight files available where it reads them.
 
         Raises:
             WeightsMismatch, RequestRefused, CopyRefused: it refuses the weights for too long, even after restarts, and

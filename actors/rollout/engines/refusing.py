@@ -22,7 +22,7 @@ class Step(Enum):
 
 
 class RefusalCounter:
-    """Refusals by one engine since it last accepted weights, across its restarts."""
+    """Counts the refusals of one engine since it last accepted weights, across its restarts."""
 
     def __init__(self) -> None:
         self._since = math.inf
@@ -30,12 +30,12 @@ class RefusalCounter:
         self._restarts = 0
 
     def took(self) -> None:
-        """The engine accepted weights and serves."""
+        """Forget all refusals and restarts: the engine accepted weights and serves."""
         self._restarts = 0
         self.away()
 
     def away(self) -> None:
-        """The engine is down or restarting: forget its earlier refusals."""
+        """Forget earlier refusals: the engine is down or restarting."""
         self._since, self._number = math.inf, 0
 
     def refused(self, now: float, *, damaged: bool, may_restart: bool, others_serve: bool) -> Step:

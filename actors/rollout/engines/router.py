@@ -59,7 +59,7 @@ class RouterWorkers:
         return not found
 
     async def _once(self, router: str, what: str, ask: Callable[[], Awaitable[None]]) -> None:
-        """Request a change, unless the router accepted the same one within ASK_AGAIN_S."""
+        """Request a change, unless the router accepted an equal request within the last ASK_AGAIN_S."""
         now = time.monotonic()
         self._asked_at = {key: at for key, at in self._asked_at.items() if now - at < ASK_AGAIN_S}
         if (router, what) in self._asked_at:

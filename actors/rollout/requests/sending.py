@@ -97,8 +97,8 @@ class Generator:
             None if the round was halted before the request was sent.
 
         Raises:
-            RequestRefused: the model or the engine rules the request out, or engines crash on it (poison.py). Also if
-                engines fail on it too often while they answer others.
+            RequestRefused: the model or the engine rules the request out, engines crash on it (quarantine.py), or they
+                fail on it too often while they answer others.
             EnginesUnwilling: no request was answered for `give_up_after_s`.
         """
         self._check(request)

@@ -43,7 +43,7 @@ def server_command(topology: Topology, engine: EngineConfig, index: int) -> tupl
 
 
 def peers_environment(engine: EngineConfig) -> dict[str, str]:
-    """Return the variable that lists the peer engines; the launcher takes the first weights from one of them."""
+    """Return the environment variable with the peer engines, from which launch.py takes the first weights."""
     return {PEERS_VARIABLE: "{others}"} if engine.start_weights == "peer" else {}
 
 

@@ -8,7 +8,7 @@ SEPARATOR = "@"
 
 
 def label_of(version: int, load: str) -> str:
-    """Return the label of a weight update; with an empty update id, that of the version on any engine."""
+    """Return the label of a weight update. With an empty update id it names the version alone, on any engine."""
     return f"{version}{SEPARATOR}{load}"
 
 

@@ -19,7 +19,7 @@ class Notes(Protocol):
         ...
 
     async def write(self, released: list[Tag], *, sure: bool) -> None:
-        """Store the released memory kinds, before or after the call to the engine."""
+        """Store which memory kinds are released. Called before and after each memory call to the engine."""
         ...
 
 

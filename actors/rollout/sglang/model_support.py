@@ -41,7 +41,7 @@ def dense_layers_refusal(directory: Path) -> str:
 
 
 def parallel_sizes(engine: EngineConfig) -> tuple[int, int]:
-    """Return the number of ranks of a pool's engines, and over how many of them whole experts are distributed."""
+    """Return the ranks of an engine of a pool, and the ranks over which its experts are distributed."""
     arguments = {argument.name: argument.value for argument in sglang_arguments(engine)}
     ranks = arguments.get("tp_size") or arguments.get("tensor_parallel_size") or engine.num_gpus_per_engine
     return ranks, arguments.get("ep_size") or arguments.get("expert_parallel_size") or 1

@@ -166,7 +166,7 @@ class Relay(ThreadingHTTPServer):
 
 
 def _ports_in(body: bytes) -> str | None:
-    """Return the ports in the body of a call; None if the body is not that of such a call."""
+    """Return the ports in the body of a call; None if the body has another form."""
     try:
         answer = json.loads(body)
     except ValueError:

@@ -140,7 +140,7 @@ class Stream:
 
     @property
     def last_label(self) -> str:
-        """The engine's weight label in the last chunk; before the first chunk, that of `sent_under` or empty."""
+        """The engine's weight label in the last chunk; before the first chunk, the label of `sent_under` or empty."""
         return self._label or ""
 
     @property

@@ -130,7 +130,7 @@ class Scheduler:
         return admitted
 
     def _make_room(self) -> None:
-        """Retract the youngest requests until the others can grow by a token; a single one always can."""
+        """Retract the youngest requests until all others have room for a token. A single request always has room."""
         if not self._limited:
             return
         requests = self.slots.requests

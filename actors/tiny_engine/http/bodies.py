@@ -199,7 +199,7 @@ class CheckerBody(msgspec.Struct, frozen=True):
 
 
 class MemoryBody(msgspec.Struct, frozen=True):
-    """Body of POST /release_memory_occupation and /resume_memory_occupation; without tags, all of them."""
+    """Body of POST /release_memory_occupation and /resume_memory_occupation. Without tags, it means all tags."""
 
     tags: tuple[Literal["kv_cache", "weights", "cuda_graph"], ...] | None = None
 

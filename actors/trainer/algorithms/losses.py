@@ -93,7 +93,7 @@ def kl_divergence(
     Args:
         log_probs: [M], of the policy.
         ref_log_probs: [M], of the reference.
-        estimator: One of the four.
+        estimator: k1, k2, k3 or low_var_kl.
         max_log_ratio: Limit in nats of the log-ratio that k3 exponentiates, as in the policy loss.
 
     Returns:
@@ -140,7 +140,7 @@ def reduction(mask_sums: Ints, rollouts: Ints, *, per_token: bool) -> Reduction:
     Args:
         mask_sums: [B], trained tokens of each sample.
         rollouts: [B], equal for the parts of one rollout.
-        per_token: Which of the two.
+        per_token: True for the mean over tokens, False for the mean over rollouts.
 
     Source:
         Per token: DAPO, arXiv 2503.14476. Per rollout: GRPO, arXiv 2402.03300; rollouts without tokens as in slime.

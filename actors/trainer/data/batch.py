@@ -209,7 +209,7 @@ def packed_lengths(inputs: Ints, multiple: int, context: Context) -> Ints:
 
 
 def part_of(whole: MicroBatch, lengths: Ints, context: Context) -> MicroBatch:
-    """Cut out a context-parallel rank's part. The bounds stay those of whole sequences, as Megatron-core expects.
+    """Cut out a context-parallel rank's part, with the bounds of the whole sequences, as Megatron-core expects.
 
     Args:
         whole: Micro-batch to cut.

@@ -79,6 +79,6 @@ def _places_of_groups(batch: TrainBatch) -> dict[int, slice]:
 
 
 def groups_to_compute(batch: TrainBatch, precomputed_N: Floats32, groups_B: Ints) -> Ints:
-    """Return those of the given groups with a token that has no precomputed value, rising."""
+    """Return the given groups that lack a precomputed value for a token, in rising order."""
     missing_B = np.logical_or.reduceat(np.isnan(precomputed_N), batch.starts_B)
     return np.intersect1d(batch.groups_B[missing_B], groups_B)

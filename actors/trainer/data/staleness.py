@@ -19,7 +19,7 @@ NOT_SAMPLED: Final = -1  # staleness of tokens that never train: prompts, tool o
 
 @dataclass(frozen=True, kw_only=True)
 class Masking:
-    """Which tokens are masked because of the weights that sampled them."""
+    """Masking settings: tokens to mask because of the weights that sampled them."""
 
     off_policy: bool = False  # True: tokens of older weights than the newest of their sample
     max_staleness: int | None = None  # tokens above this staleness, in train steps; None: no limit

@@ -100,7 +100,7 @@ def _mla(mla: MlaConfig, rope: Rope) -> dict[str, Any]:
 
 
 def _named(layout: MegatronConfig) -> dict[str, Any]:
-    """Settings that have the same names in Megatron."""
+    """Settings with the same name in Megatron, as its arguments."""
     named = msgspec.structs.asdict(layout)
     if named["virtual_pipeline_model_parallel_size"] == 1:  # Megatron's interleaved schedule needs at least two
         named["virtual_pipeline_model_parallel_size"] = None

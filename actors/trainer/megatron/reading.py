@@ -128,7 +128,7 @@ def checked_reader(checkpoint_dir: str | Path, cache_metadata: bool = False) -> 
 
 
 def load_plain(self: Any, read_item: ReadItem, value: io.BytesIO) -> None:
-    """Replace a planner's `load_bytes`, which unpickles anything."""
+    """Replace a planner's `load_bytes`, which would unpickle any object."""
     name = read_item.dest_index.fqn
     found = _plain(value, f"{name} of the checkpoint")
     if self.flatten_state_dict:

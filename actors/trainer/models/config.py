@@ -1,4 +1,4 @@
-"""Model configuration of the trainer: the part of runtime/models/config.py's that its layers compute."""
+"""The trainer's model configuration: what its layers need of the configuration in runtime/models/config.py."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -118,7 +118,7 @@ def write_model(weights: Mapping[str, Tensor], directory: Path, *, model_directo
 
 
 def copy_small_files(model_directory: Path, directory: Path, *, tokenizer: bool) -> None:
-    """Copy a model directory's files except its weights: the configuration, or with `tokenizer` all of them."""
+    """Copy a model directory's configuration; with `tokenizer`, all its files except the weights."""
     for source in model_directory.iterdir():
         is_weights = source.suffix in (".safetensors", ".bin") or source.name.endswith(".index.json")
         if source.is_file() and not is_weights and (tokenizer or source.name in _COPIED):

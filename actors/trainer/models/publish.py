@@ -120,7 +120,7 @@ class Versions:
         return PendingVersion(number, hidden, begin_directory(delta), base, before)
 
     def complete(self, pending: PendingVersion, written: Written) -> Published:
-        """Give a version that is written its name."""
+        """Rename a fully written version to its final name."""
         copy_small_files(self._model_directory, pending.whole, tokenizer=False)
         set_format(pending.whole / "config.json", self._weight_format, self._shapes)
         size_bytes = sum(file.stat().st_size for file in safetensors_files(pending.whole))
@@ -207,7 +207,7 @@ def newest_whole(root: Path) -> tuple[int, Path] | None:
 
 
 def _with_small_files(directory: Path, files: Mapping[str, FileSum]) -> dict[str, FileSum]:
-    """Add the sums of the other files that an engine reads."""
+    """Add the sums of the index and of config.json, which an engine reads too."""
     if not files:
         return {}
     small = [file for name in (INDEX_FILE, "config.json") if (file := directory / name).is_file()]

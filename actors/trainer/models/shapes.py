@@ -150,7 +150,7 @@ def _check_tensor(
 def _check_mtp(
     directory: Path, name: str, tensor: StoredTensor, found: Mapping[str, StoredTensor], model: HfConfig
 ) -> None:
-    """Check a tensor that is not part of the model."""
+    """Reject a tensor that the model lacks, except RoPE buffers, unused MTP layers and a tied output weight."""
     first = model.num_hidden_layers + model.num_mtp_layers
     unused = tuple(f"model.layers.{first + number}." for number in range(model.num_unused_mtp_layers))
     if name.endswith(_ROPE_BUFFER) or name.startswith(unused):

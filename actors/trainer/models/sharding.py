@@ -72,7 +72,7 @@ def global_name(name: str, built: Any) -> str:
 
 
 def rank_part(name: str, model: HfConfig, source: WeightSource, cut: TensorShard | None) -> Tensor:
-    """Read a tensor-parallel rank's shard of a Megatron tensor, without the rest.
+    """Read only a tensor-parallel rank's shard of a Megatron tensor.
 
     Args:
         name: Megatron name, with the layer's number in the whole model.

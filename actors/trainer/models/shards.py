@@ -78,7 +78,7 @@ def named(shards: Sequence[Sequence[Entry]], *, before: int = 0, total: int | No
 
 
 def write_index(directory: Path, shards: Sequence[Shard]) -> None:
-    """Write the index of which file holds which tensor. A single file needs none."""
+    """Write the index that maps tensors to files. A single file needs none."""
     if len(shards) == 1:
         return
     size = sum(entry.size_bytes for shard in shards for entry in shard.entries)

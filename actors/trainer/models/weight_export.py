@@ -133,7 +133,7 @@ class WeightFlow:
         return self._has_more
 
     def _cast(self, bucket: Bucket) -> Bucket:
-        """Convert a bucket. After a failure it is empty: the other ranks still iterate over all buckets."""
+        """Convert a bucket. After a failure, return empty buckets: the other ranks still iterate over all of them."""
         try:
             return [] if self._error else self._form.of_bucket(bucket)
         except ValueError as error:
@@ -141,7 +141,7 @@ class WeightFlow:
             return []
 
     def _all_are_free(self) -> bool:
-        """Whether the sink that gets the tensors is idle; the same on all ranks of the stage."""
+        """Whether the sink of the stage is idle. All ranks of the stage get the same answer."""
         group, free = stage_group(), self._sink.is_free
         if dist.get_world_size(group) == 1:
             return free

@@ -157,7 +157,7 @@ class HandleSender:
             torch.cuda.ipc_collect()
 
     def _have_taken(self, step: BucketSent, bucket: Bucket) -> None:
-        """Have the engines load a bucket. Errors are recorded, not raised: the other ranks wait for this one."""
+        """Have the engines load a bucket. Record errors instead of raising: the other ranks wait for this rank."""
         try:
             request = self._ask(step, self._timeout_s)
             if self._takes_fingerprints:  # while the engines load it

@@ -8,7 +8,7 @@ from messages import MembersGiven, WeightSyncMember
 
 @dataclass(frozen=True)
 class Membership:
-    """Engines of a weight sync, by rollout actor. The order is the same for the same engines."""
+    """Engines of a weight sync, by rollout actor. Equal sets of engines are in equal order."""
 
     members: tuple[tuple[str, WeightSyncMember], ...]  # with the rollout actor's instance name
     part: int = 0  # index of the update group
@@ -36,7 +36,7 @@ class Membership:
 
     @property
     def epoch(self) -> tuple[str, ...]:
-        """Identity of process groups with exactly these members. It changes when any of them restarts."""
+        """Key of the process groups of exactly these members. It changes when a member restarts."""
         return tuple(f"{member.key}:{member.num_ranks}" for _, member in self.members)
 
     @property

@@ -12,7 +12,7 @@ from actors.trainer.megatron.rank_model import Replica
 
 
 def shared(replica: Replica, batch: TrainBatch, samples: Ints, *, max_tokens: int) -> list[list[Ints]]:
-    """Distribute samples of a batch over the replicas. The result is that of `plan_micro_batches`."""
+    """Distribute samples of a batch over the replicas; return what `plan_micro_batches` returns."""
     hf = replica.hf
     return plan_micro_batches(
         batch.lengths_B,

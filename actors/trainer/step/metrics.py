@@ -112,7 +112,7 @@ def reduced_sums(names: Sequence[str], sums: Sequence[Tensor]) -> dict[str, floa
 def difference_metrics(
     batch: TrainBatch, micro_batches: Sequence[MicroBatch], trainer_log_probs_N: Floats32
 ) -> dict[str, float]:
-    """Measure the mismatch between engine log-probs and those of the weights at the start of this train step.
+    """Measure how engine log-probs differ from the trainer's under the weights at the start of this train step.
 
     The mean covers all trained tokens of these micro-batches. The maximum covers only tokens that exactly these weights
     sampled. There, a difference beyond rounding means that engine and trainer compute different models. A collective

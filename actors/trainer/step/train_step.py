@@ -456,7 +456,7 @@ class TrainStep:
 
     @property
     def _planned_steps(self) -> int:
-        """Train steps planned up to the end of the run, including those of the run that it continues."""
+        """Train steps planned up to the end of the run, plus the steps of an earlier run that it continues."""
         return self._replica.steps_before + self._topology.train.num_steps
 
     def _entropy_coef(self, train_step: int) -> float:

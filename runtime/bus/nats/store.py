@@ -272,7 +272,7 @@ def _stored(raw: RawMessage) -> Stored:
 
 
 class _Answers:
-    """Collects the answers to one request for several messages; a status ends them."""
+    """Collects the answers to one request for several messages. A status message marks their end."""
 
     def __init__(self) -> None:
         self.complete = asyncio.Event()

@@ -46,7 +46,7 @@ def check_bus(findings: Findings, asker: Asker) -> None:
 
 
 def _check_address(findings: Findings, node: str) -> str | None:
-    """Return the address of this node; None if it is not known before the bus is, or not usable."""
+    """Return the address of this node. None: it depends on the route to the bus, or cannot be used."""
     topology = findings.topology
     if not is_networked(topology) or node not in topology.nodes:
         return LOOPBACK

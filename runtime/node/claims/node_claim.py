@@ -135,7 +135,7 @@ async def claims(bus: Bus) -> dict[str, tuple[NodeHolder, int]]:
 
 
 def place_in_kernel(run_dir: Path) -> str:
-    """Identify a directory by the machine's boot and the kernel's numbers. A lock excludes others from the same one."""
+    """Identify a directory by boot id, device and inode: a file lock there excludes all processes of the machine."""
     try:
         boot, stat = _BOOT_ID.read_text().strip(), run_dir.stat()
     except OSError:

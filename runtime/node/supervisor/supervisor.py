@@ -114,7 +114,7 @@ class Supervisor:
             self._child.kill()
 
     def kill_process(self, pid: int, reason: str) -> bool:
-        """Kill the process and restart it, if it still has this id; return whether it had."""
+        """Kill the process and restart it. Return False, without a kill, if its process id is no longer `pid`."""
         if self._child is None or self._child.pid != pid:
             return False
         self._killed_for = reason
@@ -371,7 +371,7 @@ class Supervision:
             supervisor.progress()
 
     def kill_process(self, name: str, pid: int, reason: str) -> bool:
-        """Kill a hanging server and restart it, if it still has this id; return whether it had.
+        """Kill a hanging server and restart it. Return False, without a kill, if its process id is no longer `pid`.
 
         Raises:
             ValueError: there is no server of that name.

@@ -1,1 +1,1 @@
-"""Megatron-core's own settings by name: which are keys here, and why the others are not."""
+"""Megatron-core's own settings by name: the fields that are keys here, and why other fields are not."""

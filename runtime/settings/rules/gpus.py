@@ -17,7 +17,7 @@ def gpu_problems(topology: Topology) -> Iterator[Problem]:
 
 
 def fit_problems(topology: Topology) -> Iterator[Problem]:
-    """Yield what does not fit the GPUs. Their lists must be parseable."""
+    """Yield problems of layouts and engine sizes that do not fit the GPUs. All GPU lists must be parseable."""
     for rule in (_layout, _engine_sizes, _booking, _colocation):
         yield from rule(topology)
 

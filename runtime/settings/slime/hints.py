@@ -15,7 +15,7 @@ OF_TRAINERS: Final = "Megatron"  # its names in an engine pool are SGLang argume
 
 
 def slime_grader_hint(name: str) -> str | None:
-    """Return the equivalent of a slime grader; None for other names, and for graders with the same name here."""
+    """Return a hint for the name of a slime grader; None for other names, and if our grader has the same name."""
     grader = next((grader for grader in from_slime().graders if grader.name == name), None)
     return (
         None

@@ -43,7 +43,7 @@ class PhaseFollower:
         self._logged = fold_phase(self._logged, event, seq)
 
     def follow(self) -> None:
-        """Act on the folded events: the end of the log is reached for now."""
+        """Act on the folded events. Called at the end of the log, so that outdated phases are skipped."""
         if self._logged is not self._followed:
             self._followed = self._logged
             self._changed.set()

@@ -46,7 +46,7 @@ class MemoryNotes:
         return [tag for tag in TAGS if tag in noted.released], noted.sure
 
     async def write(self, released: list[Tag], *, sure: bool) -> None:
-        """Store the released memory kinds, before or after the call to the engine.
+        """Store which memory kinds are released. Called before and after each memory call to the engine.
 
         Raises:
             EngineUnavailable: the bucket is not writable.

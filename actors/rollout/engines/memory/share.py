@@ -61,7 +61,7 @@ class MemoryShare:
 
     @property
     def room(self) -> MemoryLevel:
-        """The memory level that the engine has room for."""
+        """The highest memory level for which the engine holds memory now."""
         if "weights" in self._memory.released:
             return MemoryLevel.NOTHING
         return MemoryLevel.WEIGHTS if self._memory.released else MemoryLevel.EVERYTHING
@@ -79,10 +79,10 @@ class MemoryShare:
         await self._memory.inherit()
 
     async def give_back(self) -> None:
-        """Make the engine release all memory. This run has no requests there; those of an earlier actor are aborted.
+        """Make the engine release all memory. Requests that an earlier rollout actor left there are aborted.
 
         Raises:
-            EngineError: it did not.
+            EngineError: the engine did not release it.
         """
         if self.room is MemoryLevel.NOTHING:
             return
@@ -90,10 +90,10 @@ class MemoryShare:
         await self._move(MemoryLevel.NOTHING, self._memory.release)
 
     async def take_weights(self) -> None:
-        """Make the engine resume the memory for weights, which have to be updated after that.
+        """Make the engine resume the memory for weights. The weights are undefined until the next weight update.
 
         Raises:
-            EngineError: it did not.
+            EngineError: the engine did not resume it.
         """
         await self._move(MemoryLevel.WEIGHTS, partial(self._memory.resume, "weights"))
 
@@ -101,7 +101,7 @@ class MemoryShare:
         """Make the engine resume all other memory.
 
         Raises:
-            EngineError: it did not.
+            EngineError: the engine did not resume it.
         """
         if self.room is not MemoryLevel.EVERYTHING:
             await self._move(MemoryLevel.EVERYTHING, self._memory.resume)

@@ -78,7 +78,7 @@ class MemorySwitch:
         """Make the engine release all memory that it shares with the trainer.
 
         Raises:
-            EngineError: it did not.
+            EngineError: the engine did not release it.
         """
         await self._moved(self._memory_share.give_back)
         self._emptied()

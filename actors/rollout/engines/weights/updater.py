@@ -77,7 +77,7 @@ class Updater:
             url: of the engine.
             announced: the weights.
             label: the engine's new weight label.
-            look: verification, called after the update while the engine generates nothing.
+            check: verification, called after the update while the engine generates nothing.
             member: its membership in the weight sync; None: the weights are in files.
 
         Returns:
@@ -85,7 +85,7 @@ class Updater:
                 continues. With `drain`, running requests finish during that time.
 
         Raises:
-            EngineError: the update or `check` failed, or the engine is paused and cannot be continued.
+            EngineError: the update or `check` failed, or the engine cannot be continued after its pause.
         """
         if member is not None:
             await member.next()  # WeightSyncPrepared: the engine generates until then

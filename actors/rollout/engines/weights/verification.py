@@ -62,7 +62,7 @@ def label_mismatch(label: str, answered: str | None) -> str:
 
 
 def probe_mismatch(probe: WeightProbe, answered: Sequence[float | None], *, tolerance: float) -> str:
-    """Return why log-probs differ from those of a probe; empty if they match.
+    """Return why an engine's log-probs differ from a probe's; empty if they match.
 
     Compares the mean absolute difference. In bfloat16 two correct implementations may differ in a single token by more
     than any useful bound; a wrong tensor shifts all tokens.

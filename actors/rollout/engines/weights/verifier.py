@@ -182,7 +182,7 @@ class WeightVerifier:
         await self._updater.clear(url)
 
     async def shape(self, url: str, announced: WeightsAnnounced, *, first: bool) -> MemberShape:
-        """Return an engine's parameters for a weight sync; `first` as for `update`.
+        """Return an engine's ranks and layout for a weight sync; `first` is the argument of `update`.
 
         Raises:
             EngineError: it does not report its configuration.

@@ -16,7 +16,7 @@ LAYERS: Final = ("linear_fc1", "linear_fc2")
 
 
 def why_one_by_one(device: torch.device, dtype: torch.dtype, *sizes: int) -> str | None:
-    """Return why experts are computed one after another. None: torch has a kernel for all of them at once.
+    """Return why experts must be computed one after another. None: torch computes all of them in one kernel.
 
     Args:
         device: Device of the rank.

@@ -114,7 +114,7 @@ def _halves(lengths: Ints, context: Context) -> list[tuple[Ints, Ints]]:
 
 
 def _columns(lengths: Ints, starts: Ints, context: Context) -> Sequence[Ints]:
-    """Bounds of whole sequences; with context parallelism the order, and for each half its rows, keys and bounds."""
+    """Row metadata: sequence bounds; with context parallelism, the order and each half's rows, keys and bounds."""
     if context.size == 1:
         return [_bounds(lengths)]
     columns = [context.order(lengths)]
