@@ -24,7 +24,7 @@ from actors.rollout.sglang.command_lines import (
 from actors.rollout.sglang.facts import CRASH_WORDS
 from runtime.bus.addresses import INSTANCE_VARIABLE, address_key
 from runtime.settings.devices import HIDDEN, NVIDIA
-from runtime.settings.placement import gpus_of, home_node, nodes_of_pool, num_engines, num_ranks
+from runtime.settings.placement import gpus_of, home_node, nodes_of_pool, num_engines, rank_places
 from runtime.settings.processes import (
     AnswersHttp,
     PortRequest,
@@ -51,7 +51,8 @@ def process_specs(topology: Topology, node: str, run_dir: Path) -> list[ProcessS
     """Process specs of a node, without its node daemon and the NATS server.
 
     Light actors and routers run on the node that has the bus. So do reward actors and engines without GPUs, unless
-    `reward.nodes` and `engines.<pool>.nodes` name others. Trainer ranks and engines with GPUs run where these are.
+    `reward.nodes` and `engines.<pool>.nodes` name others. Trainer ranks and engines with GPUs run where these are;
+    ranks on the CPU on `trainer.nodes`.
     """
     specs: list[ProcessSpec] = []
     home = node == home_node(topology)
@@ -62,7 +63,7 @@ def process_specs(topology: Topology, node: str, run_dir: Path) -> list[ProcessS
         if home:
             specs.append(_router(topology, pool, engine))
     if topology.run.only != "rollout":
-        specs += _trainer(topology, node, run_dir, home=home)
+        specs += _trainer(topology, node, run_dir)
     elif home:
         specs.append(_host(topology, run_dir, NO_OP_TRAINER, ["trainer"], OURS | HIDDEN))
     if home:
@@ -174,21 +175,26 @@ def _router(topology: Topology, pool: str, engine: EngineConfig) -> ProcessSpec:
     )
 
 
-def _trainer(topology: Topology, node: str, run_dir: Path, *, home: bool) -> list[ProcessSpec]:
-    trainer = topology.trainer
-    world = num_ranks(trainer)
-    if trainer.gpus is None:
-        places = [(rank, None) for rank in range(world)] if home else []
-    else:
-        gpus = gpus_of(topology, trainer.gpus)
-        places = [(rank, gpu.index) for rank, gpu in enumerate(gpus) if gpu.node == node]
+def _trainer(topology: Topology, node: str, run_dir: Path) -> list[ProcessSpec]:
+    """Specs of the trainer's ranks on one node."""
+    places = rank_places(topology)
+    world = len(places)
     specs: list[ProcessSpec] = []
-    for rank, device in places:
+    for rank, place in enumerate(places):
+        if place.node != node:
+            continue
         env = {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": "0", **OURS}
-        env |= HIDDEN if device is None else {NVIDIA: str(device)}
+        env |= HIDDEN if place.gpu is None else {NVIDIA: str(place.gpu)}
         name = "trainer" if world == 1 else f"trainer.{rank}"
         specs.append(_host(topology, run_dir, name, ["trainer"], env))
     if world == 1:
         return specs
-    whole = RestartGroupSpec("trainer", len(specs))  # ranks cannot compute alone: all of them restart together
-    return [msgspec.structs.replace(spec, restart_group=whole) for spec in specs]
+    group = _restart_group("trainer", [place.node for place in places], node)  # ranks cannot compute alone
+    return [msgspec.structs.replace(spec, restart_group=group) for spec in specs]
+
+
+def _restart_group(name: str, nodes_of_processes: Sequence[str], node: str) -> RestartGroupSpec:
+    """Return the restart group of processes on these nodes, as one of the nodes has it."""
+    nodes = tuple(dict.fromkeys(nodes_of_processes))
+    here = sum(each == node for each in nodes_of_processes)
+    return RestartGroupSpec(name, here, nodes if len(nodes) > 1 else ())

@@ -36,6 +36,7 @@ from runtime.node.claims.run_id import RunMismatch, check_run_id, settle_run_id
 from runtime.node.claims.rundir import BUS_FILE, TOPOLOGY_VARIABLE
 from runtime.node.copying import COPIES, LocalCopies
 from runtime.node.display import Show
+from runtime.node.group_starts import group_starts
 from runtime.node.join import JOIN_FILE, Join, write_join
 from runtime.node.node_plan import NodePlan, RunEnd, announcement
 from runtime.node.other_nodes import show_nodes, wait_until_left
@@ -286,8 +287,10 @@ class NodeDaemon:
             await forget_addresses(bus, self._plan.processes)
         await self._begin(bus)
         key = await engine_key(bus.kv)
+        agreements = group_starts(bus, self._plan.node, self._plan.processes)
         for spec in self._plan.processes:
-            self._supervision.start(self._with_secrets(spec, incarnation, key))
+            agreement = spec.restart_group and agreements.get(spec.restart_group.name)
+            self._supervision.start(self._with_secrets(spec, incarnation, key), agreement)
         copies = LocalCopies(self._plan.run_dir / COPIES / self._plan.node)
         handlers: dict[type[Message], Handler] = {
             KillRequested: partial(self._kill, bus),
@@ -296,6 +299,8 @@ class NodeDaemon:
         async with bus.serve(handlers), anyio.create_task_group() as tasks:
             tasks.start_soon(self._keep_claim, claim)
             tasks.start_soon(self._publish_changes, bus)
+            for each in agreements.values():
+                tasks.start_soon(each.run)
             tasks.start_soon(self.reporting.run, bus)
             tasks.start_soon(self._follower.follow, bus, self._watch(bus, tasks))
             has_others = self._plan.owns_streams and len(self._plan.nodes) > 1

@@ -1,7 +1,7 @@
 """Placement derived from a topology: the home node, addresses, the number of ranks and engines, and their GPUs."""
 
 import ipaddress
-from typing import Final
+from typing import Final, NamedTuple
 
 from runtime.settings.gpus import Gpu, order_gpus, parse_gpus
 from runtime.settings.topology import EngineConfig, Topology, TrainerConfig, WeightFormat
@@ -62,6 +62,27 @@ def nodes_of_pool(topology: Topology, engine: EngineConfig) -> tuple[str, ...]:
 def gpus_of(topology: Topology, text: str | None) -> tuple[Gpu, ...]:
     """Parse a GPU list into the order in which ranks and engines take its GPUs."""
     return order_gpus(parse_gpus(text), {name: node.address or AUTO for name, node in topology.nodes.items()})
+
+
+class RankPlace(NamedTuple):
+    """Where a trainer rank runs."""
+
+    node: str
+    gpu: int | None  # its index on the node; None: on the CPU
+
+
+def rank_places(topology: Topology) -> tuple[RankPlace, ...]:
+    """Return the place of each trainer rank, in the order of ranks."""
+    trainer = topology.trainer
+    if trainer.gpus is not None:
+        return tuple(RankPlace(gpu.node, gpu.index) for gpu in gpus_of(topology, trainer.gpus))
+    nodes, ranks = trainer.nodes or (home_node(topology),), trainer.num_processes
+    return tuple(RankPlace(nodes[rank * len(nodes) // ranks], None) for rank in range(ranks))
+
+
+def trainer_nodes(topology: Topology) -> tuple[str, ...]:
+    """Return the nodes of the trainer's ranks, that of rank 0 first."""
+    return tuple(dict.fromkeys(place.node for place in rank_places(topology)))
 
 
 def num_ranks(trainer: TrainerConfig) -> int:

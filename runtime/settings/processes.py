@@ -72,11 +72,12 @@ Probe = Question | SendsHeartbeats
 class RestartGroupSpec(msgspec.Struct, frozen=True):
     """Restart group: the processes of one server or trainer, which start and restart together.
 
-    An address for their rendezvous replaces "{peers}" in their commands and environments.
+    An address for their rendezvous, on the first node, replaces "{peers}" in their commands and environments.
     """
 
     name: str
-    num_processes: int
+    num_processes: int  # on this node
+    nodes: tuple[str, ...] = ()  # of all processes, that of the first process first; empty: only this node
 
 
 class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):

@@ -172,11 +172,14 @@ class TrainerConfig(Config, frozen=True, kw_only=True):
 
     # Device of the ranks.
     device: Literal["cuda", "cpu"] = "cuda"
-    # GPUs of the trainer, with one rank on each, such as "n0:0-7". Needed with `device = "cuda"`. Not implemented yet:
-    # GPUs of several nodes.
+    # GPUs of the trainer, with one rank on each, such as "n0:0-7,n1:0-3". Needed with `device = "cuda"`. Ranks on
+    # several nodes need a run directory that all of these nodes share.
     gpus: Text | None = None
     # Number of ranks on the CPU. On GPUs there is one rank per GPU.
     num_processes: Positive = 1
+    # Nodes of the ranks on the CPU. Each node gets a contiguous block of ranks. By default all ranks run on the node
+    # with the bus. Ranks on several nodes need a run directory that all of these nodes share.
+    nodes: tuple[Name, ...] = ()
     # Pack sequences into one row instead of padding them. By default this is done on a GPU in bfloat16.
     packed: bool | None = None
     # Checkpoint that a new run starts from: another run's directory, or Megatron-LM's. By default a new run starts

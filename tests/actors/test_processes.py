@@ -9,7 +9,7 @@ from actors.processes import process_specs
 from actors.rollout.sglang.peer_weights import PEERS_VARIABLE
 from actors.rollout.sglang.server_arguments import LAUNCH
 from runtime.settings.load import load_topology
-from runtime.settings.processes import ProcessSpec
+from runtime.settings.processes import ProcessSpec, RestartGroupSpec
 
 TWO = ("nodes.local.address=auto", "nodes.b.address=10.0.0.2", "bus.node=local")
 TOPOLOGIES = Path(__file__).resolve().parents[2] / "topologies"
@@ -196,6 +196,33 @@ def test_engines_without_gpus_are_assigned_to_the_nodes_of_their_pool_in_turn() 
     placed = (*TWO, "engines.policy.num_engines=3", "engines.policy.nodes=['b','local']")
     assert [name for name in specs("laptop.toml", "local", *placed) if name.startswith("engine")] == ["engine.policy.1"]
     assert list(specs("laptop.toml", "b", *placed)) == ["engine.policy.0", "engine.policy.2"]
+
+
+def test_ranks_run_where_their_gpus_are_however_many_a_node_has() -> None:
+    lists = ("trainer.gpus=n0:4-7,n1:0-7", "engines.policy.gpus=n0:0-3", "rollout.rollout_batch_size=24")
+    found = {node: specs("disaggregate-2x8gpu.toml", node, *lists) for node in ("n0", "n1")}
+    ranks = {node: [spec for name, spec in of.items() if name.startswith("trainer.")] for node, of in found.items()}
+    assert [(spec.env["RANK"], spec.env["CUDA_VISIBLE_DEVICES"]) for spec in ranks["n0"]] == [
+        ("0", "4"),
+        ("1", "5"),
+        ("2", "6"),
+        ("3", "7"),
+    ]
+    assert [spec.env["RANK"] for spec in ranks["n1"]] == [str(rank) for rank in range(4, 12)]
+    assert {spec.env["WORLD_SIZE"] for spec in ranks["n0"] + ranks["n1"]} == {"12"}
+    groups = {node: {spec.restart_group for spec in each} for node, each in ranks.items()}
+    assert groups["n0"] == {RestartGroupSpec("trainer", 4, ("n0", "n1"))}
+    assert groups["n1"] == {RestartGroupSpec("trainer", 8, ("n0", "n1"))}
+
+
+def test_ranks_on_the_cpu_are_dealt_to_their_nodes_in_blocks() -> None:
+    placed = (*TWO, "trainer.num_processes=4", "trainer.nodes=['b','local']")
+    of_b, at_home = specs("laptop.toml", "b", *placed), specs("laptop.toml", "local", *placed)
+    assert list(of_b) == ["trainer.0", "trainer.1"]
+    assert [name for name in at_home if name.startswith("trainer")] == ["trainer.2", "trainer.3"]
+    assert of_b["trainer.0"].restart_group == RestartGroupSpec("trainer", 2, ("b", "local"))
+    alone = specs("laptop.toml", "b", *TWO, "trainer.num_processes=2", "trainer.nodes=['b']")
+    assert alone["trainer.0"].restart_group == RestartGroupSpec("trainer", 2)
 
 
 def test_each_node_of_reward_has_a_reward_actor() -> None:

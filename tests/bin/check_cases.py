@@ -247,11 +247,10 @@ REFUSED = {
         "engines.policy.colocate",
         "a run does not release the memory of external engines",
     ),
-    "a trainer over several nodes": Case(
-        ("trainer.gpus=n0:0-3,n1:0-3", "engines.policy.gpus=n0:4-7,n1:4-7"),
-        "trainer.gpus",
-        "not implemented yet: a trainer over several nodes",
-        DISAGGREGATE,
+    "ranks on the CPU without a node for each": Case(
+        ("nodes.local.address=auto", "nodes.n1.address=10.0.0.2", "bus.node=local", "trainer.nodes=['local','n1']"),
+        "trainer.nodes",
+        "2 nodes, but trainer.num_processes = 1: some have no rank",
     ),
     "GPUs that are not here": Case(("nodes.local.gpus=99",), "nodes.local.gpus", "this machine has"),
     "SGLang of nobody": Case(("engines.policy.kind=sglang",), "engines.policy.kind", "SGLang is not installed"),

@@ -8,7 +8,6 @@ from runtime.node.checks.buses import Asker, check_bus
 from runtime.node.checks.files import check_paths, paths_of
 from runtime.node.checks.findings import Checked, Findings
 from runtime.node.checks.machine import check_machine
-from runtime.settings.gpus import parse_gpus
 from runtime.settings.load import LoadedTopology
 from runtime.settings.placement import gpus_of, home_node, max_sample_tokens
 from runtime.settings.reading.config import Problem
@@ -27,11 +26,7 @@ def not_built(topology: Topology) -> Iterator[Problem]:
 
 
 def _over_nodes(topology: Topology) -> Iterator[Problem]:
-    """Yield a trainer or an engine that several nodes would have to run together."""
-    trainer = {gpu.node for gpu in parse_gpus(topology.trainer.gpus)}
-    if len(trainer) > 1:
-        message = "not implemented yet: a trainer over several nodes; name GPUs of one node"
-        yield Problem.of("trainer.gpus", topology.trainer.gpus, message)
+    """Yield an engine that several nodes would have to run together."""
     for name, engine in topology.engines.items():
         gpus, size = gpus_of(topology, engine.gpus), engine.num_gpus_per_engine
         if any(len({gpu.node for gpu in gpus[at : at + size]}) > 1 for at in range(0, len(gpus), size)):

@@ -10,12 +10,12 @@ from pathlib import Path
 import anyio
 import anyio.abc
 
-from runtime.bus.addresses import BUS_URL_VARIABLE, ENGINE_KEY_VARIABLE, host_port
+from runtime.bus.addresses import BUS_URL_VARIABLE, ENGINE_KEY_VARIABLE
 from runtime.node.supervisor import guardian
 from runtime.node.supervisor.output import OutputLog
 from runtime.node.supervisor.ports import PortInUse, ReadyServers, choose_port
 from runtime.node.supervisor.readiness import Heartbeats, wait_until_ready, wait_until_silent, wait_until_still
-from runtime.node.supervisor.restarts import RestartBudget, RestartGroup
+from runtime.node.supervisor.restarts import Agreement, RestartBudget, RestartGroup
 from runtime.node.supervisor.spawn import Child, Guard
 from runtime.node.supervisor.state_changes import Exited, GivenUp, Listener, Ready, Started
 from runtime.process.heartbeat import PULSE_VARIABLE
@@ -134,7 +134,7 @@ class Supervisor:
         try:
             return await self._run_alone()
         finally:
-            self._restart_group.ended(self.spec.name)
+            self._restart_group.ended(self.spec.name, stopped=self._stop_requested.is_set())
 
     async def _leave_when_stopped(self, scope: anyio.CancelScope) -> None:
         await self._stop_requested.wait()
@@ -171,6 +171,8 @@ class Supervisor:
         self._announce(Started(spec=self.spec, pid=child.pid, restarts=self.restarts))
         if self._stop_requested.is_set():
             child.ask_to_stop()
+        elif self._restart_group is not None and (first := self._restart_group.ended_first):
+            self._end_with(first)  # it ended while this process was being started
         code = 0
         try:
             async with anyio.create_task_group() as tasks:
@@ -287,7 +289,7 @@ class Supervisor:
 
     def _filled_in(self, text: str) -> str:
         if self._restart_group is not None:
-            text = text.replace("{peers}", host_port(self._restart_group.host, self._restart_group.port))
+            text = text.replace("{peers}", self._restart_group.address)
         text = text.replace("{others}", self._servers.others(self.spec) if self._came_up else "")
         return text if self._port is None else with_address(text, self._address, self._port)
 
@@ -339,8 +341,11 @@ class Supervision:
             finally:
                 guard_tasks.cancel_scope.cancel()
 
-    def start(self, spec: ProcessSpec) -> None:
+    def start(self, spec: ProcessSpec, agreement: Agreement | None = None) -> None:
         """Start a process and keep it running.
+
+        Args:
+            agreement: with the other nodes of its restart group, the same for all of its processes.
 
         Raises:
             ValueError: there is a process of that name.
@@ -349,7 +354,10 @@ class Supervision:
             raise ValueError(f"there is already a process {spec.name}")
         wanted, group = spec.restart_group, None
         if wanted is not None:
-            group = self._restart_groups.setdefault(wanted.name, RestartGroup(wanted.num_processes, self._address))
+            group = self._restart_groups.get(wanted.name)
+            if group is None:
+                group = RestartGroup(wanted.num_processes, self._address, agreement)
+                self._restart_groups[wanted.name] = group
         path = self._log_dir / f"{spec.name}.jsonl"
         log = OutputLog(path, spec.name, hidden=_secrets_of(spec), crash_words=spec.crash_words)
         supervisor = Supervisor(

@@ -8,7 +8,7 @@ from runtime.settings.placement import is_loopback
 from runtime.settings.reading.config import Problem
 from runtime.settings.recipe import eval_data, precomputes_old_log_probs, trains_demonstrations
 from runtime.settings.sizes import MAX_MESSAGE_BYTES, needed_sizes, show_bytes
-from runtime.settings.topology import EngineConfig, Topology, answers_are_recorded, sglang_arguments
+from runtime.settings.topology import EngineConfig, Topology, answers_are_recorded, is_colocated, sglang_arguments
 
 SET_ELSEWHERE = {  # SGLang arguments that the run sets itself, and their source
     "api_key": "the run generates the key of its engines and router",
@@ -97,9 +97,10 @@ def _no_address(text: str) -> str | None:
 
 
 def _placed(topology: Topology) -> Iterator[Problem]:
-    """Yield problems of pools and reward actors that are placed on nodes without GPUs."""
+    """Yield problems of pools, reward actors and trainer ranks that are placed on nodes without GPUs."""
     placed = [(f"engines.{name}.nodes", engine.nodes) for name, engine in topology.engines.items()]
-    for key, nodes in (*placed, ("reward.nodes", topology.reward.nodes)):
+    placed += [("reward.nodes", topology.reward.nodes), ("trainer.nodes", topology.trainer.nodes)]
+    for key, nodes in placed:
         unknown = [name for name in nodes if name not in topology.nodes]
         if unknown:
             message = f"no node {', '.join(unknown)}; allowed: {', '.join(topology.nodes)}"
@@ -114,9 +115,25 @@ def _placed(topology: Topology) -> Iterator[Problem]:
             yield Problem.of(key, nodes, f"the run does not start engines that run already (engines.{name}.urls)")
         elif nodes and engine.colocate is not None:
             yield Problem.of(key, nodes, f"engines run where the trainer is (engines.{name}.colocate)")
+    yield from _placed_ranks(topology)
     if topology.reward.nodes and any("reward" in roles for roles in topology.share):
         message = 'a reward actor that shares a process (share) runs on the node with the bus: leave "reward" out there'
         yield Problem.of("reward.nodes", list(topology.reward.nodes), message)
+
+
+def _placed_ranks(topology: Topology) -> Iterator[Problem]:
+    trainer, key = topology.trainer, "trainer.nodes"
+    if not trainer.nodes:
+        return
+    value = list(trainer.nodes)
+    if trainer.device == "cuda":
+        yield Problem.of(key, value, "ranks run where their GPUs are (trainer.gpus)")
+    elif trainer.num_processes < len(trainer.nodes):
+        message = f"{len(trainer.nodes)} nodes, but trainer.num_processes = {trainer.num_processes}: some have no rank"
+        yield Problem.of(key, value, message)
+    elif is_colocated(topology):
+        message = "colocated engines on the CPU share memory with the trainer, on the node with the bus: leave it out"
+        yield Problem.of(key, value, message)
 
 
 def _sizes(topology: Topology) -> Iterator[Problem]:

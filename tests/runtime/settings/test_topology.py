@@ -69,9 +69,6 @@ def test_elsewhere_leaves_out_what_only_that_machine_can_show_and_says_so() -> N
 
 
 def test_a_start_refuses_what_it_would_not_do() -> None:
-    over_nodes = ("trainer.gpus=n0:0-3,n1:0-3", "engines.policy.gpus=n0:4-7,n1:4-7")
-    problem, *_ = check_here(load_topology(DISAGGREGATE, over_nodes), node="n0").problems
-    assert str(problem).endswith("not implemented yet: a trainer over several nodes; name GPUs of one node")
     over_nodes = (
         "trainer.gpus=n0:0-3",
         "engines.policy.gpus=n0:4-7,n1:0-3",

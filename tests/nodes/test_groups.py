@@ -1,0 +1,99 @@
+"""Restart groups over two machines: one death restarts the processes on both, once."""
+
+import json
+import signal
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.nodes.test_runs import RUN_S, result, start
+from tests.support.machines.lan import machines
+from tests.support.machines.machine import Machine, polled
+
+pytestmark = [pytest.mark.nodes, pytest.mark.timeout(400)]  # above RUN_S and the starts
+
+RANKS = """
+include = "laptop.toml"
+run = {{ name = "two", dir = "{directory}" }}
+train.num_steps = {steps}
+train.save_interval = 2
+nodes.local = {{ address = "{home}", gpus = 0 }}
+nodes.n1 = {{ address = "{other}", wait_s = 60 }}
+bus.node = "local"
+trainer.num_processes = 2
+trainer.nodes = ["local", "n1"]
+{layout}
+"""
+NODES = {"trainer.0": "local", "trainer.1": "n1"}
+LAYOUTS = {
+    "DP2": "trainer.optimizer.use_distributed_optimizer = true",
+    "TP2": "trainer.megatron.tensor_model_parallel_size = 2",
+}
+STEPS = 12
+RESTART_S = 120.0
+KILL_S = 5.0  # from the death of a rank on one machine to the end of the ranks on the other
+
+
+def changes(run_dir: Path, process: str, change: str) -> list[dict[str, Any]]:
+    """The changes of one process, from the log of its node daemon."""
+    return [
+        event for event in _events(run_dir, NODES[process]) if (event["process"], event["change"]) == (process, change)
+    ]
+
+
+def _events(run_dir: Path, node: str) -> Iterator[dict[str, Any]]:
+    for line in (run_dir / "logs" / node / "daemon.jsonl").read_text().splitlines():
+        event = json.loads(line)
+        if event["event"] == "process_changed":
+            yield event
+
+
+def wait_for_starts(run_dir: Path, number: int) -> None:
+    """Wait until both ranks have started that often."""
+    for _ in polled(RESTART_S, lambda: f"not started {number} times: {list(_events(run_dir, 'n1'))[-4:]}"):
+        if all(len(changes(run_dir, process, "started")) >= number for process in NODES):
+            return
+
+
+def kill(machine: Machine, run_dir: Path, process: str) -> None:
+    machine.run(["kill", "-9", str(changes(run_dir, process, "started")[-1]["pid"])])
+
+
+@pytest.mark.parametrize(
+    ("layout", "six"),
+    [pytest.param("DP2", False, id="DP2"), pytest.param("TP2", True, id="TP2, IPv6", marks=pytest.mark.nightly)],
+)
+def test_ranks_on_two_machines_restart_together(tmp_path: Path, layout: str, six: bool) -> None:
+    run_dir = tmp_path / "two"
+    with machines(shared=[tmp_path]) as lan:
+        n0, n1 = lan.add("n0"), lan.add("n1", clock=7200.0)
+        home, other = (n0.address6, n1.address6) if six else ("auto", "auto")
+        file = tmp_path / "two.toml"
+        text = RANKS.format(directory=tmp_path, steps=STEPS, home=home, other=other, layout=LAYOUTS[layout])
+        file.write_text(text)
+        first, later = start(n0, file, "local"), start(n1, file, "n1")
+        first.wait_for("step  3/", 180)
+        kill(n1, run_dir, "trainer.1")
+        wait_for_starts(run_dir, 2)
+        (killed,), (other,) = changes(run_dir, "trainer.1", "exited"), changes(run_dir, "trainer.0", "exited")
+        assert killed["reason"] == "killed by SIGKILL"
+        took = datetime.fromisoformat(other["time"]) - datetime.fromisoformat(killed["time"])
+        assert took.total_seconds() < KILL_S
+        first.wait_for("step  6/", RESTART_S)
+        assert {process: len(changes(run_dir, process, "started")) for process in NODES} == dict.fromkeys(NODES, 2)
+        later.signal(signal.SIGKILL)
+        later.wait(10)
+        later = start(n1, file, "n1")
+        wait_for_starts(run_dir, 3)
+        assert first.wait(RUN_S) == 0, first.output()
+        assert later.wait(30) == 0, later.output()
+    assert {process: len(changes(run_dir, process, "started")) for process in NODES} == dict.fromkeys(NODES, 3)
+    ended = result(run_dir)
+    groups = ended["result"]["groups"]
+    assert ended["finished"]
+    assert groups["trained"] == STEPS * 64
+    assert groups["issued"] == sum(groups[name] for name in groups if name != "issued")
+    assert ended["result"]["reward_last"] > ended["result"]["reward_first"]
