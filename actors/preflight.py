@@ -24,7 +24,7 @@ from runtime.node.checks.findings import Checked
 from runtime.node.checks.hub import hub_models
 from runtime.node.checks.machine import free_memory_bytes
 from runtime.settings.load import LoadedTopology
-from runtime.settings.placement import data_parallel_size
+from runtime.settings.placement import NodeRoles, data_parallel_size, home_node, roles_of
 from runtime.settings.plugins import is_plugin
 from runtime.settings.reading.config import Problem
 from runtime.settings.sizes import show_bytes
@@ -60,10 +60,12 @@ def preflight(
     hooks, notes = check_hooks(loaded.topology, loaded.loaded, doing), list(checked.notes)
     found = [problem for problem in hooks if not (elsewhere and _is_of_a_machine(problem))]
     if not elsewhere:
+        roles = roles_of(loaded.topology, node or home_node(loaded.topology))
         broken = {problem.key for problem in checked.problems}
-        found += _with_origin(loaded, _of_dumps(loaded.topology))
-        found += _with_origin(loaded, _of_engines(loaded.topology, broken))
-        if _can_be_read(loaded, broken):
+        if roles.is_home:
+            found += _with_origin(loaded, _of_dumps(loaded.topology))
+        found += _with_origin(loaded, _of_engines(loaded.topology, broken, roles))
+        if roles.needs_model and _can_be_read(loaded, broken):
             broken |= {problem.key for problem in found}
             doing(
                 MODEL,
@@ -71,8 +73,10 @@ def preflight(
                 "reading it, or asking engines for it",
                 limit_s=ASK_TIMEOUT_S,
             )
-            found += _with_origin(loaded, _of_urls(loaded.topology, broken))
-            found += _with_origin(loaded, _of_model(loaded.topology, broken, CheckOutput(doing, notes), fresh=fresh))
+            if roles.is_home:
+                found += _with_origin(loaded, _of_urls(loaded.topology, broken))
+            output = CheckOutput(doing, notes)
+            found += _with_origin(loaded, _of_model(loaded.topology, broken, output, roles, fresh=fresh))
     return msgspec.structs.replace(checked, problems=(*checked.problems, *found), notes=tuple(notes))
 
 
@@ -106,10 +110,10 @@ def _of_dumps(topology: Topology) -> Iterator[Problem]:
         yield Problem.of(key, value, message)
 
 
-def _of_engines(topology: Topology, broken: set[str]) -> Iterator[Problem]:
-    for name, engine in topology.engines.items() if not answers_are_recorded(topology) else ():
-        key = f"engines.{name}"
-        if engine.kind == "sglang" and not engine.urls and not broken & {f"{key}.python", f"{key}.kind"}:
+def _of_engines(topology: Topology, broken: set[str], roles: NodeRoles) -> Iterator[Problem]:
+    for name in roles.pools:
+        key, engine = f"engines.{name}", topology.engines[name]
+        if engine.kind == "sglang" and not broken & {f"{key}.python", f"{key}.kind"}:
             yield from engine_problems(key, engine)
 
 
@@ -128,7 +132,9 @@ def _of_urls(topology: Topology, broken: set[str]) -> Iterator[Problem]:
         yield from url_problems(key, engine.urls, wanted)
 
 
-def _of_model(topology: Topology, broken: set[str], output: CheckOutput, *, fresh: bool) -> Iterator[Problem]:
+def _of_model(
+    topology: Topology, broken: set[str], output: CheckOutput, roles: NodeRoles, *, fresh: bool
+) -> Iterator[Problem]:
     """Check the model's directory and its prompts. Keys in `broken` already have a problem."""
     model = topology.model
     try:
@@ -148,11 +154,13 @@ def _of_model(topology: Topology, broken: set[str], output: CheckOutput, *, fres
         message = f"hidden_size = {shape.hidden_size}: at most {WIDEST}; wider models round too much to verify weights"
         yield Problem.of(MODEL, model.hf_checkpoint, message)
     yield from _memory(topology, shape)
-    if model.ref_load is not None and "model.ref_load" not in broken:
+    if model.ref_load is not None and "model.ref_load" not in broken and (roles.trains or roles.is_home):
         yield from _weights("model.ref_load", model.ref_load, shape)
-    if topology.run.only != "rollout":
+    if roles.trains:
         yield from _load(topology, shape)
         yield from _resumed(topology, shape) if not fresh else ()
+    if not roles.is_home:  # only home has the data
+        return
     yield from _limits(topology, shape)
     found = list(prompt_problems(topology, shape, broken, output))
     if not answers_are_recorded(topology) and MODEL not in {problem.key for problem in found}:

@@ -26,7 +26,7 @@ from runtime.settings.job_system import AUTO_NODE, NoNode, node_of_job
 from runtime.settings.load import LoadedTopology, load_topology
 from runtime.settings.placement import home_node
 from runtime.settings.plan import draw, plan_of
-from runtime.settings.reading.config import TopologyError
+from runtime.settings.reading.config import Problem, TopologyError
 from runtime.settings.reading.toml import shipped_topologies
 from runtime.settings.slime.hints import flag_hint
 from runtime.settings.topology import Topology
@@ -242,8 +242,16 @@ def _fitted(topology: Topology, screen: Screen) -> Topology:
 
 def _start(loaded: LoadedTopology, args: argparse.Namespace, specs_of: "SpecsOf") -> int:
     screen = Screen(sys.stderr if args.json else sys.stdout)
-    topology = _ready(loaded, args, screen)
-    topology = _downloaded(msgspec.structs.replace(loaded, topology=topology), args, screen)
+    problems: tuple[Problem, ...] = ()
+    try:
+        topology = _ready(loaded, args, screen)
+        topology = _downloaded(msgspec.structs.replace(loaded, topology=topology), args, screen)
+    except TopologyError as error:
+        topology, problems = loaded.topology, error.problems
+        if _node_of(topology, args.node) == home_node(topology):
+            raise
+        for problem in problems:
+            screen.show(f"this node cannot take part: {problem}")
 
     from runtime.node.start import RunRefused, StartOptions, start  # imports the bus, which other commands do not need
 
@@ -256,6 +264,7 @@ def _start(loaded: LoadedTopology, args: argparse.Namespace, specs_of: "SpecsOf"
         command=_command_of(args),
         bus_login=loaded.bus_login,
         join=args.join,
+        problems=problems,
     )
     try:
         end = start(

@@ -1,8 +1,9 @@
 """A run's key-value bucket: small shared facts such as addresses, claims and the roster, as JSON."""
 
+import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
-from typing import Any, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 import msgspec
 import structlog
@@ -19,6 +20,7 @@ from runtime.bus.reader import LogReader
 log = structlog.get_logger()
 
 T = TypeVar("T")
+CLOCK_KEY_TTL_S: Final = 10
 
 
 class Entry(Generic[T]):
@@ -80,6 +82,21 @@ class KeyValues:
             SequenceMismatch: the key is at another revision.
         """
         await self._bucket.remove(key, revision=revision)
+
+    async def clock_ahead_s(self, key: str) -> float:
+        """Return by how many seconds this machine's clock is ahead of the server's, give or take a round trip.
+
+        Args:
+            key: key of the caller's own, which is written and expires.
+
+        Raises:
+            BusUnavailable: no server.
+        """
+        before = time.time()
+        await self._bucket.put(key, b"null", ttl_s=CLOCK_KEY_TTL_S)
+        after = time.time()
+        stored_at = await self._bucket.stored_at(key)
+        return 0.0 if stored_at is None else (before + after) / 2 - stored_at
 
     async def entries(self, key_filter: str, value_type: type[T]) -> list[Entry[T]]:
         """All current values under a filter such as "nodes.*" or "engines.>"."""

@@ -4,6 +4,7 @@ import math
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -30,6 +31,8 @@ from runtime.bus.calls import Handler
 from runtime.bus.errors import BusError, BusUnavailable
 from runtime.bus.limits import BusLimits, over_network
 from runtime.bus.nats.server import NoProgress, ServerSettings, server_command, wait_ready, write_config
+from runtime.node.acceptance import Acceptance, Statement
+from runtime.node.checks.comparison import Refusal
 from runtime.node.claims.home import HomeClaimed, HomeLease, HomeMoved, LeaseUnreadable
 from runtime.node.claims.node_claim import NodeClaim, NodeClaimed
 from runtime.node.claims.run_id import RunMismatch, check_run_id, settle_run_id
@@ -114,13 +117,21 @@ class NodeDaemon:
     Args:
         show: prints a line for the user.
         rewrite: replaces the last printed line, on a terminal.
+        acceptance: accepts and refuses other nodes, on the node with the bus.
         disk_timeout_s: seconds after which the free bytes of a disk that does not answer count as unknown.
     """
 
     def __init__(
-        self, plan: NodePlan, *, show: Show, rewrite: Show | None = None, disk_timeout_s: float = DISK_TIMEOUT_S
+        self,
+        plan: NodePlan,
+        *,
+        show: Show,
+        rewrite: Show | None = None,
+        acceptance: Acceptance | None = None,
+        disk_timeout_s: float = DISK_TIMEOUT_S,
     ) -> None:
         self._plan = plan
+        self._acceptance = acceptance
         self._disk_timeout_s = disk_timeout_s
         self.reporting = Reporting(plan, show=show, rewrite=rewrite)
         self._show = self.reporting.display.show
@@ -254,6 +265,8 @@ class NodeDaemon:
         claim = await NodeClaim.take(bus, plan.node, plan.run_dir, incarnation=plan.incarnation)
         try:
             run_id = await settle_run_id(bus, plan.run_dir, owns=plan.owns_streams)
+            if self._acceptance is not None:
+                await self._acceptance.open(bus)
             self._invite(run_id, claim.holder.incarnation)
         except (RunMismatch, OSError):
             await claim.release()
@@ -303,6 +316,8 @@ class NodeDaemon:
                 tasks.start_soon(each.run)
             tasks.start_soon(self.reporting.run, bus)
             tasks.start_soon(self._follower.follow, bus, self._watch(bus, tasks))
+            if self._acceptance is not None:
+                tasks.start_soon(self._acceptance.run, bus, self._refuse)
             has_others = self._plan.owns_streams and len(self._plan.nodes) > 1
             if has_others:
                 tasks.start_soon(show_nodes, bus, self._plan.node, self._show)
@@ -326,6 +341,18 @@ class NodeDaemon:
         first_seq = (await bus.state(Plane.EVENT)).last_seq + 1
         self._follower.begin_at(first_seq)
         self.reporting.begin_at(first_seq)
+
+    def _refuse(self, statement: Statement, refusals: Sequence[Refusal]) -> bool:
+        """Report a node that cannot take part, and return whether that ends the run.
+
+        It does before the first train step, when nothing is lost. Later the run goes on without the node.
+        """
+        for refusal in refusals:
+            self._show(f"refused {refusal}")
+        ends = not statement.only_checks and not self._follower.has_trained
+        if ends:
+            self._end(RunEnd(finished=False, refused="\n".join(map(str, refusals))))
+        return ends
 
     async def _announce_end(self, bus: Bus) -> None:
         """Inform the other nodes, before the bus ends with the home node."""

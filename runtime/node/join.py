@@ -38,6 +38,11 @@ class Join(msgspec.Struct, frozen=True, kw_only=True):
         """The login of the bus."""
         return Login(user=self.user, password=Secret(self.password))
 
+    @property
+    def url_with_login(self) -> str:
+        """The URL of the bus, for clients."""
+        return with_login(self.url, self.login)
+
 
 class NotJoined(Exception):
     """The run's bus was not found in time. The text says why."""
@@ -127,8 +132,9 @@ async def _usable(path: Path, run: str, run_dir: Path) -> Join:
     if own is not None and own.joined and own.id != join.run_id:
         raise _Unusable(f"{path} is ignored: it is of another run {run} than the one in {run_dir}")
     try:
-        url = with_login(join.url, join.login)
-        async with Bus.connect(url, run, name="join", limits=LIMITS, certificate=join.certificate) as bus:
+        async with Bus.connect(
+            join.url_with_login, run, name="join", limits=LIMITS, certificate=join.certificate
+        ) as bus:
             entry = await bus.kv.get(KEY, IdOnBus)
     except (BusError, ValueError) as error:
         raise _Unusable(f"the bus of {path} does not accept this node: {error}") from error

@@ -56,7 +56,7 @@ class RunEnd(msgspec.Struct, frozen=True, kw_only=True):
     finished: bool
     stopped_by: int | None = None  # signal
     failure: GivenUp | None = None
-    refused: str | None = None  # why no process was started
+    refused: str | None = None  # why the run cannot start: wrong input
     error: str | None = None  # of the bus or the daemon, if no process failed
     stopped: RunStopped | None = None  # another node, or an earlier event of this one, stopped the run
     is_announced: bool = False  # other nodes know the end, or it does not concern them
@@ -67,10 +67,12 @@ def announcement(outcome: RunEnd, node: str, *, is_home: bool) -> RunStopped | N
 
     The run ends with its home, and with a process that any node gives up. Otherwise a node leaves it.
     """
-    if outcome.finished or outcome.is_announced or outcome.refused is not None:
+    if outcome.finished or outcome.is_announced or (outcome.refused is not None and not is_home):
         return None
     if outcome.stopped_by is not None:
         reason = signal_name(outcome.stopped_by)
+    elif outcome.refused is not None:
+        reason = clipped(outcome.refused, REASON_CHARS)
     elif outcome.failure is not None:
         reason = f"{outcome.failure.spec.name}: {clipped(outcome.failure.reason, REASON_CHARS)}"
     else:

@@ -55,6 +55,11 @@ class Follower:
         """Set the log sequence from which events belong to this start: an earlier failure does not end it."""
         self._first_seq = first_seq
 
+    @property
+    def has_trained(self) -> bool:
+        """Whether a train step of the run was seen, in this start or an earlier one."""
+        return self._steps > 0
+
     async def follow(self, bus: Bus, watch: StallWatch | None) -> None:
         """Follow until cancelled. Events that are trimmed before they are read are skipped."""
         while True:

@@ -14,8 +14,12 @@ import anyio
 import msgspec
 import structlog
 
+from runtime.bus.bus import Bus
+from runtime.bus.errors import BusError
 from runtime.bus.nats.certificate import own_certificate
 from runtime.bus.nats.server import ServerSettings
+from runtime.node.acceptance import Acceptance, NotAnswered, state_facts
+from runtime.node.checks.facts import facts_here
 from runtime.node.checks.machine import raise_open_files
 from runtime.node.claims.claim import Claim, RunClaimed, refuse_claimed
 from runtime.node.claims.discarding import NotDiscarded, discard
@@ -36,7 +40,7 @@ from runtime.node.claims.rundir import (
 )
 from runtime.node.daemon import NodeDaemon
 from runtime.node.display import Show
-from runtime.node.join import JOIN_FILE, Join, NotJoined, joined
+from runtime.node.join import JOIN_FILE, LIMITS, Join, NotJoined, joined
 from runtime.node.network import (
     NoAddress,
     NodeAddress,
@@ -48,7 +52,7 @@ from runtime.node.network import (
 )
 from runtime.node.node_plan import NodePlan, RunEnd, exit_code_of
 from runtime.node.supervisor.state_changes import GivenUp
-from runtime.process.logs import configure_logging
+from runtime.process.logs import configure_logging, silenced
 from runtime.settings.placement import (
     AUTO,
     BUS_PORT,
@@ -63,6 +67,7 @@ from runtime.settings.placement import (
 )
 from runtime.settings.plan import stream_limits
 from runtime.settings.processes import ProcessSpec
+from runtime.settings.reading.config import Problem
 from runtime.settings.recipe import trains_demonstrations
 from runtime.settings.sizes import min_free_bytes, stream_sizes
 from runtime.settings.topology import Topology, encode_topology
@@ -80,6 +85,8 @@ BUS_PASSWORD_FILE = Path(BUS_DIRECTORY, "password")  # in the run directory, rea
 LOGS = "logs"  # in the run directory; of several nodes each has a directory of its own in it
 STORE_BOUND = 1 << 50  # above the streams' own limits, which may have been larger at an earlier start
 
+STATE_WITHIN_S = 60.0  # for the problems of a node
+
 SpecsOf = Callable[[Topology, str, Path], Sequence[ProcessSpec]]
 
 
@@ -92,6 +99,7 @@ class StartOptions(msgspec.Struct, frozen=True, kw_only=True):
     join: Path | None = None  # join file of the run; none: the one in the run directory
     take_over: bool = False  # become home although another machine holds the lease on it
     fresh: str | None = None  # start over: name of the run to discard, "" for none
+    problems: tuple[Problem, ...] = ()  # of this node's own checks; another node than home states them to home
 
 
 class End(msgspec.Struct, frozen=True, kw_only=True):
@@ -130,7 +138,8 @@ def start(
             show(f"changed since the last start: {change}")
         try:
             address = _address(topology, options, None) if is_networked(topology) else None
-            return _run(_plan(topology, options, claim, specs_of, address), options, show, rewrite)
+            acceptance = _acceptance(topology, options, run_dir, address)
+            return _run(_plan(topology, options, claim, specs_of, address), options, show, rewrite, acceptance)
         except RunRefused:
             put_back(claim, before)
             raise
@@ -150,7 +159,7 @@ def _take_part(
     """
     node, join = options.node, None
     if topology.bus.url is None:
-        wait_s = topology.nodes[node].wait_s
+        wait_s = _wait_s(topology, options)
         path = options.join or run_dir / JOIN_FILE
         try:
             join = anyio.run(
@@ -166,13 +175,14 @@ def _take_part(
             )
         except NotJoined as error:
             why = f"found no bus of run {topology.run.name} within {wait_s:g} s (nodes.{node}.wait_s)"
-            raise RunRefused(f"node {node} {why}: {error}") from error
+            raise RunRefused("\n".join([*map(str, options.problems), f"node {node} {why}: {error}"])) from error
         if join is None:
             stored = _finished(topology, run_dir)
             if stored is None:
                 raise RunRefused(f"{run_dir} was discarded while node {node} waited for its bus; start the node again")
             return _end_of_a_finished_run(stored, topology.run.name, run_dir, options, show)
     address = _address(topology, options, topology.bus.url if join is None else join.url)
+    _ask_home(topology, options, run_dir, address, join)
     with _claim(run_dir, node) as claim:
         _refuse_beside(claim)
         try:
@@ -201,6 +211,49 @@ def _address(topology: Topology, options: StartOptions, bus_url: str | None) -> 
         )
     except (NoAddress, OSError) as error:
         raise RunRefused(f'nodes.{node}.address = "{setting}": {error}') from error
+
+
+def _acceptance(
+    topology: Topology, options: StartOptions, run_dir: Path, address: NodeAddress | None
+) -> Acceptance | None:
+    """Return what compares other nodes with home; None if there are none."""
+    if address is None or len(topology.nodes) == 1:
+        return None
+    facts = facts_here(topology, options.node, address=address.announced)
+    return Acceptance(topology, options.node, facts, run_dir)
+
+
+def _ask_home(
+    topology: Topology, options: StartOptions, run_dir: Path, address: NodeAddress, join: Join | None
+) -> None:
+    """State the facts of this node to home, before any of its processes starts.
+
+    Raises:
+        RunRefused: home refuses the node, or does not answer within nodes.<name>.wait_s.
+    """
+    node, wait_s = options.node, _wait_s(topology, options)
+    facts = facts_here(topology, node, problems=options.problems, address=address.announced)
+    url = with_login(topology.bus.url or "", _login(topology, options)) if join is None else join.url_with_login
+    certificate = None if join is None else join.certificate
+
+    async def ask() -> tuple[str, ...]:
+        name = f"facts-{node}"
+        async with Bus.connect(url, topology.run.name, name=name, limits=LIMITS, certificate=certificate) as bus:
+            return await state_facts(bus, node, facts, run_dir, wait_s=wait_s)
+
+    try:
+        with silenced():
+            refusals = anyio.run(ask)
+    except (NotAnswered, BusError) as error:
+        raise RunRefused(f"{error} (nodes.{node}.wait_s = {wait_s:g})") from error
+    if refusals or options.problems:
+        raise RunRefused("\n".join(refusals or map(str, options.problems)))
+
+
+def _wait_s(topology: Topology, options: StartOptions) -> float:
+    """Return how long this node waits for home. A node with problems waits briefly: home may have ended by the same."""
+    wait_s = topology.nodes[options.node].wait_s
+    return min(wait_s, STATE_WITHIN_S) if options.problems else wait_s
 
 
 def _claim(run_dir: Path, node: str | None) -> Claim:
@@ -295,7 +348,9 @@ def _login(topology: Topology, options: StartOptions) -> Login | None:
         raise RunRefused(f"bus.credentials: {error}") from error
 
 
-def _run(plan: NodePlan, options: StartOptions, show: Show, rewrite: Show | None) -> End:
+def _run(
+    plan: NodePlan, options: StartOptions, show: Show, rewrite: Show | None, acceptance: Acceptance | None = None
+) -> End:
     log_path = (plan.log_dir or plan.run_dir / LOGS) / "daemon.jsonl"
     log_path.parent.mkdir(parents=True, exist_ok=True)
     with closing(LinesWhileRoom(log_path.open("a", encoding="utf-8"))) as log_file:
@@ -304,7 +359,7 @@ def _run(plan: NodePlan, options: StartOptions, show: Show, rewrite: Show | None
             show(f"{'resuming' if plan.incarnation > 1 else 'starting'} run {plan.run} in {plan.run_dir}")
         else:
             show(f"node {plan.node} joins run {plan.run} at {without_logins(plan.bus_url or '')}")
-        daemon = NodeDaemon(plan, show=show, rewrite=rewrite)
+        daemon = NodeDaemon(plan, show=show, rewrite=rewrite, acceptance=acceptance)
         outcome = anyio.run(daemon.run, backend="asyncio")  # plain loop: children are forked from the main thread
     if outcome.refused is not None:
         raise RunRefused(outcome.refused)

@@ -4,7 +4,7 @@ import ipaddress
 from typing import Final, NamedTuple
 
 from runtime.settings.gpus import Gpu, order_gpus, parse_gpus
-from runtime.settings.topology import EngineConfig, Topology, TrainerConfig, WeightFormat
+from runtime.settings.topology import EngineConfig, Topology, TrainerConfig, WeightFormat, answers_are_recorded
 
 AUTO: Final = "auto"
 LOOPBACK: Final = "127.0.0.1"
@@ -57,6 +57,42 @@ def bus_port(topology: Topology) -> int | None:
 def nodes_of_pool(topology: Topology, engine: EngineConfig) -> tuple[str, ...]:
     """Return the nodes of a pool without GPUs, in the order in which its engines take them."""
     return engine.nodes or (home_node(topology),)
+
+
+class NodeRoles(NamedTuple):
+    """What a node does in a run, as far as its machine needs other things for it."""
+
+    is_home: bool
+    trains: bool  # it has trainer ranks
+    pools: tuple[str, ...]  # pools with an engine on this node
+
+    @property
+    def needs_model(self) -> bool:
+        """Whether a process of the node reads the model."""
+        return self.is_home or self.trains or bool(self.pools)
+
+
+def roles_of(topology: Topology, node: str) -> NodeRoles:
+    """Return what a node does in a run."""
+    pools = () if answers_are_recorded(topology) else topology.engines
+    return NodeRoles(
+        is_home=node == home_node(topology),
+        trains=topology.run.only != "rollout" and node in trainer_nodes(topology),
+        pools=tuple(pool for pool in pools if node in engine_nodes(topology, topology.engines[pool])),
+    )
+
+
+def engine_nodes(topology: Topology, engine: EngineConfig) -> tuple[str, ...]:
+    """Return the nodes with engines of a pool; none if the engines are external."""
+    if engine.urls:
+        return ()
+    if engine.gpus is None:
+        return nodes_of_pool(topology, engine)[: num_engines(engine)]
+    return _nodes_with(gpus_of(topology, engine.gpus))
+
+
+def _nodes_with(gpus: tuple[Gpu, ...]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(gpu.node for gpu in gpus))
 
 
 def gpus_of(topology: Topology, text: str | None) -> tuple[Gpu, ...]:

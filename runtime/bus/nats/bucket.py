@@ -1,9 +1,10 @@
 """A JetStream KV bucket: a stream with one subject per key, read by its last message."""
 
 from collections.abc import Mapping
+from datetime import datetime
 from typing import Final, NamedTuple
 
-from runtime.bus.nats.store import Store
+from runtime.bus.nats.store import TIME, Store
 
 _OPERATION: Final = "KV-Operation"
 _MARKER: Final = "Nats-Marker-Reason"  # on removals by the server
@@ -46,6 +47,15 @@ class Bucket:
         """
         stored = await self._store.last(self.stream, self.subject(key))
         return None if stored is None else Kept(None if is_removal(stored.headers) else stored.data, stored.seq)
+
+    async def stored_at(self, key: str) -> float | None:
+        """When the server stored the latest state of a key, as Unix time on its clock; None if it never had a value.
+
+        Raises:
+            BusUnavailable: no server.
+        """
+        stored = await self._store.last(self.stream, self.subject(key))
+        return None if stored is None else datetime.fromisoformat(stored.headers[TIME]).timestamp()
 
     async def last_of_each(self, key_filter: str) -> list[tuple[str, Kept]]:
         """The latest state of each key under a filter, removed ones included, by revision. One round trip.

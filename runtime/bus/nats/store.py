@@ -33,6 +33,7 @@ EXPECTED_LAST = "Nats-Expected-Last-Subject-Sequence"
 EXPECTED_LAST_FILTER = "Nats-Expected-Last-Subject-Sequence-Subject"
 SEQUENCE = "Nats-Sequence"
 SUBJECT = "Nats-Subject"
+TIME = "Nats-Time-Stamp"  # when the server stored a message
 API = "$JS.API"
 NANOSECONDS = 1_000_000_000  # JetStream's unit of time, per second
 

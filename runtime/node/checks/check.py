@@ -60,7 +60,7 @@ def check_here(
         return findings.checked(left_out=tuple(_left_out(topology)))
     here = node or home_node(topology)
     check_machine(findings, here)
-    check_paths(findings)
+    check_paths(findings, here)
     doing("bus.url", topology.bus.url, "connecting to the server", limit_s=ASK_TIMEOUT_S)
     check_bus(findings, Asker(node=here, bus_login=loaded.bus_login, fresh=fresh))
     return findings.checked()

@@ -9,6 +9,7 @@ from runtime.data.data_files import DataError
 from runtime.data.rows import read_rows
 from runtime.node.checks.findings import Findings
 from runtime.node.checks.hub import HubModel, NotOnHub, offer
+from runtime.settings.placement import roles_of
 from runtime.settings.recipe import DataConfig, eval_data
 from runtime.settings.sizes import min_free_bytes, show_bytes, stream_sizes
 from runtime.settings.slices import split_slice
@@ -22,18 +23,21 @@ TOKENIZERS: Final = ("tokenizer.json", "tokenizer.model", "vocab.json")
 WEIGHTS: Final = ("model.safetensors", "model.safetensors.index.json")
 
 
-def check_paths(findings: Findings) -> None:
-    """Check every path of the topology."""
-    topology = findings.topology
-    _model(findings, "model.hf_checkpoint", topology.model.hf_checkpoint, weights=not topology.model.random_init)
-    if topology.model.ref_load is not None:
+def check_paths(findings: Findings, node: str) -> None:
+    """Check every path of the topology that processes of a node read or write."""
+    topology, roles = findings.topology, roles_of(findings.topology, node)
+    if roles.needs_model:
+        _model(findings, "model.hf_checkpoint", topology.model.hf_checkpoint, weights=not topology.model.random_init)
+    if topology.model.ref_load is not None and (roles.trains or roles.is_home):
         _model(findings, "model.ref_load", topology.model.ref_load, weights=True)
-    for index, data in enumerate(topology.data):
-        _data(findings, f"data.{index}", data)
-    for index, item in enumerate(topology.eval):
-        _data(findings, f"eval.{index}", eval_data(topology, item))
+    if roles.is_home or topology.train.num_epoch is not None:  # epochs are counted on every node
+        for index, data in enumerate(topology.data):
+            _data(findings, f"data.{index}", data)
+        for index, item in enumerate(topology.eval):
+            _data(findings, f"eval.{index}", eval_data(topology, item))
+    if roles.is_home:
+        _dumps(findings)
     _credentials(findings)
-    _dumps(findings)
     _run_dir(findings)
 
 

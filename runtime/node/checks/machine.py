@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from runtime.node.checks.findings import Findings
 from runtime.settings.devices import gpus_here, handed_out
-from runtime.settings.placement import num_ranks
+from runtime.settings.placement import NodeRoles, num_ranks, roles_of
 from runtime.settings.reading.config import Problem
 from runtime.settings.topology import EngineConfig, Topology, answers_are_recorded
 
@@ -94,19 +94,22 @@ def check_machine(findings: Findings, node: str) -> None:
     topology = findings.topology
     check_open_files(findings)
     findings.doing("trainer.device", topology.trainer.device, "counting GPUs with torch", limit_s=2 * ASK_TIMEOUT_S)
-    _check_gpus(findings, node)
-    for needed in _needed(topology):
+    roles = roles_of(topology, node)
+    _check_gpus(findings, node, trains=roles.trains)
+    for needed in _needed(topology, roles):
         absent = [name for name in needed.packages if not _is_installed(name)]
         if absent:
             missing = ", ".join(absent)
             message = f'needs {missing}, not installed here: run bin/setup, or pip install "physarum[{needed.extra}]"'
             findings.problem(needed.key, needed.value, message)
     for name, engine in topology.engines.items() if not answers_are_recorded(topology) else ():
+        if name not in roles.pools and not (engine.urls and roles.is_home):
+            continue  # other nodes start these engines
         findings.doing(f"engines.{name}", engine.kind, "querying its interpreter or servers", limit_s=2 * ASK_TIMEOUT_S)
         _check_engine(findings, f"engines.{name}", engine)
 
 
-def _check_gpus(findings: Findings, node: str) -> None:
+def _check_gpus(findings: Findings, node: str, *, trains: bool) -> None:
     topology = findings.topology
     if node not in topology.nodes:
         return
@@ -115,20 +118,26 @@ def _check_gpus(findings: Findings, node: str) -> None:
         given = handed_out(os.environ)
         why = "" if given is None else f" for this process: {', '.join(given) or 'none'}, by its environment variables"
         findings.problem(f"nodes.{node}.gpus", wanted, f"this machine has {found} GPUs{why}")
-    elif topology.trainer.device == "cuda" and _is_installed("torch") and not _answers(sys.executable, HAS_GPU):
+    elif (
+        trains
+        and topology.trainer.device == "cuda"
+        and _is_installed("torch")
+        and not _answers(sys.executable, HAS_GPU)
+    ):
         message = "torch finds no GPU here: it is a CPU build, or the driver is missing"
         findings.problem("trainer.device", "cuda", message)
 
 
-def _needed(topology: Topology) -> Iterator[Needed]:
-    if topology.run.only != "rollout":
+def _needed(topology: Topology, roles: NodeRoles) -> Iterator[Needed]:
+    if roles.trains:
         yield Needed("trainer.device", topology.trainer.device, TRAINER, "trainer")
     if answers_are_recorded(topology):
         return
     for name, engine in topology.engines.items():
         key = f"engines.{name}.kind"
-        yield Needed(key, engine.kind, ROUTER, "router")
-        if engine.kind == "tiny" and not engine.urls:
+        if roles.is_home:
+            yield Needed(key, engine.kind, ROUTER, "router")
+        if engine.kind == "tiny" and name in roles.pools:
             yield Needed(key, engine.kind, TINY_ENGINE, "engine")
 
 

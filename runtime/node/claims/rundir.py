@@ -175,7 +175,12 @@ def store_result(run_dir: Path, result: StoredResult) -> None:
 
 def differences(before: Topology, after: Topology) -> list[tuple[str, Any, Any]]:
     """Return dotted keys whose values differ, with both values."""
-    return list(_differences("", msgspec.to_builtins(before), msgspec.to_builtins(after)))
+    return differing(msgspec.to_builtins(before), msgspec.to_builtins(after))
+
+
+def differing(before: Any, after: Any) -> list[tuple[str, Any, Any]]:
+    """Return dotted keys whose values differ, with both values, of nested dicts and lists."""
+    return list(_differences("", before, after))
 
 
 def _stored(path: Path) -> Topology:

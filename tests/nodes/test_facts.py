@@ -1,0 +1,123 @@
+"""What home finds out about the machines of other nodes, and runs without a common directory."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.nodes.test_runs import result, start
+from tests.support.machines.lan import ROOT, machines
+from tests.support.machines.machine import Machine, Process, polled
+
+pytestmark = [pytest.mark.nodes, pytest.mark.timeout(300)]  # above RUN_S and the starts
+
+APART = """
+include = "laptop.toml"
+run = {{ name = "apart", dir = "{directory}" }}
+train.num_steps = {steps}
+nodes.local = {{ address = "auto", gpus = 0 }}
+nodes.n1 = {{ address = "auto", wait_s = 60 }}
+bus.node = "local"
+engines.policy.nodes = {nodes}
+engines.policy.num_engines = 2
+engines.policy.weight_transport = "{transport}"
+{more}
+"""
+RUN_S = 200.0
+REFUSED_S = 60.0  # the start of both commands included
+
+
+def topology(
+    tmp_path: Path, *, transport: str, steps: int = 5, nodes: tuple[str, ...] = ("n1", "local"), more: str = ""
+) -> Path:
+    file = tmp_path / "apart.toml"
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    text = APART.format(directory=runs, steps=steps, nodes=json.dumps(nodes), transport=transport, more=more)
+    file.write_text(text)
+    return file
+
+
+def copy_join(home: Machine, other: Machine, run_dir: Path) -> str:
+    """Copy the join file to a machine that does not see the run directory, as a person would; return its path there."""
+    join = home.path(run_dir / "join.toml")
+    for _ in polled(60, lambda: f"no {join}"):
+        if join.exists():
+            break
+    shutil.copy(join, other.path("/tmp/join.toml"))
+    return "/tmp/join.toml"
+
+
+def ends(*processes: Process, within_s: float, code: int) -> None:
+    assert [process.wait(within_s) for process in processes] == [code] * len(processes)
+
+
+def test_weights_by_collective_need_no_common_directory(tmp_path: Path) -> None:
+    file, run_dir = topology(tmp_path, transport="collective"), tmp_path / "runs" / "apart"
+    with machines(shared=[tmp_path], own=[tmp_path / "runs"]) as lan:
+        n0, n1 = lan.add("n0"), lan.add("n1")
+        home = start(n0, file, "local")
+        other = start(n1, file, "n1", "--join", copy_join(n0, n1, run_dir))
+        other.wait_for("node n1 joins run apart", 60)
+        ends(home, other, within_s=RUN_S, code=0)
+        ended, there = result(n0.path(run_dir)), n1.path(run_dir)
+        assert ended["finished"]
+        assert ended["result"]["groups"]["trained"] == 5 * 64
+        assert not list(there.glob("weights*/**/*.safetensors"))
+        assert list(n0.path(run_dir).glob("checkpoints/*/step-*"))
+        log = (there / "logs" / "n1" / "daemon.jsonl").read_text()
+    assert "engine.policy.0" in log
+
+
+def test_weights_by_files_are_refused_by_key_where_the_directory_is_not_common(tmp_path: Path) -> None:
+    file, run_dir = topology(tmp_path, transport="disk"), tmp_path / "runs" / "apart"
+    with machines(shared=[tmp_path], own=[tmp_path / "runs"]) as lan:
+        n0, n1 = lan.add("n0"), lan.add("n1")
+        home = start(n0, file, "local")
+        other = start(n1, file, "n1", "--join", copy_join(n0, n1, run_dir))
+        ends(home, other, within_s=REFUSED_S, code=2)
+        reason = f'node n1: engines.policy.weight_transport = "disk": {run_dir} is not the directory of node local here'
+        assert reason in home.output()
+        assert reason in other.output()
+
+
+def test_a_trainer_on_both_machines_is_refused_where_the_directory_is_not_common(tmp_path: Path) -> None:
+    more = 'trainer.num_processes = 2\ntrainer.nodes = ["local", "n1"]'
+    file, run_dir = topology(tmp_path, transport="collective", more=more), tmp_path / "runs" / "apart"
+    with machines(shared=[tmp_path], own=[tmp_path / "runs"]) as lan:
+        n0, n1 = lan.add("n0"), lan.add("n1")
+        home = start(n0, file, "local")
+        other = start(n1, file, "n1", "--join", copy_join(n0, n1, run_dir))
+        ends(home, other, within_s=REFUSED_S, code=2)
+        for process in (home, other):
+            assert 'node n1: trainer.nodes = ["local", "n1"]: ' in process.output()
+
+
+def test_a_model_that_one_machine_lacks_ends_the_start_on_both(tmp_path: Path) -> None:
+    model = tmp_path / "models" / "tiny"
+    shutil.copytree(ROOT / "topologies/demo/models/reverse-digits", model)
+    file = topology(tmp_path, transport="disk", more=f'model.hf_checkpoint = "{model}"')
+    with machines(shared=[tmp_path], own=[tmp_path / "models"]) as lan:
+        n0, n1 = lan.add("n0"), lan.add("n1")
+        shutil.copytree(model, n0.path(model))
+        home, other = start(n0, file, "local"), start(n1, file, "n1")
+        other.wait_for("this node cannot take part", REFUSED_S)
+        ends(home, other, within_s=REFUSED_S, code=2)
+        for process in (home, other):
+            assert f'node n1: {file}: model.hf_checkpoint = "{model}": no such directory' in process.output()
+
+
+def test_a_node_that_does_not_fit_is_refused_alone_once_the_run_has_trained(tmp_path: Path) -> None:
+    file = topology(tmp_path, transport="disk", steps=40, nodes=("local", "n1"))
+    with machines(shared=[tmp_path]) as lan:
+        n0, n1 = lan.add("n0"), lan.add("n1")
+        home = start(n0, file, "local")
+        home.wait_for("step  2/", 120)
+        other = start(n1, file, "n1", "--set", "train.num_steps=9")
+        ends(other, within_s=REFUSED_S, code=2)
+        reason = "node n1: train.num_steps = 9: home has 40; start all nodes with one topology and the same --set"
+        assert reason in other.output()
+        home.wait_for(f"refused {reason}", 10)
+        ends(home, within_s=RUN_S, code=0)
+        assert result(tmp_path / "runs" / "apart")["result"]["groups"]["trained"] == 40 * 64

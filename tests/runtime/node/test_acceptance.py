@@ -1,0 +1,113 @@
+"""Nodes state their facts on a real bus, and home accepts or refuses them."""
+
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from runtime.bus.bus import Bus
+from runtime.node.acceptance import COMMON_FILE, HOME_KEY, Acceptance, HomeStart, NotAnswered, Statement, state_facts
+from runtime.node.checks.comparison import Refusal
+from runtime.node.checks.facts import NodeFacts
+from runtime.settings.topology import Topology
+from tests.build.topology import topology_with
+
+pytestmark = pytest.mark.anyio
+
+NODES: dict[str, Any] = {name: {} for name in ("n0", "n1", "n2")}
+POOL: dict[str, Any] = {"kind": "tiny", "nodes": ["n1"], "weight_transport": "disk"}
+
+
+def topology() -> Topology:
+    return topology_with(nodes=NODES, bus={"node": "n0"}, trainer={"device": "cpu"}, engines={"policy": POOL})
+
+
+def facts(version: str = "1") -> NodeFacts:
+    return NodeFacts(versions={"physarum": version})
+
+
+@asynccontextmanager
+async def home(bus: Bus, run_dir: Path, *, ends: bool = False) -> AsyncGenerator[list[list[Refusal]]]:
+    """Home's side, and what it refused."""
+    refused: list[list[Refusal]] = []
+
+    def refuse(_: Statement, refusals: list[Refusal]) -> bool:
+        refused.append(refusals)
+        return ends
+
+    acceptance = Acceptance(topology(), "n0", facts(), run_dir)
+    await acceptance.open(bus)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(acceptance.run, bus, refuse)
+        yield refused
+        tasks.cancel_scope.cancel()
+
+
+async def test_a_node_that_sees_the_directory_is_accepted_and_another_is_refused_by_key(
+    bus: Bus, tmp_path: Path
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    async with home(bus, tmp_path) as refused:
+        assert await state_facts(bus, "n1", facts(), tmp_path, wait_s=10) == ()
+        [line] = await state_facts(bus, "n1", facts(), elsewhere, wait_s=10)
+        assert line.startswith('node n1: engines.policy.weight_transport = "disk": ')
+        assert await state_facts(bus, "n2", facts(), elsewhere, wait_s=10) == ()  # it has no engine
+    assert [str(refusal) for refusal in refused[0]] == [line]
+    entry = await bus.kv.get("facts.n2", Statement)
+    assert entry is not None
+    assert entry.value is not None
+    assert entry.value.facts.clock_ahead_s == pytest.approx(0, abs=1)
+
+
+async def test_an_answer_of_an_earlier_home_does_not_count(bus: Bus, tmp_path: Path) -> None:
+    async with home(bus, tmp_path):
+        assert await state_facts(bus, "n1", facts(), tmp_path, wait_s=10) == ()
+    with pytest.raises(NotAnswered, match=r"node n1 was not accepted within 0.5 s .* it does not answer"):
+        await state_facts(bus, "n1", facts(), tmp_path, wait_s=0.5)
+    async with anyio.create_task_group() as tasks:
+        answers: list[tuple[str, ...]] = []
+        answered = anyio.Event()
+
+        async def state() -> None:
+            answers.append(await state_facts(bus, "n1", facts("2"), tmp_path, wait_s=10))
+            answered.set()
+
+        tasks.start_soon(state)
+        async with home(bus, tmp_path):  # a later home: the node states its facts again
+            await answered.wait()
+    assert answers == [('node n1: physarum = "2": node n0 has 1; install one version on all nodes',)]
+    assert [path.name for path in _common_files(tmp_path)] != []
+    assert len(_common_files(tmp_path)) == 1
+
+
+async def test_a_refusal_that_ends_the_run_reaches_the_nodes_that_wait(bus: Bus, tmp_path: Path) -> None:
+    async with home(bus, tmp_path, ends=True):
+        wrong = await state_facts(bus, "n1", facts("2"), tmp_path, wait_s=10)
+        async with bus.kv.watch(HOME_KEY, HomeStart) as starts:
+            with anyio.fail_after(5):
+                start = await anext(entry.value async for entry in starts if entry.value and entry.value.refused)
+    assert start.refused == wrong
+    with pytest.raises(NotAnswered):  # it is of an earlier start
+        await state_facts(bus, "n2", facts(), tmp_path, wait_s=0.5)
+    acceptance = Acceptance(topology(), "n0", facts(), tmp_path)
+    await acceptance.open(bus)
+    answers: list[tuple[str, ...]] = []
+
+    async def state() -> None:
+        answers.append(await state_facts(bus, "n2", facts(), tmp_path, wait_s=10))
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(state)
+        async with bus.kv.watch("facts.n2", Statement) as statements:
+            with anyio.fail_after(5):
+                stated = await anext(entry.value async for entry in statements if entry.value)
+        await bus.kv.put(HOME_KEY, HomeStart(start=stated.home, file="", refused=wrong))
+    assert answers == [wrong]
+
+
+def _common_files(run_dir: Path) -> list[Path]:
+    return list(run_dir.glob(COMMON_FILE.format("*")))
