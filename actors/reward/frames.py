@@ -50,7 +50,7 @@ class Graded(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FrameError(ValueError):
-    """Invalid or oversized frame."""
+    """A frame is invalid or too large."""
 
 
 def encode_frame(struct: msgspec.Struct, *, max_bytes: int = MAX_FRAME_BYTES) -> bytes:

@@ -63,7 +63,7 @@ class RunningTime:
         self._due: float | None = None  # time of the next tick
 
     async def run(self) -> None:
-        """Tick until cancelled."""
+        """Measure late ticks until cancelled."""
         try:
             while True:
                 self._due = anyio.current_time() + TICK_S

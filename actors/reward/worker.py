@@ -58,7 +58,7 @@ class Waiter:
 
 
 class Worker:
-    """Answers Grade frames."""
+    """Grades the samples of Grade frames with the graders of this process."""
 
     def __init__(self, hello: Hello, fd_out: int) -> None:
         self._hello = hello

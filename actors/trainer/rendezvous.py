@@ -56,7 +56,7 @@ async def meet(topology: Topology, bus: Bus, rank: int) -> Any:
 
 
 async def _join(bus: Bus, world: int) -> Any:
-    """Join rank 0's store.
+    """Connect to rank 0's TCP store.
 
     Raises:
         _NoAddress: rank 0 has published no address.

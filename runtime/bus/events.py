@@ -51,7 +51,7 @@ class StoredMessage(msgspec.Struct, frozen=True):
 
 
 class Events(Generic[MessageT]):
-    """Events in the order of the log."""
+    """A reader of events in log order, created by `Log.read`."""
 
     def __init__(self, reader: LogReader, dead_letters: DeadLetters | None, types: tuple[type[MessageT], ...]) -> None:
         self._reader = reader

@@ -35,7 +35,7 @@ class Entry(Generic[T]):
 
 
 class KeyValues:
-    """The bucket of one run."""
+    """Reads and writes the KV bucket of one run, with typed values."""
 
     def __init__(self, connection: Connection, store: Store, run: str) -> None:
         self._connection = connection

@@ -132,7 +132,7 @@ def check_columns(directory: Path, step: int, num_samples: int) -> None:
     """Check that a step's columns exist and match its number of lines, without reading them all.
 
     Raises:
-        DumpError: they do not; names the file.
+        DumpError: a file is missing, or the numbers of rows differ; names the file.
     """
     path = columns_path(directory, step)
     found = len(_load(path, ["group_id"])["group_id"])

@@ -22,7 +22,7 @@ class DumpedGroups:
     """The groups of a dump, by position."""
 
     def __init__(self, directory: Path, vocab_size: int | None = None) -> None:
-        """Scan all lines.
+        """Scan the lines of all steps, without their tokens.
 
         Args:
             directory: directory of the dump.

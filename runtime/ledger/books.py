@@ -87,7 +87,7 @@ class LedgerReport:
             self.skipped.append((change.step, skipped))
 
     def summary(self, run: str, *, live: bool) -> LedgerSummary:
-        """The ledger as of the newest event."""
+        """Return the summary of the ledger after the newest event."""
         state = self.state
         return LedgerSummary(
             run=run,

@@ -77,7 +77,7 @@ class Evaluation(msgspec.Struct, kw_only=True):
 
 
 class Books(msgspec.Struct, frozen=True, kw_only=True):
-    """Number of issued groups by state. `issued` must equal the sum of the others."""
+    """Number of issued groups by state. `issued` must equal the sum of all other fields."""
 
     issued: int
     trained: int

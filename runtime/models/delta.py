@@ -38,7 +38,7 @@ class DeltaError(ValueError):
 
 
 class Version(NamedTuple):
-    """A set of weights."""
+    """Number and checksum that identify a weight version."""
 
     number: int
     checksum: str  # over all tensors
@@ -168,7 +168,7 @@ def held_in(directory: Path) -> Version | None:
 
 
 class _Link(NamedTuple):
-    """A delta of a chain."""
+    """One delta of a chain, read from its directory."""
 
     directory: Path
     delta: Delta

@@ -1,7 +1,7 @@
-"""A node without the bus: how long it goes on, and the lines that it shows.
+"""Bus outages on a node without the NATS server: how long it continues, and the lines that it shows.
 
-A node that does not run the NATS server keeps its processes in an outage. Whether it still is this node is decided by
-its claim alone, once the bus is back.
+Such a node keeps its processes during an outage. Once the bus is back, only its claim decides whether it still runs
+this node.
 """
 
 from collections.abc import Callable
@@ -41,7 +41,7 @@ class Outage:
         self._shown_s = 0.0  # when a line was last shown
 
     def look(self, away_s: float) -> Looked:
-        """Decide.
+        """Decide whether this node goes on, and which line it shows.
 
         Args:
             away_s: seconds since the connection was lost; 0 while there is one.

@@ -104,8 +104,7 @@ async def opened_log(run: FoundRun) -> AsyncGenerator[OpenedLog, None]:
     """Open a run's events, archived ones included, for the duration of a block. Write nothing to the run.
 
     While a daemon holds the run directory, events come from its bus. Otherwise this process runs a server on a copy of
-    the event stream, which affects neither the store nor a daemon that starts meanwhile. A daemon cannot start only
-    while the files are copied.
+    the event stream. That does not change the store. A daemon may start meanwhile, except while the files are copied.
 
     Raises:
         NoLog: no bus answers and there is no store to copy.

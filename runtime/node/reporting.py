@@ -83,7 +83,7 @@ class Reporting:
         self._ended = anyio.Event()
 
     def begin_at(self, first_seq: int) -> None:
-        """Set the log sequence from which events belong to this start. Lines of earlier ones are not shown again."""
+        """Set the log sequence at which this start begins: lines of earlier events are not shown again."""
         self._first_seq = self.report.first_seq = first_seq
 
     async def take(self, event: Event) -> None:

@@ -52,7 +52,7 @@ class Follower:
         self._first_seq = 1
 
     def begin_at(self, first_seq: int) -> None:
-        """Set the log sequence from which events belong to this start: an earlier failure does not end it."""
+        """Set the log sequence at which this start begins: earlier events, such as a failure, do not end it."""
         self._first_seq = first_seq
 
     @property

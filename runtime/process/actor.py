@@ -37,7 +37,7 @@ class Actor(ABC):
         """Work until done or cancelled; report task_status.started() once subscribed."""
 
     def stats(self) -> dict[str, float]:
-        """Return counters since the start."""
+        """Return the actor's counters since its start, for stats calls."""
         return {}
 
     def waits_for(self) -> str:

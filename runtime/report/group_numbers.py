@@ -93,7 +93,7 @@ class EqualScores:
 
     @property
     def why(self) -> tuple[str, ...]:
-        """The finding, in lines."""
+        """The warning about equal scores, in lines."""
         return (f"all of the first {self._num} graded samples have the same score, {self._score or 0.0:g}",)
 
     @property

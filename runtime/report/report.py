@@ -211,7 +211,7 @@ class Report:
         return self._progress.line(self._ledger, step=self.steps + 1, num_steps=self.num_steps, now=now)
 
     def books_line(self, *, brief: bool = False) -> str:
-        """Return the books as a sum; brief: without zeros."""
+        """Return the group counts of the ledger as a sum; with `brief`, without zeros."""
         return sum_line(self._ledger.books(), brief=brief)
 
     def _train(self, event: BatchTrained, settled: Sequence[Settled], seq: int, time: float) -> list[Notice]:

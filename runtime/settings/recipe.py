@@ -145,7 +145,7 @@ class RolloutConfig(Config, frozen=True, kw_only=True):
 
 
 class AlgorithmConfig(Config, frozen=True, kw_only=True):
-    """Advantages and loss."""
+    """Settings of advantages, loss and KL."""
 
     # Loss to train with. "sft_loss" trains on demonstrations and runs no engines.
     loss_type: Literal["policy_loss", "sft_loss"] = "policy_loss"

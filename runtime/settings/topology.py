@@ -41,7 +41,7 @@ class RunConfig(Config, frozen=True, kw_only=True):
 
 
 class BusConfig(Config, frozen=True, kw_only=True):
-    """The NATS server. Limits that are unset are derived from the recipe."""
+    """The bus: its NATS server and the limits of its streams. Unset limits are derived from the recipe."""
 
     # Node that runs the NATS server. Needed only with several nodes and without `url`.
     node: Name | None = None
@@ -66,7 +66,7 @@ class BusConfig(Config, frozen=True, kw_only=True):
 
 
 class NodeConfig(Config, frozen=True, kw_only=True):
-    """One machine."""
+    """One machine: its GPUs and its address."""
 
     # Address at which this node's servers listen and other nodes reach them: an IP address, a DNS name, a network
     # interface, or "auto". "auto" is the address of the default route on the node with the bus, and of the route to the

@@ -31,7 +31,7 @@ class SelectableGroup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Selection(msgspec.Struct, frozen=True, kw_only=True):
-    """A question to a user's function: which of these groups to take, in which order."""
+    """A call of a user's selection function: which of these groups to take, in which order."""
 
     kind: Kind
     groups: tuple[SelectableGroup, ...]  # in order of arrival
@@ -39,7 +39,7 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Chosen(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer to a Selection."""
+    """The chosen groups of a Selection, in order."""
 
     kind: Kind
     group_ids: tuple[int, ...]  # in order of preference

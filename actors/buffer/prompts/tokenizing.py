@@ -80,7 +80,7 @@ class FastTokenizing:
             raise ValueError(f"the chat template of {self._directory} fails: {error!r}") from None
 
     def encode(self, texts: Sequence[str]) -> list[Int32Array]:
-        """Tokenize in one batch, on the library's own threads."""
+        """Tokenize all texts in one call, on the library's own threads."""
         try:
             encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         except Exception as error:  # noqa: BLE001 - the library raises bare Exception
@@ -184,7 +184,7 @@ class TransformersTokenizing:
             raise ValueError(f"the chat template fails: {error!r}") from None
 
     def encode(self, texts: Sequence[str]) -> list[Int32Array]:
-        """Tokenize in one batch."""
+        """Tokenize all texts in one call."""
         batch: list[list[int]] = self._tokenizer(list(texts), add_special_tokens=False)["input_ids"]
         return [Int32Array(np.asarray(ids, dtype=np.int32)) for ids in batch]
 

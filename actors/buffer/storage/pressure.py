@@ -23,7 +23,7 @@ CHECKPOINT_WAIT_S: Final = 60.0  # longest time that issuing waits only for a ch
 
 
 def fullest(used: Mapping[Plane, float]) -> tuple[Plane, float]:
-    """The fullest stream among those that checkpoints empty, and the share of its bytes in use."""
+    """The fullest of the streams that a checkpoint allows to trim, and the used share of its bytes."""
     plane = max(EMPTIED_BY_CHECKPOINTS, key=lambda plane: used.get(plane, 0.0))
     return plane, used.get(plane, 0.0)
 

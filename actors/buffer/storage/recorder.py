@@ -61,7 +61,7 @@ class Recorder:
             raise InputError(f"run.dump_details: {self._directory} cannot be written: {error}") from error
 
     async def run(self) -> None:
-        """Write pairs until cancelled.
+        """Write the dump files of each step until cancelled.
 
         Raises:
             OSError: a file cannot be written.
@@ -79,7 +79,7 @@ class Recorder:
                     self._advanced.notify_all()
 
     async def write_rest(self, seq: int) -> None:
-        """Wait until all pairs up to a log sequence are written, then write the groups that no batch took."""
+        """Wait until all files up to a log sequence are written, then write the groups that no batch took."""
         if self._directory is None:
             return
         async with self._advanced:

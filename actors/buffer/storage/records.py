@@ -51,7 +51,7 @@ class Records:
         self._untrained: dict[int, StepDump] = {}  # an untrained batch may be taken back
 
     def fold(self, event: Message, seq: int) -> StepDump | None:
-        """Fold the next event of the log; return the pair that it completes, if any."""
+        """Fold the next event of the log; return the contents of the files that it completes, or None."""
         self.position, pair = seq, None
         if isinstance(event, BatchReady):
             self._first_step = event.step if self._first_step is None else self._first_step
@@ -64,7 +64,7 @@ class Records:
         return pair
 
     def rest(self) -> StepDump:
-        """The groups in no pair yet: completed open groups, and groups closed since the newest batch."""
+        """The groups in no step's files yet: completed open groups, and groups closed since the newest batch."""
         waiting = tuple(record for record in self._open.values() if record.completed is not None)
         return StepDump(step=self.next_step, batch=waiting, given_up=tuple(self._given_up))
 

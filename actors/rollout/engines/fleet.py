@@ -39,7 +39,7 @@ RELOOK_S = 60.0  # retry interval for damaged weight files: their disk may recov
 
 
 class CrashCause(NamedTuple):
-    """The cause of an engine crash."""
+    """The cause of an engine crash, as the sender of a lost request sees it."""
 
     killed: bool  # killed from outside
     reason: str

@@ -13,7 +13,7 @@ DAMAGED_PATIENCE_S: Final = 3600.0  # the trainer may be busy with a step before
 
 
 class Step(Enum):
-    """The next action."""
+    """What to do next with an engine that refuses weights."""
 
     AGAIN = "again"
     WAIT = "wait"  # for another weight version

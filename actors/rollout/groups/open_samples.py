@@ -21,7 +21,7 @@ class Turn:
 
 @dataclass
 class OpenSample:
-    """One sample of a group."""
+    """One sample of a group in progress: its tokens so far, and where they are stored."""
 
     index: int
     prompt_len: int
@@ -98,7 +98,7 @@ class OpenSample:
             self.status = SampleStatus.FAILED
 
     def summary(self) -> SampleSummary:
-        """Return the summary for events."""
+        """Return the sample's summary, as events carry it."""
         return SampleSummary(
             index=self.index,
             status=SampleStatus.ABORTED if self.status is SampleStatus.PENDING else self.status,

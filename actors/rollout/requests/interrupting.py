@@ -163,7 +163,7 @@ class RunningRequests:
                 group.start_soon(partial(self._abort_at, url, rids, everything=everything))
 
     async def _abort_at(self, url: str, rids: list[str], *, everything: bool) -> None:
-        """Abort requests on an engine.
+        """Abort some of our requests on an engine.
 
         Uses a single abort-all if these are all our requests and the engine has no external ones.
         """

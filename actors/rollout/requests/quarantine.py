@@ -13,7 +13,7 @@ POISON_AFTER: Final = 2  # engine crashes in isolation runs
 
 
 class RequestStatus(Enum):
-    """Status of a request."""
+    """Whether a request may run: normally, alone in an isolation run, or no more."""
 
     ORDINARY = "ordinary"  # it runs with others
     QUARANTINED = "quarantined"  # it runs in isolation

@@ -24,7 +24,7 @@ class GenerateRequest:
 
 @dataclass(eq=False)
 class OpenRequest:
-    """A request that was sent and is not answered yet."""
+    """A request in flight: sent, without its final answer yet."""
 
     sent_at: float  # seconds of the loop's clock
     stream: Stream | None  # None: it is not streamed
@@ -37,7 +37,7 @@ class OpenRequest:
 
 
 class Generated(NamedTuple):
-    """The result of a request."""
+    """The answers to a request, possibly cut short."""
 
     answers: list[Answer]  # one per list of input_ids
     cut_short: bool  # the request was lost or interrupted by a weight update: it can continue from these tokens

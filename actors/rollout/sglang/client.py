@@ -117,7 +117,7 @@ class SglangClient:
         max_answer_bytes: int = MAX_ANSWER_BYTES,
         max_event_bytes: int = MAX_EVENT_BYTES,
     ) -> None:
-        """Use an HTTP session.
+        """Send all requests through an open HTTP session.
 
         Args:
             session: for all requests.
@@ -410,7 +410,8 @@ def _decode(url: str, data: bytes, answer_type: type[T]) -> T:
 
 
 def _read(data: bytes, answer_type: type[T]) -> T:
-    """Decode JSON.
+    """Decode a JSON response to the given type.
+
 
     Raises:
         ValueError: the data is not of this type; msgspec's errors and UnicodeDecodeError are ValueErrors too.

@@ -28,7 +28,7 @@ class Settings(NamedTuple):
 
 
 class Updated(NamedTuple):
-    """Result of a weight update."""
+    """Result of a weight update: paused requests, and whether the cache was flushed."""
 
     num_paused_requests: int
     flushed: bool  # False if a requested flush failed because the cache is in use

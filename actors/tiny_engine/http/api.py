@@ -32,7 +32,7 @@ class BrokenRequest(Exception):
 
 
 class Rendering(NamedTuple):
-    """Requested contents of an answer."""
+    """Parts that the caller wants in the answer, such as log-probs."""
 
     log_probs: bool
     text_in_log_probs: bool

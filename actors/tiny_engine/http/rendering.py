@@ -32,17 +32,17 @@ async def body_of(request: web.Request, struct: type[T], *, needed: bool = True)
 
 
 def json_answer(body: object, *, status: int = 200) -> web.Response:
-    """A JSON answer."""
+    """Build an HTTP response with a JSON body."""
     return web.Response(body=msgspec.json.encode(body), status=status, content_type=JSON)
 
 
 def error_answer(status: int, message: str) -> web.Response:
-    """An error answer, in the format of most SGLang endpoints."""
+    """Build an error response, in the format of most SGLang endpoints."""
     return json_answer({"error": {"message": message}}, status=status)
 
 
 def schema_error(error: Exception) -> web.Response:
-    """An error answer to an invalid body."""
+    """Build the error response to an invalid body."""
     body = {"object": "error", "message": str(error), "type": "BadRequestError", "param": None, "code": 400}
     return json_answer(body, status=400)
 

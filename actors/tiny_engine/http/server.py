@@ -379,7 +379,7 @@ def _key_check(key: Secret) -> Middleware:
 
 
 async def _streamed_error(request: web.Request, message: str) -> web.StreamResponse:
-    """An error answer to a streaming request: status 200 and an error event, as in SGLang."""
+    """Build the error response to a streaming request: status 200 and an error event, as in SGLang."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     await response.prepare(request)
     error = {"message": message, "type": "invalid_request_error", "code": 400, "retryable": False}

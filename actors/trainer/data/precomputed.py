@@ -69,7 +69,7 @@ class PrecomputedLogProbs:
 
 
 def _places_of_groups(batch: TrainBatch) -> dict[int, slice]:
-    """Range of each group's tokens."""
+    """Return the range of each group's tokens in the columns of the batch."""
     firsts_B = np.flatnonzero(np.diff(batch.groups_B, prepend=-1))
     starts = [*batch.starts_B[firsts_B].tolist(), len(batch.tokens_N)]
     return {

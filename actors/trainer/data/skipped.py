@@ -106,7 +106,7 @@ def _mtp_without(mtp: MtpInputs, gone: Flags) -> MtpInputs:
 
 
 def names_of(batch: TrainBatch, samples: Ints) -> Sequence[str]:
-    """Name samples for messages."""
+    """Name samples for error messages: group, index and part."""
     places = zip(batch.groups_B[samples], batch.indices_B[samples], batch.parts_B[samples], strict=True)
     return [f"group {group}, sample {index}, part {part}" for group, index, part in places]
 

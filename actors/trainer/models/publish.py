@@ -50,7 +50,7 @@ NOT_WRITTEN: Final = Published(path=None, checksum="", size_bytes=0, took_s=0.0)
 
 
 class Written(NamedTuple):
-    """Result of all ranks' writes of a version."""
+    """Checksums and delta forms of a version's tensors, from all ranks that wrote."""
 
     checksums: Mapping[str, str]  # by tensor
     tensors: Sequence[TensorDelta] = ()  # delta form of each; empty: no delta was requested, or it failed

@@ -31,7 +31,7 @@ class DeltaBase(NamedTuple):
 
 
 class _Share(NamedTuple):
-    """Result of one rank's writes."""
+    """Files, checksums and errors of the tensors that one rank wrote."""
 
     shards: Sequence[Shard]
     checksums: dict[str, str]  # by tensor

@@ -26,7 +26,7 @@ class StageGroup:
     """One torch process group, from its store to its end."""
 
     def __init__(self, name: str, host: str, world_size: int, device: torch.device, *, timeout_s: float) -> None:
-        """Listen at a new port.
+        """Open the store of the group at a new port.
 
         Args:
             name: a name that was never used before.

@@ -74,7 +74,7 @@ class HandleSender:
         fingerprints: bool,
         timeout_s: float,
     ) -> None:
-        """Prepare to send.
+        """Prepare to send the buckets of one weight sync.
 
         Args:
             session: ID of the weight sync.

@@ -36,7 +36,7 @@ class BucketTransport(Protocol):
 
 
 class Sent(NamedTuple):
-    """Result of one rank's sending."""
+    """What one rank sent in a weight sync, and the failures."""
 
     num_buckets: int = 0
     size_bytes: int = 0
@@ -71,7 +71,7 @@ class BucketSink:
         fingerprints: bool,
         timeout_s: float,
     ) -> None:
-        """Prepare to send.
+        """Prepare to send the buckets of one stage.
 
         Args:
             session: ID of the weight sync.

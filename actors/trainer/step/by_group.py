@@ -54,7 +54,7 @@ class GroupLogProbs:
     """Computes log-probs that were not precomputed, in the layout of `group_by_group`."""
 
     def __init__(self, replica: Replica, reference: ReferenceModel | None, *, max_tokens: int, policy: bool) -> None:
-        """Prepare for one replica.
+        """Set up for one replica, without computing anything.
 
         Args:
             replica: Model replica of this rank.

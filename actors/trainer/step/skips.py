@@ -15,7 +15,7 @@ class Skips:
     recent: tuple[bool, ...] = ()  # True for each skipped step of the last train.skip_window steps, oldest first
 
     def then(self, *, skipped: bool, window: int) -> Self:
-        """Append a step.
+        """Return the record with one more optimizer step.
 
         Args:
             skipped: Whether the step was skipped.

@@ -73,17 +73,17 @@ class _OptimizerStep:
 
     @property
     def num_shares(self) -> int:
-        """Denominator of the reduction."""
+        """Denominator of the optimizer step's loss: the sum of all shares, at least 1."""
         return max(int(self.reduction.shares.sum()), 1)
 
     @property
     def tokens_per_share(self) -> float:
-        """Factor from the mean over tokens, which the replica takes, to the reduction."""
+        """Factor that turns the replica's mean over tokens into the loss of the chosen reduction."""
         return self.num_tokens / self.num_shares
 
     @property
     def shares_per_mtp_token(self) -> float:
-        """Factor from the reduction to the mean over the tokens that the MTP layer predicts."""
+        """Factor that turns a loss of the chosen reduction into the mean over tokens that the MTP layer predicts."""
         return self.num_shares / max(self.num_mtp_tokens, 1)
 
 

@@ -24,7 +24,7 @@ def is_removal(headers: Mapping[str, str] | None) -> bool:
 
 
 class Bucket:
-    """One bucket on one connection."""
+    """A run's KV bucket, used over one connection."""
 
     def __init__(self, store: Store, name: str) -> None:
         self.stream = f"KV_{name}"

@@ -45,7 +45,7 @@ def unlimited(key: str, value: object, what: str, *, limit_s: float | None = Non
 
 
 class Activity(msgspec.Struct, frozen=True, tag=True):
-    """The current activity of the process."""
+    """Message of the checking process: its current activity."""
 
     key: str
     value: str
@@ -54,20 +54,20 @@ class Activity(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ended(msgspec.Struct, frozen=True, tag=True):
-    """The checks ended."""
+    """Message of the checking process: the checks ended with this result."""
 
     result: msgspec.Raw
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """The checks found input that cannot be used."""
+    """Message of the checking process: input cannot be used."""
 
     problems: tuple[Problem, ...] = ()
     data_error: str = ""
 
 
 class Broken(msgspec.Struct, frozen=True, tag=True):
-    """The checks raised another exception: a bug."""
+    """Message of the checking process: the checks raised another exception, which is a bug."""
 
     text: str
 

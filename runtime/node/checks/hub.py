@@ -95,7 +95,7 @@ def download(model: HubModel) -> Path:
 
 
 def with_cached(loaded: LoadedTopology, report: Callable[[str], None]) -> LoadedTopology:
-    """Replace hub names in the local cache by paths, and report each path."""
+    """Replace the hub names of cached models by their paths, and report each path."""
     return _with_paths(loaded, cached, "found in the hub's cache", report)
 
 

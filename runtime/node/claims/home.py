@@ -28,7 +28,7 @@ LOOK_EVERY_S: Final = 0.25
 
 
 class Lease(msgspec.Struct, frozen=True, kw_only=True):
-    """The content of the file."""
+    """Content of the lease file."""
 
     node: str
     host: str
@@ -70,7 +70,7 @@ class LeaseUnreadable(Exception):
 
 
 class HomeMoved(Exception):
-    """A later daemon is home."""
+    """Another daemon became home after this one."""
 
     def __init__(self, holder: Lease) -> None:
         super().__init__(f"node {holder.node}, process {holder.pid} on {holder.host}, is home now")

@@ -54,7 +54,8 @@ class RunMismatch(Exception):
 def decide(
     directory: IdInDirectory | None, bus: IdOnBus | None, *, owns: bool, used: bool = False, whole: bool = True
 ) -> Decision:
-    """Compare both ids.
+    """Decide what a start does, from the run ids in the directory and on the bus.
+
 
     Args:
         owns: this node's directory belongs with the streams. Other nodes may join with their own directories.

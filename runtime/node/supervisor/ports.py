@@ -28,7 +28,7 @@ class PortInUse(Exception):
 
 
 def holder_of(port: int) -> str | None:
-    """Describe the process of this machine that listens on a port; None if it cannot be seen, as another user's."""
+    """Describe the process of this machine that listens on a port; None if it is invisible to this user."""
     sockets = {f"socket:[{inode}]" for table in LISTENERS for inode in _listening(table, port)}
     holders: list[tuple[int, str]] = []
     for directory in Path("/proc").glob("[0-9]*") if sockets else ():

@@ -44,7 +44,7 @@ class NoKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 @cache
 def megatron_fields() -> Fields:
-    """Return the table, read once.
+    """Return the table of Megatron-core's config fields, read once.
 
     Raises:
         msgspec.ValidationError: the data file is invalid.

@@ -115,7 +115,7 @@ class Table(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def settings_page() -> str:
-    """Return the page's text."""
+    """Return the text of docs/reference/settings.md."""
     tables = list(tables_of(Table(config=Topology, place="", heading="")))
     recipe = set(Recipe.__struct_fields__)
     parts = [[table for table in tables if (_top(table) in recipe) is is_recipe] for is_recipe in (True, False)]

@@ -1,4 +1,4 @@
-"""Weight transport rules."""
+"""Rules of the weight transport: which layouts and engines it supports."""
 
 from collections import Counter
 from collections.abc import Iterator

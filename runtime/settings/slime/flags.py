@@ -43,7 +43,7 @@ class FlagAnswer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class Flag(FlagAnswer, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One flag, without its dashes."""
+    """One flag of slime: its name without dashes, and what replaces it here."""
 
     flag: str
     default: str | None = None  # slime's, unless it is off or unset
@@ -89,7 +89,7 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class FromSlime(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The whole data file."""
+    """Content of the data file, flags.toml."""
 
     sections: tuple[Section, ...]
     graders: tuple[Grader, ...]
@@ -102,7 +102,7 @@ class FromSlime(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class Found(msgspec.Struct, frozen=True, kw_only=True):
-    """A recognized flag."""
+    """A flag of slime that a name was recognized as, and what replaces it here."""
 
     flag: str  # without leading dashes, as its owner spells it
     whose: str

@@ -65,7 +65,7 @@ END: Final = """
 
 
 def from_slime_page() -> str:
-    """Return the page's text."""
+    """Return the text of docs/reference/from-slime.md."""
     table = from_slime()
     sections, rules = map(_section, table.sections), map(_rule_row, table.rules)
     graders = map(_grader_row, table.graders)

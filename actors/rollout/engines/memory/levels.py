@@ -28,7 +28,7 @@ SENDS: Final = frozenset({Phase.GENERATE, Phase.RESUME_KV})  # phases in which r
 
 
 def is_there(memory_level: MemoryLevel, wanted: MemoryLevel) -> bool:
-    """Whether an engine has reached a level: exactly NOTHING, or at least the wanted one."""
+    """Whether an engine has reached the wanted level. NOTHING must be reached exactly, other levels may be exceeded."""
     return memory_level is MemoryLevel.NOTHING if wanted is MemoryLevel.NOTHING else memory_level >= wanted
 
 

@@ -57,7 +57,7 @@ class FileSource(Protocol):
 
 
 class PublishedFiles:
-    """Engines read the published directory.
+    """File source for engines that read the published directory itself.
 
     Args:
         checks: verifies the files there; None: they are not verified.
@@ -81,7 +81,7 @@ UNCHECKED: Final = PublishedFiles()
 
 
 class NodeCopies:
-    """Engines read their own node's copy, which the node daemon makes and verifies.
+    """File source for engines that read their node's copy, which the node daemon makes and verifies.
 
     Args:
         bus: for calls to the node daemon.

@@ -42,7 +42,7 @@ class ServerInfo(NamedTuple):
 
 
 def server_of(info: Mapping[str, Any]) -> ServerInfo:
-    """Parse a /server_info response."""
+    """Return the part of a /server_info response that matters for weights."""
     quantization = info.get("quantization")
     return ServerInfo(
         tuple(str(info.get(key)) for key in LAYOUT_KEYS), str(info.get("dtype")), quantization is not None

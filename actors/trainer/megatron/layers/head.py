@@ -20,7 +20,7 @@ from actors.trainer.megatron.imports import (
 
 @dataclass(frozen=True)
 class MtpRequest:
-    """Request to the MTP layer."""
+    """Inputs and targets of the MTP layer, whose log-probs are requested."""
 
     tokens: Tensor  # [b, s], the token after each input token
     rows_F: Tensor  # positions, like rows_M
@@ -29,7 +29,7 @@ class MtpRequest:
 
 @dataclass(frozen=True)
 class HeadRequest:
-    """Request to the last pipeline stage, passed in place of labels."""
+    """Request for the log-probs of some positions, passed to the last pipeline stage in place of labels."""
 
     rows_M: Tensor  # positions in the flattened tokens [b, s]
     targets_M: Tensor  # token ids
