@@ -23,7 +23,7 @@ def is_large(prompt: Prompt) -> bool:
 
 
 async def store_prompt(bus: Bus, prompt: Prompt, *, part_bytes: int = PART_BYTES) -> tuple[int, ...]:
-    """Store a prompt; return the sequences that cite it.
+    """Store a prompt in parts; return their sequences in the data stream, by which tasks cite the prompt.
 
     Args:
         bus: the bus.

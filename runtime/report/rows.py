@@ -104,7 +104,7 @@ def eval_means(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def _is_mean(key: str) -> bool:
-    """Return whether a metric is a mean reward: eval/<set>, without "/" or a metric suffix in <set>."""
+    """Return whether a metric is `eval/<set>`, the mean reward of an evaluation set, and no other metric of the set."""
     name = key.removeprefix("eval/")
     return key != name and "/" not in name and not name.endswith(NOT_MEANS) and "-pass@" not in name
 

@@ -25,7 +25,7 @@ ANYTHING: Final = ExpectedAnswer()
 
 
 def answer_problem(answer: Answer, expected: ExpectedAnswer) -> str | None:
-    """Return why a finished answer is invalid: its tokens, counts, weight spans, end and request id."""
+    """Return the first problem of a finished answer in its tokens, weight spans, end or request id."""
     meta, num_tokens = answer.meta_info, len(answer.output_ids)
     if meta.completion_tokens not in (None, num_tokens):
         return f"completion_tokens is {meta.completion_tokens}, but {num_tokens} tokens were received"
