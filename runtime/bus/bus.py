@@ -75,7 +75,9 @@ class Bus:
         async with open_connection(
             url, name=name, limits=limits, inboxes=inbox_prefix(run, name), certificate=certificate
         ) as connection:
-            yield cls(connection, run, name)
+            bus = cls(connection, run, name)
+            async with in_background(bus._room.keep_current):
+                yield bus
 
     def for_actor(self, name: str, *, reads: Iterable[type[Message]], writes: Iterable[type[Message]]) -> "Bus":
         """This bus restricted to one actor: it can only read and write the types that the actor declares."""

@@ -31,6 +31,8 @@ log = structlog.get_logger()
 
 KEPT_SHARE: Final = 0.05  # of the stream's bytes; far more than several writers add between two checks
 LOOK_EVERY_S: Final = 1.0
+AMPLE_SHARE: Final = 0.25  # of the stream's bytes; with more left, events do not wait for the next check
+AMPLE_S: Final = 10.0  # age at which even such a check no longer counts
 LOOK_AGAIN_S: Final = 0.1  # minimum interval between checks while there is no room
 OVERHEAD_BYTES: Final = 512  # estimate for headers and subject
 NO_LIMIT: Final = float("inf")
@@ -64,13 +66,27 @@ class Room:
         self._looking = asyncio.Lock()
         self._looked_at = -LOOK_EVERY_S
         self._left = 0.0  # bytes that may be added before the next check
+        self._ample = 0.0  # bytes, of which more must be left for an event not to wait for the next check
+        self._is_due = anyio.Event()  # set to check in the background
+
+    async def keep_current(self) -> None:
+        """Check in the background while events pass and much room is left. Never returns."""
+        while True:
+            await self._is_due.wait()
+            self._is_due = anyio.Event()
+            async with self._looking:
+                if monotonic() - self._looked_at >= LOOK_EVERY_S:
+                    await self._look()
 
     def take(self, message: Message, num_bytes: int) -> bool:
         """Whether an event may be added now. Nearly always true, and not a coroutine, because every event calls it."""
         if _makes_room(type(message)):
             return True
         num_bytes += OVERHEAD_BYTES
-        if num_bytes > self._left or monotonic() - self._looked_at >= LOOK_EVERY_S:
+        age_s = monotonic() - self._looked_at
+        if age_s >= LOOK_EVERY_S:
+            self._is_due.set()
+        if num_bytes > self._left or age_s >= (AMPLE_S if self._left > self._ample else LOOK_EVERY_S):
             return False
         self._left -= num_bytes
         return True
@@ -107,7 +123,7 @@ class Room:
 
     async def _look(self) -> None:
         """Update the room from the stream's state. If it is unknown, nothing waits: the server decides."""
-        self._left = NO_LIMIT
+        left, ample = NO_LIMIT, NO_LIMIT
         if self._connection.is_connected:
             with anyio.move_on_after(self._connection.limits.attempt_timeout_s):
                 try:
@@ -115,6 +131,8 @@ class Room:
                 except BusError as error:
                     log.debug("room_unknown", stream=self._stream, reason=str(error))
                 else:
-                    limit = held.max_bytes if held.max_bytes > 0 else NO_LIMIT
-                    self._left = (1 - KEPT_SHARE) * limit - held.bytes
+                    ample = 0.0
+                    if held.max_bytes > 0:
+                        left, ample = (1 - KEPT_SHARE) * held.max_bytes - held.bytes, AMPLE_SHARE * held.max_bytes
+        self._left, self._ample = left, ample
         self._looked_at = monotonic()
