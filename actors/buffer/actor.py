@@ -217,7 +217,7 @@ class BufferActor(Actor):
         if received is None:
             return None
         self._log.fold(received)
-        self._pressure.folded(self._state)
+        self._pressure.folded(received.message, self._state)
         if isinstance(received.message, SnapshotTaken):
             keep_from = self._recorder.needed_seq()
             self._trimmer.snapshot_taken(self._state, received.message.covers, keep_from=keep_from)

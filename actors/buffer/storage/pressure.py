@@ -7,7 +7,8 @@ from typing import Final
 import anyio
 import structlog
 
-from messages import CheckpointRequested, Plane
+from messages import BatchReady, BatchTrained, CheckpointRequested, Message, Plane, WeightsAnnounced, WeightsApplied
+from runtime.bus.administration import StreamState
 from runtime.bus.bus import Bus
 from runtime.ledger.fold import LedgerState, Stage
 
@@ -17,6 +18,7 @@ REQUEST_ABOVE: Final = 0.7  # share of a stream's bytes at which a checkpoint is
 HOLD_ABOVE: Final = 0.9  # share at which issuing waits
 EMPTIED_BY_CHECKPOINTS: Final = (Plane.EVENT, Plane.DATA)
 WATCHED: Final = (*EMPTIED_BY_CHECKPOINTS, Plane.WORK)  # the work stream empties as tasks finish
+ONCE_A_STEP: Final = (BatchReady, BatchTrained, WeightsAnnounced, WeightsApplied)  # no measurement is needed after them
 CHECK_INTERVAL_S: Final = 5.0
 RECHECK_S: Final = 0.25  # shortest interval between two measurements; also the interval while issuing waits
 CHECKPOINT_WAIT_S: Final = 60.0  # longest time that issuing waits only for a checkpoint
@@ -59,22 +61,32 @@ class Pressure:
         self._data_bytes = -1  # limit of the data stream; -1: no limit
         self._short = False  # the next groups' prompts do not fit into the data stream
         self._changed = anyio.Event()
+        self._soon = anyio.Event()  # ends the interval before the next measurement
+        self._grown_at = 0.0  # time of the newest event that may have come with payloads
         self._trained = 0  # train steps
         self._saved = 0
         self._requested_step = 0
         self._requested_at = -CHECKPOINT_WAIT_S
         self._holding = ""  # why issuing waits
-        self._measured_at = -recheck_s
+        self._measured_at = -recheck_s  # start of the newest measurement with a result
 
     @property
     def holding(self) -> str:
         """Why issuing waits; empty if it does not."""
         return self._holding
 
-    def folded(self, state: LedgerState) -> None:
-        """Note the ledger's progress, and measure the streams soon."""
+    def folded(self, event: Message, state: LedgerState) -> None:
+        """Note the ledger's progress, and measure the streams soon.
+
+        With a batch that is at once: the groups of the next round are issued after its train step, and should not wait
+        for a measurement.
+        """
         self._trained, self._saved = state.trained_steps, state.checkpoint_step
+        if not isinstance(event, ONCE_A_STEP):
+            self._grown_at = time.monotonic()
         self._changed.set()
+        if isinstance(event, BatchReady):
+            self._soon.set()
 
     async def holds(self, state: LedgerState, *, adding: int = 0) -> bool:
         """Whether issuing must wait for room.
@@ -83,7 +95,7 @@ class Pressure:
             state: the ledger.
             adding: bytes of prompts that issuing stores in the data stream first.
         """
-        if not self._used or time.monotonic() - self._measured_at >= self._recheck_s:
+        if not self._used or self._is_outdated():
             await self._measure()  # even if a background measurement runs: its result is not available yet
         over = {plane: used for plane, used in self._used.items() if used > HOLD_ABOVE}
         if await self._is_short(adding):
@@ -95,6 +107,11 @@ class Pressure:
         if bool(before) != bool(self._holding):
             log.warning("issuing_waits" if self._holding else "issuing_goes_on", full=full)
         return bool(self._holding)
+
+    def _is_outdated(self) -> bool:
+        age_s = time.monotonic() - self._measured_at
+        has_grown = self._grown_at >= self._measured_at or age_s >= CHECK_INTERVAL_S
+        return age_s >= self._recheck_s and (has_grown or bool(self._holding))
 
     async def _is_short(self, adding: int) -> bool:
         """Whether the data stream lacks room for these bytes; if so, request a checkpoint at any fill level."""
@@ -109,13 +126,21 @@ class Pressure:
         while True:
             with anyio.move_on_after(self._recheck_s if self._holding else CHECK_INTERVAL_S):
                 await self._changed.wait()
-            self._changed = anyio.Event()
+            self._changed, self._soon = anyio.Event(), anyio.Event()
             await self._measure()
-            await anyio.sleep(self._recheck_s)
+            with anyio.move_on_after(self._recheck_s):
+                await self._soon.wait()
 
     async def _measure(self) -> None:
-        self._measured_at = time.monotonic()
-        held = {plane: await self._bus.state(plane) for plane in WATCHED}
+        begun_at, held = time.monotonic(), dict[Plane, StreamState]()
+
+        async def look(plane: Plane) -> None:
+            held[plane] = await self._bus.state(plane)
+
+        async with anyio.create_task_group() as group:
+            for plane in WATCHED:
+                group.start_soon(look, plane)
+        self._measured_at = max(self._measured_at, begun_at)
         self._used = {plane: stream.used for plane, stream in held.items()}
         self._data_bytes = held[Plane.DATA].max_bytes
         plane, used = (Plane.DATA, self._used[Plane.DATA]) if self._short else fullest(self._used)

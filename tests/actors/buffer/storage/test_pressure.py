@@ -228,6 +228,28 @@ async def test_issuing_waits_above_nine_tenths_and_goes_on_below(bus: Bus) -> No
     assert pressure.holding == ""
 
 
+async def test_issuing_after_a_train_step_waits_for_no_measurement(bus: Bus) -> None:
+    looks, state = 0, ledger_of(announced(1, 0), issued(0, 1))
+    pressure = Pressure(bus, lambda: False, recheck_s=0.0)
+    measure = pressure._measure
+
+    async def counted() -> None:
+        nonlocal looks
+        looks += 1
+        await measure()
+
+    pressure._measure = counted
+    pressure.folded(completed(0), state)
+    await pressure.holds(state)
+    for event in (batch(0, (0, 3)), trained(0), announced(2, 1)):
+        pressure.folded(event, state)
+        await pressure.holds(state)
+    assert looks == 1
+    pressure.folded(completed(1), state)
+    await pressure.holds(state)
+    assert looks == 2
+
+
 def test_a_checkpoint_is_asked_for_streams_that_it_empties() -> None:
     assert fullest({Plane.EVENT: 0.2, Plane.DATA: 0.8, Plane.WORK: 0.95}) == (Plane.DATA, 0.8)
     assert fullest({}) == (Plane.EVENT, 0.0)
