@@ -27,8 +27,17 @@ class Generation:
         tools: GroupDependencies,
         store: SegmentStore,
         on_ended: Callable[[Sequence[OpenSample]], None],
+        on_answer: Callable[[], None],
     ) -> None:
-        """Generate for a task; `on_ended` gets samples that may have all their tokens, possibly more than once."""
+        """Generate for a task.
+
+        Args:
+            task: the task.
+            tools: dependencies of the group.
+            store: where the tokens go.
+            on_ended: gets samples that may have all their tokens, possibly more than once.
+            on_answer: called after each answer, before it is stored.
+        """
         self.took_s = 0.0
         self.over = False
         self.engine = EngineNumbers()
@@ -37,6 +46,7 @@ class Generation:
         self._tools = tools
         self._store = store
         self._on_ended = on_ended
+        self._on_answer = on_answer
         self._conversations: list[Conversation] = []
         self._num_requests = 0
         self._halted = False
@@ -129,6 +139,7 @@ class Generation:
             self._store.receive(sample, answer, SampleStatus.ABORTED if in_turns else status)
             if in_turns and status in FINISHED:
                 sample.end_turn()  # before the spill event reports it
+        self._on_answer()
         await self._store.flush()
         self._on_ended(samples)  # includes samples that ended without tokens
         return generated.cut_short

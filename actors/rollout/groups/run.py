@@ -28,8 +28,9 @@ class GroupRun:
         self._running = tools.generator.running
         self._scoring = SampleScoring(task, tools.scorer, failed_reward=tools.failed_reward)
         self._store = SegmentStore(task, samples, tools.bus, self._scoring.start_ended)
-        self._generation = Generation(task, tools, self._store, self._scoring.start_ended)
+        self._generation = Generation(task, tools, self._store, self._scoring.start_ended, self._note_answer)
         self._tasks: TaskGroup | None = None  # runs scoring and spilling
+        self._on_generated: Callable[[], None] | None = None
         self._halted = False
         self._until_halt = anyio.CancelScope()
 
@@ -62,12 +63,14 @@ class GroupRun:
         """Process all samples to their end, or until the round is halted.
 
         Args:
-            on_generated: called once no sample needs an engine any more.
+            on_generated: called once no sample needs an engine any more, perhaps more than once; the last samples may
+                not be stored yet.
 
         Raises:
             RequestRefused: an engine reports that a request is invalid.
             ValueError: an engine's answer is invalid.
         """
+        self._on_generated = on_generated
         with self._running.on_halt(self._task.round, self._halt), self._until_halt:
             try:
                 async with anyio.create_task_group() as self._tasks:
@@ -85,6 +88,10 @@ class GroupRun:
             self._until_halt.cancel()
         elif self._task.group_rm and self.generated:
             self._scoring.start(self.samples)
+
+    def _note_answer(self) -> None:
+        if self.generated and self._on_generated is not None:
+            self._on_generated()
 
     def spill(self) -> None:
         """Start to store and report the current samples. No-op once the group has ended."""

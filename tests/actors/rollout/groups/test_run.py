@@ -11,6 +11,7 @@ from aiohttp import ClientSession, web
 from structlog.testing import capture_logs
 
 from actors.rollout.actor import RolloutActor
+from actors.rollout.groups import spilling
 from actors.rollout.groups.generating import sampling_seed
 from messages import (
     EvalCompleted,
@@ -136,6 +137,33 @@ async def test_a_halt_reaches_groups_that_run_and_groups_that_wait_and_scores_ne
 
 async def no_work_is_left(bus: Bus) -> bool:
     return (await bus.state(Plane.WORK)).messages == 0
+
+
+async def test_the_next_group_generates_while_the_samples_of_one_are_stored(
+    bus: Bus, router_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored, put = anyio.Event(), spilling.store
+
+    async def slow(bus: Bus, message: SegmentsPublished) -> Any:
+        await stored.wait()
+        return await put(bus, message)
+
+    monkeypatch.setattr(spilling, "store", slow)
+    pool = {"policy": {"kind": "tiny", "concurrency": 2}}  # room for one group
+    async with serving(ScriptedEngine()) as engine, anyio.create_task_group() as group:
+        group.start_soon(grade, bus)
+        async with rollout_actor(bus, router_url, [engine], topology_with(engines=pool)):
+            await bus.publish(announcement(1))
+            for group_id in range(2):
+                await bus.publish(task(group_id))
+            await engine.wait_for_requests(4)
+            assert (await bus.state(Plane.DATA)).messages == 0
+            stored.set()
+            async with bus.read(GroupCompleted) as events:
+                ended = [await events.next(10) for _ in range(2)]
+        group.cancel_scope.cancel()
+    assert {event.message.group_id for event in ended if event is not None} == {0, 1}
+    assert all(sample.segments for event in ended if event is not None for sample in event.message.samples)
 
 
 async def test_a_member_that_fails_costs_its_group_and_no_other(bus: Bus, router_url: str) -> None:
