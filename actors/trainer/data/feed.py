@@ -38,7 +38,7 @@ from runtime.process.actor import InputError
 log = structlog.get_logger()
 
 NO_LIMIT: Final = LengthLimit()
-NUM_PREFETCHERS: Final = 8
+NUM_PREFETCHERS: Final = 64  # as many as the bus fetches concurrently
 MAX_PREFETCHES: Final = 1024  # groups queued for prefetching; further groups are fetched with their batch
 EVENT_TIMEOUT_S: Final = 30.0
 SNAPSHOT_TIMEOUT_S: Final = 120.0
