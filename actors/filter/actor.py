@@ -26,7 +26,7 @@ DURABLE = "filter"
 ACK_WAIT_S = 5.0  # redelivery delay for the groups that a killed filter held
 GIVE_BACK_TIMEOUT_S = 1.0
 MAX_ACK_PENDING = 1024  # summed over all filter actors
-MAX_CONCURRENT_VERDICTS = 16  # concurrency of built-in filters, so that publishes and acks of several groups overlap
+MAX_CONCURRENT_VERDICTS = 64  # concurrency of built-in filters, so that publishes and acks of several groups overlap
 FILTER_TIMEOUT_S = 10.0
 MAX_REASON_CHARS = 500
 
@@ -68,7 +68,11 @@ class FilterActor(Actor):
         """Judge groups until cancelled."""
         async with (
             self._bus.consume(
-                GroupCompleted, durable=DURABLE, ack_wait_s=ACK_WAIT_S, max_ack_pending=MAX_ACK_PENDING
+                GroupCompleted,
+                durable=DURABLE,
+                ack_wait_s=ACK_WAIT_S,
+                max_ack_pending=MAX_ACK_PENDING,
+                prefetch_by_rate=True,
             ) as deliveries,
             anyio.create_task_group() as tasks,
         ):

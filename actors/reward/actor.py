@@ -156,7 +156,11 @@ class RewardActor(Actor):
         async with (
             open_pool(self._settings) as self._pool,
             self._bus.consume(
-                ScoreRequested, durable=DURABLE, ack_wait_s=self._ack_wait_s, max_ack_pending=MAX_ACK_PENDING
+                ScoreRequested,
+                durable=DURABLE,
+                ack_wait_s=self._ack_wait_s,
+                max_ack_pending=MAX_ACK_PENDING,
+                prefetch_by_rate=True,
             ) as deliveries,
             anyio.create_task_group() as tasks,
         ):

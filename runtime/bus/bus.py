@@ -223,6 +223,7 @@ class Bus:
         ack_wait_s: float = 30.0,
         max_ack_pending: int = 1024,
         prefetch: int = 0,
+        prefetch_by_rate: bool = False,
     ) -> AsyncGenerator[Deliveries[MessageT], None]:
         """Receive work, or events shared by several actors, through a durable consumer, for the duration of a block.
 
@@ -232,6 +233,8 @@ class Bus:
             ack_wait_s: a delivery without an end or a heartbeat for this long is redelivered.
             max_ack_pending: maximum of open deliveries of all users of the consumer.
             prefetch: messages to fetch ahead of demand. 0: only on demand, so that slow workers hold no messages.
+            prefetch_by_rate: whether to fetch ahead as many messages as this process ended in the busiest of the last
+                seconds. Quick workers then wait for no request, and slow workers hold no messages.
 
         Raises:
             ValueError: the actor does not declare that it reads a type, or the types are of several planes.
@@ -257,6 +260,7 @@ class Bus:
             settings=settings,
             types=types,
             prefetch=prefetch,
+            prefetch_by_rate=prefetch_by_rate,
         )
         await deliveries.open()
         try:

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from datetime import datetime
-from typing import Generic
+from typing import Final, Generic
 
 import anyio
 
@@ -13,6 +13,26 @@ from runtime.bus.dead import PATIENCE_S, DeadLetters
 from runtime.bus.nats.connection import Connection, Disconnected, RawMessage
 from runtime.bus.nats.consumers import ACK, IN_PROGRESS, TERM, ConsumerSettings, give_back, make_durable
 from runtime.bus.nats.pull import ConsumerLost, Place, Pull, place_of, time_of
+
+BUSY_WINDOW_S: Final = 10  # seconds over which ended deliveries are counted
+MAX_PREFETCH: Final = 256  # messages that are fetched ahead by that count
+
+
+class Throughput:
+    """Counts the deliveries that a process ends, by second."""
+
+    def __init__(self) -> None:
+        self._counts: dict[int, int] = {}  # by second of the loop's clock
+
+    def note_end(self, now: float) -> None:
+        """Count a delivery."""
+        self._counts[int(now)] = self._counts.get(int(now), 0) + 1
+
+    def in_busiest_second(self, now: float) -> int:
+        """The highest number of deliveries in one of the last BUSY_WINDOW_S seconds, at most MAX_PREFETCH."""
+        oldest = int(now) - BUSY_WINDOW_S
+        self._counts = {second: count for second, count in self._counts.items() if second >= oldest}
+        return min(MAX_PREFETCH, max(self._counts.values(), default=0))
 
 
 class Delivery(Generic[MessageT]):
@@ -77,7 +97,7 @@ class Delivery(Generic[MessageT]):
         if self._ended:
             raise ValueError(f"delivery of {self._raw.subject} has already ended")
         self._ended = True
-        await self._deliveries.answer(self._raw.reply, how)
+        await self._deliveries.end(self._raw.reply, how)
 
 
 class Deliveries(Generic[MessageT]):
@@ -93,6 +113,7 @@ class Deliveries(Generic[MessageT]):
         settings: ConsumerSettings,
         types: Sequence[type[MessageT]],
         prefetch: int,
+        prefetch_by_rate: bool,
     ) -> None:
         self._connection = connection
         self._dead_letters = dead_letters
@@ -101,6 +122,9 @@ class Deliveries(Generic[MessageT]):
         self._settings = settings
         self._types = tuple(types)
         self._pull = Pull(connection, stream, ahead=prefetch)
+        self._prefetch = prefetch
+        self._throughput = Throughput()
+        self._prefetch_by_rate = prefetch_by_rate
         self._stale: set[str] = set()
         self.held: set[str] = set()  # reply subjects of deliveries with a heartbeat
 
@@ -122,11 +146,11 @@ class Deliveries(Generic[MessageT]):
     @property
     def prefetch(self) -> int:
         """Messages to fetch ahead of demand. Messages that no task takes for long are returned for redelivery."""
-        return self._pull.ahead
+        return self._prefetch
 
     @prefetch.setter
     def prefetch(self, number: int) -> None:
-        self._pull.ahead = number
+        self._prefetch = number
 
     async def next(self, timeout_s: float | None = None) -> Delivery[MessageT] | None:
         """The next usable delivery, or None after timeout_s. Dead-letters unusable messages on the way."""
@@ -134,6 +158,7 @@ class Deliveries(Generic[MessageT]):
         deadline = None if timeout_s is None else loop.time() + timeout_s
         while True:
             remaining_s = None if deadline is None else max(0.0, deadline - loop.time())
+            self._pull.ahead = self._num_ahead(loop.time())
             try:
                 raw = await self._pull.next(remaining_s)
             except ConsumerLost:
@@ -174,6 +199,15 @@ class Deliveries(Generic[MessageT]):
             payload=raw.data,
         )
         return TERM if is_kept else give_back(PATIENCE_S)
+
+    def _num_ahead(self, now: float) -> int:
+        by_rate = self._throughput.in_busiest_second(now) if self._prefetch_by_rate else 0
+        return max(self._prefetch, by_rate if by_rate > 1 else 0)  # 1 a second may be slow
+
+    async def end(self, reply: str, how: bytes) -> None:
+        """Send the acknowledgement that ends a delivery."""
+        self._throughput.note_end(asyncio.get_running_loop().time())
+        await self.answer(reply, how)
 
     async def answer(self, reply: str, how: bytes) -> None:
         """Send the acknowledgement that ends or extends a delivery."""

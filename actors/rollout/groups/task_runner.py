@@ -77,7 +77,11 @@ class TaskRunner:
         durable = f"rollout-{self._pool}"
         async with (
             self._bus.consume(
-                RolloutRequested, durable=durable, ack_wait_s=self._ack_wait_s, max_ack_pending=self._slots.total
+                RolloutRequested,
+                durable=durable,
+                ack_wait_s=self._ack_wait_s,
+                max_ack_pending=self._slots.total,
+                prefetch_by_rate=True,
             ) as deliveries,
             anyio.create_task_group() as group,
         ):

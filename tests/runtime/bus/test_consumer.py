@@ -18,7 +18,7 @@ from messages import (
 )
 from messages.subjects import stream_of, subject_of
 from runtime.bus.bus import Bus
-from runtime.bus.consumer import Deliveries, Delivery
+from runtime.bus.consumer import BUSY_WINDOW_S, MAX_PREFETCH, Deliveries, Delivery, Throughput
 from runtime.bus.nats import consumers
 from runtime.bus.nats.connection import Connection
 from runtime.bus.nats.store import API, ApiError, ApiFailed, api_call
@@ -155,6 +155,33 @@ async def test_how_much_is_fetched_ahead_may_change_with_each_delivery(bus: Bus)
         async with bus.consume(ScoreRequested, durable="score") as other:
             names = [(await taken(other)).message.request_id for _ in range(2)]
     assert names == ["e", "f"]
+
+
+async def test_a_quick_worker_fetches_ahead_by_its_rate_and_a_slow_one_holds_nothing(bus: Bus) -> None:
+    for number in range(20):
+        await bus.publish(score_request(f"n{number}"))
+    async with bus.consume(ScoreRequested, durable="score", prefetch_by_rate=True) as deliveries:
+        slow = [await taken(deliveries) for _ in range(6)]
+        assert not deliveries._pull.buffered
+        assert deliveries._pull.ahead == 0
+        for delivery in slow:
+            await delivery.ack()
+        await (await taken(deliveries)).ack()
+        assert deliveries._pull.ahead >= 3  # six ended in one second, or in two that touch
+        await eventually(lambda: len(deliveries._pull.buffered) >= 2)
+
+
+def test_the_throughput_is_that_of_the_busiest_of_the_last_seconds() -> None:
+    throughput = Throughput()
+    assert throughput.in_busiest_second(100.0) == 0
+    for moment in (100.1, 100.2, 100.9, 101.5):
+        throughput.note_end(moment)
+    assert throughput.in_busiest_second(102.0) == 3
+    assert throughput.in_busiest_second(101.0 + BUSY_WINDOW_S) == 1
+    assert throughput.in_busiest_second(102.0 + BUSY_WINDOW_S) == 0
+    for _ in range(MAX_PREFETCH + 1):
+        throughput.note_end(200.0)
+    assert throughput.in_busiest_second(200.5) == MAX_PREFETCH
 
 
 async def test_what_was_fetched_ahead_and_is_not_taken_goes_to_another(bus: Bus, nats_server: NatsServer) -> None:
