@@ -224,6 +224,7 @@ class Bus:
         max_ack_pending: int = 1024,
         prefetch: int = 0,
         prefetch_by_rate: bool = False,
+        keeps_prefetched: bool = False,
     ) -> AsyncGenerator[Deliveries[MessageT], None]:
         """Receive work, or events shared by several actors, through a durable consumer, for the duration of a block.
 
@@ -235,6 +236,8 @@ class Bus:
             prefetch: messages to fetch ahead of demand. 0: only on demand, so that slow workers hold no messages.
             prefetch_by_rate: whether to fetch ahead as many messages as this process ended in the busiest of the last
                 seconds. Quick workers then wait for no request, and slow workers hold no messages.
+            keeps_prefetched: whether to keep messages that no task takes for long, where no other process would take
+                them sooner. Otherwise they are returned for redelivery.
 
         Raises:
             ValueError: the actor does not declare that it reads a type, or the types are of several planes.
@@ -261,6 +264,7 @@ class Bus:
             types=types,
             prefetch=prefetch,
             prefetch_by_rate=prefetch_by_rate,
+            keeps_prefetched=keeps_prefetched,
         )
         await deliveries.open()
         try:

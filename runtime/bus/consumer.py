@@ -114,6 +114,7 @@ class Deliveries(Generic[MessageT]):
         types: Sequence[type[MessageT]],
         prefetch: int,
         prefetch_by_rate: bool,
+        keeps_prefetched: bool,
     ) -> None:
         self._connection = connection
         self._dead_letters = dead_letters
@@ -125,6 +126,7 @@ class Deliveries(Generic[MessageT]):
         self._prefetch = prefetch
         self._throughput = Throughput()
         self._prefetch_by_rate = prefetch_by_rate
+        self._keeps_prefetched = keeps_prefetched
         self._stale: set[str] = set()
         self.held: set[str] = set()  # reply subjects of deliveries with a heartbeat
 
@@ -217,14 +219,15 @@ class Deliveries(Generic[MessageT]):
             self._connection.counters.acks_dropped += 1
 
     async def keep_alive(self, every_s: float) -> None:
-        """Send heartbeats for held deliveries, and return messages that no task took since the last round."""
+        """Send heartbeats for held deliveries, and keep or return messages that no task took since the last round."""
         while True:
             await asyncio.sleep(every_s)
-            for reply in tuple(self.held):
-                await self.answer(reply, IN_PROGRESS)
             buffered = self._pull.buffered
             waiting = {raw.reply for raw in buffered}
+            kept = waiting if self._keeps_prefetched else set[str]()
+            for reply in (*self.held, *kept):
+                await self.answer(reply, IN_PROGRESS)
             for raw in [raw for raw in buffered if raw.reply in self._stale]:
                 buffered.remove(raw)
                 await self.answer(raw.reply, give_back())
-            self._stale = waiting - self._stale
+            self._stale = waiting - kept - self._stale

@@ -82,6 +82,7 @@ class TaskRunner:
                 ack_wait_s=self._ack_wait_s,
                 max_ack_pending=self._slots.total,
                 prefetch_by_rate=True,
+                keeps_prefetched=True,  # engines may wait for weights, and a redelivery looks like one after a crash
             ) as deliveries,
             anyio.create_task_group() as group,
         ):

@@ -197,6 +197,21 @@ async def test_what_was_fetched_ahead_and_is_not_taken_goes_to_another(bus: Bus,
     assert names == {"b", "c"}
 
 
+async def test_what_was_fetched_ahead_is_kept_where_the_worker_wants_that(bus: Bus) -> None:
+    for name in "abc":
+        await bus.publish(score_request(name))
+    async with bus.consume(
+        ScoreRequested, durable="score", ack_wait_s=0.3, prefetch=3, keeps_prefetched=True
+    ) as deliveries:
+        first = await taken(deliveries)
+        async with first.heartbeat():
+            await eventually(lambda: len(deliveries._pull.buffered) == 2)
+            async with bus.consume(ScoreRequested, durable="score", ack_wait_s=0.3) as other:
+                assert await other.next(1.0) is None  # three ack waits
+            others = [await taken(deliveries) for _ in range(2)]
+    assert [(delivery.message.request_id, delivery.num_delivered) for delivery in others] == [("b", 1), ("c", 1)]
+
+
 async def test_a_rejected_delivery_is_kept_as_a_dead_letter(bus: Bus) -> None:
     await bus.publish(score_request("a"))
     async with bus.consume(ScoreRequested, durable="score") as deliveries, bus.read(MessageDeadLettered) as events:
