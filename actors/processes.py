@@ -24,7 +24,7 @@ from actors.rollout.sglang.command_lines import (
 from actors.rollout.sglang.facts import CRASH_WORDS
 from runtime.bus.addresses import INSTANCE_VARIABLE, address_key
 from runtime.settings.devices import HIDDEN, NVIDIA
-from runtime.settings.placement import gpus_of, home_node, nodes_of_pool, num_engines, rank_places
+from runtime.settings.placement import ProcessPlace, engine_places, home_node, rank_places
 from runtime.settings.processes import (
     AnswersHttp,
     PortRequest,
@@ -81,42 +81,32 @@ def process_specs(topology: Topology, node: str, run_dir: Path) -> list[ProcessS
 
 def _engines(topology: Topology, pool: str, engine: EngineConfig, node: str) -> list[ProcessSpec]:
     """Specs of a pool's engines on one node."""
-    if engine.urls:
-        return []  # external engines are started elsewhere
-    if engine.gpus is None:
-        nodes = nodes_of_pool(topology, engine)
-        places = [(index, ()) for index in range(num_engines(engine)) if nodes[index % len(nodes)] == node]
-    else:
-        gpus = gpus_of(topology, engine.gpus)
-        size = engine.num_gpus_per_engine
-        chunks = [gpus[start : start + size] for start in range(0, len(gpus), size)]
-        places = [
-            (index, tuple(gpu.index for gpu in chunk)) for index, chunk in enumerate(chunks) if chunk[0].node == node
-        ]
-    return [spec for index, gpus in places for spec in _engine_ranks(topology, pool, engine, index, gpus)]
+    return [
+        spec
+        for index, places in enumerate(engine_places(topology, engine))
+        for spec in _engine_ranks(topology, pool, engine, index, places, node)
+    ]
 
 
 def _engine_ranks(
-    topology: Topology, pool: str, engine: EngineConfig, index: int, devices: tuple[int, ...]
+    topology: Topology, pool: str, engine: EngineConfig, index: int, places: Sequence[ProcessPlace], node: str
 ) -> list[ProcessSpec]:
-    """Process specs of one engine: rank 0 serves requests, the other ranks answer liveness checks only."""
-    whole = _engine(topology, pool, engine, index, devices)
-    number = engine.num_processes
-    if number == 1:
-        return [whole]
-    share = len(devices) // number
-    return [
-        msgspec.structs.replace(
-            whole,
-            name=whole.name if rank == 0 else f"{whole.name}.{rank}",
-            command=(*whole.command, *rank_arguments(rank, number)),
-            env={**whole.env, **_visible(devices[rank * share : (rank + 1) * share])},
-            probe=whole.probe if rank == 0 else AnswersHttp(RANK_PATH),
-            address_key=whole.address_key if rank == 0 else None,
-            restart_group=RestartGroupSpec(whole.name, number),
-        )
-        for rank in range(number)
-    ]
+    """Specs of one engine's processes on a node: rank 0 serves requests, the others answer liveness checks only."""
+    number = len(places)
+    group = _restart_group(f"engine.{pool}.{index}", [place.node for place in places], node)
+    specs: list[ProcessSpec] = []
+    for rank, place in enumerate(places):
+        if place.node != node:
+            continue
+        spec = _engine(topology, pool, engine, index, place.gpus)
+        if number > 1:
+            command = (*spec.command, *rank_arguments(rank, number))
+            spec = msgspec.structs.replace(spec, command=command, restart_group=group)
+        if rank > 0:
+            probe = AnswersHttp(RANK_PATH)
+            spec = msgspec.structs.replace(spec, name=f"{spec.name}.{rank}", probe=probe, address_key=None)
+        specs.append(spec)
+    return specs
 
 
 def _visible(devices: tuple[int, ...]) -> dict[str, str]:

@@ -1,6 +1,8 @@
 """Placement derived from a topology: the home node, addresses, the number of ranks and engines, and their GPUs."""
 
 import ipaddress
+import math
+from collections import Counter
 from typing import Final, NamedTuple
 
 from runtime.settings.gpus import Gpu, order_gpus, parse_gpus
@@ -54,17 +56,12 @@ def bus_port(topology: Topology) -> int | None:
     return topology.bus.port or (BUS_PORT if is_networked(topology) else None)
 
 
-def nodes_of_pool(topology: Topology, engine: EngineConfig) -> tuple[str, ...]:
-    """Return the nodes of a pool without GPUs, in the order in which its engines take them."""
-    return engine.nodes or (home_node(topology),)
-
-
 class NodeRoles(NamedTuple):
     """What a node does in a run, as far as its machine needs other things for it."""
 
     is_home: bool
     trains: bool  # it has trainer ranks
-    pools: tuple[str, ...]  # pools with an engine on this node
+    pools: tuple[str, ...]  # pools with an engine, or a part of one, on this node
 
     @property
     def needs_model(self) -> bool:
@@ -84,15 +81,7 @@ def roles_of(topology: Topology, node: str) -> NodeRoles:
 
 def engine_nodes(topology: Topology, engine: EngineConfig) -> tuple[str, ...]:
     """Return the nodes with engines of a pool; none if the engines are external."""
-    if engine.urls:
-        return ()
-    if engine.gpus is None:
-        return nodes_of_pool(topology, engine)[: num_engines(engine)]
-    return _nodes_with(gpus_of(topology, engine.gpus))
-
-
-def _nodes_with(gpus: tuple[Gpu, ...]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(gpu.node for gpu in gpus))
+    return tuple(dict.fromkeys(place.node for places in engine_places(topology, engine) for place in places))
 
 
 def gpus_of(topology: Topology, text: str | None) -> tuple[Gpu, ...]:
@@ -143,6 +132,43 @@ def num_engines(engine: EngineConfig) -> int:
     if engine.urls:
         return len(engine.urls)
     return len(parse_gpus(engine.gpus)) // engine.num_gpus_per_engine if engine.gpus else engine.num_engines
+
+
+class ProcessPlace(NamedTuple):
+    """Where a process of an engine runs."""
+
+    node: str
+    gpus: tuple[int, ...]  # their indices on the node; empty: on the CPU
+
+
+def engine_places(topology: Topology, engine: EngineConfig) -> tuple[tuple[ProcessPlace, ...], ...]:
+    """Return the places of the processes of each engine that the run starts, in the order of their ranks."""
+    if engine.urls:
+        return ()
+    if engine.gpus is None:
+        nodes = engine.nodes or (home_node(topology),)
+        return tuple(_on_cpu(nodes, engine, index) for index in range(engine.num_engines))
+    gpus, size = gpus_of(topology, engine.gpus), engine.num_gpus_per_engine
+    return tuple(_on_gpus(gpus[at : at + size], engine.num_processes) for at in range(0, len(gpus), size))
+
+
+def nodes_of_engine(places: tuple[ProcessPlace, ...]) -> tuple[str, ...]:
+    """Return the nodes of an engine, that of its first process first."""
+    return tuple(dict.fromkeys(place.node for place in places))
+
+
+def _on_cpu(nodes: tuple[str, ...], engine: EngineConfig, index: int) -> tuple[ProcessPlace, ...]:
+    """Deal the processes of one engine to its nodes in blocks. Engines take the nodes in turn."""
+    width, number = engine.num_nodes_per_engine, engine.num_processes
+    blocks = [index * width + rank * width // number for rank in range(number)]
+    return tuple(ProcessPlace(nodes[block % len(nodes)], ()) for block in blocks)
+
+
+def _on_gpus(gpus: tuple[Gpu, ...], least: int) -> tuple[ProcessPlace, ...]:
+    """Deal the GPUs of one engine to at least so many processes, of equal size and each on one node."""
+    share = math.gcd(len(gpus) // least, *Counter(gpu.node for gpu in gpus).values())
+    parts = [gpus[at : at + share] for at in range(0, len(gpus), share)]
+    return tuple(ProcessPlace(part[0].node, tuple(gpu.index for gpu in part)) for part in parts)
 
 
 def weight_format(topology: Topology) -> WeightFormat:

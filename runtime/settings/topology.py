@@ -194,7 +194,8 @@ class TrainerConfig(Config, frozen=True, kw_only=True):
     log_probs_ahead: bool = False
     # Size of one weight export bucket in bytes. A rank gathers one bucket at a time.
     export_bucket_bytes: Positive = 512 << 20  # expert
-    # Publish every Nth weight version in full and the others as deltas. 1 publishes every version in full.
+    # Publish every Nth weight version in full and the others as deltas. 1 publishes every version in full. Not
+    # implemented yet: above 1 with an engine over several nodes.
     full_export_interval: Positive = 1
     profile: ProfileConfig = ProfileConfig()
     megatron: MegatronConfig = MegatronConfig()
@@ -217,15 +218,19 @@ class EngineConfig(Config, frozen=True, kw_only=True):
     gpus: Text | None = None
     # Share memory with the trainer: engines and trainer use it alternately. Needs `rollout.max_staleness = 0`.
     colocate: Literal["trainer"] | None = None
-    # Number of GPUs per engine. Not implemented yet: an engine over several nodes.
+    # Number of GPUs per engine. An engine with GPUs of several nodes has a process on each of them.
     num_gpus_per_engine: Positive = 1
-    # Number of processes per SGLang engine. Each takes an equal share of the engine's ranks and GPUs.
+    # Number of processes per SGLang engine. Each takes an equal share of the engine's ranks and GPUs. An engine with
+    # GPUs of several nodes has at least one process on each of them.
     num_processes: Positive = 1
     # Number of CPU engines. With `gpus` set, the GPUs decide the number.
     num_engines: Positive = 1
     # Nodes of a pool without GPUs. Its engines are assigned to them in turn. By default all run on the node with the
     # bus.
     nodes: tuple[Name, ...] = ()
+    # Number of nodes of each SGLang engine without GPUs. Its processes are assigned to them in contiguous blocks. With
+    # `gpus` set, the GPUs decide the nodes.
+    num_nodes_per_engine: Positive = 1
     # Maximum number of samples in flight per engine. At the limit, further groups wait for a free slot.
     concurrency: Positive = 64
     # Seconds from an engine's start until it must serve; a slower one is killed and restarted. By default 1800 for
@@ -249,7 +254,8 @@ class EngineConfig(Config, frozen=True, kw_only=True):
     weight_format: WeightFormat = "as_trained"
     # Source of a restarted engine's first weights: files, or a serving SGLang engine on the same node ("peer").
     start_weights: StartWeights = "files"
-    # Engines read full versions from their node's local copy of the weights. Deltas always use the local copy.
+    # Engines read full versions from their node's local copy of the weights. Deltas always use the local copy. Not
+    # implemented yet: for an engine over several nodes.
     local_copy: bool = False
     # Number of update groups. Engines of one group take new weights while the others serve; 1 updates all at once.
     update_groups: Positive = 1

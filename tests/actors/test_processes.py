@@ -139,6 +139,61 @@ def test_an_engine_of_several_processes_has_a_share_of_its_gpus_in_each_and_one_
     assert servers == ["engine.policy.0", "engine.policy.0", "engine.policy.1", "engine.policy.1"]
 
 
+def engines_of(node: str, *overrides: str, file: str = "disaggregate-2x8gpu.toml") -> dict[str, ProcessSpec]:
+    return {name: spec for name, spec in specs(file, node, *overrides).items() if name.startswith("engine.")}
+
+
+def test_an_engine_over_several_nodes_has_a_process_with_its_own_gpus_on_each() -> None:
+    lists = ("trainer.gpus=n0:0-3", "engines.policy.gpus=n0:4-7,n1:0-7", "engines.policy.num_gpus_per_engine=4")
+    alone = engines_of("n1", *lists)
+    assert [(name, spec.restart_group) for name, spec in alone.items()] == [
+        ("engine.policy.1", None),
+        ("engine.policy.2", None),
+    ]
+    lists = (*lists[:1], "engines.policy.gpus=n0:4-7,n1:2-5", "engines.policy.num_gpus_per_engine=8")
+    ((first, serving),), ((second, other),) = engines_of("n0", *lists).items(), engines_of("n1", *lists).items()
+    assert (first, second) == ("engine.policy.0", "engine.policy.0.1")
+    assert [spec.env["CUDA_VISIBLE_DEVICES"] for spec in (serving, other)] == ["4,5,6,7", "2,3,4,5"]
+    assert [flag(spec, "--node-rank") for spec in (serving, other)] == ["0", "1"]
+    assert {(flag(spec, "--nnodes"), flag(spec, "--tp-size")) for spec in (serving, other)} == {("2", "8")}
+    assert {spec.restart_group for spec in (serving, other)} == {RestartGroupSpec(first, 1, ("n0", "n1"))}
+    assert [spec.address_key is not None for spec in (serving, other)] == [True, False]
+
+
+def test_processes_of_an_engine_have_equally_many_gpus_whatever_its_nodes_have() -> None:
+    lists = ("trainer.gpus=n0:0-3", "engines.policy.gpus=n0:4-7,n1:0-7", "nodes.n2.gpus=4", "nodes.n2.address=n2")
+    wide = (lists[0], "engines.policy.gpus=n1:0-7,n2:0-3,n0:4-7", "engines.policy.num_gpus_per_engine=16", *lists[2:])
+    found = {node: engines_of(node, *wide) for node in ("n0", "n1", "n2")}
+    gpus = {name: spec.env["CUDA_VISIBLE_DEVICES"] for of in found.values() for name, spec in of.items()}
+    assert gpus == {
+        "engine.policy.0": "4,5,6,7",
+        "engine.policy.0.1": "0,1,2,3",
+        "engine.policy.0.2": "4,5,6,7",
+        "engine.policy.0.3": "0,1,2,3",
+    }
+    assert [len(of) for of in found.values()] == [1, 2, 1]
+    groups = {spec.restart_group for spec in found["n1"].values()}
+    assert groups == {RestartGroupSpec("engine.policy.0", 2, ("n0", "n1", "n2"))}
+
+
+def test_engines_on_the_cpu_take_their_nodes_in_turn_several_each() -> None:
+    placed = (
+        *TWO,
+        "nodes.c.address=10.0.0.3",
+        "engines.policy.kind=sglang",
+        "engines.policy.num_engines=2",
+        "engines.policy.num_processes=2",
+        "engines.policy.num_nodes_per_engine=2",
+        "engines.policy.nodes=['b','local','c']",
+    )
+    found = {node: list(engines_of(node, *placed, file="laptop.toml")) for node in ("local", "b", "c")}
+    assert found == {
+        "b": ["engine.policy.0", "engine.policy.1.1"],
+        "local": ["engine.policy.0.1"],
+        "c": ["engine.policy.1"],
+    }
+
+
 def test_an_engine_has_as_long_to_start_as_its_pool_says() -> None:
     for topology, node, default_s in (("laptop.toml", "local", 120), ("disaggregate-2x8gpu.toml", "n1", 1800)):
         assert specs(topology, node)["engine.policy.0"].ready_timeout_s == default_s

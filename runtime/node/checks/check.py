@@ -9,10 +9,11 @@ from runtime.node.checks.files import check_paths, paths_of
 from runtime.node.checks.findings import Checked, Findings
 from runtime.node.checks.machine import check_machine
 from runtime.settings.load import LoadedTopology
-from runtime.settings.placement import gpus_of, home_node, max_sample_tokens
+from runtime.settings.placement import engine_places, home_node, max_sample_tokens, nodes_of_engine
 from runtime.settings.reading.config import Problem
 from runtime.settings.recipe import max_prompt_len
-from runtime.settings.topology import Topology, answers_are_recorded
+from runtime.settings.rules.weights import STAGES
+from runtime.settings.topology import Topology, answers_are_recorded, sglang_arguments
 
 ASK_TIMEOUT_S: Final = 120.0  # for servers and interpreters, which have their own limits too
 
@@ -26,12 +27,21 @@ def not_built(topology: Topology) -> Iterator[Problem]:
 
 
 def _over_nodes(topology: Topology) -> Iterator[Problem]:
-    """Yield an engine that several nodes would have to run together."""
+    """Yield what engines over several nodes cannot do."""
+    if answers_are_recorded(topology):
+        return
     for name, engine in topology.engines.items():
-        gpus, size = gpus_of(topology, engine.gpus), engine.num_gpus_per_engine
-        if any(len({gpu.node for gpu in gpus[at : at + size]}) > 1 for at in range(0, len(gpus), size)):
-            message = f"not implemented yet: an engine over several nodes; {engine.gpus} has fewer on a node"
-            yield Problem.of(f"engines.{name}.num_gpus_per_engine", size, message)
+        key, where = f"engines.{name}", "for an engine over several nodes"
+        if all(len(nodes_of_engine(places)) == 1 for places in engine_places(topology, engine)):
+            continue
+        if engine.local_copy:
+            yield Problem.of(f"{key}.local_copy", True, f"not implemented yet {where}; allowed: false")
+        if (interval := topology.trainer.full_export_interval) > 1:
+            yield Problem.of("trainer.full_export_interval", interval, f"not implemented yet {where}; allowed: 1")
+        for argument, spelled, value in sglang_arguments(engine):
+            if argument in STAGES and value != 1:
+                message = f"not implemented yet: pipeline stages {where}; allowed: 1"
+                yield Problem.of(f"{key}.sglang.{spelled}", value, message)
 
 
 def check_here(

@@ -201,6 +201,12 @@ def _processes(engine: EngineConfig, key: str) -> Iterator[Problem]:
         yield Problem.of(f"{key}.num_processes", number, 'needs engines of kind = "sglang" that the run starts')
     elif number > 1 and engine.gpus is not None and gpus % number:
         yield Problem.of(f"{key}.num_processes", number, f"does not divide the {gpus} GPUs of an engine")
+    width = engine.num_nodes_per_engine
+    if width > 1 and engine.gpus is not None:
+        yield Problem.of(f"{key}.num_nodes_per_engine", width, "has no effect with gpus: the GPUs decide the nodes")
+    elif width > min(number, len(engine.nodes) or 1):
+        message = f"is above {key}.num_processes = {number} or the {len(engine.nodes)} nodes of {key}.nodes"
+        yield Problem.of(f"{key}.num_nodes_per_engine", width, message)
 
 
 def _seeds(engine: EngineConfig, key: str) -> Iterator[Problem]:

@@ -5,8 +5,7 @@ from collections.abc import Iterator
 from typing import Final
 from urllib.parse import urlsplit
 
-from runtime.settings.gpus import parse_gpus
-from runtime.settings.placement import is_networked, num_engines
+from runtime.settings.placement import engine_places, is_networked, nodes_of_engine, num_engines
 from runtime.settings.reading.config import Problem
 from runtime.settings.topology import EngineConfig, Topology, answers_are_recorded, sglang_arguments
 
@@ -39,7 +38,7 @@ def transport_problems(topology: Topology) -> Iterator[Problem]:
         yield from _rolling(engine, key)
         yield from _in_place(topology, engine, key)
         if engine.start_weights == "peer":
-            yield from _from_peers(engine, key)
+            yield from _from_peers(topology, engine, key)
 
 
 def _in_place(topology: Topology, engine: EngineConfig, key: str) -> Iterator[Problem]:
@@ -105,7 +104,7 @@ def _rolling(engine: EngineConfig, key: str) -> Iterator[Problem]:
         yield Problem.of(f"{key}.update_groups", groups, f"is above the number of engines in the pool, {number}")
 
 
-def _from_peers(engine: EngineConfig, key: str) -> Iterator[Problem]:
+def _from_peers(topology: Topology, engine: EngineConfig, key: str) -> Iterator[Problem]:
     """Yield problems of first weights from a peer.
 
     SGLang sends parameters from each TP rank, GPU to GPU, to the same rank of a server with the same arguments.
@@ -127,7 +126,7 @@ def _from_peers(engine: EngineConfig, key: str) -> Iterator[Problem]:
         yield refused(f"SGLang does not send FP8 scales: needs {key}.weight_format other than fp8")
     if engine.verify != "always":
         yield refused(f'received weights are verified by their checksum: needs {key}.verify = "always"')
-    if not _has_two_on_a_node(engine):
+    if not _has_two_on_a_node(topology, engine):
         yield refused("peers are engines of one node, and no node has two engines of this pool")
     for name, spelled, value in sglang_arguments(engine):
         if name in (*STAGES, *REPLICAS) and value != 1:
@@ -138,12 +137,12 @@ def _from_peers(engine: EngineConfig, key: str) -> Iterator[Problem]:
             yield Problem.of(f"{key}.sglang.{spelled}", value, message)
 
 
-def _has_two_on_a_node(engine: EngineConfig) -> bool:
+def _has_two_on_a_node(topology: Topology, engine: EngineConfig) -> bool:
     try:
-        gpus = Counter(gpu.node for gpu in parse_gpus(engine.gpus))
+        nodes = [nodes_of_engine(places) for places in engine_places(topology, engine)]
     except ValueError:  # another rule reports the GPU list
         return True
-    return max(gpus.values(), default=0) >= 2 * engine.num_gpus_per_engine
+    return max(Counter(nodes).values(), default=0) > 1 and all(len(each) == 1 for each in nodes)
 
 
 def _in_groups(topology: Topology, engine: EngineConfig, key: str) -> Iterator[Problem]:

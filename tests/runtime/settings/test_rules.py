@@ -33,6 +33,11 @@ def test_gpus_of_a_node_that_has_none_are_refused() -> None:
             "engines.policy.nodes",
             "the run does not start engines that run already",
         ),
+        (
+            ("engines.policy.num_nodes_per_engine=2",),
+            "engines.policy.num_nodes_per_engine",
+            "is above engines.policy.num_processes = 1 or the 0 nodes of engines.policy.nodes",
+        ),
         (("trainer.nodes=['other']",), "trainer.nodes", "no node other; allowed: local"),
         (
             ("trainer.nodes=['local']", "engines.policy.colocate=trainer", "engines.policy.weight_transport=ipc"),
@@ -277,6 +282,11 @@ def test_rules_of_the_laptop_topology(overrides: tuple[str, ...], key: str, mess
             "needs trainer.optimizer.use_distributed_optimizer",
         ),
         (("trainer.num_processes=2",), "trainer.num_processes", "each GPU has one rank"),
+        (
+            ("engines.policy.num_nodes_per_engine=2",),
+            "engines.policy.num_nodes_per_engine",
+            "has no effect with gpus: the GPUs decide the nodes",
+        ),
         (("trainer.nodes=['n0','n1']",), "trainer.nodes", "ranks run where their GPUs are"),
         (("bus.url=nats://x",), "bus.node", "has no effect with bus.url"),
         (("bus.node=none",), "bus", "with several nodes"),

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from huggingface_hub import constants
 
-from runtime.node.checks.check import check_here
+from runtime.node.checks.check import check_here, not_built
 from runtime.settings.load import load_topology
 from runtime.settings.placement import data_parallel_size, num_engines, num_ranks
 from runtime.settings.recipe import eval_data, eval_sampling, max_prompt_len, over_sampling_batch_size
@@ -74,8 +74,16 @@ def test_a_start_refuses_what_it_would_not_do() -> None:
         "engines.policy.gpus=n0:4-7,n1:0-3",
         "engines.policy.num_gpus_per_engine=8",
     )
-    problem, *_ = check_here(load_topology(DISAGGREGATE, over_nodes), node="n0").problems
-    assert "num_gpus_per_engine = 8: not implemented yet: an engine over several nodes" in str(problem)
+    assert not list(not_built(load_topology(DISAGGREGATE, over_nodes).topology))
+    disk = "engines.policy.weight_transport=disk"
+    refused = (*over_nodes, "engines.policy.sglang.pp_size=2", "engines.policy.local_copy=true", disk)
+    found = {problem.key: problem.message for problem in not_built(load_topology(DISAGGREGATE, refused).topology)}
+    assert found == {
+        "engines.policy.local_copy": "not implemented yet for an engine over several nodes; allowed: false",
+        "engines.policy.sglang.pp_size": (
+            "not implemented yet: pipeline stages for an engine over several nodes; allowed: 1"
+        ),
+    }
 
 
 @pytest.mark.usefixtures("no_gpus")

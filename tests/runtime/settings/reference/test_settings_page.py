@@ -18,6 +18,7 @@ from runtime.settings.topology import (
     NodeConfig,
     RunConfig,
     Topology,
+    TrainerConfig,
 )
 
 PAGE = (Path(__file__).resolve().parents[4] / "docs" / "reference" / "settings.md").read_text(encoding="utf-8")
@@ -122,10 +123,11 @@ def test_a_key_that_a_start_refuses_for_what_is_not_built_says_so() -> None:
         rollout=RolloutConfig(rollout_batch_size=1, max_response_len=1),
         train=TrainConfig(),
         nodes={"n0": NodeConfig(gpus=2), "n1": NodeConfig(gpus=2)},
-        engines={"<name>": EngineConfig(gpus="n0:1,n1:1", num_gpus_per_engine=2)},
+        trainer=TrainerConfig(full_export_interval=2),
+        engines={"<name>": EngineConfig(gpus="n0:1,n1:1", num_gpus_per_engine=2, local_copy=True)},
     )
     refused = {problem.key for problem in not_built(asked)}
-    assert refused == {"engines.<name>.num_gpus_per_engine"}
+    assert refused == {"engines.<name>.local_copy", "trainer.full_export_interval"}
     assert [key for key, *_, meaning in ROWS if key in refused and "Not implemented yet" not in meaning] == []
 
 
