@@ -30,7 +30,7 @@ from runtime.settings.reading.config import Problem, TopologyError
 from runtime.settings.reading.toml import shipped_topologies
 from runtime.settings.slime.hints import flag_hint
 from runtime.settings.topology import Topology
-from runtime.util.exit_codes import EXIT_OK
+from runtime.util.exit_codes import EXIT_FAILED, EXIT_OK
 from runtime.util.secrets import without_logins
 
 if TYPE_CHECKING:
@@ -86,7 +86,11 @@ def _parser() -> argparse.ArgumentParser:
         metavar="KEY=VALUE",
         help="Override a key, such as train.num_steps=5. Repeatable.",
     )
-    add("--check", action="store_true", help="Check whether the run can start on this machine, and exit.")
+    add(
+        "--check",
+        action="store_true",
+        help="Check whether the run can start on this machine, and exit. With --node on all nodes, compare them.",
+    )
     add("--elsewhere", action="store_true", help="With --check: skip the checks that need the machine of the run.")
     add("--plan", action="store_true", help="Print the processes of each node and the sizes of the streams, and exit.")
     add(
@@ -182,15 +186,65 @@ def _checked(
 def _check(loaded: LoadedTopology, args: argparse.Namespace) -> int:
     file = loaded.loaded.files[-1]
     if not args.elsewhere:
-        _ready(loaded, args, Screen(sys.stderr))
-        Screen(sys.stdout).show(f"{file}: valid; the run can start on this machine")
-        return EXIT_OK
+        return _check_nodes(loaded, args, file) if _compares(loaded.topology, args) else _check_here(loaded, args, file)
     checked = _checked(loaded, Screen(sys.stderr), elsewhere=True)
     if checked.problems:
         raise TopologyError(checked.problems)
     note = "valid, except for what only the machine of the run can show; not checked"
     Screen(sys.stdout).show(f"{file}: {note}: {'; '.join(checked.left_out)}")
     return EXIT_OK
+
+
+def _compares(topology: Topology, args: argparse.Namespace) -> bool:
+    """Return whether a check compares this machine with those of the other nodes: they meet on the bus of home."""
+    return args.node is not None and len(topology.nodes) > 1 and topology.bus.url is None
+
+
+def _check_here(loaded: LoadedTopology, args: argparse.Namespace, file: Path) -> int:
+    topology = _ready(loaded, args, Screen(sys.stderr))
+    Screen(sys.stdout).show(f"{file}: valid; the run can start on this machine")
+    if len(topology.nodes) > 1:
+        from runtime.node.checking import questions  # imports the bus, which other checks do not need
+
+        for line in questions(topology, _node_of(topology, args.node)):
+            Screen(sys.stdout).show(f"not checked: {line}")
+    return EXIT_OK
+
+
+def _check_nodes(loaded: LoadedTopology, args: argparse.Namespace, file: Path) -> int:
+    """Check this machine, and compare it with the machines of the other nodes, on which the same command runs."""
+    from runtime.node.checking import check_nodes, questions
+    from runtime.node.claims.rundir import RunRefused
+
+    screen, node = Screen(sys.stderr), _node_of(loaded.topology, args.node)
+    problems: tuple[Problem, ...] = ()
+    try:
+        topology = _ready(loaded, args, screen)
+    except TopologyError as error:
+        topology, problems = loaded.topology, error.problems
+        if node == home_node(topology) and any(problem.key in _needed_to_compare(node) for problem in problems):
+            raise
+        for problem in problems:
+            screen.show(f"this node cannot take part: {problem}")
+    try:
+        answer = check_nodes(topology, node, problems, join=args.join, show=screen.show)
+    except RunRefused as error:
+        raise WrongInput(str(error)) from error
+    out = Screen(sys.stdout)
+    out.show_all(answer.seen)
+    if answer.missing:
+        screen.show_all(answer.missing)
+        screen.show_all(f"not checked: {line}" for line in questions(topology, node))
+    if answer.refusals:
+        raise WrongInput("\n".join(answer.refusals))
+    if answer.missing:
+        return EXIT_FAILED
+    out.show(f"{file}: valid; the run can start on {', '.join(topology.nodes)}")
+    return EXIT_OK
+
+
+def _needed_to_compare(home: str) -> tuple[str, ...]:
+    return ("bus.port", f"nodes.{home}.address")
 
 
 def _plan(loaded: LoadedTopology, specs_of: "SpecsOf", args: argparse.Namespace) -> int:

@@ -6,7 +6,7 @@ facts, and starts nothing before home has answered.
 
 import os
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -21,6 +21,7 @@ from runtime.node.checks.comparison import Refusal, compare
 from runtime.node.checks.facts import NodeFacts, common_file_hash
 from runtime.settings.topology import Topology
 from runtime.util.files import write_atomically
+from runtime.util.formatting import count_of
 
 log = structlog.get_logger()
 
@@ -28,6 +29,7 @@ HOME_KEY: Final = "home"
 COMMON_FILE: Final = "home-{}.txt"  # in the run directory; a new name at each start, which no network disk has cached
 LOOK_EVERY_S: Final = 0.1
 TRY_AGAIN_S: Final = 1.0
+READ_WITHIN_S: Final = 5.0  # by the other nodes, the answer of a check
 
 
 class HomeStart(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,6 +55,8 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     start: str
     home: str
     refusals: tuple[str, ...] = ()  # none: the node is accepted
+    missing: tuple[str, ...] = ()  # in a check: one line for each node that did not come
+    seen: tuple[str, ...] = ()  # in a check: one line for each node that came
 
 
 class NotAnswered(Exception):
@@ -122,29 +126,56 @@ class Acceptance:
                 log.warning("nodes_not_accepted", error=str(error))
                 await anyio.sleep(TRY_AGAIN_S)
 
+    async def collect(self, bus: Bus, show: Callable[[str], None]) -> Answer:
+        """Wait for the facts of all other nodes, compare them, and give every node the same answer.
+
+        Args:
+            bus: of the check.
+            show: prints a line for the user.
+        """
+        statements: dict[str, Statement] = {}
+        nodes = {name: node.wait_s for name, node in self._topology.nodes.items() if name != self._node}
+        began = anyio.current_time()
+        async with bus.kv.watch(_facts_key("*"), Statement) as changes:
+            while absent := nodes.keys() - statements.keys():
+                left_s = began + max(nodes[name] for name in absent) - anyio.current_time()
+                entry = await changes.next(left_s) if left_s > 0 else None
+                if entry is None:
+                    break
+                node, statement = entry.key.removeprefix(_facts_key("")), entry.value
+                if statement is not None and statement.home == self._start and node in nodes:
+                    show(f"node {node} has stated its facts")
+                    statements[node] = statement
+        facts = self._facts | {node: statements[node].facts for node in nodes if node in statements}
+        answer = Answer(
+            start="",
+            home=self._start,
+            refusals=tuple(map(str, compare(self._topology, facts))),
+            missing=tuple(_missing(node, wait_s) for node, wait_s in nodes.items() if node not in statements),
+            seen=tuple(_line(node, each) for node, each in facts.items()),
+        )
+        for node, statement in statements.items():
+            await bus.kv.put(_answer_key(node), msgspec.structs.replace(answer, start=statement.start))
+        with anyio.move_on_after(READ_WITHIN_S):
+            while len(await bus.kv.entries(_facts_key("*"), Statement)) > 1:  # noqa: ASYNC110 - other machines delete them
+                await anyio.sleep(LOOK_EVERY_S)
+        return answer
+
     async def _answer(
         self, bus: Bus, node: str, statement: Statement, refused: Callable[[Statement, list[Refusal]], bool]
     ) -> None:
         refusals = self.decide(node, statement)
         log.info("node_compared", node=node, facts=_shown(statement.facts), refusals=list(map(str, refusals)))
-        await answer(bus, {node: statement}, refusals)
+        lines = tuple(map(str, refusals))
+        await bus.kv.put(_answer_key(node), Answer(start=statement.start, home=self._start, refusals=lines))
         if refusals and refused(statement, refusals):
-            lines = tuple(map(str, refusals))
             await bus.kv.put(HOME_KEY, HomeStart(start=self._start, file="", refused=lines))
-
-
-async def answer(bus: Bus, statements: Mapping[str, Statement], refusals: list[Refusal]) -> None:
-    """Give every node the same answer."""
-    lines = tuple(map(str, refusals))
-    for node, statement in statements.items():
-        own = Answer(start=statement.start, home=statement.home, refusals=lines)
-        await bus.kv.put(_answer_key(node), own)
 
 
 async def state_facts(
     bus: Bus, node: str, facts: NodeFacts, run_dir: Path, *, wait_s: float, only_checks: bool = False
-) -> tuple[str, ...]:
-    """State the facts of a node, and return home's reasons to refuse it; none: it is accepted.
+) -> Answer:
+    """State the facts of a node, and return home's answer.
 
     Args:
         bus: of the run.
@@ -164,7 +195,7 @@ async def state_facts(
                 entry = await bus.kv.get(HOME_KEY, HomeStart)
                 home = None if entry is None else entry.value
                 if home is not None and home.refused and stated_to:
-                    return home.refused
+                    return Answer(start=start, home=home.start, refusals=home.refused)
                 if home is not None and home.start != stated_to and not home.refused:
                     seen = await anyio.to_thread.run_sync(common_file_hash, run_dir / home.file)
                     ahead_s = await bus.kv.clock_ahead_s(f"clock.{node}")
@@ -177,9 +208,23 @@ async def state_facts(
                 problem = str(error)
             else:
                 if answered is not None and answered.value is not None and answered.value.start == start:
-                    return answered.value.refusals
+                    if only_checks:
+                        await bus.kv.delete(_facts_key(node))  # home waits until all have read its answer
+                    return answered.value
             await anyio.sleep(LOOK_EVERY_S)
     raise NotAnswered(f"node {node} was not accepted within {wait_s:g} s by the node with the bus: {problem}")
+
+
+def _missing(node: str, wait_s: float) -> str:
+    return f"node {node} did not come within {wait_s:g} s (nodes.{node}.wait_s)"
+
+
+def _line(node: str, facts: NodeFacts) -> str:
+    """Format the facts of a node for people."""
+    versions = (f"{name} {version}" for name, version in facts.versions.items())
+    clock = "" if facts.clock_ahead_s is None else f"clock {facts.clock_ahead_s:+.1f} s"
+    parts = [f"host {facts.host}", facts.address, count_of(facts.gpus, "GPU"), *versions, clock]
+    return f"node {node}: {'; '.join(filter(None, parts))}"
 
 
 def _shown(facts: NodeFacts) -> dict[str, object]:

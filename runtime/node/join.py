@@ -32,6 +32,7 @@ class Join(msgspec.Struct, frozen=True, kw_only=True):
     user: str
     password: str
     certificate: str  # PEM
+    is_check: bool = False  # of a check; nothing starts on its bus
 
     @property
     def login(self) -> Login:
@@ -84,6 +85,7 @@ async def joined(
     wait_s: float,
     show: Callable[[str], None],
     is_finished: Callable[[], bool],
+    checks: bool = False,
 ) -> Join | None:
     """Wait for a join file of the run whose bus answers; return None if the run is finished, so that none will come.
 
@@ -96,6 +98,7 @@ async def joined(
         wait_s: seconds to wait.
         show: prints a line for the user.
         is_finished: reads from the run directory whether the run is finished.
+        checks: the caller only checks: the bus may be that of a check, or of a run.
 
     Raises:
         NotJoined: there was none within wait_s.
@@ -104,7 +107,7 @@ async def joined(
     with silenced(), anyio.move_on_after(wait_s):
         while True:
             try:
-                return await _usable(path, run, run_dir)
+                return await _usable(path, run, run_dir, checks=checks)
             except _Unusable as error:
                 if await anyio.to_thread.run_sync(is_finished):
                     return None
@@ -115,7 +118,7 @@ async def joined(
     raise NotJoined(problem)
 
 
-async def _usable(path: Path, run: str, run_dir: Path) -> Join:
+async def _usable(path: Path, run: str, run_dir: Path, *, checks: bool) -> Join:
     """Read the join file, and compare it with the run and its bus.
 
     Raises:
@@ -129,6 +132,8 @@ async def _usable(path: Path, run: str, run_dir: Path) -> Join:
         raise _Unusable(str(error)) from error
     if join.run != run:
         raise _Unusable(f"{path} is ignored: it is of run {join.run}")
+    if join.is_check and not checks:
+        raise _Unusable(f"{path} is ignored: it is of a check, not of a start")
     if own is not None and own.joined and own.id != join.run_id:
         raise _Unusable(f"{path} is ignored: it is of another run {run} than the one in {run_dir}")
     try:

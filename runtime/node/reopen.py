@@ -115,7 +115,9 @@ async def opened_log(run: FoundRun) -> AsyncGenerator[OpenedLog, None]:
         url = await _live_url(run, scratch)
         live = url is not None
         if url is None:
-            url = await stack.enter_async_context(_server_on(scratch))
+            login = Login(user="spectator", password=Secret.random())
+            settings = ServerSettings(store_dir=scratch / "nats", login=login)
+            url = await stack.enter_async_context(server_in(scratch, settings))
         certificate = certificate_in(run.directory) if live else None
         connecting = Bus.connect(url, run.name, name="spectator", limits=LIMITS, certificate=certificate)
         bus = await stack.enter_async_context(connecting)
@@ -180,15 +182,23 @@ async def _look(url: str, name: str, certificate: str | None) -> None:
 
 
 @asynccontextmanager
-async def _server_on(directory: Path) -> AsyncGenerator[str, None]:
-    """Run a NATS server for the duration of a block and yield its URL. It dies with this process."""
-    login = Login(user="spectator", password=Secret.random())
-    config = write_config(directory / "nats.conf", ServerSettings(store_dir=directory / "nats", login=login))
+async def server_in(directory: Path, settings: ServerSettings) -> AsyncGenerator[str, None]:
+    """Run a NATS server for the duration of a block and yield its URL with the login. It dies with this process.
+
+    Args:
+        directory: of its config, its log and its file of ports.
+        settings: of the server.
+
+    Raises:
+        BusUnavailable: it ended, for example because its port is taken.
+    """
+    config, login = write_config(directory / "nats.conf", settings), settings.login
     command = [*server_command(config, directory), "--log", str(directory / "nats.log")]
     server = await Child.start(command, os.environ)
     try:
         os.close(server.output)  # it writes to its log
-        ports = await wait_ready(directory, server.pid, login=login)
+        certificate = None if settings.certificate is None else settings.certificate.pem()
+        ports = await wait_ready(directory, server.pid, login=login, certificate=certificate)
         yield with_login(ports.url, login)
     finally:
         server.ask_to_stop()

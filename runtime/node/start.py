@@ -18,7 +18,7 @@ from runtime.bus.bus import Bus
 from runtime.bus.errors import BusError
 from runtime.bus.nats.certificate import own_certificate
 from runtime.bus.nats.server import ServerSettings
-from runtime.node.acceptance import Acceptance, NotAnswered, state_facts
+from runtime.node.acceptance import Acceptance, Answer, NotAnswered, state_facts
 from runtime.node.checks.facts import facts_here
 from runtime.node.checks.machine import raise_open_files
 from runtime.node.claims.claim import Claim, RunClaimed, refuse_claimed
@@ -77,7 +77,7 @@ from runtime.util.files import write_atomically
 from runtime.util.formatting import printable_json
 from runtime.util.secrets import Login, Secret, kept_secret, read_login, with_login, without_logins
 
-__all__ = ["End", "RunRefused", "SpecsOf", "StartOptions", "start"]
+__all__ = ["BUS_USER", "End", "RunRefused", "SpecsOf", "StartOptions", "node_address", "start"]
 
 BUS_USER = "physarum"
 BUS_DIRECTORY = "bus"  # in the run directory
@@ -137,7 +137,7 @@ def start(
         for change in prepare(claim, topology):
             show(f"changed since the last start: {change}")
         try:
-            address = _address(topology, options, None) if is_networked(topology) else None
+            address = node_address(topology, options.node, None) if is_networked(topology) else None
             acceptance = _acceptance(topology, options, run_dir, address)
             return _run(_plan(topology, options, claim, specs_of, address), options, show, rewrite, acceptance)
         except RunRefused:
@@ -181,7 +181,7 @@ def _take_part(
             if stored is None:
                 raise RunRefused(f"{run_dir} was discarded while node {node} waited for its bus; start the node again")
             return _end_of_a_finished_run(stored, topology.run.name, run_dir, options, show)
-    address = _address(topology, options, topology.bus.url if join is None else join.url)
+    address = node_address(topology, options.node, topology.bus.url if join is None else join.url)
     _ask_home(topology, options, run_dir, address, join)
     with _claim(run_dir, node) as claim:
         _refuse_beside(claim)
@@ -194,13 +194,13 @@ def _take_part(
             raise RunRefused(str(no_space_of(error, run_dir))) from error
 
 
-def _address(topology: Topology, options: StartOptions, bus_url: str | None) -> NodeAddress:
+def node_address(topology: Topology, node: str, bus_url: str | None) -> NodeAddress:
     """Return this node's address. "auto" is the source address of the route to the bus, once there is a bus.
 
     Raises:
         RunRefused: the setting means no address of this machine, or several.
     """
-    node, setting = options.node, address_setting(topology, options.node)
+    setting = address_setting(topology, node)
     try:
         if setting != AUTO or bus_url is None:
             return address_here(setting, interfaces_here(), resolve_name)
@@ -236,14 +236,14 @@ def _ask_home(
     url = with_login(topology.bus.url or "", _login(topology, options)) if join is None else join.url_with_login
     certificate = None if join is None else join.certificate
 
-    async def ask() -> tuple[str, ...]:
+    async def ask() -> Answer:
         name = f"facts-{node}"
         async with Bus.connect(url, topology.run.name, name=name, limits=LIMITS, certificate=certificate) as bus:
             return await state_facts(bus, node, facts, run_dir, wait_s=wait_s)
 
     try:
         with silenced():
-            refusals = anyio.run(ask)
+            refusals = anyio.run(ask).refusals
     except (NotAnswered, BusError) as error:
         raise RunRefused(f"{error} (nodes.{node}.wait_s = {wait_s:g})") from error
     if refusals or options.problems:

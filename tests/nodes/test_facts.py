@@ -114,6 +114,7 @@ def test_a_node_that_does_not_fit_is_refused_alone_once_the_run_has_trained(tmp_
         n0, n1 = lan.add("n0"), lan.add("n1")
         home = start(n0, file, "local")
         home.wait_for("step  2/", 120)
+        assert start(n1, file, "n1", "--check").wait(REFUSED_S) == 0  # compares with the run
         other = start(n1, file, "n1", "--set", "train.num_steps=9")
         ends(other, within_s=REFUSED_S, code=2)
         reason = "node n1: train.num_steps = 9: home has 40; start all nodes with one topology and the same --set"

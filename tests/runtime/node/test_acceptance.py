@@ -52,10 +52,10 @@ async def test_a_node_that_sees_the_directory_is_accepted_and_another_is_refused
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     async with home(bus, tmp_path) as refused:
-        assert await state_facts(bus, "n1", facts(), tmp_path, wait_s=10) == ()
-        [line] = await state_facts(bus, "n1", facts(), elsewhere, wait_s=10)
+        assert (await state_facts(bus, "n1", facts(), tmp_path, wait_s=10)).refusals == ()
+        [line] = (await state_facts(bus, "n1", facts(), elsewhere, wait_s=10)).refusals
         assert line.startswith('node n1: engines.policy.weight_transport = "disk": ')
-        assert await state_facts(bus, "n2", facts(), elsewhere, wait_s=10) == ()  # it has no engine
+        assert (await state_facts(bus, "n2", facts(), elsewhere, wait_s=10)).refusals == ()  # it has no engine
     assert [str(refusal) for refusal in refused[0]] == [line]
     entry = await bus.kv.get("facts.n2", Statement)
     assert entry is not None
@@ -65,7 +65,7 @@ async def test_a_node_that_sees_the_directory_is_accepted_and_another_is_refused
 
 async def test_an_answer_of_an_earlier_home_does_not_count(bus: Bus, tmp_path: Path) -> None:
     async with home(bus, tmp_path):
-        assert await state_facts(bus, "n1", facts(), tmp_path, wait_s=10) == ()
+        assert (await state_facts(bus, "n1", facts(), tmp_path, wait_s=10)).refusals == ()
     with pytest.raises(NotAnswered, match=r"node n1 was not accepted within 0.5 s .* it does not answer"):
         await state_facts(bus, "n1", facts(), tmp_path, wait_s=0.5)
     async with anyio.create_task_group() as tasks:
@@ -73,7 +73,7 @@ async def test_an_answer_of_an_earlier_home_does_not_count(bus: Bus, tmp_path: P
         answered = anyio.Event()
 
         async def state() -> None:
-            answers.append(await state_facts(bus, "n1", facts("2"), tmp_path, wait_s=10))
+            answers.append((await state_facts(bus, "n1", facts("2"), tmp_path, wait_s=10)).refusals)
             answered.set()
 
         tasks.start_soon(state)
@@ -86,7 +86,7 @@ async def test_an_answer_of_an_earlier_home_does_not_count(bus: Bus, tmp_path: P
 
 async def test_a_refusal_that_ends_the_run_reaches_the_nodes_that_wait(bus: Bus, tmp_path: Path) -> None:
     async with home(bus, tmp_path, ends=True):
-        wrong = await state_facts(bus, "n1", facts("2"), tmp_path, wait_s=10)
+        wrong = (await state_facts(bus, "n1", facts("2"), tmp_path, wait_s=10)).refusals
         async with bus.kv.watch(HOME_KEY, HomeStart) as starts:
             with anyio.fail_after(5):
                 start = await anext(entry.value async for entry in starts if entry.value and entry.value.refused)
@@ -98,7 +98,7 @@ async def test_a_refusal_that_ends_the_run_reaches_the_nodes_that_wait(bus: Bus,
     answers: list[tuple[str, ...]] = []
 
     async def state() -> None:
-        answers.append(await state_facts(bus, "n2", facts(), tmp_path, wait_s=10))
+        answers.append((await state_facts(bus, "n2", facts(), tmp_path, wait_s=10)).refusals)
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(state)
