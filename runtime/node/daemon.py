@@ -300,7 +300,7 @@ class NodeDaemon:
             await forget_addresses(bus, self._plan.processes)
         await self._begin(bus)
         key = await engine_key(bus.kv)
-        agreements = group_starts(bus, self._plan.node, self._plan.processes)
+        agreements = group_starts(bus, self._plan.node, self._plan.processes, self._show)
         for spec in self._plan.processes:
             agreement = spec.restart_group and agreements.get(spec.restart_group.name)
             self._supervision.start(self._with_secrets(spec, incarnation, key), agreement)

@@ -6,8 +6,9 @@ processes and wants that start. Processes start when all nodes are ready for one
 earlier starts. So no process meets one of another start, and one death costs one restart, however many nodes see it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Final
 
 import anyio
 import msgspec
@@ -16,10 +17,13 @@ import structlog
 from runtime.bus.background import in_background
 from runtime.bus.bus import Bus
 from runtime.bus.errors import BusError
+from runtime.node.display import Show
 from runtime.settings.processes import ProcessSpec, RestartGroupSpec
 from runtime.util.retrying import FOR_EVER, retried
 
 log = structlog.get_logger()
+
+SHOW_AFTER_S: Final = 10.0  # of a start that waits for another node
 
 
 class Standing(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,8 +108,9 @@ class Starts:
 class GroupStarts:
     """Agrees with the other nodes of one restart group on its starts. An `Agreement`."""
 
-    def __init__(self, bus: Bus, spec: RestartGroupSpec, node: str) -> None:
+    def __init__(self, bus: Bus, spec: RestartGroupSpec, node: str, show: Show) -> None:
         self._bus = bus
+        self._show = show
         self._name = spec.name
         self._node = node
         self._starts = Starts(spec.nodes, node)
@@ -127,9 +132,10 @@ class GroupStarts:
         self._address = address
         try:
             self._change()
-            while (found := self._starts.begin()) is None:
-                changed = self._changed
-                await changed.wait()
+            async with in_background(self._show_what_is_missing):
+                while (found := self._starts.begin()) is None:
+                    changed = self._changed
+                    await changed.wait()
         finally:
             self._address = ""
         log.info("group_started", group=self._name, start=self._starts.own and self._starts.own.start)
@@ -139,6 +145,11 @@ class GroupStarts:
         """Read the keys of all nodes, and write this node's, until cancelled."""
         async with in_background(self._write):
             await retried(self._listen, on=BusError, times=FOR_EVER, failed=self._log_failure)
+
+    async def _show_what_is_missing(self) -> None:
+        await anyio.sleep(SHOW_AFTER_S)
+        nodes = ", ".join(self._starts.missing())
+        self._show(f"{self._name} waits for node {nodes}: its processes on all nodes start together")
 
     def _change(self) -> None:
         """Wake what waits for a change. A node that waits for its start is ready for any later one, too."""
@@ -172,17 +183,15 @@ class GroupStarts:
             put = partial(self._bus.kv.put, _key(self._name, self._node), own)
             await retried(put, on=BusError, times=FOR_EVER, failed=self._log_failure)
             written = own
-            if own.is_ready:
-                log.info("group_waits", group=self._name, start=own.start, nodes=self._starts.missing())
 
     def _log_failure(self, error: Exception, failures: int) -> None:
         log.warning("group_not_reached", group=self._name, error=str(error), in_a_row=failures)
 
 
-def group_starts(bus: Bus, node: str, processes: tuple[ProcessSpec, ...]) -> dict[str, GroupStarts]:
+def group_starts(bus: Bus, node: str, processes: Sequence[ProcessSpec], show: Show) -> dict[str, GroupStarts]:
     """Return the agreements of a node by restart group, of those that have processes on several nodes."""
     groups = {spec.restart_group.name: spec.restart_group for spec in processes if spec.restart_group is not None}
-    return {name: GroupStarts(bus, group, node) for name, group in groups.items() if group.nodes}
+    return {name: GroupStarts(bus, group, node, show) for name, group in groups.items() if group.nodes}
 
 
 def _key(group: str, node: str) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import signal
+import time
 from collections.abc import Iterable, Iterator
 from datetime import datetime
 from pathlib import Path
@@ -55,6 +56,7 @@ LAYOUTS = {
 STEPS = 12
 RESTART_S = 120.0
 ENGINE_S = 500.0  # of SGLang's start beside other work
+CUT_S = 15.0
 KILL_S = 5.0  # from the death of a rank on one machine to the end of the ranks on the other
 
 
@@ -150,3 +152,31 @@ def test_an_engine_on_two_machines_restarts_whichever_half_is_killed(tmp_path: P
     groups = result(run_dir)["result"]["groups"]
     assert groups["trained"] == steps * 8
     assert groups["issued"] == sum(groups[name] for name in groups if name != "issued")
+
+
+@pytest.mark.nightly
+def test_ranks_outlast_a_cut_network_and_meet_on_another_machine(tmp_path: Path) -> None:
+    """A short cut of the network ends no rank. A machine that is lost takes its rank along, and another replaces it."""
+    run_dir = tmp_path / "two"
+    with machines(shared=[tmp_path]) as lan:
+        n0, n1 = lan.add("n0"), lan.add("n1")
+        file = tmp_path / "two.toml"
+        text = RANKS.format(directory=tmp_path, steps=STEPS, home="auto", other="auto", layout=LAYOUTS["DP2"])
+        file.write_text(text)
+        first, _ = start(n0, file, "local"), start(n1, file, "n1")
+        first.wait_for("step  2/", 180)
+        lan.cut("n1")
+        time.sleep(CUT_S)
+        lan.heal("n1")
+        first.wait_for("step  5/", RESTART_S)
+        assert starts(run_dir, RANKS_ON) == {1}
+        n1.unplug()
+        n2 = lan.add("n2")
+        later = start(n2, file, "n1")
+        wait_for_starts(run_dir, RANKS_ON, 2)
+        assert first.wait(RUN_S) == 0, first.output()
+        assert later.wait(30) == 0, later.output()
+    (ended, *_) = changes(run_dir, "trainer.0", "exited")
+    assert ended["reason"] == "a process on node n1, another process of restart group trainer, had ended"
+    assert starts(run_dir, RANKS_ON) == {2}
+    assert result(run_dir)["result"]["groups"]["trained"] == STEPS * 64

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from runtime.bus.bus import Bus
+from runtime.node import group_starts as group_starts_module
 from runtime.node.group_starts import GroupStarts, Standing, Starts, group_starts
 from runtime.node.supervisor.state_changes import Exited, Started
 from runtime.node.supervisor.supervisor import Supervision
@@ -126,10 +127,12 @@ def over_nodes(name: str) -> ProcessSpec:
 
 
 @asynccontextmanager
-async def node(bus: Bus, run_dir: Path, name: str, process: str) -> AsyncIterator[tuple[Supervision, Changes]]:
+async def node(
+    bus: Bus, run_dir: Path, name: str, process: str, shown: list[str] | None = None
+) -> AsyncIterator[tuple[Supervision, Changes]]:
     """A node that runs one process of the group."""
     spec = over_nodes(process)
-    (agreement,) = group_starts(bus, name, (spec,)).values()
+    (agreement,) = group_starts(bus, name, (spec,), shown.append if shown is not None else lambda line: None).values()
     async with supervising(run_dir, node=name) as (supervision, changes), anyio.create_task_group() as tasks:
         tasks.start_soon(agreement.run)
         supervision.start(spec, agreement)
@@ -194,6 +197,20 @@ async def test_a_death_while_the_bus_is_away_is_made_up_for_when_it_is_back(
 
 
 def test_only_groups_with_processes_on_several_nodes_need_an_agreement() -> None:
-    assert not group_starts(None, "n0", (part("first"),))  # type: ignore[arg-type]
-    (found,) = group_starts(None, "n0", (over_nodes("first"), over_nodes("second"))).values()  # type: ignore[arg-type]
+    assert not group_starts(None, "n0", (part("first"),), str)  # type: ignore[arg-type]
+    (found,) = group_starts(None, "n0", (over_nodes("first"), over_nodes("second")), str).values()  # type: ignore[arg-type]
     assert isinstance(found, GroupStarts)
+
+
+@pytest.mark.anyio
+async def test_the_terminal_names_the_node_that_a_group_waits_for(
+    bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group_starts_module, "SHOW_AFTER_S", 0.2)
+    shown: list[str] = []
+    async with node(bus, tmp_path, "n0", "first", shown):
+        await eventually(lambda: len(shown) > 0)
+        async with node(bus, tmp_path, "n1", "second"):
+            await eventually(lambda: len(meetings(tmp_path, "first")) == 1)
+            await anyio.sleep(0.3)
+    assert shown == ["engine waits for node n1: its processes on all nodes start together"]
