@@ -244,7 +244,7 @@ class Connection:
                 await listener.stop()
             try:
                 await self._client.close()
-            except OSError as error:
+            except (OSError, AttributeError) as error:  # asyncio's TLS transport raises the latter
                 log.warning("bus_closed_with_unsent_data", error=repr(error))
         self._fail_waiting(Disconnected("closed"))
 

@@ -10,6 +10,7 @@ from runtime.bus.limits import BusLimits
 from runtime.bus.nats.certificate import own_certificate
 from runtime.bus.nats.connection import open_connection
 from runtime.bus.nats.server import ServerSettings
+from tests.fixtures.nats import eventually
 from tests.support.running_server import running_server
 
 pytestmark = pytest.mark.anyio
@@ -56,3 +57,15 @@ async def test_a_client_with_the_certificate_does_not_log_in_to_a_server_without
                 server.ports.url, name="test", limits=LIMITS, certificate=own_certificate(tmp_path / "bus").pem()
             ):
                 pass
+
+
+async def test_a_connection_with_unsent_data_closes_after_the_server_is_gone(tmp_path: Path) -> None:
+    certificate = own_certificate(tmp_path / "bus")
+    settings = ServerSettings(store_dir=tmp_path / "nats", certificate=certificate)
+    async with (
+        running_server(tmp_path / "server", settings) as server,
+        open_connection(server.ports.url, name="test", limits=LIMITS, certificate=certificate.pem()) as connection,
+    ):
+        await server.stop()
+        await eventually(lambda: not connection.is_connected)
+        await connection.send("a.b", b"unsent")
