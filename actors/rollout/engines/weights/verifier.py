@@ -4,6 +4,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
+import anyio
 import structlog
 
 from actors.rollout.engines.weights.files import WeightsDamaged
@@ -22,10 +23,11 @@ from actors.rollout.engines.weights.verification import (
     tolerance_of,
 )
 from actors.rollout.sglang.client import SglangClient
-from actors.rollout.sglang.errors import RequestRefused
+from actors.rollout.sglang.errors import EngineError, RequestRefused
 from actors.rollout.sglang.facts import FROM_PEER, UNLABELLED
 from messages import WeightProbe, WeightsAnnounced
 from runtime.settings.topology import StartWeights, Verify, WeightFormat
+from runtime.util.errors import flatten
 
 log = structlog.get_logger()
 
@@ -76,6 +78,7 @@ class WeightVerifier:
         self._trainer_dtype = trainer_dtype
         self._weight_format: WeightFormat = weight_format
         self._known = KnownChecksums()
+        self._servers: dict[str, ServerInfo] = {}  # by URL, since an engine's first update
         self._newest = VerifiedWeights(0, "")
 
     async def update(
@@ -107,6 +110,8 @@ class WeightVerifier:
         label = self.updates.begin(engine, announced.version)
         try:
             if is_thorough(self._verify, announced, first=first):
+                if first or url not in self._servers:  # a process that replaces it there gets its first update
+                    self._servers[url] = server_of(await self._client.server_info(url))
                 pause_s = await self._update_and_verify(engine, url, announced, label, loaded, check_read, member)
             else:
                 pause_s = await self._updater.update(url, announced, label, member=member)
@@ -201,15 +206,14 @@ class WeightVerifier:
         check_read: Done,
         member: SyncMember | None,
     ) -> float:
-        server = server_of(await self._client.server_info(url))
+        server = self._servers[url]
         sent, tensors = "", None
         took_s = 0.0
 
         async def check(checksum: str) -> None:
             nonlocal sent, tensors, took_s
             begin = time.perf_counter()
-            await self._check_label(engine, url, label)
-            sent, tensors = checksum, await self._client.checksum(url)
+            sent, tensors = checksum, await self._checksum_under(engine, url, label)
             self._refuse_if(engine, self._checksum_mismatch(server, sent, tensors))
             took_s += time.perf_counter() - begin
 
@@ -234,6 +238,25 @@ class WeightVerifier:
         log_probs = await self._client.prompt_log_probs(url, probe.token_ids)
         tolerance = tolerance_of(server, self._trainer_dtype, self._weight_format)
         self._refuse_if(engine, probe_mismatch(probe, log_probs, tolerance=tolerance))
+
+    async def _checksum_under(self, engine: str, url: str, label: str) -> str | None:
+        """An engine's checksum. Checks its label meanwhile, because each request is a round trip of its pause."""
+        tensors: str | None = None
+
+        async def ask() -> None:
+            nonlocal tensors
+            tensors = await self._client.checksum(url)
+
+        try:
+            async with anyio.create_task_group() as group:
+                group.start_soon(ask)
+                await self._check_label(engine, url, label)
+        except BaseExceptionGroup as failed:
+            errors = flatten(failed)
+            if all(isinstance(error, EngineError) for error in errors):
+                raise errors[0] from failed
+            raise
+        return tensors
 
     async def _check_label(self, engine: str, url: str, label: str) -> None:
         self._refuse_if(engine, label_mismatch(label, await self._client.weight_version(url)))
