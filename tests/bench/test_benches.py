@@ -25,6 +25,7 @@ TINY = {
     "ledger": "--events 2000 --big-events 0 --groups 4 --samples 2 --steps 4",
     "long_tail": f"--mode partial {SMALL_TAIL}",
     "memory": "--small --case DP2+DO",
+    "nodes": "--pairs 1 --steps 4 --delay-ms 5",
     "pipeline": "--steps 2 --warm-up 1 --groups 8 --samples 4 --mode batched",
     "ray": "--groups 20 --latency-groups 4 --tokens 800 --prompt 20 --turns 1",
     "reward": "--dear 4 --cheap 64 --repeats 1",
@@ -36,8 +37,9 @@ TINY = {
     "transports": "--small --runs 1",
     "weights": "--small --runs 1",
 }
-TOO_LONG = ("ahead", "demo", "engine", "weight_export", "memory", "sglang", "transformers", "transports")
-MARKS = {name: (pytest.mark.nightly, pytest.mark.timeout(900)) for name in TOO_LONG}
+TOO_LONG = ("ahead", "demo", "engine", "weight_export", "memory", "nodes", "sglang", "transformers", "transports")
+MARKS: dict[str, Any] = {name: (pytest.mark.nightly, pytest.mark.timeout(900)) for name in TOO_LONG}
+MARKS["nodes"] = (*MARKS["nodes"], pytest.mark.nodes)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(90)]
 
