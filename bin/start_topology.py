@@ -260,11 +260,12 @@ def _plan(loaded: LoadedTopology, specs_of: "SpecsOf", args: argparse.Namespace)
     run_dir = Path(topology.run.dir) / topology.run.name
     specs = {name: specs_of(topology, name, run_dir) for name in topology.nodes}
     Screen(sys.stdout).show_all(draw(topology, plan_of(topology, specs)).split("\n"))
+    here = f"here as node {_node_of(topology, args.node)}" if len(topology.nodes) > 1 else "here"
     try:
         _ready(loaded, args, screen)
     except (TopologyError, WrongInput, DataError) as error:
         for line in str(error).splitlines():
-            screen.show(f"note: the run cannot start here: {line}")
+            screen.show(f"note: the run cannot start {here}: {line}")
     return EXIT_OK
 
 

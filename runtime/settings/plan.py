@@ -7,7 +7,7 @@ import msgspec
 
 from runtime.settings.devices import NVIDIA
 from runtime.settings.gpus import Gpu, show_gpus
-from runtime.settings.placement import address_setting, bus_node, bus_port, data_parallel_size, num_ranks
+from runtime.settings.placement import address_setting, bus_node, bus_port, data_parallel_size, home_node, num_ranks
 from runtime.settings.processes import ProcessSpec
 from runtime.settings.recipe import RolloutConfig, over_sampling_batch_size, trains_demonstrations
 from runtime.settings.sizes import (
@@ -43,6 +43,7 @@ class PlannedNode(msgspec.Struct, frozen=True, kw_only=True):
     address: str
     gpus: int
     processes: tuple[PlannedProcess, ...]
+    is_home: bool = False  # of several nodes, the one whose directory belongs with the streams
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,7 +88,13 @@ def _node(topology: Topology, name: str, specs: Sequence[ProcessSpec]) -> Planne
     processes = [_process(spec, address) for spec in specs]
     if bus_node(topology) == name:
         processes.insert(0, PlannedProcess(name="nats-server", host=address, port=bus_port(topology)))
-    return PlannedNode(name=name, address=address, gpus=node.gpus, processes=tuple(processes))
+    return PlannedNode(
+        name=name,
+        address=address,
+        gpus=node.gpus,
+        processes=tuple(processes),
+        is_home=len(topology.nodes) > 1 and name == home_node(topology),
+    )
 
 
 def _process(spec: ProcessSpec, address: str) -> PlannedProcess:
@@ -170,7 +177,7 @@ def _nodes(plan: Plan) -> Iterator[str]:
     if plan.bus_url is not None:
         yield f"bus {plan.bus_url}"
     for node in plan.nodes:
-        yield f"node {node.name} ({node.address}, {_number(node.gpus, 'GPU')})"
+        yield f"node {node.name} ({'home, ' if node.is_home else ''}{node.address}, {_number(node.gpus, 'GPU')})"
         for _, alike in groupby(node.processes, key=_kind):
             yield f"  {_line(list(alike))}".rstrip()
 

@@ -337,7 +337,7 @@ def test_a_plan_is_drawn_wherever_one_is_and_says_what_is_in_the_way(capsys: pyt
     assert main([str(DISAGGREGATE), "--plan"]) == 0
     told = capsys.readouterr()
     assert "engine.policy.0-7" in told.out
-    assert f"note: the run cannot start here: {DISAGGREGATE}: nodes" in told.err
+    assert f"note: the run cannot start here as node n0: {DISAGGREGATE}: nodes" in told.err
 
 
 def test_a_run_that_is_running_is_not_said_to_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -31,6 +31,7 @@ ROOT = Path(__file__).resolve().parents[3]
 LAPTOP = ROOT / "topologies/laptop.toml"
 COLOCATE = ROOT / "topologies/colocate-8gpu.toml"
 DISAGGREGATE = ROOT / "topologies/disaggregate-2x8gpu.toml"
+WIDE = ("engines.policy.num_gpus_per_engine=8", "engines.policy.sglang={tp_size = 8}")
 
 
 def load(path: Path, *overrides: str) -> Topology:
@@ -105,6 +106,40 @@ def test_two_nodes_are_drawn_with_what_runs_on_each() -> None:
     assert n0.processes[0].name == "nats-server"
     assert {process.name for process in n1.processes} == {f"engine.policy.{index}" for index in range(8)}
     assert (plan.num_ranks, plan.data_parallel_size) == (8, 4)
+    assert [node.is_home for node in plan.nodes] == [True, False]
+
+
+def test_every_node_is_drawn_with_its_address_gpus_processes_and_ports() -> None:
+    text = drawn(
+        DISAGGREGATE,
+        "nodes.n0.address=10.0.0.10",
+        "nodes.n1.address=10.0.0.11",
+        "trainer.gpus=n0:0-3,n1:0-3",
+        "trainer.megatron.tensor_model_parallel_size=4",
+        "engines.policy.gpus=n1:4-7",
+        'reward.nodes=["n1"]',
+    )
+    nodes = text[text.index("node n0") : text.index("streams")].splitlines()
+    assert [line.rstrip() for line in nodes] == [
+        "node n0 (home, 10.0.0.10, 8 GPUs)",
+        "  nats-server        10.0.0.10, port 4222",
+        "  router.policy      10.0.0.10, a free port",
+        "  trainer.0-3        GPU 0-3, 1 each",
+        "  rollout",
+        "  filter",
+        "  buffer",
+        "node n1 (10.0.0.11, 8 GPUs)",
+        "  engine.policy.0-3  GPU 4-7, 1 each; 10.0.0.11, a free port",
+        "  trainer.4-7        GPU 0-3, 1 each",
+        "  reward.0",
+    ]
+
+
+def test_an_engine_over_two_nodes_is_drawn_on_both() -> None:
+    text = drawn(DISAGGREGATE, "trainer.gpus=n0:0-3", "engines.policy.gpus=n0:4-7,n1:4-7", *WIDE)
+    of_n0, of_n1 = (text[text.index(f"node {node}") :].split("node ", 2)[1] for node in ("n0", "n1"))
+    assert "engine.policy.0    GPU 4-7; auto, a free port" in of_n0
+    assert "engine.policy.0.1  GPU 4-7; auto, a free port" in of_n1
 
 
 def test_an_existing_server_is_named_instead_of_drawn() -> None:
