@@ -4,10 +4,10 @@ The machines are namespaces of this kernel, on a switch that delays each frame (
 recipe is the laptop's, at staleness 0 and without evaluations. Prints medians over the pairs as JSON:
 
 - round_trips: how much longer a step takes with a delay, in round trips. "bus_alone": the bus is on a machine of its
-  own, so that every message between actors crosses the network. "two": as topologies/laptop-two-nodes.toml, bus,
-  trainer and one engine at home, the other engine and reward on the other machine. The runs of a pair take turns: a run that waits for the network leaves its
-  cores to the other one, which would hide the difference. Of each run the lower quartile counts, which other load on
-  the machine moves least.
+  own, so that every message between actors crosses the network. "two": as topologies/laptop-two-nodes.toml: bus,
+  trainer and one engine at home, the other engine and reward on the other machine. The runs of a pair take turns: a
+  run that waits for the network leaves its cores to the other one, which would hide the difference. Of each run the
+  lower quartile counts, which other load on the machine moves least.
 - throughput: groups a second on two machines without a delay, as a share of those on one machine. The runs of a pair
   start together, so that they have the same load.
 
