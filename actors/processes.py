@@ -22,7 +22,7 @@ from actors.rollout.sglang.command_lines import (
     with_arguments,
 )
 from actors.rollout.sglang.facts import CRASH_WORDS
-from runtime.bus.addresses import INSTANCE_VARIABLE, address_key
+from runtime.bus.addresses import INSTANCE_VARIABLE, START_VARIABLE, address_key
 from runtime.settings.devices import HIDDEN, NVIDIA
 from runtime.settings.placement import ProcessPlace, engine_places, home_node, rank_places
 from runtime.settings.processes import (
@@ -180,7 +180,10 @@ def _trainer(topology: Topology, node: str, run_dir: Path) -> list[ProcessSpec]:
     if world == 1:
         return specs
     group = _restart_group("trainer", [place.node for place in places], node)  # ranks cannot compute alone
-    return [msgspec.structs.replace(spec, restart_group=group) for spec in specs]
+    return [
+        msgspec.structs.replace(spec, env={**spec.env, START_VARIABLE: "{peers}"}, restart_group=group)
+        for spec in specs
+    ]
 
 
 def _restart_group(name: str, nodes_of_processes: Sequence[str], node: str) -> RestartGroupSpec:

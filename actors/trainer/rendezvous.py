@@ -8,7 +8,7 @@ from typing import Any, Final
 import anyio
 import anyio.to_thread
 
-from runtime.bus.addresses import ADDRESS_VARIABLE, Address, host_port, split_host_port
+from runtime.bus.addresses import ADDRESS_VARIABLE, START_VARIABLE, Address, host_port, split_host_port
 from runtime.bus.bus import Bus
 from runtime.settings.placement import LOOPBACK, num_ranks
 from runtime.settings.topology import Topology
@@ -49,7 +49,7 @@ async def meet(topology: Topology, bus: Bus, rank: int) -> Any:
     if rank == 0:
         host = own_address()
         store = await anyio.to_thread.run_sync(_make_store, host, 0, world, True)
-        await bus.kv.put(KEY, Address(url=f"tcp://{host_port(host, store.port)}"))
+        await bus.kv.put(KEY, Address(url=f"tcp://{host_port(host, store.port)}", start=_own_start()))
         return store
     with anyio.fail_after(JOIN_TIMEOUT_S):  # rank 0 may restart and get another address
         return await retried(lambda: _join(bus, world), on=(OSError, RuntimeError, _NoAddress), times=FOR_EVER)
@@ -59,16 +59,21 @@ async def _join(bus: Bus, world: int) -> Any:
     """Connect to rank 0's TCP store.
 
     Raises:
-        _NoAddress: rank 0 has published no address.
-        OSError: nothing listens at the published address.
+        _NoAddress: rank 0 has published no address in this start of the ranks.
+        OSError: nothing listens at the published address, or nothing answers there within CONNECT_TIMEOUT.
         RuntimeError: torch's DistError; no store answers there.
     """
     entry = await bus.kv.get(KEY, Address)
-    if entry is None or entry.value is None:
+    if entry is None or entry.value is None or entry.value.start != _own_start():
         raise _NoAddress
     host, port = split_host_port(entry.value.url)
-    await (await anyio.connect_tcp(host, port)).aclose()  # torch would wait CONNECT_TIMEOUT for a dead address
+    with anyio.fail_after(CONNECT_TIMEOUT.total_seconds()):
+        await (await anyio.connect_tcp(host, port)).aclose()  # torch would wait CONNECT_TIMEOUT for a closed port
     return await anyio.to_thread.run_sync(_make_store, host, port, world, False)
+
+
+def _own_start() -> str:
+    return os.environ.get(START_VARIABLE, "")
 
 
 def _make_store(host: str, port: int, world: int, is_master: bool) -> Any:

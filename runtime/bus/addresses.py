@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 BUS_URL_VARIABLE = "PHYSARUM_BUS_URL"  # environment variable of every actor
 INSTANCE_VARIABLE = "PHYSARUM_INSTANCE"  # number of an actor process, if its role has several
+START_VARIABLE = "PHYSARUM_START"  # unique to one start of a restart group, and the same in all of its processes
 NODE_VARIABLE = "PHYSARUM_NODE"  # node of every process
 ADDRESS_VARIABLE = "PHYSARUM_ADDRESS"  # address of that node, for servers of its processes
 BUS_CERTIFICATE_VARIABLE = "PHYSARUM_BUS_CERTIFICATE"  # PEM certificate of the bus, if it uses TLS with its own one
