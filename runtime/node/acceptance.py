@@ -6,7 +6,7 @@ facts, and starts nothing before home has answered.
 
 import os
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -29,6 +29,7 @@ HOME_KEY: Final = "home"
 COMMON_FILE: Final = "home-{}.txt"  # in the run directory; a new name at each start, which no network disk has cached
 LOOK_EVERY_S: Final = 0.1
 TRY_AGAIN_S: Final = 1.0
+ANSWER_WITHIN_S: Final = 60.0  # to a node that runs, before it states its facts again
 READ_WITHIN_S: Final = 5.0  # by the other nodes, the answer of a check
 
 
@@ -172,47 +173,85 @@ class Acceptance:
             await bus.kv.put(HOME_KEY, HomeStart(start=self._start, file="", refused=lines))
 
 
-async def state_facts(
-    bus: Bus, node: str, facts: NodeFacts, run_dir: Path, *, wait_s: float, only_checks: bool = False
-) -> Answer:
-    """State the facts of a node, and return home's answer.
+class NodeStatement:
+    """The side of another node: states its facts, and again to each later start of home.
 
     Args:
-        bus: of the run.
         node: name of the node.
         facts: of the node, without what depends on the bus.
         run_dir: of the run, on this machine.
-        wait_s: seconds to wait for home.
-        only_checks: the node does not take part, whatever the answer.
-
-    Raises:
-        NotAnswered: home did not answer within wait_s.
     """
-    start, stated_to, problem = uuid.uuid4().hex, "", "it is not there yet"
-    with anyio.move_on_after(wait_s):
+
+    def __init__(self, node: str, facts: NodeFacts, run_dir: Path) -> None:
+        self._node = node
+        self._facts = facts
+        self._run_dir = run_dir
+        self._home = ""  # start of home that has answered
+
+    async def state(
+        self, bus: Bus, *, wait_s: float, only_checks: bool = False, is_over: Callable[[], bool] = lambda: False
+    ) -> Answer:
+        """State the facts, and return home's answer.
+
+        Args:
+            bus: of the run.
+            wait_s: seconds to wait for home.
+            only_checks: the node does not take part, whatever the answer.
+            is_over: returns whether the run has finished; called while the bus does not answer.
+
+        Raises:
+            NotAnswered: home did not answer within wait_s, or the run is over.
+        """
+        start, stated_to, problem = uuid.uuid4().hex, "", "it is not there yet"
+        with anyio.move_on_after(wait_s):
+            while True:
+                try:
+                    entry = await bus.kv.get(HOME_KEY, HomeStart)
+                    home = None if entry is None else entry.value
+                    if home is not None and home.refused and stated_to:
+                        return Answer(start=start, home=home.start, refusals=home.refused)
+                    if home is not None and home.start != stated_to and not home.refused:
+                        await self._put(bus, home, start, only_checks=only_checks)
+                        stated_to, problem = home.start, "it does not answer"
+                    answered = await bus.kv.get(_answer_key(self._node), Answer)
+                except BusError as error:
+                    problem = str(error)
+                    if await anyio.to_thread.run_sync(is_over):
+                        break
+                else:
+                    if answered is not None and answered.value is not None and answered.value.start == start:
+                        if only_checks:
+                            await bus.kv.delete(_facts_key(self._node))  # home waits until all have read its answer
+                        self._home = answered.value.home
+                        return answered.value
+                await anyio.sleep(LOOK_EVERY_S)
+        raise NotAnswered(f"node {self._node} was not accepted within {wait_s:g} s by the node with the bus: {problem}")
+
+    async def run(self, bus: Bus, refused: Callable[[Sequence[str]], None]) -> None:
+        """State the facts again whenever home has started again, until cancelled: home may have changed.
+
+        Args:
+            bus: of the run.
+            refused: called with home's reasons if it refuses the node.
+        """
         while True:
             try:
-                entry = await bus.kv.get(HOME_KEY, HomeStart)
-                home = None if entry is None else entry.value
-                if home is not None and home.refused and stated_to:
-                    return Answer(start=start, home=home.start, refusals=home.refused)
-                if home is not None and home.start != stated_to and not home.refused:
-                    seen = await anyio.to_thread.run_sync(common_file_hash, run_dir / home.file)
-                    ahead_s = await bus.kv.clock_ahead_s(f"clock.{node}")
-                    own = msgspec.structs.replace(facts, common_file=seen, clock_ahead_s=round(ahead_s, 3))
-                    stated = Statement(start=start, home=home.start, only_checks=only_checks, facts=own)
-                    await bus.kv.put(_facts_key(node), stated)
-                    stated_to, problem = home.start, "it does not answer"
-                answered = await bus.kv.get(_answer_key(node), Answer)
-            except BusError as error:
-                problem = str(error)
-            else:
-                if answered is not None and answered.value is not None and answered.value.start == start:
-                    if only_checks:
-                        await bus.kv.delete(_facts_key(node))  # home waits until all have read its answer
-                    return answered.value
-            await anyio.sleep(LOOK_EVERY_S)
-    raise NotAnswered(f"node {node} was not accepted within {wait_s:g} s by the node with the bus: {problem}")
+                async with bus.kv.watch(HOME_KEY, HomeStart) as starts:
+                    async for entry in starts:
+                        if entry.value is not None and entry.value.start != self._home and not entry.value.refused:
+                            answer = await self.state(bus, wait_s=ANSWER_WITHIN_S)
+                            if answer.refusals:
+                                refused(answer.refusals)
+            except (BusError, NotAnswered) as error:
+                log.warning("facts_not_stated", error=str(error))
+                await anyio.sleep(TRY_AGAIN_S)
+
+    async def _put(self, bus: Bus, home: HomeStart, start: str, *, only_checks: bool) -> None:
+        seen = await anyio.to_thread.run_sync(common_file_hash, self._run_dir / home.file)
+        ahead_s = await bus.kv.clock_ahead_s(f"clock.{self._node}")
+        own = msgspec.structs.replace(self._facts, common_file=seen, clock_ahead_s=round(ahead_s, 3))
+        stated = Statement(start=start, home=home.start, only_checks=only_checks, facts=own)
+        await bus.kv.put(_facts_key(self._node), stated)
 
 
 def _missing(node: str, wait_s: float) -> str:

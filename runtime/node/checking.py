@@ -17,7 +17,7 @@ from runtime.bus.errors import BusError
 from runtime.bus.limits import MIB, StreamLimits
 from runtime.bus.nats.certificate import own_certificate
 from runtime.bus.nats.server import ServerSettings
-from runtime.node.acceptance import Acceptance, Answer, NotAnswered, state_facts
+from runtime.node.acceptance import Acceptance, Answer, NodeStatement, NotAnswered
 from runtime.node.checks.facts import NodeFacts, facts_here
 from runtime.node.claims.run_id import KEY, IdOnBus, RunMismatch, id_in
 from runtime.node.display import Show
@@ -173,4 +173,4 @@ async def _state(topology: Topology, node: str, facts: NodeFacts, run_dir: Path,
     async with Bus.connect(
         join.url_with_login, topology.run.name, name=name, limits=LIMITS, certificate=join.certificate
     ) as bus:
-        return await state_facts(bus, node, facts, run_dir, wait_s=wait_s, only_checks=True)
+        return await NodeStatement(node, facts, run_dir).state(bus, wait_s=wait_s, only_checks=True)

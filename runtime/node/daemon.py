@@ -31,7 +31,7 @@ from runtime.bus.calls import Handler
 from runtime.bus.errors import BusError, BusUnavailable
 from runtime.bus.limits import BusLimits, over_network
 from runtime.bus.nats.server import NoProgress, ServerSettings, server_command, wait_ready, write_config
-from runtime.node.acceptance import Acceptance, Statement
+from runtime.node.acceptance import Acceptance, NodeStatement, Statement
 from runtime.node.checks.comparison import Refusal
 from runtime.node.claims.home import HomeClaimed, HomeLease, HomeMoved, LeaseUnreadable
 from runtime.node.claims.node_claim import NodeClaim, NodeClaimed
@@ -117,7 +117,7 @@ class NodeDaemon:
     Args:
         show: prints a line for the user.
         rewrite: replaces the last printed line, on a terminal.
-        acceptance: accepts and refuses other nodes, on the node with the bus.
+        comparison: of the nodes: at home, accepts and refuses the others; elsewhere, states this node's facts.
         disk_timeout_s: seconds after which the free bytes of a disk that does not answer count as unknown.
     """
 
@@ -127,11 +127,11 @@ class NodeDaemon:
         *,
         show: Show,
         rewrite: Show | None = None,
-        acceptance: Acceptance | None = None,
+        comparison: Acceptance | NodeStatement | None = None,
         disk_timeout_s: float = DISK_TIMEOUT_S,
     ) -> None:
         self._plan = plan
-        self._acceptance = acceptance
+        self._comparison = comparison
         self._disk_timeout_s = disk_timeout_s
         self.reporting = Reporting(plan, show=show, rewrite=rewrite)
         self._show = self.reporting.display.show
@@ -265,8 +265,8 @@ class NodeDaemon:
         claim = await NodeClaim.take(bus, plan.node, plan.run_dir, incarnation=plan.incarnation)
         try:
             run_id = await settle_run_id(bus, plan.run_dir, owns=plan.owns_streams)
-            if self._acceptance is not None:
-                await self._acceptance.open(bus)
+            if isinstance(self._comparison, Acceptance):
+                await self._comparison.open(bus)
             self._invite(run_id, claim.holder.incarnation)
         except (RunMismatch, OSError):
             await claim.release()
@@ -316,8 +316,13 @@ class NodeDaemon:
                 tasks.start_soon(each.run)
             tasks.start_soon(self.reporting.run, bus)
             tasks.start_soon(self._follower.follow, bus, self._watch(bus, tasks))
-            if self._acceptance is not None:
-                tasks.start_soon(self._acceptance.run, bus, self._refuse)
+            match self._comparison:
+                case Acceptance() as acceptance:
+                    tasks.start_soon(acceptance.run, bus, self._refuse)
+                case NodeStatement() as statement:
+                    tasks.start_soon(statement.run, bus, self._end_refused)
+                case None:
+                    pass
             has_others = self._plan.owns_streams and len(self._plan.nodes) > 1
             if has_others:
                 tasks.start_soon(show_nodes, bus, self._plan.node, self._show)
@@ -353,6 +358,10 @@ class NodeDaemon:
         if ends:
             self._end(RunEnd(finished=False, refused="\n".join(map(str, refusals))))
         return ends
+
+    def _end_refused(self, reasons: Sequence[str]) -> None:
+        """End this node: home has started again, and refuses it now."""
+        self._end(RunEnd(finished=False, refused="\n".join(reasons)))
 
     async def _announce_end(self, bus: Bus) -> None:
         """Inform the other nodes, before the bus ends with the home node."""

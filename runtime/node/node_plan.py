@@ -67,7 +67,7 @@ def announcement(outcome: RunEnd, node: str, *, is_home: bool) -> RunStopped | N
 
     The run ends with its home, and with a process that any node gives up. Otherwise a node leaves it.
     """
-    if outcome.finished or outcome.is_announced or (outcome.refused is not None and not is_home):
+    if outcome.finished or outcome.is_announced:
         return None
     if outcome.stopped_by is not None:
         reason = signal_name(outcome.stopped_by)

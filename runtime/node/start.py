@@ -18,7 +18,7 @@ from runtime.bus.bus import Bus
 from runtime.bus.errors import BusError
 from runtime.bus.nats.certificate import own_certificate
 from runtime.bus.nats.server import ServerSettings
-from runtime.node.acceptance import Acceptance, Answer, NotAnswered, state_facts
+from runtime.node.acceptance import Acceptance, Answer, NodeStatement, NotAnswered
 from runtime.node.checks.facts import facts_here
 from runtime.node.checks.machine import raise_open_files
 from runtime.node.claims.claim import Claim, RunClaimed, refuse_claimed
@@ -182,12 +182,18 @@ def _take_part(
                 raise RunRefused(f"{run_dir} was discarded while node {node} waited for its bus; start the node again")
             return _end_of_a_finished_run(stored, topology.run.name, run_dir, options, show)
     address = node_address(topology, options.node, topology.bus.url if join is None else join.url)
-    _ask_home(topology, options, run_dir, address, join)
+    try:
+        statement = _state_facts(topology, options, run_dir, address, join)
+    except RunRefused:
+        if options.fresh is None and (stored := _finished(topology, run_dir)) is not None:  # meanwhile
+            return _end_of_a_finished_run(stored, topology.run.name, run_dir, options, show)
+        raise
     with _claim(run_dir, node) as claim:
         _refuse_beside(claim)
         try:
             write_atomically(run_dir / NODE_TOPOLOGY_FILE.format(node), encode_topology(topology))
-            return _run(_plan(topology, options, claim, specs_of, address, join), options, show, rewrite)
+            plan = _plan(topology, options, claim, specs_of, address, join)
+            return _run(plan, options, show, rewrite, statement)
         except OSError as error:
             if not is_full(error):
                 raise
@@ -223,9 +229,9 @@ def _acceptance(
     return Acceptance(topology, options.node, facts, run_dir)
 
 
-def _ask_home(
+def _state_facts(
     topology: Topology, options: StartOptions, run_dir: Path, address: NodeAddress, join: Join | None
-) -> None:
+) -> NodeStatement:
     """State the facts of this node to home, before any of its processes starts.
 
     Raises:
@@ -235,19 +241,21 @@ def _ask_home(
     facts = facts_here(topology, node, problems=options.problems, address=address.announced)
     url = with_login(topology.bus.url or "", _login(topology, options)) if join is None else join.url_with_login
     certificate = None if join is None else join.certificate
+    statement = NodeStatement(node, facts, run_dir)
 
-    async def ask() -> Answer:
+    async def state() -> Answer:
         name = f"facts-{node}"
         async with Bus.connect(url, topology.run.name, name=name, limits=LIMITS, certificate=certificate) as bus:
-            return await state_facts(bus, node, facts, run_dir, wait_s=wait_s)
+            return await statement.state(bus, wait_s=wait_s, is_over=lambda: _finished(topology, run_dir) is not None)
 
     try:
         with silenced():
-            refusals = anyio.run(ask).refusals
+            refusals = anyio.run(state).refusals
     except (NotAnswered, BusError) as error:
         raise RunRefused(f"{error} (nodes.{node}.wait_s = {wait_s:g})") from error
     if refusals or options.problems:
         raise RunRefused("\n".join(refusals or map(str, options.problems)))
+    return statement
 
 
 def _wait_s(topology: Topology, options: StartOptions) -> float:
@@ -349,7 +357,11 @@ def _login(topology: Topology, options: StartOptions) -> Login | None:
 
 
 def _run(
-    plan: NodePlan, options: StartOptions, show: Show, rewrite: Show | None, acceptance: Acceptance | None = None
+    plan: NodePlan,
+    options: StartOptions,
+    show: Show,
+    rewrite: Show | None,
+    comparison: Acceptance | NodeStatement | None,
 ) -> End:
     log_path = (plan.log_dir or plan.run_dir / LOGS) / "daemon.jsonl"
     log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -359,7 +371,7 @@ def _run(
             show(f"{'resuming' if plan.incarnation > 1 else 'starting'} run {plan.run} in {plan.run_dir}")
         else:
             show(f"node {plan.node} joins run {plan.run} at {without_logins(plan.bus_url or '')}")
-        daemon = NodeDaemon(plan, show=show, rewrite=rewrite, acceptance=acceptance)
+        daemon = NodeDaemon(plan, show=show, rewrite=rewrite, comparison=comparison)
         outcome = anyio.run(daemon.run, backend="asyncio")  # plain loop: children are forked from the main thread
     if outcome.refused is not None:
         raise RunRefused(outcome.refused)

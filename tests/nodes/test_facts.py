@@ -2,10 +2,12 @@
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 
+from runtime.bus.nats.server import server_binary
 from tests.nodes.test_runs import result, start
 from tests.support.machines.lan import ROOT, machines
 from tests.support.machines.machine import Machine, Process, polled
@@ -122,3 +124,37 @@ def test_a_node_that_does_not_fit_is_refused_alone_once_the_run_has_trained(tmp_
         home.wait_for(f"refused {reason}", 10)
         ends(home, within_s=RUN_S, code=0)
         assert result(tmp_path / "runs" / "apart")["result"]["groups"]["trained"] == 40 * 64
+
+
+def test_another_version_is_refused_on_both(tmp_path: Path) -> None:
+    file, other_tree = topology(tmp_path, transport="disk"), tmp_path / "other"
+    for name in ("actors", "bin", "messages", "runtime", "topologies"):
+        shutil.copytree(ROOT / name, other_tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", other_tree)
+    changed = other_tree / "runtime" / "node" / "__init__.py"
+    changed.write_text(f"{changed.read_text()}# another version\n")
+    with machines(shared=[tmp_path]) as lan:
+        n0, n1 = lan.add("n0"), lan.add("n1")
+        home = start(n0, file, "local")
+        command = [sys.executable, "-P", str(other_tree / "bin" / "start_topology.py"), str(file), "--node", "n1"]
+        other = n1.start(command, cwd=tmp_path, env={"PYTHONPATH": str(other_tree)})
+        ends(home, other, within_s=REFUSED_S, code=2)
+        for process in (home, other):
+            assert 'node n1: physarum = "0.1.0, source ' in process.output()
+            assert "install one version on all nodes" in process.output()
+
+
+def test_nodes_that_meet_on_an_existing_server_are_compared_too(tmp_path: Path) -> None:
+    with machines(shared=[tmp_path]) as lan:
+        n0, n1 = lan.add("n0"), lan.add("n1")
+        store = tmp_path / "store"
+        server = [server_binary(), "--jetstream", "--store_dir", store, "--addr", n0.address, "--port", "4333"]
+        n0.start(server).wait_for("Server is ready", 20)
+        file = topology(tmp_path, transport="disk", more=f'bus.url = "nats://{n0.address}:4333"')
+        file.write_text(file.read_text().replace('bus.node = "local"\n', ""))
+        other = start(n1, file, "n1")  # in any order
+        home = start(n0, file, "local")
+        home.wait_for("node n1 joined: process", 60)
+        wrong = start(lan.add("n2"), file, "n1", "--set", "rollout.max_response_len=9")
+        ends(wrong, within_s=REFUSED_S, code=2)
+        ends(home, other, within_s=RUN_S, code=0)

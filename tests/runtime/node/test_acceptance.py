@@ -1,6 +1,6 @@
 """Nodes state their facts on a real bus, and home accepts or refuses them."""
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -9,11 +9,21 @@ import anyio
 import pytest
 
 from runtime.bus.bus import Bus
-from runtime.node.acceptance import COMMON_FILE, HOME_KEY, Acceptance, HomeStart, NotAnswered, Statement, state_facts
+from runtime.node.acceptance import (
+    COMMON_FILE,
+    HOME_KEY,
+    Acceptance,
+    Answer,
+    HomeStart,
+    NodeStatement,
+    NotAnswered,
+    Statement,
+)
 from runtime.node.checks.comparison import Refusal
 from runtime.node.checks.facts import NodeFacts
 from runtime.settings.topology import Topology
 from tests.build.topology import topology_with
+from tests.fixtures.nats import eventually
 
 pytestmark = pytest.mark.anyio
 
@@ -30,7 +40,9 @@ def facts(version: str = "1") -> NodeFacts:
 
 
 @asynccontextmanager
-async def home(bus: Bus, run_dir: Path, *, ends: bool = False) -> AsyncGenerator[list[list[Refusal]]]:
+async def home(
+    bus: Bus, run_dir: Path, *, ends: bool = False, version: str = "1"
+) -> AsyncGenerator[list[list[Refusal]]]:
     """Home's side, and what it refused."""
     refused: list[list[Refusal]] = []
 
@@ -38,7 +50,7 @@ async def home(bus: Bus, run_dir: Path, *, ends: bool = False) -> AsyncGenerator
         refused.append(refusals)
         return ends
 
-    acceptance = Acceptance(topology(), "n0", facts(), run_dir)
+    acceptance = Acceptance(topology(), "n0", facts(version), run_dir)
     await acceptance.open(bus)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(acceptance.run, bus, refuse)
@@ -52,10 +64,10 @@ async def test_a_node_that_sees_the_directory_is_accepted_and_another_is_refused
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     async with home(bus, tmp_path) as refused:
-        assert (await state_facts(bus, "n1", facts(), tmp_path, wait_s=10)).refusals == ()
-        [line] = (await state_facts(bus, "n1", facts(), elsewhere, wait_s=10)).refusals
+        assert (await NodeStatement("n1", facts(), tmp_path).state(bus, wait_s=10)).refusals == ()
+        [line] = (await NodeStatement("n1", facts(), elsewhere).state(bus, wait_s=10)).refusals
         assert line.startswith('node n1: engines.policy.weight_transport = "disk": ')
-        assert (await state_facts(bus, "n2", facts(), elsewhere, wait_s=10)).refusals == ()  # it has no engine
+        assert (await NodeStatement("n2", facts(), elsewhere).state(bus, wait_s=10)).refusals == ()  # it has no engine
     assert [str(refusal) for refusal in refused[0]] == [line]
     entry = await bus.kv.get("facts.n2", Statement)
     assert entry is not None
@@ -65,15 +77,15 @@ async def test_a_node_that_sees_the_directory_is_accepted_and_another_is_refused
 
 async def test_an_answer_of_an_earlier_home_does_not_count(bus: Bus, tmp_path: Path) -> None:
     async with home(bus, tmp_path):
-        assert (await state_facts(bus, "n1", facts(), tmp_path, wait_s=10)).refusals == ()
+        assert (await NodeStatement("n1", facts(), tmp_path).state(bus, wait_s=10)).refusals == ()
     with pytest.raises(NotAnswered, match=r"node n1 was not accepted within 0.5 s .* it does not answer"):
-        await state_facts(bus, "n1", facts(), tmp_path, wait_s=0.5)
+        await NodeStatement("n1", facts(), tmp_path).state(bus, wait_s=0.5)
     async with anyio.create_task_group() as tasks:
         answers: list[tuple[str, ...]] = []
         answered = anyio.Event()
 
         async def state() -> None:
-            answers.append((await state_facts(bus, "n1", facts("2"), tmp_path, wait_s=10)).refusals)
+            answers.append((await NodeStatement("n1", facts("2"), tmp_path).state(bus, wait_s=10)).refusals)
             answered.set()
 
         tasks.start_soon(state)
@@ -86,19 +98,19 @@ async def test_an_answer_of_an_earlier_home_does_not_count(bus: Bus, tmp_path: P
 
 async def test_a_refusal_that_ends_the_run_reaches_the_nodes_that_wait(bus: Bus, tmp_path: Path) -> None:
     async with home(bus, tmp_path, ends=True):
-        wrong = (await state_facts(bus, "n1", facts("2"), tmp_path, wait_s=10)).refusals
+        wrong = (await NodeStatement("n1", facts("2"), tmp_path).state(bus, wait_s=10)).refusals
         async with bus.kv.watch(HOME_KEY, HomeStart) as starts:
             with anyio.fail_after(5):
                 start = await anext(entry.value async for entry in starts if entry.value and entry.value.refused)
     assert start.refused == wrong
     with pytest.raises(NotAnswered):  # it is of an earlier start
-        await state_facts(bus, "n2", facts(), tmp_path, wait_s=0.5)
+        await NodeStatement("n2", facts(), tmp_path).state(bus, wait_s=0.5)
     acceptance = Acceptance(topology(), "n0", facts(), tmp_path)
     await acceptance.open(bus)
     answers: list[tuple[str, ...]] = []
 
     async def state() -> None:
-        answers.append((await state_facts(bus, "n2", facts(), tmp_path, wait_s=10)).refusals)
+        answers.append((await NodeStatement("n2", facts(), tmp_path).state(bus, wait_s=10)).refusals)
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(state)
@@ -107,6 +119,32 @@ async def test_a_refusal_that_ends_the_run_reaches_the_nodes_that_wait(bus: Bus,
                 stated = await anext(entry.value async for entry in statements if entry.value)
         await bus.kv.put(HOME_KEY, HomeStart(start=stated.home, file="", refused=wrong))
     assert answers == [wrong]
+
+
+async def test_a_node_that_runs_states_its_facts_to_each_later_home_and_learns_that_it_is_refused(
+    bus: Bus, tmp_path: Path
+) -> None:
+    statement, refused = NodeStatement("n1", facts("1"), tmp_path), list[Sequence[str]]()
+    async with home(bus, tmp_path):
+        assert (await statement.state(bus, wait_s=10)).refusals == ()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(statement.run, bus, refused.append)
+        async with home(bus, tmp_path), bus.kv.watch("answer.n1", Answer) as answers:
+            with anyio.fail_after(10):
+                ours = await announced(bus)
+                _ = await anext(entry async for entry in answers if entry.value and entry.value.home == ours)
+        assert refused == []
+        async with home(bus, tmp_path, version="2"):
+            await eventually(lambda: bool(refused))
+        tasks.cancel_scope.cancel()
+    assert refused == [('node n1: physarum = "1": node n0 has 2; install one version on all nodes',)]
+
+
+async def announced(bus: Bus) -> str:
+    entry = await bus.kv.get(HOME_KEY, HomeStart)
+    assert entry is not None
+    assert entry.value is not None
+    return entry.value.start
 
 
 def _common_files(run_dir: Path) -> list[Path]:

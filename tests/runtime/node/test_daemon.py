@@ -409,7 +409,7 @@ async def test_a_home_that_finds_a_later_one_ends_with_its_bus(tmp_path: Path) -
     [
         (RunEnd(finished=True), True, None),
         (RunEnd(finished=False, refused="x"), True, RunStopped(node="n", reason="x", exit_code=2)),
-        (RunEnd(finished=False, refused="x"), False, None),
+        (RunEnd(finished=False, refused="x"), False, NodeLeft(node="n", reason="x")),
         (RunEnd(finished=False, error="the buffer said so", is_announced=True), True, None),
         (RunEnd(finished=False, error="no space"), True, RunStopped(node="n", reason="no space", exit_code=1)),
         (RunEnd(finished=False, error="no space"), False, NodeLeft(node="n", reason="no space")),
