@@ -56,6 +56,7 @@ LAYOUTS = {
 STEPS = 12
 RESTART_S = 120.0
 ENGINE_S = 500.0  # of SGLang's start beside other work
+STOP_S = 15.0
 CUT_S = 15.0
 KILL_S = 5.0  # from the death of a rank on one machine to the end of the ranks on the other
 
@@ -125,6 +126,29 @@ def test_ranks_on_two_machines_restart_together(tmp_path: Path, layout: str, six
     assert groups["trained"] == STEPS * 64
     assert groups["issued"] == sum(groups[name] for name in groups if name != "issued")
     assert ended["result"]["reward_last"] > ended["result"]["reward_first"]
+
+
+@pytest.mark.nightly
+def test_ranks_on_two_machines_stop_with_home_and_resume(tmp_path: Path) -> None:
+    run_dir = tmp_path / "two"
+    with machines(shared=[tmp_path]) as lan:
+        n0, n1 = lan.add("n0"), lan.add("n1")
+        file = tmp_path / "two.toml"
+        text = RANKS.format(directory=tmp_path, steps=STEPS, home="auto", other="auto", layout=LAYOUTS["DP2"])
+        file.write_text(text)
+        first, later = start(n0, file, "local"), start(n1, file, "n1")
+        first.wait_for("step  3/", 180)
+        first.signal(signal.SIGINT)
+        assert first.wait(STOP_S) == 130, first.output()
+        assert later.wait(STOP_S) == 130, later.output()
+        assert starts(run_dir, RANKS_ON) == {1}
+        first = start(n0, file, "local")
+        first.wait_for("trainer waits for node n1", RESTART_S)
+        later = start(n1, file, "n1")
+        assert first.wait(RUN_S) == 0, first.output()
+        assert later.wait(30) == 0, later.output()
+    assert starts(run_dir, RANKS_ON) == {2}
+    assert result(run_dir)["result"]["groups"]["trained"] == STEPS * 64
 
 
 @pytest.mark.nightly

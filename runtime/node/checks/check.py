@@ -9,7 +9,7 @@ from runtime.node.checks.files import check_paths, paths_of
 from runtime.node.checks.findings import Checked, Findings
 from runtime.node.checks.machine import check_machine
 from runtime.settings.load import LoadedTopology
-from runtime.settings.placement import engine_places, home_node, max_sample_tokens, nodes_of_engine
+from runtime.settings.placement import engine_places, home_node, max_sample_tokens, nodes_of_engine, rank_places
 from runtime.settings.reading.config import Problem
 from runtime.settings.recipe import max_prompt_len
 from runtime.settings.rules.weights import STAGES
@@ -66,6 +66,7 @@ def check_here(
     for problem in not_built(topology):
         findings.add(problem)
     findings.notes.extend(_long_samples(topology))
+    findings.notes.extend(_split_tensor_groups(topology))
     if elsewhere:
         return findings.checked(left_out=tuple(_left_out(topology)))
     here = node or home_node(topology)
@@ -89,6 +90,19 @@ def _long_samples(topology: Topology) -> Iterator[str]:
         "fit on the trainer's ranks (train.max_tokens_per_gpu x trainer.megatron.context_parallel_size): "
         f'a longer sample {becomes} (train.on_too_long = "{topology.train.on_too_long}")'
     )
+
+
+def _split_tensor_groups(topology: Topology) -> Iterator[str]:
+    """Yield a note if ranks of one tensor-parallel group are on several nodes: they exchange data in every layer."""
+    size, places = topology.trainer.megatron.tensor_model_parallel_size, rank_places(topology)
+    for first in range(0, len(places), size):
+        nodes = list(dict.fromkeys(place.node for place in places[first : first + size]))
+        if len(nodes) > 1 and topology.run.only != "rollout":
+            yield (
+                f"trainer.megatron.tensor_model_parallel_size = {size}: ranks {first} to {first + size - 1} share each "
+                f"layer and are on the nodes {', '.join(nodes)}: the network between them limits the speed"
+            )
+            return
 
 
 def _left_out(topology: Topology) -> Iterator[str]:

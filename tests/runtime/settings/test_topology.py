@@ -86,6 +86,18 @@ def test_a_start_refuses_what_it_would_not_do() -> None:
     }
 
 
+def test_a_tensor_parallel_group_over_several_nodes_is_noted() -> None:
+    def notes(gpus: str, size: int) -> list[str]:
+        ranks = (f"trainer.gpus={gpus}", "engines.policy.gpus=n1:6-7", "rollout.rollout_batch_size=24")
+        layout = f"trainer.megatron.tensor_model_parallel_size={size}"
+        found = check_here(load_topology(DISAGGREGATE, (*ranks, layout)), elsewhere=True).notes
+        return [note for note in found if "tensor_model_parallel_size" in note]
+
+    (note,) = notes("n0:0-5,n1:0-5", 4)
+    assert "ranks 4 to 7 share each layer and are on the nodes n0, n1" in note
+    assert not notes("n0:0-5,n1:0-5", 2)
+
+
 @pytest.mark.usefixtures("no_gpus")
 def test_gpus_asked_where_none_is_stop_a_start_on_that_node() -> None:
     found = [str(problem) for problem in check_here(load_topology(COLOCATE), node="n0").problems]
