@@ -30,7 +30,7 @@ COMMON_FILE: Final = "home-{}.txt"  # in the run directory; a new name at each s
 LOOK_EVERY_S: Final = 0.1
 TRY_AGAIN_S: Final = 1.0
 ANSWER_WITHIN_S: Final = 60.0  # to a node that runs, before it states its facts again
-READ_WITHIN_S: Final = 5.0  # by the other nodes, the answer of a check
+READ_WITHIN_S: Final = 10.0  # by other nodes, an answer after which the bus ends
 
 
 class HomeStart(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,24 +105,31 @@ class Acceptance:
             return []
         before = {name: facts for name, facts in self._facts.items() if name != node}
         refusals = [each for each in compare(self._topology, before | {node: statement.facts}) if each.node == node]
-        if not refusals:
-            self._facts = before | {node: statement.facts}
+        if not statement.only_checks:
+            self._facts = before if refusals else before | {node: statement.facts}
         return refusals
 
-    async def run(self, bus: Bus, refused: Callable[[Statement, list[Refusal]], bool]) -> None:
+    async def run(
+        self, bus: Bus, ends: Callable[[Statement], bool], refused: Callable[[list[Refusal], bool], None]
+    ) -> None:
         """Answer every statement, until cancelled.
 
         Args:
             bus: of the run.
-            refused: called with each statement that was refused, after its answer; returns whether that ends the run.
+            ends: returns whether the refusal of a statement ends the run.
+            refused: called after a refusal, with whether it ends the run. The refused nodes have read their answers.
         """
         while True:
             try:
                 async with bus.kv.watch(_facts_key("*"), Statement) as statements:
                     async for entry in statements:
                         node, statement = entry.key.removeprefix(_facts_key("")), entry.value
-                        if statement is not None and statement.home == self._start and node != self._node:
-                            await self._answer(bus, node, statement, refused)
+                        if statement is None or statement.home != self._start or node == self._node:
+                            continue
+                        if refusals := await self._answer(bus, node, statement):
+                            is_end = ends(statement)
+                            await self._wait_until_read(bus, node, refusals, is_end=is_end)
+                            refused(refusals, is_end)
             except BusError as error:
                 log.warning("nodes_not_accepted", error=str(error))
                 await anyio.sleep(TRY_AGAIN_S)
@@ -162,15 +169,29 @@ class Acceptance:
                 await anyio.sleep(LOOK_EVERY_S)
         return answer
 
-    async def _answer(
-        self, bus: Bus, node: str, statement: Statement, refused: Callable[[Statement, list[Refusal]], bool]
-    ) -> None:
+    async def _answer(self, bus: Bus, node: str, statement: Statement) -> list[Refusal]:
         refusals = self.decide(node, statement)
         log.info("node_compared", node=node, facts=_shown(statement.facts), refusals=list(map(str, refusals)))
         lines = tuple(map(str, refusals))
         await bus.kv.put(_answer_key(node), Answer(start=statement.start, home=self._start, refusals=lines))
-        if refusals and refused(statement, refusals):
+        return refusals
+
+    async def _wait_until_read(self, bus: Bus, node: str, refusals: list[Refusal], *, is_end: bool) -> None:
+        """Wait until the node has read that it is refused, and at an end of the run all that wait for an answer."""
+        if is_end:
+            lines = tuple(map(str, refusals))
             await bus.kv.put(HOME_KEY, HomeStart(start=self._start, file="", refused=lines))
+        with anyio.move_on_after(READ_WITHIN_S):
+            while True:
+                stated = await bus.kv.entries(_facts_key("*"), Statement)
+                waiting = {
+                    entry.key.removeprefix(_facts_key(""))
+                    for entry in stated
+                    if entry.value is not None and entry.value.home == self._start
+                }
+                if not (waiting - self._facts.keys() if is_end else waiting & {node}):
+                    return
+                await anyio.sleep(LOOK_EVERY_S)
 
 
 class NodeStatement:
@@ -209,6 +230,7 @@ class NodeStatement:
                     entry = await bus.kv.get(HOME_KEY, HomeStart)
                     home = None if entry is None else entry.value
                     if home is not None and home.refused and stated_to:
+                        await bus.kv.delete(_facts_key(self._node))
                         return Answer(start=start, home=home.start, refusals=home.refused)
                     if home is not None and home.start != stated_to and not home.refused:
                         await self._put(bus, home, start, only_checks=only_checks)
@@ -220,8 +242,8 @@ class NodeStatement:
                         break
                 else:
                     if answered is not None and answered.value is not None and answered.value.start == start:
-                        if only_checks:
-                            await bus.kv.delete(_facts_key(self._node))  # home waits until all have read its answer
+                        if only_checks or answered.value.refusals:
+                            await bus.kv.delete(_facts_key(self._node))  # home waits until it is read
                         self._home = answered.value.home
                         return answered.value
                 await anyio.sleep(LOOK_EVERY_S)

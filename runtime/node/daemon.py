@@ -318,7 +318,7 @@ class NodeDaemon:
             tasks.start_soon(self._follower.follow, bus, self._watch(bus, tasks))
             match self._comparison:
                 case Acceptance() as acceptance:
-                    tasks.start_soon(acceptance.run, bus, self._refuse)
+                    tasks.start_soon(acceptance.run, bus, self._ends_run, self._report_refusals)
                 case NodeStatement() as statement:
                     tasks.start_soon(statement.run, bus, self._end_refused)
                 case None:
@@ -347,17 +347,16 @@ class NodeDaemon:
         self._follower.begin_at(first_seq)
         self.reporting.begin_at(first_seq)
 
-    def _refuse(self, statement: Statement, refusals: Sequence[Refusal]) -> bool:
-        """Report a node that cannot take part, and return whether that ends the run.
+    def _ends_run(self, statement: Statement) -> bool:
+        """Whether the refusal of a node ends the run: before the first train step, when nothing is lost."""
+        return not statement.only_checks and not self._follower.has_trained
 
-        It does before the first train step, when nothing is lost. Later the run goes on without the node.
-        """
+    def _report_refusals(self, refusals: Sequence[Refusal], ends: bool) -> None:
+        """Show why a node cannot take part, and end the run if the refusal ends it."""
         for refusal in refusals:
             self._show(f"refused {refusal}")
-        ends = not statement.only_checks and not self._follower.has_trained
         if ends:
             self._end(RunEnd(finished=False, refused="\n".join(map(str, refusals))))
-        return ends
 
     def _end_refused(self, reasons: Sequence[str]) -> None:
         """End this node: home has started again, and refuses it now."""

@@ -46,14 +46,10 @@ async def home(
     """Home's side, and what it refused."""
     refused: list[list[Refusal]] = []
 
-    def refuse(_: Statement, refusals: list[Refusal]) -> bool:
-        refused.append(refusals)
-        return ends
-
     acceptance = Acceptance(topology(), "n0", facts(version), run_dir)
     await acceptance.open(bus)
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(acceptance.run, bus, refuse)
+        tasks.start_soon(acceptance.run, bus, lambda _: ends, lambda refusals, _: refused.append(refusals))
         yield refused
         tasks.cancel_scope.cancel()
 
@@ -119,6 +115,18 @@ async def test_a_refusal_that_ends_the_run_reaches_the_nodes_that_wait(bus: Bus,
                 stated = await anext(entry.value async for entry in statements if entry.value)
         await bus.kv.put(HOME_KEY, HomeStart(start=stated.home, file="", refused=wrong))
     assert answers == [wrong]
+
+
+async def test_a_run_ends_only_after_the_refused_node_has_read_why(bus: Bus, tmp_path: Path) -> None:
+    """Home and its bus had ended before the node looked for its answer."""
+    async with home(bus, tmp_path, ends=True) as refused, bus.kv.watch("answer.n1", Answer) as answers:
+        await bus.kv.put("facts.n1", Statement(start="s", home=await announced(bus), facts=facts("2")))
+        with anyio.fail_after(5):
+            await anext(entry async for entry in answers if entry.value and entry.value.start == "s")
+        await anyio.sleep(0.3)
+        assert refused == []
+        await bus.kv.delete("facts.n1")
+        await eventually(lambda: bool(refused))
 
 
 async def test_a_node_that_runs_states_its_facts_to_each_later_home_and_learns_that_it_is_refused(
