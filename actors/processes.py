@@ -132,6 +132,7 @@ def _engine(topology: Topology, pool: str, engine: EngineConfig, index: int, dev
         crash_words=CRASH_WORDS,
         address_key=address_key("engine", pool, index),
         tier=Tier.SERVICE,
+        critical=engine.colocate is not None,  # the trainer waits for the memory of each
     )
 
 

@@ -41,11 +41,12 @@ from runtime.node.copying import COPIES, LocalCopies
 from runtime.node.display import Show
 from runtime.node.group_starts import group_starts
 from runtime.node.join import JOIN_FILE, Join, write_join
+from runtime.node.missing import Missing
 from runtime.node.node_plan import NodePlan, RunEnd, announcement
-from runtime.node.other_nodes import show_nodes, wait_until_left
+from runtime.node.other_nodes import wait_until_left, watch_nodes
 from runtime.node.outage import Outage, watch_bus
 from runtime.node.reporting import Reporting
-from runtime.node.run_log import Follower, Publisher, forget_addresses
+from runtime.node.run_log import Follower, Publisher, begin_of_home, forget_addresses, note_begin_of_home
 from runtime.node.stalls import StallWatch
 from runtime.node.supervisor.state_changes import Change, GivenUp, Ready
 from runtime.node.supervisor.supervisor import Supervision
@@ -143,7 +144,15 @@ class NodeDaemon:
             log_dir=plan.log_dir,
             address=LOOPBACK if plan.address is None else plan.address.ip,
         )
-        self._follower = Follower(plan, self.reporting, progress=self._supervision.progress, end=self._end)
+        self._missing = Missing(plan.roles, plan.waits)
+        self._follower = Follower(
+            plan,
+            self.reporting,
+            progress=self._supervision.progress,
+            end=self._end,
+            started=self._missing.started,
+            lost=self._lost,
+        )
         send, receive = anyio.create_memory_object_stream[Change](CHANGES_BOUND)
         self._changes, self._unpublished_changes = send, receive
         self._all_published = anyio.Event()
@@ -298,7 +307,7 @@ class NodeDaemon:
         incarnation = claim.holder.incarnation
         if incarnation > 1:
             await forget_addresses(bus, self._plan.processes)
-        await self._begin(bus)
+        await self._begin(bus, incarnation)
         key = await engine_key(bus.kv)
         agreements = group_starts(bus, self._plan.node, self._plan.processes, self._show)
         for spec in self._plan.processes:
@@ -325,7 +334,7 @@ class NodeDaemon:
                     pass
             has_others = self._plan.owns_streams and len(self._plan.nodes) > 1
             if has_others:
-                tasks.start_soon(show_nodes, bus, self._plan.node, self._show)
+                tasks.start_soon(watch_nodes, bus, self._plan.node, self._missing, self._show, self._end_without)
             if self._plan.outage_s:
                 outage = Outage(without_logins(self._plan.bus_url or ""), self._plan.outage_s)
                 tasks.start_soon(watch_bus, bus, outage, self._show, self._end_without_bus)
@@ -341,10 +350,14 @@ class NodeDaemon:
             await self.reporting.finish()
             tasks.cancel_scope.cancel()
 
-    async def _begin(self, bus: Bus) -> None:
+    async def _begin(self, bus: Bus, incarnation: int) -> None:
         """Note where this start begins in the log, before any of its processes writes."""
         first_seq = (await bus.state(Plane.EVENT)).last_seq + 1
-        self._follower.begin_at(first_seq)
+        if self._plan.owns_streams:
+            await note_begin_of_home(bus, incarnation, first_seq)
+            self._follower.begin_at(first_seq)
+        else:
+            self._follower.begin_at(min(first_seq, await begin_of_home(bus, self._plan.home) or first_seq))
         self.reporting.begin_at(first_seq)
 
     def _ends_run(self, statement: Statement) -> bool:
@@ -396,6 +409,9 @@ class NodeDaemon:
         except NodeClaimed as error:  # its new daemon carries on
             self._end(RunEnd(finished=False, error=str(error), is_announced=True))
 
+    def _end_without(self, reason: str) -> None:
+        self._end(RunEnd(finished=False, error=reason))
+
     def _end_without_bus(self, reason: str) -> None:
         self._end(RunEnd(finished=False, error=f"the bus failed: {reason}", is_announced=True))
 
@@ -425,7 +441,7 @@ class NodeDaemon:
             case GivenUp():
                 if change.exit_code == EXIT_FENCED:
                     self._show(f"{change.spec.name} is not started again: another process does its work")
-                elif change.spec.critical and not self._ending.is_set():
+                elif not self._ending.is_set() and not self._goes_on_without(change):
                     self._end(RunEnd(finished=False, failure=change))
                 return
             case Ready() if change.spec.name == BUS_PROCESS and not self._bus_ready.is_set():
@@ -441,6 +457,22 @@ class NodeDaemon:
             return
         except (anyio.WouldBlock, anyio.BrokenResourceError):
             log.warning("change_not_published", process=change.spec.name)
+
+    def _goes_on_without(self, given_up: GivenUp) -> bool:
+        """Return whether the run goes on without a process. Home decides it for the engines of all nodes."""
+        name = given_up.spec.name
+        if not self._missing.may_lose(given_up.spec, given_up.exit_code):
+            return False
+        if self._plan.owns_streams and self._missing.give_up(name, given_up.reason) is not None:
+            return False
+        self._show(f"{name} is given up, the run goes on without it: {given_up.reason}")
+        return True
+
+    def _lost(self, process: str, reason: str) -> None:
+        """Note that a process of any node is not restarted, by the log."""
+        failure = self._missing.give_up(process, reason)
+        if failure is not None and self._plan.owns_streams and not self._ending.is_set():
+            self._end(RunEnd(finished=False, error=failure))
 
     def _found_bus(self, url: Secret) -> None:
         """Store the URL of the bus, which is up, in the run directory, readable by its owner only."""

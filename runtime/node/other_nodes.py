@@ -9,6 +9,7 @@ import structlog
 from runtime.bus.bus import Bus
 from runtime.bus.errors import BusError
 from runtime.node.claims.node_claim import NodeHolder, claims, place_of
+from runtime.node.missing import Missing
 
 log = structlog.get_logger()
 
@@ -67,15 +68,23 @@ class NodesSeen:
         return lines
 
 
-async def show_nodes(bus: Bus, own: str, show: Callable[[str], None]) -> None:
-    """Show when other nodes join, leave, fall silent and come back, until cancelled."""
+async def watch_nodes(
+    bus: Bus, own: str, missing: Missing, show: Callable[[str], None], end: Callable[[str], None]
+) -> None:
+    """Show when other nodes join, leave, fall silent and come back, until cancelled. End a run that lacks one."""
     seen = NodesSeen(own)
     while True:
         try:
-            for line in seen.look(anyio.current_time(), await claims(bus)):
-                show(line)
+            found = await claims(bus)
         except BusError as error:
             log.warning("nodes_not_seen", error=str(error))
+        else:
+            looked = missing.look(anyio.current_time(), {*found, own})
+            for line in (*seen.look(anyio.current_time(), found), *looked.lines):
+                show(line)
+            if looked.failure is not None:
+                end(looked.failure)
+                return
         await anyio.sleep(LOOK_EVERY_S)
 
 

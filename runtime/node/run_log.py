@@ -2,9 +2,10 @@
 
 import uuid
 from collections.abc import AsyncIterable, Awaitable, Callable, Iterable
-from typing import Any
+from typing import Any, Final
 
 import anyio
+import msgspec
 import structlog
 
 from messages import (
@@ -21,14 +22,18 @@ from runtime.bus.addresses import LIFETIME_S, RENEW_EVERY_S, Address, host_port
 from runtime.bus.background import in_background
 from runtime.bus.bus import Bus
 from runtime.bus.errors import BusError, LogTrimmedAway
+from runtime.node.claims.node_claim import claims
+from runtime.node.missing import NO_BUDGET_HELPS
 from runtime.node.node_plan import NodePlan, RunEnd
 from runtime.node.reporting import Reporting
 from runtime.node.stalls import StallWatch
-from runtime.node.supervisor.state_changes import Change, Exited, Ready, Started
+from runtime.node.supervisor.state_changes import STOPPED, Change, Exited, Ready, Started
 from runtime.settings.processes import ProcessSpec
 from runtime.util.retrying import FOR_EVER, retried
 
 log = structlog.get_logger()
+
+BEGIN_KEY: Final = "begin_of_home"
 
 
 class Follower:
@@ -38,11 +43,22 @@ class Follower:
         reporting: receives each event.
         progress: called for each trained step.
         end: called when the run has ended, by the log.
+        started: called for each process that was started, on any node.
+        lost: called for each process that is not restarted, on any node, with the reason.
     """
 
     def __init__(
-        self, plan: NodePlan, reporting: Reporting, *, progress: Callable[[], None], end: Callable[[RunEnd], None]
+        self,
+        plan: NodePlan,
+        reporting: Reporting,
+        *,
+        progress: Callable[[], None],
+        end: Callable[[RunEnd], None],
+        started: Callable[[str], None] = lambda process: None,
+        lost: Callable[[str, str], None] = lambda process, reason: None,
     ) -> None:
+        self._started = started
+        self._lost = lost
         self._plan = plan
         self._reporting = reporting
         self._progress = progress
@@ -87,6 +103,10 @@ class Follower:
                 self._end(RunEnd(finished=True))  # an earlier start may have finished with a lower num_steps
             case RunFailed(reason=reason) if live:
                 self._end(RunEnd(finished=False, error=reason, is_announced=True))
+            case ActorStarted(actor=process) if live:
+                self._started(process)
+            case ActorExited(actor=process, restart_in_s=None) if live and _used_up_its_budget(event):
+                self._lost(process, event.reason)
             case RunStopped() if live:
                 self._end(RunEnd(finished=False, stopped=event, is_announced=True))
             case _:
@@ -96,6 +116,34 @@ class Follower:
         if steps > self._steps:
             self._steps = steps
             self._progress()
+
+
+def _used_up_its_budget(exited: ActorExited) -> bool:
+    return exited.reason != STOPPED and exited.exit_code not in NO_BUDGET_HELPS
+
+
+class BeginOfHome(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the present start of the home node begins in the log."""
+
+    incarnation: int  # of its daemon
+    first_seq: int
+
+
+async def note_begin_of_home(bus: Bus, incarnation: int, first_seq: int) -> None:
+    """Note where this start of the home node begins, for nodes that join later."""
+    await bus.kv.put(BEGIN_KEY, BeginOfHome(incarnation=incarnation, first_seq=first_seq))
+
+
+async def begin_of_home(bus: Bus, home: str) -> int | None:
+    """Return the sequence from which events belong to the present start of the home node; None if it is unknown.
+
+    A node that joins after the run was stopped must end with it, but not by the stop of an earlier start.
+    """
+    entry = await bus.kv.get(BEGIN_KEY, BeginOfHome)
+    holder = (await claims(bus)).get(home)
+    if entry is None or entry.value is None or holder is None:
+        return None
+    return entry.value.first_seq if entry.value.incarnation == holder[0].incarnation else None
 
 
 class Publisher:

@@ -41,6 +41,7 @@ from runtime.node.claims.rundir import (
 from runtime.node.daemon import NodeDaemon
 from runtime.node.display import Show
 from runtime.node.join import JOIN_FILE, LIMITS, Join, NotJoined, joined
+from runtime.node.missing import Role, required_roles, waits_of
 from runtime.node.network import (
     NoAddress,
     NodeAddress,
@@ -321,6 +322,9 @@ def _plan(
         bus_url=topology.bus.url if join is None else join.url,
         bus_login=_login(topology, options) if join is None else join.login,
         bus_certificate=None if join is None else join.certificate,
+        home=home_node(topology),
+        roles=_roles(topology, specs_of, claim.run_dir) if is_home else (),
+        waits=waits_of(topology),
         outage_s=outage_s(topology, options.node),
         limits=stream_limits(topology),
         owns_streams=is_home,
@@ -332,6 +336,10 @@ def _plan(
         min_free_bytes=min_free_bytes(topology),
         bus_unresponsive_after_s=max((pool.unresponsive_after_s for pool in topology.engines.values()), default=60.0),
     )
+
+
+def _roles(topology: Topology, specs_of: SpecsOf, run_dir: Path) -> tuple[Role, ...]:
+    return required_roles(topology, {node: specs_of(topology, node, run_dir) for node in topology.nodes})
 
 
 def _server(topology: Topology, run_dir: Path, address: NodeAddress | None) -> ServerSettings:

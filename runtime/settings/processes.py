@@ -100,7 +100,7 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
     crash_words: tuple[str, ...] = ()  # in its output: the process ended itself, whatever the signal
     address_key: str | None = None  # KV key that receives its URL each time it is ready
     tier: Tier = Tier.ACTOR
-    critical: bool = True  # the run fails when the process is given up
+    critical: bool = True  # the run fails when the process is given up; otherwise if too few of its kind are left
     max_restarts: int = 10  # without progress of the run between them
     stop_timeout_s: float = 4.0  # from SIGTERM to SIGKILL
 

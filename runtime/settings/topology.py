@@ -74,7 +74,8 @@ class NodeConfig(Config, frozen=True, kw_only=True):
     address: Text | None = None
     # Number of GPUs that the run may use here. They are numbered from 0.
     gpus: Count = 0
-    # Seconds that this node waits at its start for the run's bus. After that it ends with an error.
+    # Seconds that this node waits at its start for the run's bus. After that it ends with an error. As long, the run
+    # waits for this node if it cannot go on without it.
     wait_s: Timeout = 600.0
 
 
@@ -225,6 +226,10 @@ class EngineConfig(Config, frozen=True, kw_only=True):
     num_processes: Positive = 1
     # Number of CPU engines. With `gpus` set, the GPUs decide the number.
     num_engines: Positive = 1
+    # Number of engines that the run needs. With fewer it waits for the nodes of the others, up to
+    # `nodes.<name>.wait_s`, and ends if they do not come. It ends at once if the missing engines were given up after
+    # too many restarts.
+    min_engines: Positive = 1
     # Nodes of a pool without GPUs. Its engines are assigned to them in turn. By default all run on the node with the
     # bus.
     nodes: tuple[Name, ...] = ()

@@ -1,10 +1,13 @@
 """State changes of a supervised process, for listeners."""
 
 from collections.abc import Callable
+from typing import Final
 
 import msgspec
 
 from runtime.settings.processes import ProcessSpec
+
+STOPPED: Final = "stopped"  # reason of an exit that the node daemon asked for
 
 
 class Started(msgspec.Struct, frozen=True, kw_only=True):

@@ -17,7 +17,7 @@ from runtime.node.supervisor.ports import PortInUse, ReadyServers, choose_port
 from runtime.node.supervisor.readiness import Heartbeats, wait_until_ready, wait_until_silent, wait_until_still
 from runtime.node.supervisor.restarts import Agreement, RestartBudget, RestartGroup
 from runtime.node.supervisor.spawn import Child, Guard
-from runtime.node.supervisor.state_changes import Exited, GivenUp, Listener, Ready, Started
+from runtime.node.supervisor.state_changes import STOPPED, Exited, GivenUp, Listener, Ready, Started
 from runtime.process.heartbeat import PULSE_VARIABLE
 from runtime.settings.devices import with_own_gpus
 from runtime.settings.placement import LOOPBACK
@@ -232,7 +232,7 @@ class Supervisor:
 
     def _after_end(self, pid: int, code: int) -> float | None:
         if self._stop_requested.is_set():
-            self._announce(Exited(spec=self.spec, pid=pid, exit_code=code, reason="stopped", restart_in_s=None))
+            self._announce(Exited(spec=self.spec, pid=pid, exit_code=code, reason=STOPPED, restart_in_s=None))
             return None
         reason = self._reason(code)
         if code in _LASTING:

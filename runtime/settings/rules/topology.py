@@ -4,7 +4,7 @@ import ipaddress
 import re
 from collections.abc import Iterator
 
-from runtime.settings.placement import is_loopback
+from runtime.settings.placement import is_loopback, num_engines
 from runtime.settings.reading.config import Problem
 from runtime.settings.recipe import eval_data, precomputes_old_log_probs, trains_demonstrations
 from runtime.settings.sizes import MAX_MESSAGE_BYTES, needed_sizes, show_bytes
@@ -168,6 +168,7 @@ def _engines(topology: Topology) -> Iterator[Problem]:
             yield Problem(key=f"engines.{name}", message=message)
         yield from _engine(engine, f"engines.{name}")
         yield from _processes(engine, f"engines.{name}")
+        yield from _least(topology, engine, f"engines.{name}")
         yield from _seeds(engine, f"engines.{name}")
         yield from _environment(engine, f"engines.{name}")
 
@@ -193,6 +194,19 @@ def _engine(engine: EngineConfig, key: str) -> Iterator[Problem]:
             engine.num_engines,
             "has no effect with gpus: the number of engines follows from gpus and num_gpus_per_engine",
         )
+
+
+def _least(topology: Topology, engine: EngineConfig, key: str) -> Iterator[Problem]:
+    if engine.urls:
+        if engine.min_engines > 1:
+            yield Problem.of(f"{key}.min_engines", engine.min_engines, "needs engines that the run starts")
+        return
+    try:
+        number = num_engines(engine)
+    except ValueError:  # another rule reports the GPU list
+        return
+    if engine.min_engines > number:
+        yield Problem.of(f"{key}.min_engines", engine.min_engines, f"is above the engines of the pool, {number}")
 
 
 def _processes(engine: EngineConfig, key: str) -> Iterator[Problem]:

@@ -22,8 +22,12 @@ from runtime.bus.errors import CallRefused
 from runtime.bus.limits import MIB, StreamLimits
 from runtime.bus.nats.server import ServerSettings
 from runtime.node.claims.home import HomeLease
+from runtime.node.claims.node_claim import NodeClaim
+from runtime.node.claims.run_id import settle_run_id
 from runtime.node.daemon import NodeDaemon
+from runtime.node.missing import Part, Role
 from runtime.node.node_plan import NodePlan, RunEnd, announcement, exit_code_of
+from runtime.node.run_log import note_begin_of_home
 from runtime.node.supervisor.state_changes import GivenUp
 from runtime.report.report import Notice, Report
 from runtime.settings.processes import PortRequest, ProcessSpec, Tier, WhenListening
@@ -339,13 +343,14 @@ def node_plan(node: str, url: str, run_dir: Path, process: ProcessSpec, *, run: 
 
 
 @asynccontextmanager
-async def two_nodes(url: str, run: str, tmp_path: Path) -> AsyncGenerator[tuple[Running, Running]]:
+async def two_nodes(url: str, run: str, tmp_path: Path, **changes: Any) -> AsyncGenerator[tuple[Running, Running]]:
     """Two daemons at work, until both have ended."""
     running: list[Running] = []
     async with anyio.create_task_group() as tasks:
         for node, steps in (("n0", "1"), ("n1", "0")):
             spec = player(steps, "--then", "sleep", name=f"player-{node}")
-            running.append(Running(node_plan(node, url, tmp_path / node, spec, run=run)))
+            of_node = node_plan(node, url, tmp_path / node, spec, run=run)
+            running.append(Running(msgspec.structs.replace(of_node, nodes=("n0", "n1"), **changes)))
             tasks.start_soon(running[-1].run)
             log = tmp_path / node / "logs" / f"player-{node}.jsonl"
             await eventually(lambda: log.exists() and "played" in log.read_text())  # noqa: B023 - awaited at once
@@ -386,6 +391,101 @@ async def test_giving_up_on_any_node_ends_the_run(nats_server: NatsServer, tmp_p
     assert home.outcome is not None
     assert home.outcome.stopped == RunStopped(node="n1", reason="player-n1: no such data", exit_code=2)
     assert exit_code_of(home.outcome) == 2
+
+
+@pytest.mark.parametrize("is_resumed", [False, True])
+async def test_a_node_that_joins_after_the_run_was_stopped_ends_with_it(
+    nats_server: NatsServer, tmp_path: Path, is_resumed: bool
+) -> None:
+    """It ran on alone. The stop of an earlier start of the home node ends nothing."""
+    run = f"late-{is_resumed}"
+    home, later = (
+        tmp_path / "n0",
+        node_plan("n1", nats_server.url, tmp_path / "n1", player("0", "--then", "sleep"), run=run),
+    )
+    home.mkdir()
+    async with Bus.connect(nats_server.url, run, name="home") as bus:
+        await bus.ensure_streams(LIMITS)
+        await settle_run_id(bus, home, owns=True)
+        claim = await NodeClaim.take(bus, "n0", home, incarnation=1)
+        await note_begin_of_home(bus, claim.holder.incarnation, 1)
+        stop = RunStopped(node="n0", reason="SIGINT", exit_code=130)
+        seq = await bus.publish(stop)
+        if is_resumed:
+            claim = await NodeClaim.take(bus, "n0", home, incarnation=2)
+            await note_begin_of_home(bus, claim.holder.incarnation, seq + 1)
+        other = Running(msgspec.structs.replace(later, home="n0"))
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(other.run)
+            if is_resumed:
+                log = tmp_path / "n1" / "logs" / "player.jsonl"
+                await eventually(lambda: log.exists() and "played" in log.read_text())
+                assert other.outcome is None
+                await bus.publish(RunStopped(node="n0", reason="SIGTERM", exit_code=143))
+    assert other.outcome is not None
+    assert exit_code_of(other.outcome) == (143 if is_resumed else 130)
+
+
+def broken_engine(number: int) -> ProcessSpec:
+    """An engine that ends at once and is not started again."""
+    command = (sys.executable, "-c", "raise SystemExit(7)")
+    name = f"engine.policy.{number}"
+    return ProcessSpec(name=name, command=command, tier=Tier.SERVICE, critical=False, max_restarts=0)
+
+
+def pool(*nodes: str, least: int) -> Role:
+    parts = [(f"engine.policy.{number}", node) for number, node in enumerate(nodes)]
+    return Role("engines.policy", tuple(Part(name, {name: node}) for name, node in parts), least, "min_engines")
+
+
+async def test_a_run_goes_on_without_an_engine_that_was_given_up(tmp_path: Path) -> None:
+    """It ended with the first engine that used up its restarts."""
+    changed = msgspec.structs.replace(
+        plan(tmp_path / "r", player("3"), broken_engine(0)), roles=(pool("local", "local", least=1),)
+    )
+    running = Running(changed)
+    assert (await running.run()).finished
+    assert [line for line in running.lines if line.startswith("engine.policy.0 is given up, the run goes on without")]
+
+
+async def test_a_run_ends_at_once_with_fewer_engines_than_it_needs(tmp_path: Path) -> None:
+    changed = msgspec.structs.replace(
+        plan(tmp_path / "r", player("1", "--then", "sleep"), broken_engine(0)),
+        roles=(pool("local", "local", least=2),),
+    )
+    outcome = await Running(changed).run()
+    assert outcome.failure is not None
+    assert outcome.failure.spec.name == "engine.policy.0"
+
+
+async def test_home_counts_the_engines_that_other_nodes_gave_up(nats_server: NatsServer, tmp_path: Path) -> None:
+    with anyio.fail_after(15):
+        async with two_nodes(
+            nats_server.url, "counted", tmp_path, roles=(pool("n0", "n1", least=2),), waits={"n1": 60.0}
+        ) as (home, other):
+            other.daemon._supervision.start(broken_engine(1))
+    assert home.outcome is not None
+    assert home.outcome.error == (
+        "engines.policy: 1 of 2 engines are left, fewer than min_engines = 2: engine.policy.1: exit code 7"
+    )
+    assert other.outcome is not None
+    assert other.outcome.stopped is not None
+    assert other.outcome.stopped.node == "n0"
+
+
+async def test_home_waits_for_a_node_that_it_needs_and_then_ends_with_its_name(
+    nats_server: NatsServer, tmp_path: Path
+) -> None:
+    role = Role("trainer.1", (Part("trainer.1", {"trainer.1": "n1"}),), 1)
+    with anyio.fail_after(20):
+        async with two_nodes(nats_server.url, "needed", tmp_path, roles=(role,), waits={"n1": 2.0}) as (home, other):
+            other.daemon._end(RunEnd(finished=False, stopped_by=signal.SIGINT))
+            await home.shown("waiting for node n1, up to 2 s (nodes.n1.wait_s): trainer.1 can run on no other node")
+    assert home.outcome is not None
+    assert home.outcome.error == (
+        "node n1 did not come within 2 s (nodes.n1.wait_s): trainer.1 can run on no other node"
+    )
+    assert exit_code_of(home.outcome) == 1
 
 
 async def test_a_home_that_finds_a_later_one_ends_with_its_bus(tmp_path: Path) -> None:
