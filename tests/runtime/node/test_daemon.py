@@ -477,13 +477,13 @@ async def test_home_waits_for_a_node_that_it_needs_and_then_ends_with_its_name(
     nats_server: NatsServer, tmp_path: Path
 ) -> None:
     role = Role("trainer.1", (Part("trainer.1", {"trainer.1": "n1"}),), 1)
-    with anyio.fail_after(20):
-        async with two_nodes(nats_server.url, "needed", tmp_path, roles=(role,), waits={"n1": 2.0}) as (home, other):
+    with anyio.fail_after(28):
+        async with two_nodes(nats_server.url, "needed", tmp_path, roles=(role,), waits={"n1": 6.0}) as (home, other):
             other.daemon._end(RunEnd(finished=False, stopped_by=signal.SIGINT))
-            await home.shown("waiting for node n1, up to 2 s (nodes.n1.wait_s): trainer.1 can run on no other node")
+            await home.shown("waiting for node n1, up to 6 s (nodes.n1.wait_s): trainer.1 can run on no other node")
     assert home.outcome is not None
     assert home.outcome.error == (
-        "node n1 did not come within 2 s (nodes.n1.wait_s): trainer.1 can run on no other node"
+        "node n1 did not come within 6 s (nodes.n1.wait_s): trainer.1 can run on no other node"
     )
     assert exit_code_of(home.outcome) == 1
 
