@@ -1,6 +1,8 @@
 """Runs on two machines of which one loses its network, leaves, or is stopped."""
 
 import json
+import re
+import signal
 import time
 from pathlib import Path
 
@@ -20,6 +22,11 @@ def pids(run_dir: Path, node: str, process: str) -> list[int]:
     return [each["pid"] for each in events if each.get("process") == process and each.get("change") == "started"]
 
 
+def last_step(output: str) -> int:
+    """Return the last train step that a terminal shows."""
+    return max(int(number) for number in re.findall(r"^step +(\d+)/", output, re.MULTILINE))
+
+
 def check_books(run_dir: Path, steps: int) -> None:
     """Check that every group of a finished run was trained once or left out for a reason."""
     ended = result(run_dir)
@@ -29,6 +36,7 @@ def check_books(run_dir: Path, steps: int) -> None:
     assert groups["issued"] == sum(groups[name] for name in groups if name != "issued")
 
 
+@pytest.mark.nightly
 def test_a_node_that_is_cut_off_for_40_s_keeps_its_engine_and_takes_part_again(tmp_path: Path) -> None:
     with machines("n0", "n1", shared=[tmp_path]) as lan:
         file = topology(tmp_path, home="eth0", steps=40)
@@ -50,3 +58,29 @@ def test_a_node_that_is_cut_off_for_40_s_keeps_its_engine_and_takes_part_again(t
     check_books(run_dir, 40)
     for process in ("engine.policy.0", "reward.0"):
         assert len(pids(run_dir, "n1", process)) == 1, process
+
+
+def test_ctrl_c_on_a_node_makes_it_leave_and_at_home_stops_the_run_everywhere(tmp_path: Path) -> None:
+    with machines("n0", "n1", shared=[tmp_path]) as lan:
+        file = topology(tmp_path, home="eth0", steps=1000)
+        both = file.read_text().replace('reward.nodes = ["n1"]', 'reward.nodes = ["n1", "local"]')
+        file.write_text(f"{both}engines.policy.min_engines = 2\n")
+        first, later = start(lan["n0"], file, "local"), start(lan["n1"], file, "n1")
+        first.wait_for("step    3/", 120)
+        later.signal(signal.SIGINT)
+        assert later.wait(10) == 128 + signal.SIGINT, later.output()
+        first.wait_for("node n1 left the run: SIGINT", 5)
+        first.wait_for(
+            "waiting for node n1, up to 60 s (nodes.n1.wait_s): "
+            "1 of 2 engines are left, fewer than engines.policy.min_engines = 2",
+            5,
+        )
+        left_at = last_step(first.output())
+        first.wait_for(f"step {left_at + 3:>4}/", 40)  # its tasks are taken up at home
+        again = start(lan["n1"], file, "n1")
+        again.wait_for(" | reward ", 60)  # of a train step
+        first.signal(signal.SIGINT)
+        stopped_at = time.monotonic()
+        assert first.wait(10) == 128 + signal.SIGINT, first.output()
+        assert again.wait(10 + stopped_at - time.monotonic()) == 128 + signal.SIGINT, again.output()
+        assert "run two stopped by node local: SIGINT" in again.output()
