@@ -128,7 +128,7 @@ class Acceptance:
                             continue
                         if refusals := await self._answer(bus, node, statement):
                             is_end = ends(statement)
-                            await self._wait_until_read(bus, node, refusals, is_end=is_end)
+                            await self._wait_until_read(bus, statement, refusals, is_end=is_end)
                             refused(refusals, is_end)
             except BusError as error:
                 log.warning("nodes_not_accepted", error=str(error))
@@ -176,7 +176,7 @@ class Acceptance:
         await bus.kv.put(_answer_key(node), Answer(start=statement.start, home=self._start, refusals=lines))
         return refusals
 
-    async def _wait_until_read(self, bus: Bus, node: str, refusals: list[Refusal], *, is_end: bool) -> None:
+    async def _wait_until_read(self, bus: Bus, statement: Statement, refusals: list[Refusal], *, is_end: bool) -> None:
         """Wait until the node has read that it is refused, and at an end of the run all that wait for an answer."""
         if is_end:
             lines = tuple(map(str, refusals))
@@ -185,11 +185,11 @@ class Acceptance:
             while True:
                 stated = await bus.kv.entries(_facts_key("*"), Statement)
                 waiting = {
-                    entry.key.removeprefix(_facts_key(""))
+                    entry.value.start: entry.key.removeprefix(_facts_key(""))
                     for entry in stated
                     if entry.value is not None and entry.value.home == self._start
                 }
-                if not (waiting - self._facts.keys() if is_end else waiting & {node}):
+                if not (set(waiting.values()) - self._facts.keys() if is_end else statement.start in waiting):
                     return
                 await anyio.sleep(LOOK_EVERY_S)
 
@@ -241,11 +241,12 @@ class NodeStatement:
                     if await anyio.to_thread.run_sync(is_over):
                         break
                 else:
-                    if answered is not None and answered.value is not None and answered.value.start == start:
-                        if only_checks or answered.value.refusals:
+                    answer = None if answered is None else answered.value
+                    if answer is not None and (answer.start, answer.home) == (start, stated_to):
+                        if only_checks or answer.refusals:
                             await bus.kv.delete(_facts_key(self._node))  # home waits until it is read
-                        self._home = answered.value.home
-                        return answered.value
+                        self._home = answer.home
+                        return answer
                 await anyio.sleep(LOOK_EVERY_S)
         raise NotAnswered(f"node {self._node} was not accepted within {wait_s:g} s by the node with the bus: {problem}")
 
