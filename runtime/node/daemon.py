@@ -44,7 +44,7 @@ from runtime.node.join import JOIN_FILE, Join, write_join
 from runtime.node.missing import Missing
 from runtime.node.node_plan import NodePlan, RunEnd, announcement
 from runtime.node.other_nodes import wait_until_left, watch_nodes
-from runtime.node.outage import Outage, watch_bus
+from runtime.node.outage import Outage, explains_silence, watch_bus
 from runtime.node.reporting import Reporting
 from runtime.node.run_log import Follower, Publisher, begin_of_home, forget_addresses, note_begin_of_home
 from runtime.node.stalls import StallWatch
@@ -71,7 +71,6 @@ RELEASE_TIMEOUT_S = 1.0
 BUS_LIMITS = BusLimits(drain_timeout_s=1.0)  # at the end the server may already be gone
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # else gloo takes the address of the host's name
 HOST_VARIABLE = "SGLANG_HOST_IP"
-SPARED_AFTER_OUTAGE_S = 60.0  # engines, because requests of before fail late
 BUS_PROCESS = "nats-server"
 BUS_STOP_S = 1.5
 
@@ -396,7 +395,7 @@ class NodeDaemon:
 
         Not just after an outage of the network: that is what the actor may have seen.
         """
-        if self._plan.outage_s and bus.back_s < SPARED_AFTER_OUTAGE_S:
+        if self._plan.outage_s and explains_silence(bus.back_s):
             log.warning("kill_refused", process=request.process, reason=request.reason, bus_back_s=bus.back_s)
             return KillAnswered(killed=False)
         killed = self._supervision.kill_process(request.process, request.pid, request.reason)

@@ -17,6 +17,7 @@ log = structlog.get_logger()
 
 LOOK_EVERY_S: Final = 0.5
 REMIND_EVERY_S: Final = 60.0
+SPARED_AFTER_S: Final = 60.0  # requests to an engine that were open in an outage fail late
 
 
 class Looked(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,6 +64,11 @@ class Outage:
             self._shown_s = away_s
             return Looked(line=f"the bus has not answered for {away_s:.0f} s of {self._allowed_s:g} s (bus.outage_s)")
         return Looked()
+
+
+def explains_silence(back_s: float) -> bool:
+    """Return whether an outage that ended so many seconds ago may be why a server did not answer."""
+    return back_s < SPARED_AFTER_S
 
 
 async def watch_bus(bus: Bus, outage: Outage, show: Callable[[str], None], end: Callable[[str], None]) -> None:

@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import anyio
 import msgspec
@@ -502,24 +502,6 @@ async def test_a_home_that_finds_a_later_one_ends_with_its_bus(tmp_path: Path) -
     assert running.outcome.error.endswith("is home now")
     with pytest.raises(ProcessLookupError):
         os.kill(server, 0)
-
-
-class _Bus:
-    """A bus whose last outage ended `back_s` seconds ago."""
-
-    def __init__(self, back_s: float) -> None:
-        self.back_s = back_s
-
-
-@pytest.mark.parametrize(("back_s", "outage_s", "killed"), [(5.0, 600.0, False), (61.0, 600.0, True), (5.0, 0.0, True)])
-async def test_a_silence_that_an_outage_explains_gets_no_engine_killed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, back_s: float, outage_s: float, killed: bool
-) -> None:
-    """After a cut of the network the rollout actor had the engine killed, and its weights were gone."""
-    daemon = Running(msgspec.structs.replace(plan(tmp_path / "r"), outage_s=outage_s)).daemon
-    monkeypatch.setattr(daemon._supervision, "kill_process", lambda *_request: True)
-    request = KillRequested(process="engine.policy.0", pid=7, reason="no answer within 10 s")
-    assert (await daemon._kill(cast("Bus", _Bus(back_s)), request)).killed is killed
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from runtime.node.outage import Outage
+from runtime.node.outage import Outage, explains_silence
 
 
 def test_an_outage_is_shown_when_it_begins_each_minute_and_when_it_ends() -> None:
@@ -30,3 +30,10 @@ def test_a_node_ends_after_the_seconds_allowed(away_s: float) -> None:
     outage = Outage("tls://h:4222", 600.0)
     assert outage.look(599.9).failure is None
     assert outage.look(away_s).failure == "tls://h:4222 did not answer for 600 s (bus.outage_s)"
+
+
+def test_an_outage_explains_silence_for_a_minute_after_it() -> None:
+    """After a cut of the network the rollout actor had an engine killed, and its weights were gone."""
+    assert explains_silence(5.0)
+    assert not explains_silence(61.0)
+    assert not explains_silence(float("inf"))  # there was none
