@@ -35,8 +35,8 @@ run = {{ name = "two", dir = "{directory}" }}
 train.num_steps = {steps}
 rollout.rollout_batch_size = 8
 rollout.n_samples_per_prompt = 4
-nodes.local = {{ address = "auto", gpus = 0 }}
-nodes.n1 = {{ address = "auto", wait_s = 60 }}
+nodes.local = {{ address = "{home}", gpus = 0 }}
+nodes.n1 = {{ address = "{other}", wait_s = 60 }}
 bus.node = "local"
 
 [engines.policy]
@@ -153,13 +153,18 @@ def test_ranks_on_two_machines_stop_with_home_and_resume(tmp_path: Path) -> None
 
 @pytest.mark.nightly
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize("transport", ["disk", "collective"])
-def test_an_engine_on_two_machines_restarts_whichever_half_is_killed(tmp_path: Path, transport: str) -> None:
+@pytest.mark.parametrize(
+    ("transport", "six"),
+    [pytest.param("disk", False, id="disk"), pytest.param("collective", True, id="collective, IPv6")],
+)
+def test_an_engine_on_two_machines_restarts_whichever_half_is_killed(tmp_path: Path, transport: str, six: bool) -> None:
     run_dir, steps = tmp_path / "two", 12
     with machines(shared=[tmp_path]) as lan:
         n0, n1 = lan.add("n0"), lan.add("n1", clock=7200.0)
         file = tmp_path / "two.toml"
-        file.write_text(ENGINE.format(recipe=RECIPE, directory=tmp_path, steps=steps, transport=transport))
+        home, other = (n0.address6, n1.address6) if six else ("auto", "auto")
+        settings = {"home": home, "other": other, "transport": transport, "steps": steps}
+        file.write_text(ENGINE.format(recipe=RECIPE, directory=tmp_path, **settings))
         first, later = start(n0, file, "local"), start(n1, file, "n1")
         first.wait_for("step  2/", ENGINE_S)
         kill(n1, run_dir, "engine.policy.0")
