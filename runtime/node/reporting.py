@@ -78,6 +78,7 @@ class Reporting:
         self._metrics = MetricsFile(plan.run_dir / METRICS_FILE) if plan.keeps_metrics else None
         self._failed = False
         self._first_seq = 1
+        self._ahead_s = 0.0  # of this machine's clock before the server's, which times events
         send, receive = anyio.create_memory_object_stream[Event](EVENTS_BOUND)
         self._send, self._events = send, receive
         self._ended = anyio.Event()
@@ -123,6 +124,8 @@ class Reporting:
             self._fail("the last row of metrics.jsonl cannot be written", error)
 
     async def _report_all(self, bus: Bus, samples: anyio.abc.TaskGroup) -> None:
+        if self._plan.server is None:
+            self._ahead_s = await self._clock_ahead_s(bus)
         begins = await start_state(bus, self._plan.run_dir)
         if begins is not None:
             self.report.begin(begins)
@@ -135,6 +138,13 @@ class Reporting:
                 await self._begin_again(bus, error)
             await self._report(bus, event, samples)
 
+    async def _clock_ahead_s(self, bus: Bus) -> float:
+        try:
+            return await bus.kv.clock_ahead_s(f"clock.{self._plan.node}")
+        except BusError as error:
+            log.warning("clock_not_compared", error=str(error))
+            return 0.0
+
     async def _begin_again(self, bus: Bus, error: ArchiveDamaged) -> None:
         log.error("archive_damaged", error=str(error))
         self.display.show(f"{error}: events before the newest snapshot are missing")
@@ -146,7 +156,7 @@ class Reporting:
 
     async def _report(self, bus: Bus, event: Event, samples: anyio.abc.TaskGroup) -> None:
         try:
-            notices = self.report.apply(event.message, event.seq, event.time.timestamp())
+            notices = self.report.apply(event.message, event.seq, event.time.timestamp() + self._ahead_s)
         except Exception as error:  # noqa: BLE001 - as above
             self._fail(f"event {event.seq} cannot be shown", error)
             return

@@ -1,6 +1,7 @@
 """A run on two machines that share its directory, started with one command on each."""
 
 import json
+import re
 import stat
 import sys
 from pathlib import Path
@@ -80,6 +81,9 @@ def test_a_run_on_two_machines_learns_and_its_books_close(tmp_path: Path, six: b
             assert found <= {address, machine.address}  # gloo takes the IPv4 address of the interface
         assert first.wait(RUN_S) == 0
         assert later.wait(30) == 0, later.output()
+        took = re.search(r"first rollout after (-?[\d.]+) s", later.output())
+        assert took is not None, later.output()
+        assert 0 <= float(took[1]) < RUN_S, later.output()  # by its own clock
         again = start(n1, file, "n1")  # as a job system does with a job that ended
         assert again.wait(30) == 0, again.output()
         assert "run two is finished" in again.output()
