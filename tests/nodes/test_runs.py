@@ -102,3 +102,17 @@ def test_a_run_on_two_machines_learns_and_its_books_close(tmp_path: Path, six: b
     assert ended["result"]["reward_last"] > ended["result"]["reward_first"]
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(21))
+
+
+@pytest.mark.nightly
+def test_addresses_are_dns_names_where_each_machine_resolves_its_own_name_to_loopback(tmp_path: Path) -> None:
+    """Debian's /etc/hosts has the machine's own name at 127.0.1.1, which gloo and SGLang would announce."""
+    with machines(shared=[tmp_path]) as lan:
+        names = ["10.77.0.10 n0.run.test", "10.77.0.11 n1.run.test"]
+        n0 = lan.add("n0", hosts=[*names, "127.0.1.1 n0"])
+        n1 = lan.add("n1", hosts=[*names, "127.0.1.1 n1"])
+        file = topology(tmp_path, home="n0.run.test", other="n1.run.test", steps=5)
+        first, later = start(n0, file, "local"), start(n1, file, "n1")
+        assert first.wait(RUN_S) == 0, first.output()
+        assert later.wait(30) == 0, later.output()
+    assert set(addresses_of(lan, tmp_path / "two")) == {"local 10.77.0.10", "n1 10.77.0.11"}
