@@ -97,4 +97,4 @@ async def check_the_last_session(run: Run) -> None:
     newest = max(event.version for event in log if isinstance(event, WeightsAnnounced))
     last = [event for event in log if isinstance(event, WeightSyncEnded)][-1]
     engines = tuple(f"engine.policy.{index}" for index in range(run.topology.engines["policy"].num_engines))
-    assert (last.version, last.holds, last.out) == (newest, engines, {})
+    assert (last.version, last.holds, last.out) == (newest, engines, {}), (newest, last)

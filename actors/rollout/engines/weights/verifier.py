@@ -78,7 +78,6 @@ class WeightVerifier:
         self._trainer_dtype = trainer_dtype
         self._weight_format: WeightFormat = weight_format
         self._known = KnownChecksums()
-        self._servers: dict[str, ServerInfo] = {}  # by URL, since an engine's first update
         self._newest = VerifiedWeights(0, "")
 
     async def update(
@@ -110,8 +109,6 @@ class WeightVerifier:
         label = self.updates.begin(engine, announced.version)
         try:
             if is_thorough(self._verify, announced, first=first):
-                if first or url not in self._servers:  # a process that replaces it there gets its first update
-                    self._servers[url] = server_of(await self._client.server_info(url))
                 pause_s = await self._update_and_verify(engine, url, announced, label, loaded, check_read, member)
             else:
                 pause_s = await self._updater.update(url, announced, label, member=member)
@@ -206,7 +203,7 @@ class WeightVerifier:
         check_read: Done,
         member: SyncMember | None,
     ) -> float:
-        server = self._servers[url]
+        server = server_of(await self._client.server_info(url))  # a hanging engine is found before its update
         sent, tensors = "", None
         took_s = 0.0
 
