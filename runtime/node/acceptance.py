@@ -19,6 +19,7 @@ from runtime.bus.bus import Bus
 from runtime.bus.errors import BusError
 from runtime.node.checks.comparison import Refusal, compare
 from runtime.node.checks.facts import NodeFacts, common_file_hash
+from runtime.settings.reading.config import Problem
 from runtime.settings.topology import Topology
 from runtime.util.files import write_atomically
 from runtime.util.formatting import count_of
@@ -102,7 +103,8 @@ class Acceptance:
     def decide(self, node: str, statement: Statement) -> list[Refusal]:
         """Compare a node with home and with the nodes accepted before; accept it if nothing speaks against it."""
         if node not in self._topology.nodes:
-            return []
+            message = f"the topology of node {self._node} has no such node; it has: {', '.join(self._topology.nodes)}"
+            return [Refusal(node, Problem.of(f"nodes.{node}", node, message))]
         before = {name: facts for name, facts in self._facts.items() if name != node}
         refusals = [each for each in compare(self._topology, before | {node: statement.facts}) if each.node == node]
         if not statement.only_checks:

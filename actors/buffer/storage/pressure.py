@@ -140,7 +140,9 @@ class Pressure:
         async with anyio.create_task_group() as group:
             for plane in WATCHED:
                 group.start_soon(look, plane)
-        self._measured_at = max(self._measured_at, begun_at)
+        if begun_at < self._measured_at:
+            return  # a later measurement ended first
+        self._measured_at = begun_at
         self._used = {plane: stream.used for plane, stream in held.items()}
         self._data_bytes = held[Plane.DATA].max_bytes
         plane, used = (Plane.DATA, self._used[Plane.DATA]) if self._short else fullest(self._used)

@@ -77,7 +77,8 @@ def _settings(home: NodeFacts, own: NodeFacts) -> Iterator[Problem]:
 
 
 def _is_path(value: Any) -> bool:
-    return isinstance(value, str) and "/" in value
+    """Whether a value is an absolute path: loading makes them of relative ones. Names on a hub have a slash, too."""
+    return isinstance(value, str) and value.startswith("/")
 
 
 def _without_directory(topology: Topology, node: str, roles: NodeRoles) -> Iterator[Problem]:

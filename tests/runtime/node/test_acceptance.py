@@ -64,6 +64,8 @@ async def test_a_node_that_sees_the_directory_is_accepted_and_another_is_refused
         [line] = (await NodeStatement("n1", facts(), elsewhere).state(bus, wait_s=10)).refusals
         assert line.startswith('node n1: engines.policy.weight_transport = "disk": ')
         assert (await NodeStatement("n2", facts(), elsewhere).state(bus, wait_s=10)).refusals == ()  # it has no engine
+        [unknown] = (await NodeStatement("n7", facts(), tmp_path).state(bus, wait_s=10)).refusals
+        assert unknown == 'node n7: nodes.n7 = "n7": the topology of node n0 has no such node; it has: n0, n1, n2'
     assert [str(refusal) for refusal in refused[0]] == [line]
     entry = await bus.kv.get("facts.n2", Statement)
     assert entry is not None

@@ -107,6 +107,13 @@ def test_another_topology_is_refused_by_its_keys_and_paths_may_differ() -> None:
     ]
 
 
+def test_two_models_of_a_hub_are_no_paths() -> None:
+    settings = [{"model": {"hf_checkpoint": name}} for name in ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-8B")]
+    home, other = (msgspec.structs.replace(facts(topology()), settings=each) for each in settings)
+    [found] = refusals(topology(), n0=home, n1=other)
+    assert found.startswith('node n1: model.hf_checkpoint = "Qwen/Qwen3-8B": home has "Qwen/Qwen3-0.6B"')
+
+
 def test_facts_of_this_machine_name_the_packages_that_the_node_needs() -> None:
     of = topology()
     here = facts_here(of, "n1", address="10.0.0.1")
