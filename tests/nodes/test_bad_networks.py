@@ -3,21 +3,14 @@
 import random
 import signal
 import time
-from collections.abc import Generator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import anyio
 import pytest
 
-from tests.chaos.audit import audit
-from tests.chaos.harness import Run
-from tests.nodes.test_losses import TWO
+from tests.nodes.test_losses import TWO, two
 from tests.nodes.test_outages import pids
-from tests.nodes.test_runs import RUN_S, start
-from tests.support.machines.lan import Lan, machines
-from tests.support.machines.machine import Process, polled
+from tests.support.machines.machine import polled
 
 pytestmark = [pytest.mark.nodes, pytest.mark.nightly, pytest.mark.anyio, pytest.mark.timeout(3600)]
 
@@ -25,43 +18,6 @@ STEPS = 40
 RANDOM_S = 1800.0
 NAMED_WITHIN_S = 12.0  # 10 s, and what a loaded machine takes on top
 SEED = 7
-
-
-@dataclass
-class Two:
-    """A run on two machines."""
-
-    lan: Lan
-    run: Run
-    file: Path
-    options: list[str]
-    home: Process
-    other: Process
-
-    def again(self, node: str) -> None:
-        """Start a node again."""
-        if node == "local":
-            self.home = start(self.lan["n0"], self.file, node, *self.options)
-        else:
-            self.other = start(self.lan["n1"], self.file, node, *self.options)
-
-    async def finish(self) -> None:
-        """Wait until both nodes have ended with 0, and audit the log."""
-        assert self.home.wait(RUN_S) == 0, self.home.output()
-        assert self.other.wait(30) == 0, self.other.output()
-        await audit(self.run, killed=None)
-
-
-@contextmanager
-def two(directory: Path, *, steps: int = STEPS, text: str = TWO) -> Generator[Two]:
-    """Start a run of two nodes on two machines."""
-    file = directory / "two.toml"
-    file.write_text(text.format(directory=directory))
-    run = Run(directory, num_steps=steps, topology=file)
-    options = run.command[run.command.index("--set") :]
-    with machines("n0", "n1", shared=[directory]) as lan:
-        first, other = start(lan["n0"], file, "local", *options), start(lan["n1"], file, "n1", *options)
-        yield Two(lan, run, file, options, first, other)
 
 
 async def test_a_run_over_a_slow_network_that_loses_packets(tmp_path: Path) -> None:
@@ -76,7 +32,7 @@ async def test_a_run_over_a_slow_network_that_loses_packets(tmp_path: Path) -> N
 @pytest.mark.parametrize("seconds", [5, 60, 500])
 async def test_a_cut_within_the_outage_costs_no_engine(tmp_path: Path, seconds: int) -> None:
     """Home waits for the node longer than the cut, because the only reward actor is there."""
-    with two(tmp_path, text=TWO.replace("wait_s = 60", "wait_s = 600")) as nodes:
+    with two(tmp_path, steps=STEPS, text=TWO.replace("wait_s = 60", "wait_s = 600")) as nodes:
         nodes.home.wait_for("step  5/", 120)
         nodes.lan.cut("n1")
         await anyio.sleep(seconds)  # the cut itself, not a condition
@@ -87,7 +43,7 @@ async def test_a_cut_within_the_outage_costs_no_engine(tmp_path: Path, seconds: 
 
 async def test_a_node_that_is_cut_off_for_longer_ends_and_takes_part_after_its_start(tmp_path: Path) -> None:
     """A cut of 900 s, with bus.outage_s at its default of 600."""
-    with two(tmp_path) as nodes:
+    with two(tmp_path, steps=STEPS) as nodes:
         nodes.home.wait_for("step  5/", 120)
         nodes.lan.cut("n1")
         assert nodes.other.wait(700) == 1
@@ -96,19 +52,19 @@ async def test_a_node_that_is_cut_off_for_longer_ends_and_takes_part_after_its_s
         nodes.lan.heal("n1")
         if nodes.home.returncode is not None:  # home waits nodes.n1.wait_s for its only reward actor
             assert "n1" in nodes.home.output()
-            nodes.again("local")
-        nodes.again("n1")
+            nodes.home = nodes.start(nodes.lan["n0"], "local")
+        nodes.other = nodes.start(nodes.lan["n1"], "n1")
         await nodes.finish()
 
 
 async def test_the_bus_is_away_for_five_minutes(tmp_path: Path) -> None:
-    with two(tmp_path) as nodes:
+    with two(tmp_path, steps=STEPS) as nodes:
         nodes.home.wait_for("step  5/", 120)
         nodes.home.kill()
         nodes.home.wait(10)
         nodes.other.wait_for("this node goes on without it for up to 600 s (bus.outage_s)", 30)
         await anyio.sleep(300)  # the outage itself
-        nodes.again("local")
+        nodes.home = nodes.start(nodes.lan["n0"], "local")
         nodes.other.wait_for("the bus answers again, after", 60)
         await nodes.finish()
         assert len(pids(nodes.run.directory, "n1", "engine.policy.0")) == 1
@@ -136,7 +92,10 @@ async def test_thirty_random_minutes(tmp_path: Path) -> None:
                 process = nodes.home if node == "local" else nodes.other
                 process.signal(signal.SIGKILL)
                 process.wait(10)
-                nodes.again(node)
+                if node == "local":
+                    nodes.home = nodes.start(nodes.lan["n0"], node)
+                else:
+                    nodes.other = nodes.start(nodes.lan["n1"], node)
             steps = nodes.home.output().count("\nstep ")
             for _ in polled(180, nodes.home.output):
                 if nodes.home.output().count("\nstep ") > steps:

@@ -3,6 +3,9 @@
 import shutil
 import signal
 import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import anyio
@@ -13,11 +16,13 @@ from tests.chaos.audit import audit
 from tests.chaos.harness import Run
 from tests.nodes.test_outages import pids
 from tests.nodes.test_runs import RUN_S, start
-from tests.support.machines.lan import machines
+from tests.support.machines.lan import Lan, machines
+from tests.support.machines.machine import Machine, Process
 
 pytestmark = [pytest.mark.nodes, pytest.mark.anyio, pytest.mark.timeout(400)]  # above RUN_S and the starts
 CUT_S = 40.0  # twice the lifetime of a node's claim
 STEPS = 60
+FILE = "two.toml"
 TWO = """
 include = "laptop.toml"
 run = {{ dir = "{directory}/runs" }}
@@ -30,86 +35,98 @@ reward.nodes = ["n1"]
 """
 
 
+@dataclass
+class Two:
+    """A run on two machines: n0 is home, n1 has the reward actor and an engine."""
+
+    lan: Lan
+    run: Run
+    home: Process
+    other: Process
+
+    def start(self, machine: Machine, node: str, *options: str) -> Process:
+        """Start a node of the run on a machine."""
+        settings = self.run.command[self.run.command.index("--set") :]
+        return start(machine, self.run.output.parent / FILE, node, *options, *settings)
+
+    async def finish(self) -> None:
+        """Wait until both nodes have ended with 0, and audit the log."""
+        assert self.home.wait(RUN_S) == 0, self.home.output()
+        assert self.other.wait(30) == 0, self.other.output()
+        await audit(self.run, killed=None)
+
+
+@contextmanager
+def two(directory: Path, *, steps: int = STEPS, text: str = TWO, clock: float = 0.0) -> Generator[Two]:
+    """Start a run on two machines, of which the second one's clock is ahead by `clock` seconds."""
+    (file := directory / FILE).write_text(text.format(directory=directory))
+    run = Run(directory, num_steps=steps, topology=file)
+    settings = run.command[run.command.index("--set") :]
+    with machines("n0", shared=[directory]) as lan:
+        n1 = lan.add("n1", clock=clock)
+        yield Two(lan, run, start(lan["n0"], file, "local", *settings), start(n1, file, "n1", *settings))
+
+
 async def test_a_node_is_killed_cut_off_and_replaced_by_another_machine(tmp_path: Path) -> None:
     """The clocks of the machines are two hours apart. The reward actor is on the node that is lost."""
-    file = tmp_path / "two.toml"
-    file.write_text(TWO.format(directory=tmp_path))
-    run = Run(tmp_path, num_steps=STEPS, topology=file)
-    options = run.command[run.command.index("--set") :]
-    with machines("n0", shared=[tmp_path]) as lan:
-        n1 = lan.add("n1", clock=7200.0)
-        first, later = start(lan["n0"], file, "local", *options), start(n1, file, "n1", *options)
-        first.wait_for("step  8/", 120)
+    with two(tmp_path, clock=7200.0) as nodes:
+        lan, home = nodes.lan, nodes.home
+        home.wait_for("step  8/", 120)
 
-        later.signal(signal.SIGKILL)
-        later.wait(10)
-        again = start(n1, file, "n1", *options)
-        again.wait_for("node n1 joins run", 60)
-        first.wait_for("step 16/", 120)
+        nodes.other.signal(signal.SIGKILL)
+        nodes.other.wait(10)
+        nodes.other = nodes.start(lan["n1"], "n1")
+        nodes.other.wait_for("node n1 joins run", 60)
+        home.wait_for("step 16/", 120)
 
         lan.cut("n1")
         cut_at = time.monotonic()
-        first.wait_for("node n1 has been silent for", 12)
+        home.wait_for("node n1 has been silent for", 12)
         await anyio.sleep(max(0.0, cut_at + CUT_S - time.monotonic()))  # the cut itself, not a condition
         lan.heal("n1")
-        again.wait_for("the bus answers again, after", 30)
-        first.wait_for("step 24/", 120)
+        nodes.other.wait_for("the bus answers again, after", 30)
+        home.wait_for("step 24/", 120)
 
-        n1.unplug()
-        replaced = start(lan.add("n2", clock=-3600.0), file, "n1", *options)
-        assert first.wait(RUN_S) == 0, first.output()
-        assert replaced.wait(30) == 0, replaced.output()
-    await audit(run, killed=None)
+        lan["n1"].unplug()
+        nodes.other = nodes.start(lan.add("n2", clock=-3600.0), "n1")
+        await nodes.finish()
 
 
 @pytest.mark.nightly
 async def test_home_moves_to_another_machine_and_the_other_node_keeps_its_engine(tmp_path: Path) -> None:
     """The machine of home is lost. Another one takes its address and the shared directory, and the bus comes back."""
-    file = tmp_path / "two.toml"
-    file.write_text(TWO.format(directory=tmp_path))
-    run = Run(tmp_path, num_steps=STEPS, topology=file)
-    options = run.command[run.command.index("--set") :]
-    with machines("n0", "n1", shared=[tmp_path]) as lan:
-        first, other = start(lan["n0"], file, "local", *options), start(lan["n1"], file, "n1", *options)
-        first.wait_for("step  8/", 120)
-        before = pids(run.directory, "n1", "engine.policy.0")
-        lan["n0"].unplug()
-        other.wait_for("does not answer; this node goes on without it for up to 600 s (bus.outage_s)", 15)
-        moved = start(lan.add("n2", address_of="n0", clock=-3600.0), file, "local", *options)
-        moved.wait_for("resuming run", 90)
-        other.wait_for("the bus answers again, after", 90)
-        assert moved.wait(RUN_S) == 0, moved.output()
-        assert other.wait(30) == 0, other.output()
-    await audit(run, killed=None)
-    assert pids(run.directory, "n1", "engine.policy.0") == before
+    with two(tmp_path) as nodes:
+        nodes.home.wait_for("step  8/", 120)
+        before = pids(nodes.run.directory, "n1", "engine.policy.0")
+        nodes.lan["n0"].unplug()
+        nodes.other.wait_for("does not answer; this node goes on without it for up to 600 s (bus.outage_s)", 15)
+        nodes.home = nodes.start(nodes.lan.add("n2", address_of="n0", clock=-3600.0), "local")
+        nodes.home.wait_for("resuming run", 90)
+        nodes.other.wait_for("the bus answers again, after", 90)
+        await nodes.finish()
+        assert pids(nodes.run.directory, "n1", "engine.policy.0") == before
 
 
 @pytest.mark.nightly
 async def test_home_is_taken_over_and_the_old_one_ends_before_its_network_returns(tmp_path: Path) -> None:
     """New lock files stand for a file system that does not show the locks of other machines."""
-    file = tmp_path / "two.toml"
-    file.write_text(TWO.format(directory=tmp_path))
-    run = Run(tmp_path, num_steps=STEPS, topology=file)
-    options = run.command[run.command.index("--set") :]
-    with machines("n0", "n1", shared=[tmp_path]) as lan:
-        old, other = start(lan["n0"], file, "local", *options), start(lan["n1"], file, "n1", *options)
+    with two(tmp_path) as nodes:
+        lan, old = nodes.lan, nodes.home
         old.wait_for("step  8/", 120)
         lan.cut("n0")
         new = lan.add("n2", address_of="n0")
-        locked = start(new, file, "local", "--take-over", *options)
+        locked = nodes.start(new, "local", "--take-over")
         assert locked.wait(60) == 2
         assert "is in use" in locked.output()
-        for lock in [path for path in run.directory.iterdir() if is_lock(path)]:
+        for lock in [path for path in nodes.run.directory.iterdir() if is_lock(path)]:
             shutil.copyfile(lock, tmp_path / "lock")
             (tmp_path / "lock").rename(lock)
-        refused = start(new, file, "local", *options)
+        refused = nodes.start(new, "local")
         assert refused.wait(60) == 2
         assert "--take-over" in refused.output()
-        moved = start(new, file, "local", "--take-over", *options)
+        nodes.home = nodes.start(new, "local", "--take-over")
         assert old.wait(30) == 1
         assert "is home now" in old.output()
         lan.heal("n0")
-        other.wait_for("the bus answers again, after", 90)
-        assert moved.wait(RUN_S) == 0, moved.output()
-        assert other.wait(30) == 0, other.output()
-    await audit(run, killed=None)
+        nodes.other.wait_for("the bus answers again, after", 90)
+        await nodes.finish()
