@@ -1,5 +1,6 @@
 """All names on the bus: subjects, streams, buckets. No other module builds them."""
 
+import hashlib
 import re
 from collections.abc import Iterable
 from functools import cache, lru_cache
@@ -12,6 +13,8 @@ INBOX = "_INBOX"
 NO_TOKEN = re.compile(r"[^A-Za-z0-9_-]+")
 MAX_INBOX_CHARS = 512
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
+GRADER_NAME = RUN_NAME  # names of graders that are tokens as they are
+OWN_GRADERS = "_own"  # token of score requests that only the run's own reward actors may grade
 
 
 def check_run_name(run: str) -> str:
@@ -108,6 +111,47 @@ def is_inbox(run: str, subject: str) -> bool:
     tokens = subject.split(".")
     own = tokens[:2] == [INBOX, run] and len(tokens) > 2 and len(subject) <= MAX_INBOX_CHARS
     return own and not any(not token or NO_TOKEN.search(token) for token in tokens)
+
+
+@lru_cache(maxsize=1024)
+def grader_token(name: str) -> str:
+    """The subject token of a grader: its name, or a readable form with a hash where the name is no token."""
+    if GRADER_NAME.fullmatch(name):
+        return name
+    readable = NO_TOKEN.sub("-", name).lstrip("-_")[:48] or "grader"
+    return f"{readable}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+
+
+def score_durable(token: str) -> str:
+    """Name of the durable consumer that delivers the score requests of one grader."""
+    return f"score-{token}"
+
+
+def score_filter(run: str, token: str) -> str:
+    """Subject filter of the score requests of one grader. The last token is the id of the request."""
+    return f"{ROOT}.{run}.{Plane.WORK}.score.{token}.*"
+
+
+def scores_subject(run: str, token: str, inbox: str) -> str:
+    """Subject of the answers to score requests of one grader. With token "*": filter of all answers to one inbox."""
+    return f"{ROOT}.{run}.scores.{token}.{inbox}"
+
+
+def scores_filter(run: str, token: str) -> str:
+    """Subject filter of all answers of one grader."""
+    return f"{ROOT}.{run}.scores.{token}.>"
+
+
+def is_scores(run: str, token: str, subject: str) -> bool:
+    """Whether a subject received over the bus takes answers of this grader. Its workers answer to no other subject."""
+    prefix, _, inbox = subject.rpartition(".")
+    own = prefix == f"{ROOT}.{run}.scores.{token}" and len(subject) <= MAX_INBOX_CHARS
+    return own and bool(inbox) and not NO_TOKEN.search(inbox)
+
+
+def prompt_filter(run: str) -> str:
+    """Subject filter of the stored prompts of a run."""
+    return f"{ROOT}.{run}.{Plane.DATA}.prompt.>"
 
 
 def stream_of(run: str, plane: Plane) -> str:
