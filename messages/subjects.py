@@ -142,11 +142,11 @@ def scores_filter(run: str, token: str) -> str:
     return f"{ROOT}.{run}.scores.{token}.>"
 
 
-def is_scores(run: str, token: str, subject: str) -> bool:
-    """Whether a subject received over the bus takes answers of this grader. Its workers answer to no other subject."""
-    prefix, _, inbox = subject.rpartition(".")
-    own = prefix == f"{ROOT}.{run}.scores.{token}" and len(subject) <= MAX_INBOX_CHARS
-    return own and bool(inbox) and not NO_TOKEN.search(inbox)
+def scores_token(run: str, subject: str) -> str | None:
+    """The grader's token in a subject that takes answers to score requests; None for any other subject."""
+    tokens = subject.split(".")
+    own = tokens[:3] == [ROOT, run, "scores"] and len(tokens) == 5 and len(subject) <= MAX_INBOX_CHARS
+    return tokens[3] if own and not any(not token or NO_TOKEN.search(token) for token in tokens[3:]) else None
 
 
 def prompt_filter(run: str) -> str:

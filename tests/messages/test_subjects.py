@@ -3,7 +3,7 @@
 import pytest
 
 from messages import subjects
-from messages.subjects import GRADER_NAME, grader_token, is_scores, scores_subject
+from messages.subjects import GRADER_NAME, grader_token, scores_subject, scores_token
 
 
 @pytest.mark.parametrize("name", ["math", "deepscaler", "a", "A9_-", "x" * 64])
@@ -16,7 +16,8 @@ def test_a_plain_grader_name_is_its_own_token(name: str) -> None:
 )
 def test_any_other_name_gets_a_token_with_a_hash(name: str) -> None:
     token = grader_token(name)
-    assert GRADER_NAME.fullmatch(token) and token != name
+    assert GRADER_NAME.fullmatch(token)
+    assert token != name
 
 
 def test_names_that_look_alike_get_different_tokens() -> None:
@@ -45,9 +46,9 @@ def test_the_token_of_a_path_is_readable() -> None:
         "",
     ],
 )
-def test_what_takes_no_answers_of_a_grader(subject: str) -> None:
-    assert not is_scores("r", "math", subject)
+def test_only_subjects_of_a_grader_take_its_answers(subject: str) -> None:
+    assert scores_token("r", subject) != "math"
 
 
 def test_an_answer_goes_to_a_subject_of_its_grader() -> None:
-    assert is_scores("r", "math", scores_subject("r", "math", "Xy7"))
+    assert scores_token("r", scores_subject("r", "math", "Xy7")) == "math"
