@@ -19,6 +19,7 @@ from runtime.bus.bus import Bus
 from runtime.bus.errors import BusError
 from runtime.node.checks.comparison import Refusal, compare
 from runtime.node.checks.facts import NodeFacts, common_file_hash
+from runtime.node.claims.node_claim import claims
 from runtime.settings.reading.config import Problem
 from runtime.settings.topology import Topology
 from runtime.util.files import write_atomically
@@ -100,14 +101,20 @@ class Acceptance:
         """Delete the file."""
         (self._run_dir / COMMON_FILE.format(self._start)).unlink(missing_ok=True)
 
-    def decide(self, node: str, statement: Statement) -> list[Refusal]:
-        """Compare a node with home and with the nodes accepted before; accept it if nothing speaks against it."""
+    def decide(self, node: str, statement: Statement, *, runs: bool = False) -> list[Refusal]:
+        """Compare a node with home and with the nodes accepted before; accept it if nothing speaks against it.
+
+        Args:
+            node: its name.
+            statement: of the node.
+            runs: another daemon runs the node, and stays accepted if this one is refused.
+        """
         if node not in self._topology.nodes:
             message = f"the topology of node {self._node} has no such node; it has: {', '.join(self._topology.nodes)}"
             return [Refusal(node, Problem.of(f"nodes.{node}", node, message))]
         before = {name: facts for name, facts in self._facts.items() if name != node}
         refusals = [each for each in compare(self._topology, before | {node: statement.facts}) if each.node == node]
-        if not statement.only_checks:
+        if not statement.only_checks and not (refusals and runs):
             self._facts = before if refusals else before | {node: statement.facts}
         return refusals
 
@@ -119,7 +126,7 @@ class Acceptance:
         Args:
             bus: of the run.
             ends: returns whether the refusal of a statement ends the run.
-            refused: called after a refusal, with whether it ends the run. The refused nodes have read their answers.
+            refused: called after a refusal, with whether it ends the run. If so, the nodes have read their answers.
         """
         while True:
             try:
@@ -128,9 +135,11 @@ class Acceptance:
                         node, statement = entry.key.removeprefix(_facts_key("")), entry.value
                         if statement is None or statement.home != self._start or node == self._node:
                             continue
-                        if refusals := await self._answer(bus, node, statement):
-                            is_end = ends(statement)
-                            await self._wait_until_read(bus, statement, refusals, is_end=is_end)
+                        runs = node in self._facts and node in await claims(bus)
+                        if refusals := await self._answer(bus, node, statement, runs=runs):
+                            is_end = not runs and ends(statement)
+                            if is_end:
+                                await self._wait_until_read(bus, refusals)
                             refused(refusals, is_end)
             except BusError as error:
                 log.warning("nodes_not_accepted", error=str(error))
@@ -171,27 +180,22 @@ class Acceptance:
                 await anyio.sleep(LOOK_EVERY_S)
         return answer
 
-    async def _answer(self, bus: Bus, node: str, statement: Statement) -> list[Refusal]:
-        refusals = self.decide(node, statement)
+    async def _answer(self, bus: Bus, node: str, statement: Statement, *, runs: bool) -> list[Refusal]:
+        refusals = self.decide(node, statement, runs=runs)
         log.info("node_compared", node=node, facts=_shown(statement.facts), refusals=list(map(str, refusals)))
         lines = tuple(map(str, refusals))
         await bus.kv.put(_answer_key(node), Answer(start=statement.start, home=self._start, refusals=lines))
         return refusals
 
-    async def _wait_until_read(self, bus: Bus, statement: Statement, refusals: list[Refusal], *, is_end: bool) -> None:
-        """Wait until the node has read that it is refused, and at an end of the run all that wait for an answer."""
-        if is_end:
-            lines = tuple(map(str, refusals))
-            await bus.kv.put(HOME_KEY, HomeStart(start=self._start, file="", refused=lines))
+    async def _wait_until_read(self, bus: Bus, refusals: list[Refusal]) -> None:
+        """Wait, before the run ends, until all nodes that wait for an answer have read why it ends."""
+        lines = tuple(map(str, refusals))
+        await bus.kv.put(HOME_KEY, HomeStart(start=self._start, file="", refused=lines))
         with anyio.move_on_after(READ_WITHIN_S):
             while True:
                 stated = await bus.kv.entries(_facts_key("*"), Statement)
-                waiting = {
-                    entry.value.start: entry.key.removeprefix(_facts_key(""))
-                    for entry in stated
-                    if entry.value is not None and entry.value.home == self._start
-                }
-                if not (set(waiting.values()) - self._facts.keys() if is_end else statement.start in waiting):
+                of_this_start = (entry for entry in stated if entry.value and entry.value.home == self._start)
+                if not {entry.key.removeprefix(_facts_key("")) for entry in of_this_start} - self._facts.keys():
                     return
                 await anyio.sleep(LOOK_EVERY_S)
 

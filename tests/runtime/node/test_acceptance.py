@@ -21,6 +21,7 @@ from runtime.node.acceptance import (
 )
 from runtime.node.checks.comparison import Refusal
 from runtime.node.checks.facts import NodeFacts
+from runtime.node.claims.node_claim import NodeClaim
 from runtime.settings.topology import Topology
 from tests.build.topology import topology_with
 from tests.fixtures.nats import eventually
@@ -36,7 +37,7 @@ def topology() -> Topology:
 
 
 def facts(version: str = "1") -> NodeFacts:
-    return NodeFacts(versions={"physarum": version})
+    return NodeFacts(versions={"physarum": version} if version else {})
 
 
 @asynccontextmanager
@@ -129,6 +130,31 @@ async def test_a_run_ends_only_after_the_refused_node_has_read_why(bus: Bus, tmp
         assert refused == []
         await bus.kv.delete("facts.n1")
         await eventually(lambda: bool(refused))
+
+
+async def test_a_refused_node_that_never_reads_its_answer_delays_no_other(bus: Bus, tmp_path: Path) -> None:
+    """The others waited up to 10 s."""
+    async with home(bus, tmp_path) as refused:
+        await bus.kv.put("facts.n1", Statement(start="s", home=await announced(bus), facts=facts("2")))
+        assert (await NodeStatement("n2", facts(), tmp_path).state(bus, wait_s=5)).refusals == ()
+    assert len(refused) == 1
+
+
+async def test_a_second_start_of_a_node_that_runs_is_refused_alone(bus: Bus, tmp_path: Path) -> None:
+    """It ended the run, and removed the facts of the node that runs: the next node was compared without them."""
+    async with home(bus, tmp_path, ends=True, version="") as refused:
+        assert (await NodeStatement("n1", facts("1"), tmp_path).state(bus, wait_s=10)).refusals == ()
+        claim = await NodeClaim.take(bus, "n1", tmp_path, incarnation=1)
+        second = await NodeStatement("n1", facts("2"), tmp_path / "elsewhere").state(bus, wait_s=10)
+        assert len(second.refusals) == 1
+        start = await bus.kv.get(HOME_KEY, HomeStart)
+        assert start is not None
+        assert start.value is not None
+        assert start.value.refused == ()
+        await eventually(lambda: len(refused) == 1)
+        await claim.release()
+        other = await NodeStatement("n2", facts("2"), tmp_path).state(bus, wait_s=10)
+        assert other.refusals == ('node n2: physarum = "2": node n1 has 1; install one version on all nodes',)
 
 
 async def test_a_node_that_runs_states_its_facts_to_each_later_home_and_learns_that_it_is_refused(
