@@ -16,7 +16,7 @@ from runtime.bus.bus import Bus
 from runtime.bus.errors import BusError
 from runtime.bus.limits import BusLimits
 from runtime.bus.nats.certificate import CERTIFICATE_FILE
-from runtime.bus.nats.server import STORED_STREAMS, ServerSettings, server_command, wait_ready, write_config
+from runtime.bus.nats.server import ServerSettings, server_command, stored_streams, wait_ready, write_config
 from runtime.ledger.archive import RunEvents, history, start_state
 from runtime.ledger.fold import LedgerState
 from runtime.node.claims.claim import kept_unclaimed
@@ -27,7 +27,7 @@ from runtime.util.secrets import Login, Secret, with_login
 
 RUNS = Path("runs")
 BUS_DIRECTORY = "bus"  # in the run directory
-STREAMS = Path("nats") / STORED_STREAMS  # in the run directory
+STORE = "nats"  # in the run directory
 LIMITS = BusLimits(connect_timeout_s=2.0, publish_timeout_s=10.0)
 SERVER_STOP_S = 5.0
 OPEN_TIMEOUT_S = 15.0  # a daemon that starts or ends has briefly neither a bus nor a store to copy
@@ -96,7 +96,8 @@ def find_run(word: str, runs: Path = RUNS) -> FoundRun:
 
 
 def _holds_a_run(path: Path) -> bool:
-    return any((path / part).exists() for part in (TOPOLOGY_FILE, BUS_FILE, STREAMS))
+    parts = (path / TOPOLOGY_FILE, path / BUS_FILE, stored_streams(path / STORE))
+    return any(part.exists() for part in parts)
 
 
 @asynccontextmanager
@@ -116,7 +117,7 @@ async def opened_log(run: FoundRun) -> AsyncGenerator[OpenedLog, None]:
         live = url is not None
         if url is None:
             login = Login(user="spectator", password=Secret.random())
-            settings = ServerSettings(store_dir=scratch / "nats", login=login)
+            settings = ServerSettings(store_dir=scratch / STORE, login=login)
             url = await stack.enter_async_context(server_in(scratch, settings))
         certificate = certificate_in(run.directory) if live else None
         connecting = Bus.connect(url, run.name, name="spectator", limits=LIMITS, certificate=certificate)
@@ -154,13 +155,14 @@ def _copy_events(run: FoundRun, scratch: Path) -> bool:
     Raises:
         NoLog: nothing runs, and nothing is stored.
     """
-    stream = STREAMS / stream_of(run.name, Plane.EVENT)
+    name, copies = stream_of(run.name, Plane.EVENT), stored_streams(scratch / STORE)
     with kept_unclaimed(run.directory) as unclaimed:
         if not unclaimed or guardian.find(f"@{run.directory.resolve()}"):  # processes of a killed daemon remain briefly
             return False
-        if not (run.directory / stream).exists():
+        stored = stored_streams(run.directory / STORE) / name
+        if not stored.exists():
             raise NoLog(f"run {run.name} has no log: no node daemon runs it, and {run.directory} stores no events")
-        shutil.copytree(run.directory / stream, scratch / stream, ignore=shutil.ignore_patterns("obs"))  # consumers
+        shutil.copytree(stored, copies / name, ignore=shutil.ignore_patterns("obs"))  # consumers
         return True
 
 

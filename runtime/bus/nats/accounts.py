@@ -1,0 +1,168 @@
+"""Accounts of a run's server: one table of what external clients may touch, and the configuration that it makes.
+
+Node daemons and actors use the account RUN, which alone has streams. External clients use accounts without streams
+that import exactly their subjects. The server answers a request into the account of its client, so a reply subject
+leads to no stream, key or inbox of the run, although the server checks no permission for it.
+"""
+
+from collections.abc import Iterable
+from enum import StrEnum
+from typing import Final
+
+import msgspec
+
+from messages import Plane
+from messages.subjects import (
+    grader_token,
+    inbox_prefix,
+    plane_filter,
+    prompt_filter,
+    score_durable,
+    scores_filter,
+    stream_of,
+)
+from runtime.util.secrets import Login
+
+RUN_ACCOUNT: Final = "RUN"
+MAX_CONNECTIONS: Final = 4096  # of all clients of an external account together
+
+
+class ClientKind(StrEnum):
+    """Kinds of external clients."""
+
+    GRADER = "grader"  # answers the score requests of one grader
+    VIEWER = "viewer"  # reads the events
+
+    @property
+    def account(self) -> str:
+        """Account of the clients of this kind."""
+        return "GRADERS" if self is ClientKind.GRADER else "VIEWERS"
+
+
+class ExternalClient(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One external client. Its name is its user name."""
+
+    name: str
+    kind: ClientKind
+    grader: str = ""  # of a grader: the name in the topology
+    password: str
+    expires: str  # RFC 3339, in UTC
+    revoked: bool = False
+
+
+class Accounts(msgspec.Struct, frozen=True, kw_only=True):
+    """Content of the accounts of one run's server."""
+
+    run: str
+    graders: tuple[str, ...] = ()  # names in the topology
+    clients: tuple[ExternalClient, ...] = ()  # whose logins the server accepts
+
+
+class _Service(msgspec.Struct, frozen=True):
+    """A subject of the account RUN on which external clients may publish, and from which they get answers."""
+
+    subject: str
+    has_many_answers: bool = False
+
+
+class Rights(msgspec.Struct, frozen=True, kw_only=True):
+    """Subjects of one external client."""
+
+    publish: tuple[str, ...]
+    subscribe: tuple[str, ...]
+
+
+def _grader_services(run: str, grader: str) -> list[_Service]:
+    """Return what the workers of one grader may publish on: pull, acknowledge, answer, and read stored prompts."""
+    token = grader_token(grader)
+    consumer = f"{stream_of(run, Plane.WORK)}.{score_durable(token)}"
+    return [
+        _Service(f"$JS.API.CONSUMER.MSG.NEXT.{consumer}", has_many_answers=True),
+        _Service(f"$JS.API.CONSUMER.INFO.{consumer}"),
+        _Service(f"$JS.ACK.{consumer}.>"),
+        _Service(scores_filter(run, token)),
+        _Service(f"$JS.API.DIRECT.GET.{stream_of(run, Plane.DATA)}.{prompt_filter(run)}"),
+    ]
+
+
+def _viewer_services(run: str) -> list[_Service]:
+    """Return what viewers may publish on: reads of stored events."""
+    return [_Service(f"$JS.API.DIRECT.GET.{stream_of(run, Plane.EVENT)}", has_many_answers=True)]
+
+
+def rights_of(run: str, client: ExternalClient) -> Rights:
+    """Return what one external client may publish and subscribe to."""
+    inbox = f"{inbox_prefix(run, client.name)}.>"
+    if client.kind is ClientKind.GRADER:
+        services, streams = _grader_services(run, client.grader), ()
+    else:
+        services, streams = _viewer_services(run), (plane_filter(run, Plane.EVENT),)
+    return Rights(publish=tuple(service.subject for service in services), subscribe=(inbox, *streams))
+
+
+def render_accounts(accounts: Accounts, node: Login) -> str:
+    """Render the part of the server's configuration that defines its accounts.
+
+    Args:
+        accounts: of the run.
+        node: login of node daemons and actors.
+
+    Raises:
+        ValueError: the login of nodes is a token.
+    """
+    if node.user is None:
+        raise ValueError("accounts need a user and a password for the nodes of a run, not a token")
+    run = accounts.run
+    of_graders = {s.subject: s for grader in accounts.graders for s in _grader_services(run, grader)}
+    of_viewers = {s.subject: s for s in _viewer_services(run)}
+    services = {ClientKind.GRADER: list(of_graders.values()), ClientKind.VIEWER: list(of_viewers.values())}
+    streams = {ClientKind.GRADER: [], ClientKind.VIEWER: [plane_filter(run, Plane.EVENT)]}
+    exports = [_export(service, kind) for kind in ClientKind for service in services[kind]]
+    exports += [_of(f"stream: {_quoted(each)}", kind) for kind in ClientKind for each in streams[kind]]
+    lines = [
+        "accounts {",
+        f"  {RUN_ACCOUNT} {{",
+        "    jetstream: enabled",
+        f"    users: [ {{ user: {_quoted(node.user)}, password: {_quoted(node.password.reveal())} }} ]",
+        *_list("exports", exports),
+        "  }",
+    ]
+    for kind in ClientKind:
+        imports = [f"{{ service: {_from_run(service.subject)} }}" for service in services[kind]]
+        imports += [f"{{ stream: {_from_run(subject)} }}" for subject in streams[kind]]
+        users = [_user(run, client) for client in accounts.clients if client.kind is kind]
+        limits = f"{{ max_conn: {MAX_CONNECTIONS} }}"
+        lines += [f"  {kind.account} {{", f"    limits: {limits}", *_list("imports", imports), *_list("users", users)]
+        lines.append("  }")
+    return "\n".join([*lines, "}", ""])
+
+
+def _export(service: _Service, kind: ClientKind) -> str:
+    answers = ", response_type: Stream" if service.has_many_answers else ""
+    return _of(f"service: {_quoted(service.subject)}{answers}", kind)
+
+
+def _of(what: str, kind: ClientKind) -> str:
+    return f"{{ {what}, accounts: [{kind.account}] }}"
+
+
+def _from_run(subject: str) -> str:
+    return f"{{ account: {RUN_ACCOUNT}, subject: {_quoted(subject)} }}"
+
+
+def _user(run: str, client: ExternalClient) -> str:
+    rights = rights_of(run, client)
+    allowed = [
+        f"{what}: {{ allow: [{', '.join(map(_quoted, subjects))}] }}"
+        for what, subjects in (("publish", rights.publish), ("subscribe", rights.subscribe))
+    ]
+    login = f"user: {_quoted(client.name)}, password: {_quoted(client.password)}"
+    return f"{{ {login}, permissions: {{ {', '.join(allowed)} }} }}"
+
+
+def _list(name: str, items: Iterable[str]) -> list[str]:
+    return [f"    {name}: [", *(f"      {item}" for item in items), "    ]"]
+
+
+def _quoted(text: str) -> str:
+    return msgspec.json.encode(text).decode()

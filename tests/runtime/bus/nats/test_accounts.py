@@ -1,0 +1,136 @@
+"""The accounts of external clients, on a real server: what works, what is refused, and a store from before accounts."""
+
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+import nats
+import pytest
+from nats.aio.client import Client
+
+from messages import Plane
+from runtime.bus.bus import Bus
+from runtime.bus.nats.accounts import Accounts, ClientKind, ExternalClient, render_accounts, rights_of
+from runtime.bus.nats.server import ServerSettings, move_into_account, stored_streams, write_config
+from runtime.util.secrets import Login, Secret
+from tests.fixtures.nats import TEST_LIMITS, TEST_STREAMS, group_failed
+from tests.support.running_server import RunningServer, running_server
+
+pytestmark = pytest.mark.anyio
+
+LOGIN = Login(user="physarum", password=Secret("of-nodes"))
+ALICE = ExternalClient(
+    name="alice", kind=ClientKind.GRADER, grader="math", password="of-alice", expires="2099-01-01T00:00:00Z"
+)
+BOB = ExternalClient(name="bob", kind=ClientKind.VIEWER, password="of-bob", expires="2099-01-01T00:00:00Z")
+ACCOUNTS = Accounts(run="r", graders=("math", "my/file.py:code"), clients=(ALICE, BOB))
+WITHOUT = ServerSettings(store_dir=Path(), login=LOGIN)
+
+
+def settings(directory: Path, accounts: Accounts | None = ACCOUNTS) -> ServerSettings:
+    return msgspec.structs.replace(WITHOUT, store_dir=directory / "nats", accounts=accounts)
+
+
+@asynccontextmanager
+async def client(server: RunningServer, one: ExternalClient) -> AsyncGenerator[Client]:
+    inboxes = f"_INBOX.r.{one.name}"
+    connected = await nats.connect(
+        server.ports.url, user=one.name, password=one.password, inbox_prefix=inboxes.encode(), allow_reconnect=False
+    )
+    try:
+        yield connected
+    finally:
+        await connected.close()
+
+
+@asynccontextmanager
+async def run_bus(server: RunningServer) -> AsyncGenerator[Bus]:
+    async with Bus.connect(server.url, "r", name="test", limits=TEST_LIMITS) as bus:
+        yield bus
+
+
+async def test_a_viewer_reads_stored_and_new_events(tmp_path: Path) -> None:
+    async with (
+        running_server(tmp_path, settings(tmp_path)) as server,
+        run_bus(server) as bus,
+        client(server, BOB) as bob,
+    ):
+        await bus.ensure_streams(TEST_STREAMS)
+        await bus.publish(group_failed(1))
+        stored = await bob.request("$JS.API.DIRECT.GET.phy-r-event", b'{"seq":1}', timeout=5)
+        assert (stored.headers or {})["Nats-Subject"] == "phy.r.event.group.failed.1.1"
+        live = await bob.subscribe("phy.r.event.>")
+        await bob.flush()
+        await bus.publish(group_failed(2))
+        assert (await live.next_msg(5)).subject == "phy.r.event.group.failed.2.1"
+
+
+async def test_a_grader_cannot_read_events_and_a_viewer_cannot_pull(tmp_path: Path) -> None:
+    async with running_server(tmp_path, settings(tmp_path)) as server, run_bus(server) as bus:
+        await bus.ensure_streams(TEST_STREAMS)
+        await bus.publish(group_failed(1))
+        for one, subject in (
+            (ALICE, "$JS.API.DIRECT.GET.phy-r-event"),
+            (BOB, "$JS.API.CONSUMER.INFO.phy-r-work.score-math"),
+            (ALICE, "$JS.API.INFO"),
+            (BOB, "$JS.API.STREAM.INFO.phy-r-event"),
+        ):
+            async with client(server, one) as connected:
+                with pytest.raises(TimeoutError):
+                    await connected.request(subject, b'{"seq":1}', timeout=0.3)
+
+
+async def test_a_reply_subject_leads_to_no_key_of_the_run(tmp_path: Path) -> None:
+    async with running_server(tmp_path, settings(tmp_path)) as server, run_bus(server) as bus:
+        await bus.ensure_streams(TEST_STREAMS)
+        await bus.publish(group_failed(1))
+        before = {plane: await bus.state(plane) for plane in (Plane.EVENT, Plane.WORK, Plane.DATA)}
+        async with client(server, BOB) as bob, client(server, ALICE) as alice:
+            for reply in ("$KV.phy-r.key", "phy.r.event.ledger.x", "phy.r.work.score.math.1", "phy.r.data.x"):
+                await bob.publish("$JS.API.DIRECT.GET.phy-r-event", b'{"seq":1}', reply)
+                pull = "$JS.API.CONSUMER.MSG.NEXT.phy-r-work.score-math"
+                await alice.publish(pull, b'{"batch":1,"no_wait":true}', reply)
+            await bob.flush()
+            await alice.flush()
+        assert {plane: await bus.state(plane) for plane in before} == before
+
+
+@pytest.mark.parametrize("wrong", ["no login", "token"])
+def test_accounts_need_a_login_of_the_nodes(tmp_path: Path, wrong: str) -> None:
+    login = None if wrong == "no login" else Login(password=Secret("x"))
+    with pytest.raises(ValueError, match=r"login|token"):
+        write_config(tmp_path / "nats.conf", msgspec.structs.replace(settings(tmp_path), login=login))
+
+
+def test_every_right_of_a_client_is_exported_and_imported() -> None:
+    text = render_accounts(ACCOUNTS, LOGIN)
+    for one in ACCOUNTS.clients:
+        for subject in rights_of("r", one).publish:
+            assert f'{{ service: "{subject}"' in text
+            assert f'{{ service: {{ account: RUN, subject: "{subject}" }} }}' in text
+
+
+async def test_a_store_from_before_accounts_keeps_its_messages_and_durables(tmp_path: Path) -> None:
+    before = settings(tmp_path, accounts=None)
+    async with running_server(tmp_path, before) as server, run_bus(server) as bus:
+        await bus.ensure_streams(TEST_STREAMS)
+        await bus.publish(group_failed(1))
+        await bus.kv.put("key", group_failed(1))
+        connected = await nats.connect(server.url)
+        await connected.jetstream().pull_subscribe("phy.r.event.>", durable="reader")
+        await connected.close()
+    old = stored_streams(before.store_dir)
+    assert move_into_account(before.store_dir)
+    assert not move_into_account(before.store_dir)
+    assert not old.exists()
+    assert stored_streams(before.store_dir).exists()
+    async with running_server(tmp_path, settings(tmp_path)) as server, run_bus(server) as bus:
+        assert (await bus.state(Plane.EVENT)).messages == 1
+        entry = await bus.kv.get("key", type(group_failed(1)))
+        assert entry is not None
+        assert entry.value == group_failed(1)
+        connected = await nats.connect(server.url)
+        info = await connected.jetstream().consumer_info("phy-r-event", "reader")
+        assert info.num_pending == 1
+        await connected.close()
