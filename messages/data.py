@@ -37,9 +37,10 @@ class PromptStored(Message, kw_only=True, tag="prompt_stored", eq=False):
     part: int  # from 0
     num_parts: int
     content: bytes  # a chunk; all chunks concatenated are a Prompt in msgpack
+    digest: str = ""  # of all chunks: the first 32 hex digits of their SHA-256; "" in old messages
 
     def key(self) -> str:
-        return f"{self.row}.{self.part}"
+        return f"{self.digest or self.row}.{self.part}"
 
 
 @register

@@ -45,6 +45,11 @@ def subject_of(run: str, message: Message) -> str:
     return f"{subject}.{message.key()}" if message.keyed else subject
 
 
+def key_subject(run: str, message_type: type[Message], key: str) -> str:
+    """The subject of a keyed message type with this key."""
+    return f"{_topic_subject(run, message_type)}.{key}"
+
+
 @lru_cache(maxsize=1024)
 def _topic_subject(run: str, message_type: type[Message]) -> str:
     return f"{ROOT}.{run}.{message_type.plane}.{message_type.topic}"

@@ -23,6 +23,7 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     loss_mask: UInt8Array | None = None  # [T], of a demonstration
     response: str = ""  # response_ids as text
     parts: tuple[int, ...] = ()  # data messages that hold the prompt, if it is too large for tasks and events
+    keys: tuple[str, ...] = ()  # keys of those messages, by which reward workers fetch them
 
 
 @register
@@ -90,7 +91,7 @@ class ScoreRequested(Message, kw_only=True, tag="score_requested"):
     attempt: int
     rm_type: str  # a built-in grader or a plug-in
     group_rm: bool = False  # one call for all items, which are the whole group
-    prompt_parts: tuple[int, ...] = ()  # PromptStored messages with prompt, label and metadata; the items omit these
+    prompt_keys: tuple[str, ...] = ()  # PromptStored messages with prompt, label and metadata; the items omit these
     timeout_s: float = 0.0  # seconds from the delivery until the caller no longer waits; 0: unlimited
     items: tuple[ScoreItem, ...]
 

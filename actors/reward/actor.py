@@ -23,7 +23,7 @@ from messages.work import Prompt, ScoreItem, ScoreRequested
 from runtime.bus.bus import Bus
 from runtime.bus.consumer import Deliveries, Delivery
 from runtime.bus.errors import MessageRefused, PayloadLost
-from runtime.data.stored_prompts import fetch_prompt
+from runtime.data.stored_prompts import fetch_prompt_by_keys
 from runtime.process.actor import Actor, InputError
 from runtime.settings.plugins import is_plugin
 from runtime.settings.topology import Topology
@@ -141,7 +141,7 @@ class RewardActor(Actor):
         self._pool: GraderPool | None = None
         self._first = FirstGrades(bus)
         self._counts: Counter[str] = Counter()
-        self._prompts: dict[tuple[int, ...], Prompt] = {}  # stored prompts, by the sequences of their parts
+        self._prompts: dict[tuple[str, ...], Prompt] = {}  # stored prompts, by the keys of their parts
         self._in_hand: dict[str, tuple[str, float]] = {}  # grader and start time, by request
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
@@ -239,10 +239,11 @@ class RewardActor(Actor):
 
     async def _items_of(self, request: ScoreRequested) -> Sequence[ScoreItem]:
         """The request's items, with a stored prompt filled in. All samples of a group use the same prompt."""
-        if not request.prompt_parts:
+        keys = request.prompt_keys
+        if not keys:
             return request.items
-        prompt = self._prompts.pop(request.prompt_parts, None) or await fetch_prompt(self._bus, request.prompt_parts)
-        self._prompts[request.prompt_parts] = prompt  # newest last
+        prompt = self._prompts.pop(keys, None) or await fetch_prompt_by_keys(self._bus, keys)
+        self._prompts[keys] = prompt  # newest last
         while len(self._prompts) > PROMPTS_KEPT:
             self._prompts.pop(next(iter(self._prompts)))
         added = {"prompt": prompt.text, "label": prompt.label, "metadata": prompt.metadata}

@@ -9,7 +9,16 @@ from typing import Any, Final, overload
 import msgspec
 
 from messages import DecodeError, Message, MessageT, Plane, decode, tag_of
-from messages.subjects import check_run_name, event_filters, filter_of, inbox_prefix, is_inbox, stream_of, subject_of
+from messages.subjects import (
+    check_run_name,
+    event_filters,
+    filter_of,
+    inbox_prefix,
+    is_inbox,
+    key_subject,
+    stream_of,
+    subject_of,
+)
 from runtime.bus.administration import Administration, Holdings, StreamState
 from runtime.bus.background import in_background
 from runtime.bus.calls import Handler, Inbox, ask, serve
@@ -22,7 +31,7 @@ from runtime.bus.limits import BusLimits, StreamLimits
 from runtime.bus.nats.connection import Connection, open_connection
 from runtime.bus.nats.consumers import ConsumerSettings
 from runtime.bus.nats.room import Room
-from runtime.bus.nats.store import Store
+from runtime.bus.nats.store import Store, Stored
 from runtime.bus.wire import to_wire
 
 DEFAULT_LIMITS: Final = BusLimits()
@@ -284,8 +293,19 @@ class Bus:
         self._check_reads(message_type)
         async with self._fetches:
             stored = await self._store.get(self._data_stream, seq)
+        return await self._payload(message_type, stored, f"message {seq}")
+
+    async def fetch_by_key(self, message_type: type[MessageT], key: str) -> MessageT:
+        """Fetch the newest payload with this key from the data stream. Errors are those of `fetch`."""
+        self._check_reads(message_type)
+        subject = key_subject(self.run, message_type, key)
+        async with self._fetches:
+            stored = await self._store.get_by_subject(self._data_stream, subject)
+        return await self._payload(message_type, stored, f"message under {subject}")
+
+    async def _payload(self, message_type: type[MessageT], stored: Stored | None, name: str) -> MessageT:
         if stored is None:
-            raise PayloadLost(f"{self._data_stream} has no message {seq}")
+            raise PayloadLost(f"{self._data_stream} has no {name}")
         self._connection.counters.fetched += 1
         try:
             message = decode(stored.data, stored.headers)
@@ -293,13 +313,13 @@ class Bus:
                 raise DecodeError(f"got {type(message).__name__}, expected {message_type.__name__}")
         except DecodeError as error:
             await self._dead_letters.bury(
-                f"{Plane.DATA}.{seq}",
+                f"{Plane.DATA}.{stored.seq}",
                 subject=stored.subject,
                 reason=str(error),
                 headers=stored.headers,
                 payload=stored.data,
             )
-            raise PayloadUnreadable(f"message {seq}: {error}") from error
+            raise PayloadUnreadable(f"{name}: {error}") from error
         return message
 
     # calling

@@ -1,5 +1,7 @@
-"""Large prompts: stored once, in parts, and cited by the parts' sequences in tasks and events."""
+"""Large prompts: stored once, in parts. Tasks and events cite the parts' sequences, score requests their keys."""
 
+import hashlib
+from collections.abc import Iterable
 from typing import Final, TypeVar
 
 import msgspec
@@ -13,6 +15,7 @@ LARGE_BYTES: Final = 64 << 10  # of a whole prompt, since a task and every score
 LARGE_METADATA_BYTES: Final = 1 << 10  # since the completion event of each group would repeat it
 PART_BYTES: Final = 4 << 20
 SHOWN_CHARS: Final = 2000  # shown characters of a large prompt
+DIGEST_CHARS: Final = 32
 
 Task = TypeVar("Task", RolloutRequested, EvalRequested)
 
@@ -35,10 +38,13 @@ async def store_prompt(bus: Bus, prompt: Prompt, *, part_bytes: int = PART_BYTES
         BusUnavailable: the bus is not reachable.
     """
     content = pack(prompt)
+    digest = hashlib.sha256(content).hexdigest()[:DIGEST_CHARS]
     pieces = [content[at : at + part_bytes] for at in range(0, len(content), part_bytes)]
     seqs: list[int] = []
     for part, piece in enumerate(pieces):
-        stored = PromptStored(data=prompt.data, row=prompt.row, part=part, num_parts=len(pieces), content=piece)
+        stored = PromptStored(
+            data=prompt.data, row=prompt.row, part=part, num_parts=len(pieces), content=piece, digest=digest
+        )
         seqs.append(await bus.publish(stored))
     return tuple(seqs)
 
@@ -50,16 +56,30 @@ def cited(prompt: Prompt, parts: tuple[int, ...]) -> Prompt:
 
 
 async def fetch_prompt(bus: Bus, parts: tuple[int, ...]) -> Prompt:
-    """Fetch a stored prompt. The result includes its parts.
+    """Fetch a stored prompt by the sequences of its parts. The result includes its parts and their keys.
 
     Raises:
         PayloadLost: a part is lost, or the parts do not form one prompt.
     """
-    content = b"".join([(await bus.fetch(PromptStored, seq)).content for seq in parts])
+    stored = [await bus.fetch(PromptStored, seq) for seq in parts]
+    keys = tuple(part.key() for part in stored) if all(part.digest for part in stored) else ()
+    return msgspec.structs.replace(_joined(stored, f"data messages {parts}"), parts=parts, keys=keys)
+
+
+async def fetch_prompt_by_keys(bus: Bus, keys: tuple[str, ...]) -> Prompt:
+    """Fetch a stored prompt by the keys of its parts, as reward workers do.
+
+    Raises:
+        PayloadLost: a part is lost, or the parts do not form one prompt.
+    """
+    return _joined([await bus.fetch_by_key(PromptStored, key) for key in keys], f"data messages {keys}")
+
+
+def _joined(parts: Iterable[PromptStored], place: str) -> Prompt:
     try:
-        return msgspec.structs.replace(unpack(content, Prompt), parts=parts)
+        return unpack(b"".join([part.content for part in parts]), Prompt)
     except DecodeError as error:
-        raise PayloadUnreadable(f"prompt in data messages {parts}: {error}") from error
+        raise PayloadUnreadable(f"prompt in {place}: {error}") from error
 
 
 async def with_prompt(bus: Bus, task: Task) -> Task:

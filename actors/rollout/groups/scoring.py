@@ -83,7 +83,7 @@ class Scorer:
             attempt=task.attempt,
             rm_type=rm_type,
             group_rm=task.group_rm,
-            prompt_parts=task.prompt.parts,
+            prompt_keys=task.prompt.keys,
             timeout_s=self._wait_s,
             items=tuple(items),
         )
@@ -167,7 +167,7 @@ class SampleScoring:
 
 def _item(task: GroupTask, sample: OpenSample) -> ScoreItem:
     """Return a sample as a grader sees it; prompt fields are empty if the prompt is stored separately."""
-    stored, prompt = bool(task.prompt.parts), task.prompt
+    stored, prompt = bool(task.prompt.keys), task.prompt
     return ScoreItem(
         index=sample.index,
         prompt="" if stored else prompt.text,

@@ -253,8 +253,16 @@ class Store:
         """
         return await self._get(stream, b'{"seq":%d}' % seq)
 
-    async def _get(self, stream: str, request: bytes) -> Stored | None:
-        raw = await self._connection.retry(f"{API}.DIRECT.GET.{stream}", request, None, self._limits.publish_timeout_s)
+    async def get_by_subject(self, stream: str, subject: str) -> Stored | None:
+        """The last message of a subject, named in the request's own subject; None if there is none.
+
+        Raises:
+            BusUnavailable: no server until the deadline.
+        """
+        return await self._get(f"{stream}.{subject}", b"")
+
+    async def _get(self, place: str, request: bytes) -> Stored | None:
+        raw = await self._connection.retry(f"{API}.DIRECT.GET.{place}", request, None, self._limits.publish_timeout_s)
         headers = raw.headers or {}
         return None if headers.get(STATUS) is not None else _stored(raw)
 
