@@ -137,9 +137,12 @@ class Pressure:
         async def look(plane: Plane) -> None:
             held[plane] = await self._bus.state(plane)
 
-        async with anyio.create_task_group() as group:
-            for plane in WATCHED:
-                group.start_soon(look, plane)
+        try:
+            async with anyio.create_task_group() as group:
+                for plane in WATCHED:
+                    group.start_soon(look, plane)
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None  # one cause fails all of them
         if begun_at < self._measured_at:
             return  # a later measurement ended first
         self._measured_at = begun_at

@@ -35,6 +35,7 @@ from messages import (
     VerdictGiven,
 )
 from runtime.bus.bus import Bus
+from runtime.bus.errors import BusError
 from runtime.bus.limits import KIB, StreamLimits
 from runtime.ledger.archive import history
 from runtime.ledger.books import LedgerReport
@@ -43,7 +44,7 @@ from runtime.process.hosting import host
 from runtime.settings.topology import Topology
 from tests.actors.buffer.storage.test_trimming import topology_of
 from tests.build.events import announced, batch, completed, issued, trained, verdict
-from tests.fixtures.nats import TEST_STREAMS
+from tests.fixtures.nats import TEST_STREAMS, NatsServer
 from tests.support.rollout import announcement, next_event
 
 pytestmark = pytest.mark.anyio
@@ -226,6 +227,12 @@ async def test_issuing_waits_above_nine_tenths_and_goes_on_below(bus: Bus) -> No
     pressure._used[Plane.WORK] = 0.5
     assert not await pressure.holds(running)
     assert pressure.holding == ""
+
+
+async def test_a_measurement_that_fails_raises_one_error_of_the_bus(nats_server: NatsServer) -> None:
+    async with Bus.connect(nats_server.url, "no-streams", name="test") as bus:
+        with pytest.raises(BusError):
+            await Pressure(bus, lambda: False).holds(LedgerState())
 
 
 async def test_issuing_after_a_train_step_waits_for_no_measurement(bus: Bus) -> None:
