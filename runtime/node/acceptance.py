@@ -50,6 +50,7 @@ class Statement(msgspec.Struct, frozen=True, kw_only=True):
     home: str  # start of home that they are for
     only_checks: bool = False  # the node does not take part, whatever the answer
     facts: NodeFacts = NodeFacts()
+    given_up: dict[str, str] = {}  # reasons by process, of those that the node does not start again
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
@@ -119,7 +120,11 @@ class Acceptance:
         return refusals
 
     async def run(
-        self, bus: Bus, ends: Callable[[Statement], bool], refused: Callable[[list[Refusal], bool], None]
+        self,
+        bus: Bus,
+        ends: Callable[[Statement], bool],
+        refused: Callable[[list[Refusal], bool], None],
+        lost: Callable[[str, str], None] = lambda process, reason: None,
     ) -> None:
         """Answer every statement, until cancelled.
 
@@ -127,6 +132,8 @@ class Acceptance:
             bus: of the run.
             ends: returns whether the refusal of a statement ends the run.
             refused: called after a refusal, with whether it ends the run. If so, the nodes have read their answers.
+            lost: called for each process that an accepted node does not start again, with the reason: the event may
+                be of an earlier start of home.
         """
         while True:
             try:
@@ -141,6 +148,9 @@ class Acceptance:
                             if is_end:
                                 await self._wait_until_read(bus, refusals)
                             refused(refusals, is_end)
+                            continue
+                        for process, reason in statement.given_up.items():
+                            lost(process, reason)
             except BusError as error:
                 log.warning("nodes_not_accepted", error=str(error))
                 await anyio.sleep(TRY_AGAIN_S)
@@ -214,6 +224,11 @@ class NodeStatement:
         self._facts = facts
         self._run_dir = run_dir
         self._home = ""  # start of home that has answered
+        self._given_up: dict[str, str] = {}
+
+    def give_up(self, process: str, reason: str) -> None:
+        """Note that this node does not start a process again, for later starts of home."""
+        self._given_up[process] = reason
 
     async def state(
         self, bus: Bus, *, wait_s: float, only_checks: bool = False, is_over: Callable[[], bool] = lambda: False
@@ -279,7 +294,9 @@ class NodeStatement:
         seen = await anyio.to_thread.run_sync(common_file_hash, self._run_dir / home.file)
         ahead_s = await bus.kv.clock_ahead_s(f"clock.{self._node}")
         own = msgspec.structs.replace(self._facts, common_file=seen, clock_ahead_s=round(ahead_s, 3))
-        stated = Statement(start=start, home=home.start, only_checks=only_checks, facts=own)
+        stated = Statement(
+            start=start, home=home.start, only_checks=only_checks, facts=own, given_up=dict(self._given_up)
+        )
         await bus.kv.put(_facts_key(self._node), stated)
 
 

@@ -273,8 +273,6 @@ class NodeDaemon:
         claim = await NodeClaim.take(bus, plan.node, plan.run_dir, incarnation=plan.incarnation)
         try:
             run_id = await settle_run_id(bus, plan.run_dir, owns=plan.owns_streams)
-            if isinstance(self._comparison, Acceptance):
-                await self._comparison.open(bus)
             self._invite(run_id, claim.holder.incarnation)
         except (RunMismatch, OSError):
             await claim.release()
@@ -307,6 +305,8 @@ class NodeDaemon:
         if incarnation > 1:
             await forget_addresses(bus, self._plan.processes)
         await self._begin(bus, incarnation)
+        if isinstance(self._comparison, Acceptance):  # now later events are of this start
+            await self._comparison.open(bus)
         key = await engine_key(bus.kv)
         agreements = group_starts(bus, self._plan.node, self._plan.processes, self._show)
         for spec in self._plan.processes:
@@ -326,7 +326,7 @@ class NodeDaemon:
             tasks.start_soon(self._follower.follow, bus, self._watch(bus, tasks))
             match self._comparison:
                 case Acceptance() as acceptance:
-                    tasks.start_soon(acceptance.run, bus, self._ends_run, self._report_refusals)
+                    tasks.start_soon(acceptance.run, bus, self._ends_run, self._report_refusals, self._lost)
                 case NodeStatement() as statement:
                     tasks.start_soon(statement.run, bus, self._end_refused)
                 case None:
@@ -464,14 +464,20 @@ class NodeDaemon:
             return False
         if self._plan.owns_streams and self._missing.give_up(name, given_up.reason) is not None:
             return False
+        if isinstance(self._comparison, NodeStatement):
+            self._comparison.give_up(name, given_up.reason)
         self._show(f"{name} is given up, the run goes on without it: {given_up.reason}")
         return True
 
     def _lost(self, process: str, reason: str) -> None:
-        """Note that a process of any node is not restarted, by the log."""
+        """Note at home that a process of any node is not restarted, by the log or by the node's statement."""
+        if not self._plan.owns_streams or self._missing.is_given_up(process):
+            return
         failure = self._missing.give_up(process, reason)
-        if failure is not None and self._plan.owns_streams and not self._ending.is_set():
+        if failure is not None and not self._ending.is_set():
             self._end(RunEnd(finished=False, error=failure))
+        elif self._missing.is_given_up(process):
+            self._show(f"{process} is given up, the run goes on without it: {reason}")
 
     def _found_bus(self, url: Secret) -> None:
         """Store the URL of the bus, which is up, in the run directory, readable by its owner only."""

@@ -100,6 +100,10 @@ class Missing:
         self._given_up[process] = reason
         return next((self._spent(role) for role in self._roles if self._spent(role) is not None), None)
 
+    def is_given_up(self, process: str) -> bool:
+        """Whether an engine's process is not restarted."""
+        return process in self._given_up
+
     def may_lose(self, spec: ProcessSpec, exit_code: int) -> bool:
         """Whether the run can go on without a process that was given up with this exit code."""
         return spec.tier is Tier.SERVICE and not spec.critical and exit_code not in NO_BUDGET_HELPS

@@ -21,6 +21,8 @@ from runtime.bus.bus import Bus
 from runtime.bus.errors import CallRefused
 from runtime.bus.limits import MIB, StreamLimits
 from runtime.bus.nats.server import ServerSettings
+from runtime.node.acceptance import Acceptance, NodeStatement
+from runtime.node.checks.facts import NodeFacts
 from runtime.node.claims.home import HomeLease
 from runtime.node.claims.node_claim import NodeClaim
 from runtime.node.claims.run_id import settle_run_id
@@ -31,6 +33,7 @@ from runtime.node.run_log import note_begin_of_home
 from runtime.node.supervisor.state_changes import GivenUp
 from runtime.report.report import Notice, Report
 from runtime.settings.processes import PortRequest, ProcessSpec, Tier, WhenListening
+from tests.build.topology import topology_with
 from tests.fixtures.nats import NatsServer, eventually
 
 pytestmark = pytest.mark.anyio
@@ -66,7 +69,7 @@ def plan(run_dir: Path, *processes: ProcessSpec, incarnation: int = 1) -> NodePl
 class Running:
     """A node daemon in this process, its lines, and its outcome."""
 
-    def __init__(self, node_plan: NodePlan, **options: float) -> None:
+    def __init__(self, node_plan: NodePlan, **options: Any) -> None:
         self.lines: list[str] = []
         self.daemon = NodeDaemon(node_plan, show=self._show, **options)
         self.outcome: RunEnd | None = None
@@ -471,6 +474,45 @@ async def test_home_counts_the_engines_that_other_nodes_gave_up(nats_server: Nat
     assert other.outcome is not None
     assert other.outcome.stopped is not None
     assert other.outcome.stopped.node == "n0"
+
+
+async def test_a_later_home_counts_the_engines_that_other_nodes_gave_up_before(
+    nats_server: NatsServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stood still: it knew neither of the engine that had been given up, nor why no tokens came."""
+    shared = topology_with(
+        nodes={"n0": {}, "n1": {}}, bus={"node": "n0"}, trainer={"device": "cpu"}, engines={"policy": {"kind": "tiny"}}
+    )
+    url, run = nats_server.url, "counted-later"
+
+    def home(least: int) -> Running:
+        of_node = node_plan("n0", url, tmp_path / "n0", player("0", "--then", "sleep"), run=run)
+        roles = (pool("n0", "n1", least=least),)
+        two = msgspec.structs.replace(of_node, nodes=("n0", "n1"), roles=roles, waits={"n1": 60.0})
+        return Running(two, comparison=Acceptance(shared, "n0", NodeFacts(), tmp_path / "n0"))
+
+    monkeypatch.setattr("runtime.node.other_nodes.LEAVE_WITHIN_S", 0.1)  # the other node stays
+    with anyio.fail_after(18):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon((first := home(1)).run)
+            statement = NodeStatement("n1", NodeFacts(), tmp_path / "n1")
+            await eventually((tmp_path / "n0" / "logs" / "player.jsonl").exists)
+            async with Bus.connect(url, run, name="n1") as bus:
+                assert (await statement.state(bus, wait_s=10)).refusals == ()
+            of_node = node_plan("n1", url, tmp_path / "n1", broken_engine(1), run=run)
+            tasks.start_soon((other := Running(of_node, comparison=statement)).run)
+            line = "engine.policy.1 is given up, the run goes on without it: exit code 7"
+            await other.shown(line)
+            await first.shown(line)
+            first.daemon._end(RunEnd(finished=False, error="killed", is_announced=True))
+            await eventually(lambda: first.outcome is not None)
+            later = await home(2).run()
+    assert later.error == (
+        "engines.policy: 1 of 2 engines are left, fewer than min_engines = 2: engine.policy.1: exit code 7; "
+        "restarted 0 times without progress"
+    )
+    assert other.outcome is not None
+    assert other.outcome.stopped is not None
 
 
 async def test_home_waits_for_a_node_that_it_needs_and_then_ends_with_its_name(
