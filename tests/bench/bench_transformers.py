@@ -202,7 +202,7 @@ def plain_loop(topology: Any, width: int, device: str = "cpu", *, head: str = "a
     import torch
     import transformers
 
-    from actors.trainer.algorithms.advantages import grpo_advantages
+    from actors.trainer.algorithms.group_baselines import grpo_advantages
 
     config = transformers.AutoConfig.from_pretrained(topology.model.hf_checkpoint, attn_implementation="sdpa")
     model: Any = transformers.AutoModelForCausalLM.from_config(config).to(device)

@@ -1,4 +1,4 @@
-"""Losses, advantages, log-probs and schedules. Every function is pure and names its source.
+"""Advantages, losses, corrections, KL estimators, reductions and schedules: pure functions that name their source.
 
-Open losses.py first.
+Open loss_inputs.py first, then policy_losses.py.
 """

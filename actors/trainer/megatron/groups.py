@@ -91,6 +91,11 @@ def data_parallel_size() -> int:
     return parallel_state.get_data_parallel_world_size()
 
 
+def context_parallel_group() -> Any:
+    """Return the process group of the ranks that hold parts of the same sequences."""
+    return parallel_state.get_context_parallel_group()
+
+
 def sum_over_replicas(values: torch.Tensor) -> torch.Tensor:
     """Sum values of the last pipeline stages over all replicas. Every stage gets the result.
 

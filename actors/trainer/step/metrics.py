@@ -16,15 +16,6 @@ from actors.trainer.megatron import groups as ranks
 from actors.trainer.models.config import HfConfig
 from actors.trainer.models.shapes import hf_shapes
 
-SUMS = (  # reduced with the weights and denominator of the loss
-    "train/loss",
-    "train/pg_loss",
-    "train/entropy_loss",
-    "train/pg_clipfrac",
-    "train/ppo_kl",
-    "train/kl_loss",
-)
-SFT_SUMS = ("train/loss", "train/sft_loss", "train/entropy_loss")
 MTP_LOSS = "train/mtp_loss"  # a mean over the tokens that the MTP layer predicts
 DIFF = "train/train_rollout_logprob_abs_diff"
 DIFF_MAX = "train/train_rollout_logprob_abs_diff_max"

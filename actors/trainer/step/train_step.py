@@ -14,8 +14,9 @@ import structlog
 import torch
 from torch import Tensor
 
-from actors.trainer.algorithms.advantages import grpo_advantages
-from actors.trainer.algorithms.losses import Reduction, kl_divergence, policy_loss, reduction, sft_loss
+from actors.trainer.algorithms.group_baselines import grpo_advantages
+from actors.trainer.algorithms.loss_inputs import LossInputs, Sequences, Terms
+from actors.trainer.algorithms.reductions import Reduction, reduction
 from actors.trainer.algorithms.schedules import entropy_coef, learning_rate
 from actors.trainer.data.batch import (
     ExpertIds,
@@ -36,8 +37,6 @@ from actors.trainer.step.by_group import GroupLogProbs, ReferenceModel
 from actors.trainer.step.layout import laid_out, shared
 from actors.trainer.step.metrics import (
     MTP_LOSS,
-    SFT_SUMS,
-    SUMS,
     StepTimer,
     difference_metrics,
     memory_metrics,
@@ -46,6 +45,7 @@ from actors.trainer.step.metrics import (
     size_metrics,
     speed_metrics,
 )
+from actors.trainer.step.objective import Objective
 from actors.trainer.step.skips import too_many
 from runtime.process.actor import InputError
 from runtime.settings.placement import max_sample_tokens
@@ -153,7 +153,8 @@ class TrainStep:
         self._measures_all = measures_all(topology)
         self._replays_experts = not self._demonstrations and replays_experts(self._algorithm)
         self._has_mtp_layer = replica.hf.num_mtp_layers > 0
-        self._sums = (SFT_SUMS if self._demonstrations else SUMS) + ((MTP_LOSS,) if self._has_mtp_layer else ())
+        self._objective = Objective(self._algorithm)
+        self._sums = self._objective.names + ((MTP_LOSS,) if self._has_mtp_layer else ())
         self._normalize = _normalizes_rewards(topology)
         ref_load = topology.model.ref_load
         self._reference = ReferenceModel(replica, ref_load) if self._algorithm.kl_loss_coef > 0 else None
@@ -369,7 +370,8 @@ class TrainStep:
             where_M = outputs.columns_M
             if step.number == 0:
                 columns.trainer_log_probs_N[where_M] = outputs.log_probs.detach()
-            loss_M, terms_KM = self._loss_terms(batch.step, columns, where_M, outputs)
+            loss_M, metrics = self._loss_terms(batch.step, columns, micro_batch, outputs)
+            terms_KM = torch.stack([metrics[name] for name in self._objective.names])
             bad_N[where_M] = ~(terms_KM.abs() < LARGEST_LOSS).all(dim=0)  # a comparison with NaN is false
             weights_M = columns.weights_N[where_M]
             total, terms = loss_M @ weights_M, terms_KM @ weights_M
@@ -389,39 +391,22 @@ class TrainStep:
         bad_B = torch.from_numpy(samples_with(batch, bad_N.cpu().numpy()))
         return sums.cpu(), ranks.on_any_rank(bad_B).numpy()
 
-    def _loss_terms(
-        self, train_step: int, columns: _Columns, where_M: Tensor, outputs: TokenOutputs
-    ) -> tuple[Tensor, Tensor]:
-        """Return each token's loss, [M], and its metrics, [K, M]: the loss first, without gradients."""
-        if self._demonstrations:
-            loss = sft_loss(outputs.log_probs)
-            return loss, torch.stack([loss, loss, outputs.entropy]).detach()
-        of_rollout = self._algorithm.use_rollout_logprobs
-        old = columns.rollout_log_probs_N if of_rollout else columns.trainer_log_probs_N
-        policy = policy_loss(
-            outputs.log_probs,
-            old[where_M],
-            columns.advantages_N[where_M],
-            eps_clip=self._algorithm.eps_clip,
-            eps_clip_high=self._algorithm.eps_clip_high,
-            eps_clip_c=self._algorithm.eps_clip_c,
-            max_log_ratio=self._algorithm.max_log_ratio,
+    def _loss_terms(self, train_step: int, columns: _Columns, micro_batch: MicroBatch, outputs: TokenOutputs) -> Terms:
+        """Compute the loss of a micro-batch's tokens."""
+        where_M = outputs.columns_M
+        numbers = micro_batch.sequences.ravel()[micro_batch.rows_M]
+        group = ranks.context_parallel_group() if self._replica.context.size > 1 else None
+        trainer_M, rollout_M = columns.trainer_log_probs_N[where_M], columns.rollout_log_probs_N[where_M]
+        inputs = LossInputs(
+            log_probs=outputs.log_probs,
+            old_log_probs=rollout_M if self._algorithm.use_rollout_logprobs else trainer_M,
+            rollout_log_probs=rollout_M,
+            ref_log_probs=None if columns.ref_log_probs_N is None else columns.ref_log_probs_N[where_M],
+            advantages=columns.advantages_N[where_M],
+            entropy=outputs.entropy,
+            sequences=Sequences(torch.from_numpy(numbers).to(where_M.device), micro_batch.num_sequences, group),
         )
-        coef = self._entropy_coef(train_step)
-        total = (
-            policy.loss - coef * outputs.entropy if coef else policy.loss
-        )  # with a coefficient of 0 the output head computes no gradient of the entropy
-        divergence = torch.zeros_like(policy.loss)
-        if columns.ref_log_probs_N is not None:
-            divergence = kl_divergence(
-                outputs.log_probs,
-                columns.ref_log_probs_N[where_M],
-                self._algorithm.kl_loss_type,
-                max_log_ratio=self._algorithm.max_log_ratio,
-            )
-            total = total + self._algorithm.kl_loss_coef * divergence
-        terms = torch.stack([total, policy.loss, outputs.entropy, policy.clipped, policy.ppo_kl, divergence])
-        return total, terms.detach()
+        return self._objective(inputs, entropy_coef=self._entropy_coef(train_step))
 
     def _optimizer_step(self, train_step: int, gradients: _Gradients) -> _Done:
         """Update the weights, or skip the step if the gradients cannot be used.
@@ -465,10 +450,7 @@ class TrainStep:
 
     def _reduced(self, sums: Sequence[Tensor]) -> dict[str, float]:
         """Average the sums over the completed optimizer steps. NaN if there are none."""
-        metrics = reduced_sums(self._sums, sums) if sums else dict.fromkeys(self._sums, math.nan)
-        if self._algorithm.kl_loss_coef == 0:
-            metrics.pop("train/kl_loss", None)
-        return metrics
+        return reduced_sums(self._sums, sums) if sums else dict.fromkeys(self._sums, math.nan)
 
 
 def _micro_batches(steps: Sequence[_OptimizerStep]) -> list[MicroBatch]:

@@ -1,0 +1,103 @@
+"""What a loss gets and returns: columns of one micro-batch, and sums over its sequences.
+
+M is the number of trained tokens that this rank has of one micro-batch, S the number of its sequences.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Sequences:
+    """Sums over the sequences of a micro-batch: differentiable, and right where ranks hold parts of a sequence.
+
+    A sequence is one sample. Only trained tokens count. With context parallelism every rank of the group calls the same
+    methods in the same order.
+    """
+
+    def __init__(self, numbers_M: Tensor, count: int, group: Any = None) -> None:
+        """Describe the sequences.
+
+        Args:
+            numbers_M: [M], int64, the number of each token's sequence, 0 to count - 1.
+            count: S, the number of sequences, the same on every rank of the group.
+            group: Torch process group of the ranks that share the sequences. None: this rank has them whole.
+        """
+        self._numbers_M = numbers_M
+        self._count = count
+        self._group = group
+
+    @cached_property
+    def lengths(self) -> Tensor:
+        """Number of trained tokens in the sequence of each token, [M], int64, at least 1."""
+        return self.sums(torch.ones_like(self._numbers_M)).clamp(min=1)
+
+    def sums(self, values_M: Tensor) -> Tensor:
+        """Sum over each token's sequence, [M]: every token of a sequence gets the sequence's sum."""
+        sums_S = values_M.new_zeros(self._count).index_add(0, self._numbers_M, values_M)
+        if self._group is not None:
+            sums_S = _SumOverRanks.apply(sums_S, self._group)
+        return sums_S[self._numbers_M]  # pyright: ignore[reportOptionalSubscript]
+
+    def means(self, values_M: Tensor) -> Tensor:
+        """Average over each token's sequence, [M]."""
+        return self.sums(values_M) / self.lengths
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """Sum over the ranks of a group. Each rank's loss depends on the sum, so the gradient is summed too."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.group = group
+        return _summed(values, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _summed(gradient, ctx.group), None
+
+
+def _summed(values: Tensor, group: Any) -> Tensor:
+    total = values.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossInputs:
+    """Per-token inputs of a loss, [M] each, float32 or float64, nats. Log-probs are at the rollout temperature.
+
+    Gradients flow through `log_probs` and `entropy` alone.
+    """
+
+    log_probs: Tensor  # of the policy being trained
+    old_log_probs: Tensor  # of the old policy, the one before the first optimizer step of the batch
+    rollout_log_probs: Tensor  # of the engine that sampled the tokens
+    advantages: Tensor
+    entropy: Tensor  # of the policy being trained
+    sequences: Sequences
+    ref_log_probs: Tensor | None = None  # of the reference model; None: no term needs them
+
+
+class Terms(NamedTuple):
+    """Loss per token, [M], with its gradient, and metrics per token, [M] each, by the name that users see."""
+
+    loss: Tensor
+    metrics: Mapping[str, Tensor]
+
+
+def bounded(log_ratios: Tensor, limit: float) -> Tensor:
+    """Clamp log-ratios, [M], to +-limit. Clamped elements have no gradient.
+
+    Without a limit the exponential overflows float32 from 88 on, and the gradient behind a clip is 0 * inf. NaN stays
+    NaN, in the gradient too, so that the optimizer step is skipped instead of trained without these tokens.
+
+    Source:
+        The limit of 20 is verl's.
+    """
+    return torch.where(log_ratios.abs() > limit, log_ratios.clamp(-limit, limit), log_ratios)

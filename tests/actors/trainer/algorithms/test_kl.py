@@ -1,0 +1,39 @@
+"""Estimators of the KL divergence: by hand, and their invariants."""
+
+import math
+
+import pytest
+import torch
+
+from actors.trainer.algorithms.kl import kl_divergence
+
+
+@pytest.mark.parametrize(
+    ("estimator", "expected"),
+    [("k1", -0.5), ("k2", 0.125), ("k3", math.exp(0.5) - 1.5), ("low_var_kl", math.exp(0.5) - 1.5)],
+)
+def test_kl_estimators_by_hand(estimator: str, expected: float) -> None:
+    value = kl_divergence(torch.tensor([-1.5]), torch.tensor([-1.0]), estimator)  # type: ignore[arg-type]
+    assert value.item() == pytest.approx(expected, rel=1e-6)
+
+
+def test_low_variance_kl_is_limited() -> None:
+    assert kl_divergence(torch.tensor([-9.0]), torch.tensor([0.0]), "low_var_kl").item() == 10.0
+
+
+def test_k3_is_unbiased_for_the_divergence() -> None:
+    policy, reference = torch.tensor([0.7, 0.2, 0.1]), torch.tensor([0.3, 0.3, 0.4])
+    exact = (policy * (policy / reference).log()).sum().item()
+    for estimator in ("k1", "k3"):
+        expectation = (policy * kl_divergence(policy.log(), reference.log(), estimator)).sum().item()
+        assert expectation == pytest.approx(exact, rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["k3", "low_var_kl"])
+def test_a_divergence_beyond_the_largest_log_ratio_has_a_finite_gradient(kind) -> None:
+    new = torch.tensor([-150.0, 150.0, -0.5], requires_grad=True)
+    divergence = kl_divergence(new, torch.zeros(3), kind, max_log_ratio=20.0)
+    divergence.sum().backward()
+    assert divergence.isfinite().all()
+    assert new.grad is not None
+    assert new.grad.tolist() == pytest.approx([0.0, 0.0, 1.0 - math.exp(0.5)])
