@@ -7,23 +7,21 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 import anyio
-import msgspec
 import structlog
 from anyio.abc import TaskStatus
 
+from actors.reward.answers import StoredPrompts, answers_of, sample_of
 from actors.reward.frames import Graded, GraderSpec, Hello
 from actors.reward.pool import TIMEOUT, GraderPool, PoolSettings, open_pool
 from actors.reward.recipe import graders_of, names_of
-from actors.reward.samples import GradedSample
 from actors.reward.sandbox import sandbox_of
-from messages.calls import Score, ScoresGiven
+from messages.calls import ScoresGiven
 from messages.data import PromptStored
 from messages.plain import clipped
-from messages.work import Prompt, ScoreItem, ScoreRequested
+from messages.work import ScoreRequested
 from runtime.bus.bus import Bus
 from runtime.bus.consumer import Deliveries, Delivery
 from runtime.bus.errors import MessageRefused, PayloadLost
-from runtime.data.stored_prompts import fetch_prompt_by_keys
 from runtime.process.actor import Actor, InputError
 from runtime.settings.plugins import is_plugin
 from runtime.settings.topology import Topology
@@ -34,8 +32,6 @@ ACK_WAIT_S = 5.0  # redelivery delay for the requests that a killed actor held
 REQUESTS_PER_PROCESS = 4  # concurrent requests: enough to keep processes busy, and leaves work for other actors
 MAX_ACK_PENDING = 4096  # summed over all reward actors
 GIVE_BACK_TIMEOUT_S = 1.0
-PROMPTS_KEPT = 8  # cached prompts, of those that are stored in the data stream
-MAX_ERROR_CHARS = 1000
 
 log = structlog.get_logger()
 
@@ -141,7 +137,7 @@ class RewardActor(Actor):
         self._pool: GraderPool | None = None
         self._first = FirstGrades(bus)
         self._counts: Counter[str] = Counter()
-        self._prompts: dict[tuple[str, ...], Prompt] = {}  # stored prompts, by the keys of their parts
+        self._prompts = StoredPrompts(bus)
         self._in_hand: dict[str, tuple[str, float]] = {}  # grader and start time, by request
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
@@ -208,9 +204,9 @@ class RewardActor(Actor):
 
     async def _send(self, request: ScoreRequested, grades: Sequence[Graded]) -> None:
         """Send the scores. If they exceed the message size, send them without details, or else as failures."""
-        for shorten in (list[Graded], _without_details, _too_large):
+        for scores in answers_of(request, grades):
             try:
-                await self._bus.notify(_answer_of(request, shorten(grades)), to=request.reply_to)
+                await self._bus.notify(scores, to=request.reply_to)
             except MessageRefused as error:
                 log.warning("answer_too_large", reason=str(error))
             else:
@@ -226,58 +222,13 @@ class RewardActor(Actor):
         spec = GraderSpec(name=name, group=request.group_rm)
         with anyio.move_on_after(request.timeout_s or math.inf):
             try:
-                items = await self._items_of(request)
+                items = await self._prompts.items_of(request)
             except PayloadLost as error:
                 return [Graded(error=f"prompt: {error}") for _ in request.items]
-            grades = await pool.grade(spec, [_sample_of(item) for item in items])
+            grades = await pool.grade(spec, [sample_of(item) for item in items])
             if request.rm_type not in self._of_eval_alone:
                 await self._first.note(name, grades, group_id=request.group_id, one_call=spec.group)
             return grades
         self._counts["late_requests"] += 1
         log.warning("score_request_late", num_samples=len(request.items))
         return None
-
-    async def _items_of(self, request: ScoreRequested) -> Sequence[ScoreItem]:
-        """The request's items, with a stored prompt filled in. All samples of a group use the same prompt."""
-        keys = request.prompt_keys
-        if not keys:
-            return request.items
-        prompt = self._prompts.pop(keys, None) or await fetch_prompt_by_keys(self._bus, keys)
-        self._prompts[keys] = prompt  # newest last
-        while len(self._prompts) > PROMPTS_KEPT:
-            self._prompts.pop(next(iter(self._prompts)))
-        added = {"prompt": prompt.text, "label": prompt.label, "metadata": prompt.metadata}
-        return [msgspec.structs.replace(item, **added) for item in request.items]
-
-
-def _sample_of(item: ScoreItem) -> GradedSample:
-    return GradedSample(
-        index=item.index,
-        part=item.part,
-        prompt=item.prompt,
-        response=item.response,
-        status=str(item.status),
-        response_len=item.response_len,
-        label=item.label,
-        metadata=item.metadata,
-    )
-
-
-def _without_details(grades: Sequence[Graded]) -> list[Graded]:
-    return [msgspec.structs.replace(graded, details=None) for graded in grades]
-
-
-def _too_large(grades: Sequence[Graded]) -> list[Graded]:
-    return [Graded(error="the answer is larger than a message may be") for _ in grades]
-
-
-def _answer_of(request: ScoreRequested, grades: Sequence[Graded]) -> ScoresGiven:
-    scores = tuple(
-        Score(index=item.index, part=item.part, reward=graded.reward, details=graded.details, error=error)
-        for item, graded in zip(request.items, grades, strict=True)
-        for error in [graded.error and clipped(graded.error, MAX_ERROR_CHARS)]
-    )
-    failed = [score.error for score in scores if score.error is not None]
-    if failed:
-        log.warning("scores_failed", num_failed=len(failed), num_scores=len(scores), first=failed[0])
-    return ScoresGiven(request_id=request.request_id, scores=scores)

@@ -25,6 +25,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
     base_dirs: tuple[str, ...] = ()  # directories that relative plug-in paths are resolved against
     reward_key: str | None = None  # key of the reward in a dict answer
     cpu_s: float | None = None  # CPU seconds per call
+    traces: bool = False  # whether grades include the traceback of a grader that raises
 
 
 class WorkerReady(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,6 +48,7 @@ class Graded(msgspec.Struct, frozen=True, kw_only=True):
     details: dict[str, Any] | None = None  # the whole answer if it was a dict
     error: str | None = None
     took_s: float = 0.0
+    trace: str | None = None  # traceback of the error, if Hello requests them
 
 
 class FrameError(ValueError):

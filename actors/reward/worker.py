@@ -83,14 +83,16 @@ class Worker:
         except ValueError as error:
             self._write(*(Graded(error=str(error)) for _ in grade.samples))
             return
-        cpu_s = self._hello.cpu_s
+        hello, cpu_s = self._hello, self._hello.cpu_s
         if grade.grader.group:
             _limit_cpu(cpu_s)
-            self._write(*grade_group(grader, grade.samples, reward_key=self._hello.reward_key, wait=self._wait))
+            self._write(
+                *grade_group(grader, grade.samples, reward_key=hello.reward_key, wait=self._wait, traces=hello.traces)
+            )
             return
         for sample in grade.samples:
             _limit_cpu(cpu_s)
-            self._write(grade_sample(grader, sample, reward_key=self._hello.reward_key, wait=self._wait))
+            self._write(grade_sample(grader, sample, reward_key=hello.reward_key, wait=self._wait, traces=hello.traces))
 
     def _grader(self, spec: GraderSpec) -> Call:
         grader = self._graders.get(spec)

@@ -2,11 +2,11 @@
 
 import hashlib
 from collections.abc import Iterable
-from typing import Final, TypeVar
+from typing import Final, Protocol, TypeVar
 
 import msgspec
 
-from messages import EvalRequested, Int32Array, Prompt, PromptStored, RolloutRequested
+from messages import EvalRequested, Int32Array, MessageT, Prompt, PromptStored, RolloutRequested
 from messages.codec import DecodeError, pack, unpack
 from runtime.bus.bus import Bus
 from runtime.bus.errors import PayloadUnreadable
@@ -18,6 +18,12 @@ SHOWN_CHARS: Final = 2000  # shown characters of a large prompt
 DIGEST_CHARS: Final = 32
 
 Task = TypeVar("Task", RolloutRequested, EvalRequested)
+
+
+class FetchesByKey(Protocol):
+    """A client that fetches payloads by their keys: the bus, or that of an external worker."""
+
+    async def fetch_by_key(self, message_type: type[MessageT], key: str) -> MessageT: ...
 
 
 def is_large(prompt: Prompt) -> bool:
@@ -66,7 +72,7 @@ async def fetch_prompt(bus: Bus, parts: tuple[int, ...]) -> Prompt:
     return msgspec.structs.replace(_joined(stored, f"data messages {parts}"), parts=parts, keys=keys)
 
 
-async def fetch_prompt_by_keys(bus: Bus, keys: tuple[str, ...]) -> Prompt:
+async def fetch_prompt_by_keys(bus: FetchesByKey, keys: tuple[str, ...]) -> Prompt:
     """Fetch a stored prompt by the keys of its parts, as reward workers do.
 
     Raises:

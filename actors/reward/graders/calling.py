@@ -3,6 +3,7 @@
 import inspect
 import math
 import time
+import traceback
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -17,6 +18,7 @@ from runtime.settings.plugins import is_plugin, load_plugin
 
 GRADER_KEY = "rm_type"  # name of the setting in plug-in errors
 MAX_REASON_CHARS = 500
+MAX_TRACE_CHARS = 8000
 MAX_DETAILS = 32
 MAX_DETAIL_BYTES = 1024
 
@@ -39,7 +41,9 @@ def resolve_grader(spec: GraderSpec, base_dirs: Sequence[Path] = ()) -> Call:
     return grader
 
 
-def grade_sample(grader: Call, sample: GradedSample, *, reward_key: str | None, wait: Wait) -> Graded:
+def grade_sample(
+    grader: Call, sample: GradedSample, *, reward_key: str | None, wait: Wait, traces: bool = False
+) -> Graded:
     """Grade one sample. Any exception or invalid answer of the grader becomes an error in the grade.
 
     Args:
@@ -47,27 +51,28 @@ def grade_sample(grader: Call, sample: GradedSample, *, reward_key: str | None, 
         sample: the sample to grade.
         reward_key: key of the reward in a dict answer.
         wait: runs an awaitable to its end.
+        traces: whether an error includes its traceback.
     """
     start = time.perf_counter()
-    answer, error = _call(grader, sample, wait)
-    graded = Graded(error=error) if error else grade_of(answer, reward_key)
+    answer, failure = _call(grader, sample, wait, traces)
+    graded = failure or grade_of(answer, reward_key)
     return msgspec.structs.replace(graded, took_s=time.perf_counter() - start)
 
 
 def grade_group(
-    grader: Call, samples: Sequence[GradedSample], *, reward_key: str | None, wait: Wait
+    grader: Call, samples: Sequence[GradedSample], *, reward_key: str | None, wait: Wait, traces: bool = False
 ) -> tuple[Graded, ...]:
     """Grade all samples of a prompt group in one call; an invalid answer fails all of them."""
     start = time.perf_counter()
-    answer, error = _call(grader, list(samples), wait)
+    answer, failure = _call(grader, list(samples), wait, traces)
     rewards = _as_list(answer)
-    if error is None and rewards is None:
-        error = f"returned {_shown(answer)}, not a list of {len(samples)} rewards"
-    elif error is None and len(rewards or ()) != len(samples):
-        error = f"returned {len(rewards or ())} rewards for {len(samples)} samples"
+    if failure is None and rewards is None:
+        failure = Graded(error=f"returned {_shown(answer)}, not a list of {len(samples)} rewards")
+    elif failure is None and len(rewards or ()) != len(samples):
+        failure = Graded(error=f"returned {len(rewards or ())} rewards for {len(samples)} samples")
     took_s = (time.perf_counter() - start) / max(len(samples), 1)
-    if error is not None or rewards is None:
-        return tuple(Graded(error=error, took_s=took_s) for _ in samples)
+    if failure is not None or rewards is None:
+        return tuple(msgspec.structs.replace(failure or Graded(), took_s=took_s) for _ in samples)
     return tuple(msgspec.structs.replace(grade_of(reward, reward_key), took_s=took_s) for reward in rewards)
 
 
@@ -97,12 +102,19 @@ def _grade_of_number(number: Any, details: dict[str, Any] | None) -> Graded:
     return Graded(reward=reward, details=details)
 
 
-def _call(grader: Call, argument: Any, wait: Wait) -> tuple[Any, str | None]:
+def _call(grader: Call, argument: Any, wait: Wait, traces: bool) -> tuple[Any, Graded | None]:
+    """Call a grader; return its answer, or the grade of a call that raised."""
     try:
         answer = grader(argument)
         return (wait(answer) if inspect.isawaitable(answer) else answer), None
     except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's grader may raise anything; the sample fails
-        return None, _cut(f"raised {error!r}")
+        return None, Graded(error=_cut(f"raised {error!r}"), trace=_trace_of(error) if traces else None)
+
+
+def _trace_of(error: BaseException) -> str:
+    """The traceback of an error, without our own frame."""
+    below = error.__traceback__.tb_next if error.__traceback__ is not None else None
+    return _cut("".join(traceback.format_exception(type(error), error, below)), MAX_TRACE_CHARS)
 
 
 def _as_list(answer: Any) -> list[Any] | None:

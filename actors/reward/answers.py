@@ -1,0 +1,78 @@
+"""From a score request to the samples that a grader takes, and from grades to the answer."""
+
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+import msgspec
+import structlog
+
+from actors.reward.frames import Graded
+from actors.reward.samples import GradedSample
+from messages import Prompt, Score, ScoreItem, ScoreRequested, ScoresGiven
+from messages.plain import clipped
+from runtime.data.stored_prompts import FetchesByKey, fetch_prompt_by_keys
+
+PROMPTS_KEPT: Final = 8  # cached prompts, of those that are stored in the data stream
+MAX_ERROR_CHARS: Final = 1000
+
+log = structlog.get_logger()
+
+
+class StoredPrompts:
+    """Fills stored prompts into the items of score requests. All samples of a group use the same prompt."""
+
+    def __init__(self, bus: FetchesByKey) -> None:
+        self._bus = bus
+        self._kept: dict[tuple[str, ...], Prompt] = {}  # by the keys of their parts, newest last
+
+    async def items_of(self, request: ScoreRequested) -> Sequence[ScoreItem]:
+        """The request's items, with a stored prompt filled in.
+
+        Raises:
+            PayloadLost: a part of the prompt is lost.
+        """
+        keys = request.prompt_keys
+        if not keys:
+            return request.items
+        prompt = self._kept.pop(keys, None) or await fetch_prompt_by_keys(self._bus, keys)
+        self._kept[keys] = prompt
+        while len(self._kept) > PROMPTS_KEPT:
+            self._kept.pop(next(iter(self._kept)))
+        added = {"prompt": prompt.text, "label": prompt.label, "metadata": prompt.metadata}
+        return [msgspec.structs.replace(item, **added) for item in request.items]
+
+
+def sample_of(item: ScoreItem) -> GradedSample:
+    """One item of a score request, as graders see it."""
+    return GradedSample(
+        index=item.index,
+        part=item.part,
+        prompt=item.prompt,
+        response=item.response,
+        status=str(item.status),
+        response_len=item.response_len,
+        label=item.label,
+        metadata=item.metadata,
+    )
+
+
+def answers_of(request: ScoreRequested, grades: Sequence[Graded]) -> Iterator[ScoresGiven]:
+    """Yield the answer, and shorter ones for the case that it exceeds the message size.
+
+    The second has no details of the grades, the third only failures.
+    """
+    yield _answer_of(request, grades)
+    yield _answer_of(request, [msgspec.structs.replace(graded, details=None) for graded in grades])
+    yield _answer_of(request, [Graded(error="the answer is larger than a message may be") for _ in grades])
+
+
+def _answer_of(request: ScoreRequested, grades: Sequence[Graded]) -> ScoresGiven:
+    scores = tuple(
+        Score(index=item.index, part=item.part, reward=graded.reward, details=graded.details, error=error)
+        for item, graded in zip(request.items, grades, strict=True)
+        for error in [graded.error and clipped(graded.error, MAX_ERROR_CHARS)]
+    )
+    failed = [score.error for score in scores if score.error is not None]
+    if failed:
+        log.warning("scores_failed", num_failed=len(failed), num_scores=len(scores), first=failed[0])
+    return ScoresGiven(request_id=request.request_id, scores=scores)
