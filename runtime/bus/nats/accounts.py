@@ -63,6 +63,12 @@ class _Service(msgspec.Struct, frozen=True):
 
     subject: str
     has_many_answers: bool = False
+    alias: str = ""  # name of the subject in the external account, if it differs
+
+    @property
+    def name(self) -> str:
+        """The subject on which the external clients publish."""
+        return self.alias or self.subject
 
 
 class Rights(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,12 +79,18 @@ class Rights(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _grader_services(run: str, grader: str) -> list[_Service]:
-    """Return what the workers of one grader may publish on: pull, acknowledge, answer, and read stored prompts."""
+    """Return what the workers of one grader may publish on: pull, acknowledge, answer, and read stored prompts.
+
+    JetStream clients request the consumer's state before they pull. Under $JS.API the external account, which has no
+    JetStream, answers that, too, and first: with an error. Such clients use the run's name as their domain.
+    """
     token = grader_token(grader)
     consumer = f"{stream_of(run, Plane.WORK)}.{score_durable(token)}"
+    pull, info = f"CONSUMER.MSG.NEXT.{consumer}", f"CONSUMER.INFO.{consumer}"
     return [
-        _Service(f"$JS.API.CONSUMER.MSG.NEXT.{consumer}", has_many_answers=True),
-        _Service(f"$JS.API.CONSUMER.INFO.{consumer}"),
+        _Service(f"$JS.API.{pull}", has_many_answers=True),
+        _Service(f"$JS.API.{pull}", has_many_answers=True, alias=f"$JS.{run}.API.{pull}"),
+        _Service(f"$JS.API.{info}", alias=f"$JS.{run}.API.{info}"),
         _Service(f"$JS.ACK.{consumer}.>"),
         _Service(scores_filter(run, token)),
         _Service(f"$JS.API.DIRECT.GET.{stream_of(run, Plane.DATA)}.{prompt_filter(run)}"),
@@ -97,7 +109,7 @@ def rights_of(run: str, client: ExternalClient) -> Rights:
         services, streams = _grader_services(run, client.grader), ()
     else:
         services, streams = _viewer_services(run), (plane_filter(run, Plane.EVENT),)
-    return Rights(publish=tuple(service.subject for service in services), subscribe=(inbox, *streams))
+    return Rights(publish=tuple(service.name for service in services), subscribe=(inbox, *streams))
 
 
 def render_accounts(accounts: Accounts, node: Login) -> str:
@@ -113,11 +125,11 @@ def render_accounts(accounts: Accounts, node: Login) -> str:
     if node.user is None:
         raise ValueError("accounts need a user and a password for the nodes of a run, not a token")
     run = accounts.run
-    of_graders = {s.subject: s for grader in accounts.graders for s in _grader_services(run, grader)}
-    of_viewers = {s.subject: s for s in _viewer_services(run)}
+    of_graders = {s.name: s for grader in accounts.graders for s in _grader_services(run, grader)}
+    of_viewers = {s.name: s for s in _viewer_services(run)}
     services = {ClientKind.GRADER: list(of_graders.values()), ClientKind.VIEWER: list(of_viewers.values())}
     streams = {ClientKind.GRADER: [], ClientKind.VIEWER: [plane_filter(run, Plane.EVENT)]}
-    exports = [_export(service, kind) for kind in ClientKind for service in services[kind]]
+    exports = [line for kind in ClientKind for line in dict.fromkeys(_export(each, kind) for each in services[kind])]
     exports += [_of(f"stream: {_quoted(each)}", kind) for kind in ClientKind for each in streams[kind]]
     lines = [
         "accounts {",
@@ -128,7 +140,7 @@ def render_accounts(accounts: Accounts, node: Login) -> str:
         "  }",
     ]
     for kind in ClientKind:
-        imports = [f"{{ service: {_from_run(service.subject)} }}" for service in services[kind]]
+        imports = [_import(service) for service in services[kind]]
         imports += [f"{{ stream: {_from_run(subject)} }}" for subject in streams[kind]]
         users = [_user(run, client) for client in accounts.clients if client.kind is kind]
         limits = f"{{ max_conn: {MAX_CONNECTIONS} }}"
@@ -140,6 +152,11 @@ def render_accounts(accounts: Accounts, node: Login) -> str:
 def _export(service: _Service, kind: ClientKind) -> str:
     answers = ", response_type: Stream" if service.has_many_answers else ""
     return _of(f"service: {_quoted(service.subject)}{answers}", kind)
+
+
+def _import(service: _Service) -> str:
+    alias = f", to: {_quoted(service.alias)}" if service.alias else ""
+    return f"{{ service: {_from_run(service.subject)}{alias} }}"
 
 
 def _of(what: str, kind: ClientKind) -> str:

@@ -107,8 +107,27 @@ def test_every_right_of_a_client_is_exported_and_imported() -> None:
     text = render_accounts(ACCOUNTS, LOGIN)
     for one in ACCOUNTS.clients:
         for subject in rights_of("r", one).publish:
-            assert f'{{ service: "{subject}"' in text
-            assert f'{{ service: {{ account: RUN, subject: "{subject}" }} }}' in text
+            exported = subject.replace("$JS.r.API.", "$JS.API.")
+            alias = "" if exported == subject else f', to: "{subject}"'
+            assert text.count(f'{{ service: "{exported}"') == 1
+            assert f'{{ service: {{ account: RUN, subject: "{exported}" }}{alias} }}' in text
+
+
+async def test_a_jetstream_client_finds_its_consumer_in_the_domain_of_the_run(tmp_path: Path) -> None:
+    async with running_server(tmp_path, settings(tmp_path)) as server, run_bus(server) as bus:
+        await bus.ensure_streams(TEST_STREAMS)
+        node = await nats.connect(server.url)
+        subject = "phy.r.work.score.math.*"
+        await node.jetstream().pull_subscribe(subject, durable="score-math", stream="phy-r-work")
+        await node.jetstream().publish("phy.r.work.score.math.1", b"task")
+        async with client(server, ALICE) as alice:
+            stream = alice.jetstream(domain="r")
+            assert (await stream.consumer_info("phy-r-work", "score-math")).num_pending == 1
+            pulled = await stream.pull_subscribe_bind(durable="score-math", stream="phy-r-work")
+            (task,) = await pulled.fetch(1, timeout=5)
+            await task.ack_sync()
+        await node.close()
+        assert (await bus.state(Plane.WORK)).messages == 0
 
 
 async def test_a_store_from_before_accounts_keeps_its_messages_and_durables(tmp_path: Path) -> None:
