@@ -15,7 +15,7 @@ import pytest
 from runtime.bus.bus import Bus
 from runtime.node import group_starts as group_starts_module
 from runtime.node.group_starts import GroupStarts, Standing, Starts, group_starts
-from runtime.node.supervisor.state_changes import Exited, Started
+from runtime.node.supervisor.state_changes import Exited, GivenUp, Started
 from runtime.node.supervisor.supervisor import Supervision
 from runtime.settings.processes import ProcessSpec, RestartGroupSpec
 from tests.fixtures.nats import NatsServer, eventually
@@ -128,10 +128,10 @@ def over_nodes(name: str) -> ProcessSpec:
 
 @asynccontextmanager
 async def node(
-    bus: Bus, run_dir: Path, name: str, process: str, shown: list[str] | None = None
+    bus: Bus, run_dir: Path, name: str, process: str, shown: list[str] | None = None, *, max_restarts: int = 10
 ) -> AsyncIterator[tuple[Supervision, Changes]]:
     """A node that runs one process of the group."""
-    spec = over_nodes(process)
+    spec = msgspec.structs.replace(over_nodes(process), max_restarts=max_restarts)
     (agreement,) = group_starts(bus, name, (spec,), shown.append if shown is not None else lambda line: None).values()
     async with supervising(run_dir, node=name) as (supervision, changes), anyio.create_task_group() as tasks:
         tasks.start_soon(agreement.run)
@@ -177,6 +177,20 @@ async def test_a_node_that_stops_its_processes_does_not_end_the_others(bus: Bus,
         await stopped.stop()
         await anyio.sleep(0.3)
         assert reasons(first) == []
+
+
+@pytest.mark.anyio
+async def test_a_process_spends_one_restart_however_long_it_waits_for_another_node(bus: Bus, tmp_path: Path) -> None:
+    """As a trainer rank at home that loses its connection to the ranks of a node that is gone."""
+    async with node(bus, tmp_path, "n0", "first", max_restarts=2) as (_, first):
+        for start in (1, 2, 3):
+            async with node(bus, tmp_path, "n1", "second"):
+                await eventually(lambda start=start: len(meetings(tmp_path, "first")) == start)
+            if start < 3:  # the other node's daemon and its process are gone
+                os.kill(pid(first), signal.SIGKILL)
+                await anyio.sleep(1.0)  # longer than the delay before a restart
+                assert reasons(first) == ["killed by SIGKILL"] * start
+        assert not first.of(GivenUp)
 
 
 @pytest.mark.anyio
