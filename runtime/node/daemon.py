@@ -11,6 +11,7 @@ from pathlib import Path
 
 import anyio
 import anyio.abc
+import anyio.to_thread
 import msgspec
 import structlog
 
@@ -30,7 +31,14 @@ from runtime.bus.bus import Bus
 from runtime.bus.calls import Handler
 from runtime.bus.errors import BusError, BusUnavailable
 from runtime.bus.limits import BusLimits, over_network
-from runtime.bus.nats.server import NoProgress, ServerSettings, server_command, wait_ready, write_config
+from runtime.bus.nats.server import (
+    NoProgress,
+    ServerSettings,
+    move_into_account,
+    server_command,
+    wait_ready,
+    write_config,
+)
 from runtime.node.acceptance import Acceptance, NodeStatement, Statement
 from runtime.node.checks.comparison import Refusal
 from runtime.node.claims.home import HomeClaimed, HomeLease, HomeMoved, LeaseUnreadable
@@ -39,6 +47,7 @@ from runtime.node.claims.run_id import RunMismatch, check_run_id, settle_run_id
 from runtime.node.claims.rundir import BUS_FILE, TOPOLOGY_VARIABLE
 from runtime.node.copying import COPIES, LocalCopies
 from runtime.node.display import Show
+from runtime.node.external_clients import ClientsUnreadable, ServerAccounts
 from runtime.node.group_starts import group_starts
 from runtime.node.join import JOIN_FILE, Join, write_join
 from runtime.node.missing import Missing
@@ -56,7 +65,7 @@ from runtime.util.disk import free_bytes, is_full, no_space, no_space_of, stored
 from runtime.util.errors import flatten
 from runtime.util.exit_codes import EXIT_FENCED
 from runtime.util.files import write_atomically
-from runtime.util.secrets import Secret, with_login, without_logins
+from runtime.util.secrets import Secret, split_login, with_login, without_logins
 from runtime.util.threads import BoundedThreads
 
 log = structlog.get_logger()
@@ -160,6 +169,7 @@ class NodeDaemon:
         self._outcome: RunEnd | None = None
         self._bus_url = None if plan.bus_url is None else Secret(with_login(plan.bus_url, plan.bus_login))
         self._bus_ready = anyio.Event()
+        self._accounts: ServerAccounts | None = None
         own = None if plan.server is None else plan.server.certificate
         self._certificate = plan.bus_certificate if own is None else own.pem()
 
@@ -241,7 +251,7 @@ class NodeDaemon:
     async def _run_on_bus(self) -> None:
         if self._plan.server is not None:
             (self._plan.run_dir / JOIN_FILE).unlink(missing_ok=True)  # of an earlier start
-            self._supervision.start(bus_process(self._plan, self._plan.server))
+            await self._start_server(self._plan.server)
         elif self._bus_url is not None:
             self._found_bus(self._bus_url)
         await _first_of(self._bus_ready, self._ending)
@@ -264,6 +274,20 @@ class NodeDaemon:
             finally:
                 with anyio.move_on_after(RELEASE_TIMEOUT_S, shield=True), suppress(BusError):
                     await claim.release()
+
+    async def _start_server(self, server: ServerSettings) -> None:
+        """Start the NATS server with the accounts of external clients. No other server has its store."""
+        self._accounts = ServerAccounts(
+            self._plan.run, self._plan.run_dir / "bus", server, self._plan.graders, self._show
+        )
+        try:
+            settings = await anyio.to_thread.run_sync(self._accounts.settings)
+        except ClientsUnreadable as error:
+            self._end(RunEnd(finished=False, refused=str(error)))
+            return
+        if settings.accounts is not None and move_into_account(settings.store_dir):
+            log.info("streams_moved_into_account", store=str(settings.store_dir))
+        self._supervision.start(bus_process(self._plan, settings))
 
     async def _claimed(self, bus: Bus) -> NodeClaim:
         """Claim this node, after checking that run directory and streams belong together."""
@@ -320,6 +344,10 @@ class NodeDaemon:
         async with bus.serve(handlers), anyio.create_task_group() as tasks:
             tasks.start_soon(self._keep_claim, claim)
             tasks.start_soon(self._publish_changes, bus)
+            if self._accounts is not None and self._plan.address is not None and self._bus_url is not None:
+                url, _ = split_login(self._bus_url.reveal())
+                reload = partial(self._supervision.reload, BUS_PROCESS)
+                tasks.start_soon(self._accounts.run, url, self._certificate, reload)
             for each in agreements.values():
                 tasks.start_soon(each.run)
             tasks.start_soon(self.reporting.run, bus)

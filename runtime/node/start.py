@@ -71,7 +71,7 @@ from runtime.settings.processes import ProcessSpec
 from runtime.settings.reading.config import Problem
 from runtime.settings.recipe import trains_demonstrations
 from runtime.settings.sizes import min_free_bytes, stream_sizes
-from runtime.settings.topology import Topology, encode_topology
+from runtime.settings.topology import Topology, encode_topology, grader_names
 from runtime.util.disk import LinesWhileRoom, is_full, no_space_of
 from runtime.util.exit_codes import EXIT_INPUT_ERROR, EXIT_NO_SPACE
 from runtime.util.files import write_atomically
@@ -315,6 +315,7 @@ def _plan(
         started=_command_started(),
         processes=tuple(specs_of(topology, options.node, claim.run_dir)),
         server=_server(topology, claim.run_dir, address) if bus_node(topology) == options.node else None,
+        graders=grader_names(topology),
         address=address,
         nodes=tuple(topology.nodes),
         log_dir=logs if claim.node is None else logs / claim.node,

@@ -368,6 +368,14 @@ def sglang_arguments(engine: EngineConfig) -> list[SglangArgument]:
     return [SglangArgument(spelled.replace("-", "_"), spelled, value) for spelled, value in engine.sglang.items()]
 
 
+def grader_names(topology: Topology) -> tuple[str, ...]:
+    """Return the graders that the topology names, under the names that score requests use."""
+    if answers_are_recorded(topology):
+        return ()
+    named = (item.rm_type for item in (*topology.data, *topology.eval) if item.rm_type is not None)
+    return tuple(dict.fromkeys((*named, *topology.reward.graders)))
+
+
 def has_filter(topology: Topology) -> bool:
     """Return whether a filter judges completed groups. Without one, the run has no filter actor and keeps them all."""
     return topology.rollout.dynamic_filter not in (None, "none")

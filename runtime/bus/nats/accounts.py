@@ -21,6 +21,8 @@ from messages.subjects import (
     scores_filter,
     stream_of,
 )
+from runtime.bus.credential import Credential, Instant
+from runtime.bus.nats.certificate import NAME
 from runtime.util.secrets import Login
 
 RUN_ACCOUNT: Final = "RUN"
@@ -46,8 +48,8 @@ class ExternalClient(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     kind: ClientKind
     grader: str = ""  # of a grader: the name in the topology
     password: str
-    expires: str  # RFC 3339, in UTC
-    revoked: bool = False
+    expires: Instant
+    is_revoked: bool = False
 
 
 class Accounts(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,6 +112,46 @@ def rights_of(run: str, client: ExternalClient) -> Rights:
     else:
         services, streams = _viewer_services(run), (plane_filter(run, Plane.EVENT),)
     return Rights(publish=tuple(service.name for service in services), subscribe=(inbox, *streams))
+
+
+def credential_of(run: str, client: ExternalClient, *, url: str, certificate: str) -> Credential:
+    """Return the credential of one external client.
+
+    Args:
+        run: name of the run.
+        client: to describe.
+        url: of the run's server.
+        certificate: PEM certificate of the server.
+    """
+    inbox = inbox_prefix(run, client.name)
+    event, work, data = (stream_of(run, plane) for plane in (Plane.EVENT, Plane.WORK, Plane.DATA))
+    token = grader_token(client.grader)
+    if client.kind is ClientKind.VIEWER:
+        own = {"stream": event, "events": plane_filter(run, Plane.EVENT), "history": f"$JS.API.DIRECT.GET.{event}"}
+    else:
+        durable = score_durable(token)
+        own = {
+            "stream": work,
+            "grader": client.grader,
+            "token": token,
+            "durable": durable,
+            "pull": f"$JS.API.CONSUMER.MSG.NEXT.{work}.{durable}",
+            "answers": scores_filter(run, token),
+            "prompts": f"$JS.API.DIRECT.GET.{data}.{prompt_filter(run).removesuffix('>')}",
+        }
+    return Credential(
+        kind=client.kind,
+        run=run,
+        name=client.name,
+        url=url,
+        tls_name=NAME,
+        user=client.name,
+        password=client.password,
+        expires=client.expires,
+        inbox=inbox,
+        certificate=certificate,
+        **own,
+    )
 
 
 def render_accounts(accounts: Accounts, node: Login) -> str:

@@ -12,7 +12,7 @@ from typing import Final
 import anyio
 import msgspec
 
-from runtime.bus.errors import BusError, BusUnavailable
+from runtime.bus.errors import BusError, BusRefused, BusUnavailable
 from runtime.bus.limits import GIB, MIB, BusLimits
 from runtime.bus.nats.accounts import RUN_ACCOUNT, Accounts, render_accounts
 from runtime.bus.nats.certificate import Certificate
@@ -250,6 +250,24 @@ async def _has_recovered(url: str, certificate: str | None) -> bool:
     except BusError:
         return False
     return True
+
+
+async def accepts_login(url: str, inboxes: str, certificate: str | None) -> bool:
+    """Return whether a server accepts the login in a URL.
+
+    Args:
+        url: of the server, with the login.
+        inboxes: prefix of the subjects on which this login may receive answers.
+        certificate: PEM certificate of the server, if it uses TLS.
+
+    Raises:
+        BusUnavailable: no server answers.
+    """
+    try:
+        async with open_connection(url, name="login", limits=READY_LIMITS, inboxes=inboxes, certificate=certificate):
+            return True
+    except BusRefused:
+        return False
 
 
 def _alive(pid: int) -> bool:

@@ -82,6 +82,11 @@ class Child:
         if self.running:
             self._process.terminate()
 
+    def reload(self) -> None:
+        """Send SIGHUP to the process itself."""
+        if self.running:
+            self._process.send_signal(signal.SIGHUP)
+
     def kill(self) -> None:
         """Send SIGKILL to the process and its process group."""
         if self.running:

@@ -121,6 +121,13 @@ class Supervisor:
         self._child.kill()
         return True
 
+    def reload(self) -> bool:
+        """Make the process read its configuration again (SIGHUP). Return False if it is not ready to."""
+        if self._child is None or not self._came_up:  # before it has started, the signal would end it
+            return False
+        self._child.reload()
+        return True
+
     async def _run_once(self) -> float | None:
         """Run the process once, with its restart group; return the delay before the next start, None for no restart."""
         if self._restart_group is None:
@@ -389,6 +396,11 @@ class Supervision:
             servers = [each for each, one in self._supervisors.items() if one.spec.tier is Tier.SERVICE]
             raise ValueError(f"{name!r} is not a server of this node; allowed: {', '.join(servers)}")
         return supervisor.kill_process(pid, reason)
+
+    def reload(self, name: str) -> bool:
+        """Make a process read its configuration again (SIGHUP). Return False if it is not ready to."""
+        supervisor = self._supervisors.get(name)
+        return supervisor is not None and supervisor.reload()
 
     async def stop(self, *tiers: Tier) -> None:
         """Stop tiers, by default all, within STOP_WITHIN_S. Later tiers stop first."""

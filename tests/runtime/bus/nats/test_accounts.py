@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
@@ -20,10 +21,9 @@ from tests.support.running_server import RunningServer, running_server
 pytestmark = pytest.mark.anyio
 
 LOGIN = Login(user="physarum", password=Secret("of-nodes"))
-ALICE = ExternalClient(
-    name="alice", kind=ClientKind.GRADER, grader="math", password="of-alice", expires="2099-01-01T00:00:00Z"
-)
-BOB = ExternalClient(name="bob", kind=ClientKind.VIEWER, password="of-bob", expires="2099-01-01T00:00:00Z")
+LATER = datetime(2099, 1, 1, tzinfo=UTC)
+ALICE = ExternalClient(name="alice", kind=ClientKind.GRADER, grader="math", password="of-alice", expires=LATER)
+BOB = ExternalClient(name="bob", kind=ClientKind.VIEWER, password="of-bob", expires=LATER)
 ACCOUNTS = Accounts(run="r", graders=("math", "my/file.py:code"), clients=(ALICE, BOB))
 WITHOUT = ServerSettings(store_dir=Path(), login=LOGIN)
 

@@ -1,0 +1,214 @@
+"""External clients of a run with a real node daemon and server: given, revoked, expired, and resumed."""
+
+import os
+import signal
+import time
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import anyio
+import msgspec
+import psutil
+import pytest
+from nats.aio.client import Client
+
+from runtime.bus.bus import Bus
+from runtime.bus.nats.accounts import ClientKind, ExternalClient
+from runtime.bus.nats.certificate import NAME, client_context, own_certificate
+from runtime.bus.nats.server import ServerSettings, accepts_login
+from runtime.node.external_clients import (
+    CLIENTS_FILE,
+    NameTaken,
+    add_client,
+    read_clients,
+    revoke_client,
+    status_of,
+    wait_until_taken,
+)
+from runtime.node.join import JOIN_FILE, read_join
+from runtime.node.network import NodeAddress
+from runtime.node.node_plan import NodePlan
+from runtime.util.secrets import Login, Secret, with_login
+from tests.fixtures.nats import eventually
+from tests.runtime.node.test_daemon import Running, events_of, plan, player
+
+pytestmark = pytest.mark.anyio
+
+LOGIN = Login(user="physarum", password=Secret("of-nodes"))
+
+
+def later(seconds: float = 3600) -> datetime:
+    return datetime.now(UTC) + timedelta(seconds=seconds)
+
+
+def plan_with_accounts(run_dir: Path) -> NodePlan:
+    server = ServerSettings(store_dir=run_dir / "nats", login=LOGIN, certificate=own_certificate(run_dir / "bus"))
+    address = NodeAddress(ip="127.0.0.1", interface="lo")
+    return msgspec.structs.replace(plan(run_dir), server=server, address=address, graders=("math", "code"))
+
+
+@asynccontextmanager
+async def running(run_dir: Path) -> AsyncGenerator[Running]:
+    """A run without processes; its daemon ends with the block."""
+    run = Running(plan_with_accounts(run_dir))
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(run.run)
+        await eventually((run_dir / JOIN_FILE).exists)
+        yield run
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+async def until_taken(run_dir: Path, client: ExternalClient, wanted: bool) -> float:
+    join, began = read_join(run_dir / JOIN_FILE), time.monotonic()
+    with anyio.fail_after(10):
+        await wait_until_taken(join.url, "r", join.certificate, [(client, wanted)])
+    return time.monotonic() - began
+
+
+class Connected:
+    """A connection of an external client, and how often it was lost."""
+
+    def __init__(self) -> None:
+        self.client = Client()
+        self.lost = anyio.Event()
+        self.times_lost = 0
+
+    async def _on_lost(self) -> None:
+        self.times_lost += 1
+        self.lost.set()
+
+
+@asynccontextmanager
+async def connected(run_dir: Path, client: ExternalClient) -> AsyncGenerator[Connected]:
+    join, one = read_join(run_dir / JOIN_FILE), Connected()
+    await one.client.connect(
+        join.url,
+        user=client.name,
+        password=client.password,
+        tls=client_context(join.certificate),
+        tls_hostname=NAME,
+        inbox_prefix=f"_INBOX.r.{client.name}".encode(),
+        disconnected_cb=one._on_lost,
+        max_reconnect_attempts=1,
+        reconnect_time_wait=0,
+    )
+    try:
+        yield one
+    finally:
+        await one.client.close()
+
+
+async def test_a_revoked_client_is_cut_off_within_a_second_and_no_other_client_notices(tmp_path: Path) -> None:
+    bus_dir = tmp_path / "bus"
+    async with running(tmp_path) as run:
+        join = read_join(tmp_path / JOIN_FILE)
+        alice = add_client(bus_dir, "alice", ClientKind.GRADER, grader="math", expires=later(), reserved="physarum")
+        bob = add_client(bus_dir, "bob", ClientKind.VIEWER, expires=later(), reserved="physarum")
+        for each in (alice, bob):
+            await until_taken(tmp_path, each, True)
+        await run.shown("credential of grader alice: accepted")
+        async with (
+            connected(tmp_path, alice) as hers,
+            connected(tmp_path, bob) as his,
+            Bus.connect(join.url_with_login, "r", name="actor", certificate=join.certificate) as actor,
+        ):
+            revoke_client(bus_dir, "alice")
+            with anyio.fail_after(1):
+                await hers.lost.wait()
+            await until_taken(tmp_path, alice, False)
+            await run.shown("credential of grader alice: revoked")
+            await his.client.flush()
+            assert (his.times_lost, actor.stats()["bus/reconnects"]) == (0, 0)
+        again = add_client(bus_dir, "alice", ClientKind.GRADER, grader="code", expires=later(), reserved="physarum")
+        await until_taken(tmp_path, again, True)
+        await until_taken(tmp_path, alice, False)  # its password
+
+
+async def test_a_credential_expires_while_its_client_is_connected(tmp_path: Path) -> None:
+    async with running(tmp_path) as run:
+        client = add_client(tmp_path / "bus", "bob", ClientKind.VIEWER, expires=later(2), reserved="physarum")
+        await until_taken(tmp_path, client, True)
+        async with connected(tmp_path, client) as his:
+            with anyio.fail_after(5):
+                await his.lost.wait()
+        await run.shown("credential of viewer bob: expired")
+        assert datetime.now(UTC) >= client.expires
+
+
+async def test_changes_while_no_daemon_runs_apply_at_the_next_start(tmp_path: Path) -> None:
+    bus_dir = tmp_path / "bus"
+    async with running(tmp_path):
+        pass
+    kept = add_client(bus_dir, "kept", ClientKind.VIEWER, expires=later(), reserved="physarum")
+    revoked = add_client(bus_dir, "revoked", ClientKind.VIEWER, expires=later(), reserved="physarum")
+    expired = add_client(bus_dir, "expired", ClientKind.VIEWER, expires=later(-1), reserved="physarum")
+    revoke_client(bus_dir, "revoked")
+    (tmp_path / JOIN_FILE).unlink()
+    async with running(tmp_path):
+        join = read_join(tmp_path / JOIN_FILE)
+        found: list[bool] = []
+        for each in (kept, revoked, expired):
+            url = with_login(join.url, Login(user=each.name, password=Secret(each.password)))
+            found.append(await accepts_login(url, f"_INBOX.r.{each.name}", join.certificate))
+        assert found == [True, False, False]
+
+
+async def test_a_file_that_cannot_be_read_changes_nothing_and_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "bus" / CLIENTS_FILE
+    async with running(tmp_path) as run:
+        client = add_client(tmp_path / "bus", "bob", ClientKind.VIEWER, expires=later(), reserved="physarum")
+        await until_taken(tmp_path, client, True)
+        async with connected(tmp_path, client) as his:
+            await anyio.Path(path).write_text("{")
+            await run.shown(f"the external clients of the run are as before: {path} is not used: it is no file of")
+            await his.client.flush()
+            assert his.times_lost == 0
+    outcome = await Running(plan_with_accounts(tmp_path)).run()
+    assert (outcome.refused or "").startswith(f"{path} is not used")
+
+
+async def test_a_server_that_is_killed_comes_back_with_its_external_clients(tmp_path: Path) -> None:
+    async with running(tmp_path) as run:
+        client = add_client(tmp_path / "bus", "bob", ClientKind.VIEWER, expires=later(), reserved="physarum")
+        await until_taken(tmp_path, client, True)
+        async with connected(tmp_path, client) as his:
+            for process in psutil.Process().children():
+                if process.name() == "nats-server":
+                    process.kill()
+            await his.lost.wait()
+        await until_taken(tmp_path, client, True)
+        other = add_client(tmp_path / "bus", "carol", ClientKind.VIEWER, expires=later(), reserved="physarum")
+        await until_taken(tmp_path, other, True)
+        await run.shown("credential of viewer carol: accepted")
+
+
+def test_a_name_is_taken_while_its_credential_is_valid(tmp_path: Path) -> None:
+    for name, problem in (("physarum", "the nodes of the run use this name"), ("-x", "allowed are 1 to 64 letters")):
+        with pytest.raises((NameTaken, ValueError), match=problem):
+            add_client(tmp_path, name, ClientKind.VIEWER, expires=later(), reserved="physarum")
+    with pytest.raises(ValueError, match="names no such grader; allowed: none"):
+        add_client(tmp_path, "a", ClientKind.GRADER, grader="math", expires=later(), reserved="physarum")
+    first = add_client(tmp_path, "bob", ClientKind.VIEWER, expires=later(), reserved="physarum")
+    with pytest.raises(NameTaken, match="a viewer has this name until"):
+        add_client(tmp_path, "bob", ClientKind.VIEWER, expires=later(), reserved="physarum")
+    with pytest.raises(ValueError, match="no external client has this name; there are: bob"):
+        revoke_client(tmp_path, "carol")
+    assert status_of(revoke_client(tmp_path, "bob"), datetime.now(UTC)) == "revoked"
+    second = add_client(tmp_path, "bob", ClientKind.VIEWER, expires=later(), reserved="physarum")
+    assert read_clients(tmp_path).clients == (second,)
+    assert first.password != second.password
+
+
+async def test_a_run_that_began_without_accounts_resumes_with_them(tmp_path: Path) -> None:
+    assert (await Running(plan(tmp_path, player("2", "--then", "fail"))).run()).error is not None
+    before = await events_of(tmp_path)
+    async with running(tmp_path):
+        join = read_join(tmp_path / JOIN_FILE)
+        async with (
+            Bus.connect(join.url_with_login, "r", name="actor", certificate=join.certificate) as bus,
+            bus.read() as events,
+        ):
+            found = [received.message async for received in events.so_far()]
+    assert found[: len(before)] == before
