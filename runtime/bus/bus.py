@@ -4,6 +4,7 @@ import asyncio
 import copy
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
 from typing import Any, Final, overload
 
 import msgspec
@@ -31,7 +32,7 @@ from runtime.bus.limits import BusLimits, StreamLimits
 from runtime.bus.nats.connection import Connection, open_connection
 from runtime.bus.nats.consumers import ConsumerSettings
 from runtime.bus.nats.room import Room
-from runtime.bus.nats.store import Store, Stored
+from runtime.bus.nats.store import Store, Stored, is_in_service
 from runtime.bus.wire import to_wire
 
 DEFAULT_LIMITS: Final = BusLimits()
@@ -85,7 +86,8 @@ class Bus:
             url, name=name, limits=limits, inboxes=inbox_prefix(run, name), certificate=certificate
         ) as connection:
             bus = cls(connection, run, name)
-            async with in_background(bus._room.keep_current):
+            watch = partial(connection.outages.watch, partial(is_in_service, connection))
+            async with in_background(bus._room.keep_current), in_background(watch):
                 yield bus
 
     def for_actor(self, name: str, *, reads: Iterable[type[Message]], writes: Iterable[type[Message]]) -> "Bus":
@@ -383,12 +385,12 @@ class Bus:
     @property
     def away_s(self) -> float:
         """Seconds since the connection was lost; 0 while there is one."""
-        return self._connection.away_s
+        return self._connection.outages.away_s
 
     @property
     def back_s(self) -> float:
         """Seconds since the last outage ended; infinite if there was none."""
-        return self._connection.back_s
+        return self._connection.outages.back_s
 
     def stats(self) -> dict[str, float]:
         """Counters of this connection since it was opened."""

@@ -177,7 +177,7 @@ class Log:
             pending = reader.num_pending
             while pending:
                 item = await reader.next(self._connection.limits.publish_timeout_s)
-                if item is None and self._connection.in_outage:
+                if item is None and self._connection.outages.is_allowed:
                     continue
                 if item is None and not reader.num_pending:
                     return  # deleted meanwhile

@@ -109,7 +109,7 @@ class KeyValues:
         try:
             while reader.num_pending > 0:
                 item = await reader.next(self._connection.limits.publish_timeout_s)
-                if item is None and self._connection.in_outage:
+                if item is None and self._connection.outages.is_allowed:
                     continue
                 if item is None:
                     break

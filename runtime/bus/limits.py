@@ -47,7 +47,7 @@ def over_network(limits: BusLimits, outage_s: float) -> BusLimits:
 
 
 class StreamLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Sizes of a run's streams. Full event, work and data streams refuse messages; dead letters replace the oldest."""
+    """Limits of a run's streams. Full event, work and data streams refuse messages; dead letters replace the oldest."""
 
     event_bytes: int = GIB
     work_bytes: int = GIB
@@ -55,4 +55,5 @@ class StreamLimits(msgspec.Struct, frozen=True, kw_only=True):
     data_bytes: int = 8 * GIB
     dead_bytes: int = 64 * MIB
     kv_bytes: int = 64 * MIB
+    replicas: int = 1  # servers that hold each stream
     duplicate_window_s: float = 120.0  # saves storage on retries; correctness does not depend on it

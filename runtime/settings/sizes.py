@@ -90,9 +90,14 @@ def min_free_bytes(topology: Topology) -> int:
 
 
 def stream_limits(topology: Topology) -> StreamLimits:
-    """Return the stream sizes as limits of the bus; its other limits keep their defaults."""
+    """Return the stream sizes and replicas as limits of the bus; its other limits keep their defaults."""
     sizes = stream_sizes(topology)
-    return StreamLimits(event_bytes=sizes.event_bytes, work_bytes=sizes.work_bytes, data_bytes=sizes.data_bytes)
+    return StreamLimits(
+        event_bytes=sizes.event_bytes,
+        work_bytes=sizes.work_bytes,
+        data_bytes=sizes.data_bytes,
+        replicas=topology.bus.replicas,
+    )
 
 
 def growing_events(recipe: Recipe) -> tuple[EventSize, ...]:

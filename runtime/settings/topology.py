@@ -7,7 +7,8 @@ import msgspec
 from runtime.settings.reading.config import Config
 from runtime.settings.recipe import Count, Name, NonNegative, Positive, Recipe, Text, trains_demonstrations
 
-BusUrl = Annotated[str, msgspec.Meta(pattern=r"^(nats|tls|ws|wss)://[^@]*$")]  # a login is cut out before
+_SERVER = r"(nats|tls|ws|wss)://[^@,]*"
+BusUrl = Annotated[str, msgspec.Meta(pattern=f"^{_SERVER}(,{_SERVER})*$")]  # a login is cut out before
 Timeout = Annotated[float, msgspec.Meta(ge=1, le=86_400)]  # seconds; at most a day
 StillFor = Annotated[float, msgspec.Meta(ge=5)]  # seconds; heartbeats come once a second
 Variable = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
@@ -45,15 +46,21 @@ class BusConfig(Config, frozen=True, kw_only=True):
 
     # Node that runs the NATS server. Needed only with several nodes and without `url`.
     node: Name | None = None
-    # URL of a NATS server that already runs. By default the run starts its own server.
+    # URL of a NATS server that already runs, or URLs of the servers of one cluster, separated by commas. By default the
+    # run starts its own server.
     url: BusUrl | None = None
-    # File with the user and password, or the token, for `url`. Only its owner may be able to read it.
+    # File with the login for `url`: a user and password, a token, or a NATS credentials file (`.creds`) with a JWT and
+    # a seed. Only its owner may be able to read it.
     credentials: Text | None = None
+    # Number of servers of the cluster at `url` that hold each stream. With 3, one of them may fail without loss, and
+    # the run waits while two are away. A change takes effect at the next start.
+    replicas: Literal[1, 3] = 1
     # Port of the server that the run starts. By default 4222 if other machines use the server, and otherwise a free
     # port that is chosen at each start.
     port: Port | None = None
     # Seconds for which a node that does not run the NATS server goes on without it: its processes stay, and its engines
-    # keep their weights. After that the node ends with an error.
+    # keep their weights. After that the node ends with an error. A cluster without a majority of its servers counts as
+    # away.
     outage_s: Timeout = 600.0
     # Size limit of the event stream in bytes. A limit below what the recipe can need is refused.
     event_bytes: Positive | None = None

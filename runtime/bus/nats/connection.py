@@ -6,7 +6,6 @@ good. Errors that nats-py only reports to a callback are counted. A closed conne
 """
 
 import asyncio
-import math
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from itertools import count
@@ -25,6 +24,7 @@ from messages.subjects import INBOX
 from runtime.bus.errors import BusError, BusRefused, BusUnavailable, MessageRefused, MessageTooLarge
 from runtime.bus.limits import BusLimits
 from runtime.bus.nats.certificate import NAME, client_context
+from runtime.bus.nats.outages import Outages
 from runtime.util.retrying import Backoff
 from runtime.util.secrets import Login, split_login, without_logins
 
@@ -34,6 +34,7 @@ Headers = dict[str, str]
 STATUS = "Status"  # header in which nats-py puts a status line
 NO_RESPONDERS = "503"
 BACKOFF = Backoff(first_s=0.02, max_s=0.5)
+CLUSTER_ATTEMPT_S = 0.5  # of the first attempt at a cluster; each further one may take twice as long
 MAX_SUBJECT_BYTES = 1024  # the server closes a connection over 4096 bytes of control line
 _HEADER_FRAME_BYTES = len("NATS/1.0\r\n\r\n")
 _HEADER_LINE_BYTES = len(": \r\n")
@@ -104,6 +105,10 @@ class _Client(Client):
 
     requires_tls = False
 
+    @property
+    def is_clustered(self) -> bool:
+        return bool(self._server_info.get("cluster"))
+
     def _connect_command(self) -> bytes:
         if self.requires_tls and not self._server_info.get("tls_required"):
             raise nats_errors.Error("the server offers no TLS: it is another one than that of the run")
@@ -155,9 +160,7 @@ class Connection:
         self._errors_since_connect = 0
         self._closing = False
         self._on_lost: Callable[[], None] | None = None
-        self._lost_at: float | None = None  # loop time at which the connection was lost; None: it is not
-        self._away_before_s = 0.0  # in earlier outages
-        self._back_at = -math.inf  # loop time at which the last outage ended
+        self.outages = Outages(limits.outage_s)
 
     @property
     def is_connected(self) -> bool:
@@ -167,6 +170,11 @@ class Connection:
     def last_error(self) -> str:
         """The latest error from the client's error callback, for the text of other errors."""
         return self._last_error
+
+    @property
+    def is_clustered(self) -> bool:
+        """Whether the server is one of a cluster, where leaders change and reads from other servers may be late."""
+        return self._client.is_clustered
 
     @property
     def max_payload(self) -> int:
@@ -317,41 +325,33 @@ class Connection:
         failures = 0
         while True:
             try:
-                return await self.request(subject, payload, headers, self.attempt_time(deadline))
+                return await self.request(subject, payload, headers, self.attempt_time(deadline, failures))
             except (Disconnected, AttemptTimeout, NoResponders) as error:
                 if not await self.pause(deadline, failures, error):
                     raise BusUnavailable(f"{subject}: {error!r} after {timeout_s:g} s; {self._last_error}") from error
                 failures += 1
 
-    @property
-    def away_s(self) -> float:
-        """Seconds since the connection was lost; 0 while there is one."""
-        return 0.0 if self._lost_at is None else asyncio.get_running_loop().time() - self._lost_at
-
-    @property
-    def back_s(self) -> float:
-        """Seconds since the last outage ended; infinite if there was none."""
-        return asyncio.get_running_loop().time() - self._back_at
-
-    @property
-    def in_outage(self) -> bool:
-        """Whether the connection was lost less than limits.outage_s ago."""
-        return 0.0 < self.away_s < self.limits.outage_s
-
     def time(self) -> float:
         """Seconds on a clock for deadlines. It stands still in an outage, for up to limits.outage_s of each."""
-        away_s = self._away_before_s + min(self.away_s, self.limits.outage_s)
-        return asyncio.get_running_loop().time() - away_s
+        return self.outages.time()
 
-    def attempt_time(self, deadline: float) -> float:
-        """Seconds that the next attempt may take. The deadline is one of `time`."""
-        return max(0.001, min(self.limits.attempt_timeout_s, deadline - self.time()))
+    def attempt_time(self, deadline: float, failures: int) -> float:
+        """Seconds that the next attempt may take. The deadline is one of `time`.
+
+        The first attempts at a cluster are short: a server may still forward them to a leader that has just died.
+        """
+        longest_s = self.limits.attempt_timeout_s
+        if self.is_clustered:
+            longest_s = min(longest_s, CLUSTER_ATTEMPT_S * 2**failures)
+        return max(0.001, min(longest_s, deadline - self.time()))
 
     async def pause(self, deadline: float, failures: int, error: BusError) -> bool:
         """Wait until another attempt makes sense. False: the deadline comes first. The deadline is one of `time`."""
         remaining_s = deadline - self.time()
         if isinstance(error, Disconnected) and not self._connected.is_set():
-            return await self.wait_connected(remaining_s + max(0.0, self.limits.outage_s - self.away_s))
+            return await self.wait_connected(remaining_s + self.outages.left_s)
+        if self.is_clustered:
+            self.outages.doubt()
         back_off_s = 0.0 if isinstance(error, AttemptTimeout) else BACKOFF.pause_s(failures + 1)
         if back_off_s >= remaining_s:
             return False
@@ -418,8 +418,7 @@ class Connection:
 
     async def _on_disconnected(self) -> None:
         self._connected.clear()
-        if self._lost_at is None:
-            self._lost_at = asyncio.get_running_loop().time()
+        self.outages.begin()
         if not self._closing:
             log.warning("bus_disconnected", last_error=self._last_error)
         self._fail_waiting(Disconnected("connection lost"))
@@ -429,8 +428,10 @@ class Connection:
         self.counters.reconnects += 1
         log.info("bus_reconnected", failed_attempts=self._errors_since_connect)
         self._errors_since_connect = 0
-        self._away_before_s += min(self.away_s, self.limits.outage_s)
-        self._lost_at, self._back_at = None, asyncio.get_running_loop().time()
+        if self.is_clustered and self.limits.outage_s:
+            self.outages.doubt()  # this server may be one of a minority, which stores nothing
+        else:
+            self.outages.end()
         self._connected.set()
         for listener in tuple(self._reconnect_listeners):
             listener()

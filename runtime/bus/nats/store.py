@@ -1,6 +1,7 @@
 """Publishing to JetStream: with a deadline, and with retries under one message id."""
 
 import asyncio
+import base64
 from collections.abc import Mapping
 from itertools import count
 from typing import Any, NamedTuple, cast
@@ -39,6 +40,7 @@ NANOSECONDS = 1_000_000_000  # JetStream's unit of time, per second
 
 # error codes of the server
 STREAM_NOT_FOUND = 10059
+MESSAGE_NOT_FOUND = 10037
 WRONG_LAST_SEQUENCE = frozenset({10071, 10164})
 STREAM_STORE_FAILED = 10077  # a limit of the stream; only the text says which
 PER_SUBJECT_LIMIT = "per subject"
@@ -48,6 +50,8 @@ ALL_SENT = "204"  # statuses after a request for several messages
 NOT_FOUND = "404"
 TOO_MANY = 413
 NOT_READY = 503  # HTTP-like code: JetStream is starting or lacks a resource
+ELECTING = frozenset({10005, 10009, 10158})  # a cluster's servers start or elect a leader, or store an earlier attempt
+PROBE_S = 1.0  # for JetStream to answer
 
 
 class ApiError(msgspec.Struct, frozen=True):
@@ -113,9 +117,23 @@ async def api_call(connection: Connection, name: str, request: dict[str, Any] | 
         if error is None:
             return cast("dict[str, Any]", msgspec.json.decode(answer.data))
         failed = ApiFailed(subject, error)
-        if error.code != NOT_READY or not await connection.pause(deadline, failures, failed):
+        if not _may_pass(error) or not await connection.pause(deadline, failures, failed):
             raise failed
         failures += 1
+
+
+async def is_in_service(connection: Connection) -> bool:
+    """Whether JetStream answers. A cluster without a majority of its servers does not."""
+    try:
+        answer = await connection.request(f"{API}.INFO", b"", None, PROBE_S)
+    except (Disconnected, AttemptTimeout, NoResponders):
+        return False
+    error = _envelope_decoder.decode(answer.data).error
+    return error is None or error.code != NOT_READY
+
+
+def _may_pass(error: ApiError) -> bool:
+    return error.code == NOT_READY or error.err_code in ELECTING
 
 
 class Store:
@@ -165,7 +183,8 @@ class Store:
         failures = 0
         while True:
             try:
-                answer = await connection.request(subject, payload, headers, connection.attempt_time(deadline))
+                attempt_s = connection.attempt_time(deadline, failures)
+                answer = await connection.request(subject, payload, headers, attempt_s)
             except (Disconnected, AttemptTimeout, NoResponders) as error:
                 failure: BusError = error
             else:
@@ -198,7 +217,7 @@ class Store:
             raise AlreadyQueued(subject)
         if error.err_code == MESSAGE_OVER_STREAM_LIMIT:
             raise MessageRefused(f"{subject}: larger than its stream allows: {error.description}")
-        if error.code != NOT_READY and error.err_code not in STORAGE_EXHAUSTED:
+        if not _may_pass(error) and error.err_code not in STORAGE_EXHAUSTED:
             raise ApiFailed(subject, error)
         return 0
 
@@ -213,7 +232,10 @@ class Store:
         Raises:
             BusUnavailable: no server until the deadline.
         """
-        return await self._get(stream, msgspec.json.encode({"last_by_subj": subject_filter}))
+        request = {"last_by_subj": subject_filter}
+        if self._connection.is_clustered:  # a direct get may be answered by a server that holds an earlier one
+            return await self._get_from_leader(stream, request)
+        return await self._get(stream, msgspec.json.encode(request))
 
     async def last_of_each(self, stream: str, subject_filter: str) -> list[Stored]:
         """The last message of each subject under a filter, by sequence. One round trip; at most 1024 subjects.
@@ -233,7 +255,7 @@ class Store:
                 if not connection.is_connected:
                     raise Disconnected("not connected")
                 await connection.send(f"{API}.DIRECT.GET.{stream}", request, reply=inbox)
-                with anyio.move_on_after(connection.attempt_time(deadline)):
+                with anyio.move_on_after(connection.attempt_time(deadline, failures)):
                     await answers.complete.wait()
                 found = answers.found()
             except (Disconnected, AttemptTimeout, NoResponders) as error:
@@ -251,7 +273,10 @@ class Store:
         Raises:
             BusUnavailable: no server until the deadline.
         """
-        return await self._get(stream, b'{"seq":%d}' % seq)
+        found = await self._get(stream, b'{"seq":%d}' % seq)
+        if found is None and self._connection.is_clustered:  # the server that answered may not have it yet
+            return await self._get_from_leader(stream, {"seq": seq})
+        return found
 
     async def get_by_subject(self, stream: str, subject: str) -> Stored | None:
         """The last message of a subject, named in the request's own subject; None if there is none.
@@ -259,12 +284,24 @@ class Store:
         Raises:
             BusUnavailable: no server until the deadline.
         """
-        return await self._get(f"{stream}.{subject}", b"")
+        found = await self._get(f"{stream}.{subject}", b"")
+        if found is None and self._connection.is_clustered:
+            return await self._get_from_leader(stream, {"last_by_subj": subject})
+        return found
 
     async def _get(self, place: str, request: bytes) -> Stored | None:
         raw = await self._connection.retry(f"{API}.DIRECT.GET.{place}", request, None, self._limits.publish_timeout_s)
         headers = raw.headers or {}
         return None if headers.get(STATUS) is not None else _stored(raw)
+
+    async def _get_from_leader(self, stream: str, request: dict[str, Any]) -> Stored | None:
+        try:
+            answer = await api_call(self._connection, f"STREAM.MSG.GET.{stream}", request)
+        except ApiFailed as error:
+            if error.err_code == MESSAGE_NOT_FOUND:
+                return None
+            raise
+        return _of_leader(answer["message"])
 
     def _give_up(self, subject: str, failure: BusError) -> BusError:
         seconds = f"within {self._limits.publish_timeout_s:g} s"
@@ -278,6 +315,14 @@ class Store:
 def _stored(raw: RawMessage) -> Stored:
     headers = raw.headers or {}
     return Stored(int(headers.get(SEQUENCE, 0)), headers.get(SUBJECT, ""), headers, raw.data)
+
+
+def _of_leader(message: dict[str, Any]) -> Stored:
+    """Read the leader's answer to a get, which is JSON."""
+    _, _, lines = base64.b64decode(message.get("hdrs", "")).decode(errors="replace").partition("\r\n")
+    headers = dict(line.split(": ", 1) for line in lines.split("\r\n") if ": " in line)
+    headers[TIME] = message["time"]
+    return Stored(message["seq"], message["subject"], headers, base64.b64decode(message.get("data", "")))
 
 
 class _Answers:

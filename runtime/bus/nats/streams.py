@@ -148,7 +148,7 @@ def _config(name: str, subjects: list[str], limits: StreamLimits, max_bytes: int
         "max_msg_size": -1,  # the server's max_payload bounds it
         "max_age": 0,
         "max_consumers": MAX_CONSUMERS,
-        "num_replicas": 1,
+        "num_replicas": limits.replicas,
         "duplicate_window": int(limits.duplicate_window_s * NANOSECONDS),
         "allow_direct": True,
     }

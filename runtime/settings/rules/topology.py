@@ -64,6 +64,8 @@ def _bus(topology: Topology) -> Iterator[Problem]:
         )
     if bus.port is not None and bus.url is not None:
         yield Problem.of("bus.port", bus.port, "has no effect with bus.url: put the port into the URL")
+    if bus.replicas > 1 and bus.url is None:
+        yield Problem.of("bus.replicas", bus.replicas, "needs bus.url, a cluster: the run itself starts one server")
     if bus.credentials is not None and bus.url is None:
         yield Problem.of(
             "bus.credentials",

@@ -107,7 +107,10 @@ def test_expert_settings_are_listed_apart() -> None:
         ("rollout.top_p", ("float > 0 and <= 1", "`1.0`")),
         ("rollout.max_response_len", ("int >= 1", "required")),
         ("engines.<name>.urls", ("a list, each a string matching ^https?://", "`[]`")),
-        ("bus.url", (r"a string matching ^(nats\|tls\|ws\|wss)://[^@]*$, or unset", "none")),
+        (
+            "bus.url",
+            (r"a string matching ^(nats\|tls\|ws\|wss)://[^@,]*(,(nats\|tls\|ws\|wss)://[^@,]*)*$, or unset", "none"),
+        ),
         ("trainer.megatron.sequence_parallel", ("true or false", "`false`")),
     ],
 )
