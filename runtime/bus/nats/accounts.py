@@ -2,7 +2,8 @@
 
 Node daemons and actors use the account RUN, which alone has streams. External clients use accounts without streams
 that import exactly their subjects. The server answers a request into the account of its client, so a reply subject
-leads to no stream, key or inbox of the run, although the server checks no permission for it.
+leads to no stream, key or inbox of the run, although the server checks no permission for it. A reply subject can lead
+to an import of the client's own account, so each grader has its own: workers of one cannot pull tasks of another.
 """
 
 from collections.abc import Iterable
@@ -26,6 +27,7 @@ from runtime.bus.nats.certificate import NAME
 from runtime.util.secrets import Login
 
 RUN_ACCOUNT: Final = "RUN"
+VIEWERS: Final = "VIEWERS"
 MAX_CONNECTIONS: Final = 4096  # of all clients of an external account together
 
 
@@ -34,11 +36,6 @@ class ClientKind(StrEnum):
 
     GRADER = "grader"  # answers the score requests of one grader
     VIEWER = "viewer"  # reads the events
-
-    @property
-    def account(self) -> str:
-        """Account of the clients of this kind."""
-        return "GRADERS" if self is ClientKind.GRADER else "VIEWERS"
 
 
 class ExternalClient(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -71,6 +68,14 @@ class _Service(msgspec.Struct, frozen=True):
     def name(self) -> str:
         """The subject on which the external clients publish."""
         return self.alias or self.subject
+
+
+class _Account(msgspec.Struct, frozen=True):
+    """An account of external clients: what it imports from the account RUN."""
+
+    name: str
+    services: list[_Service]
+    stream: str | None = None  # subjects of which it receives all messages
 
 
 class Rights(msgspec.Struct, frozen=True, kw_only=True):
@@ -166,43 +171,57 @@ def render_accounts(accounts: Accounts, node: Login) -> str:
     """
     if node.user is None:
         raise ValueError("accounts need a user and a password for the nodes of a run, not a token")
-    run = accounts.run
-    of_graders = {s.name: s for grader in accounts.graders for s in _grader_services(run, grader)}
-    of_viewers = {s.name: s for s in _viewer_services(run)}
-    services = {ClientKind.GRADER: list(of_graders.values()), ClientKind.VIEWER: list(of_viewers.values())}
-    streams = {ClientKind.GRADER: [], ClientKind.VIEWER: [plane_filter(run, Plane.EVENT)]}
-    exports = [line for kind in ClientKind for line in dict.fromkeys(_export(each, kind) for each in services[kind])]
-    exports += [_of(f"stream: {_quoted(each)}", kind) for kind in ClientKind for each in streams[kind]]
+    external = _external_accounts(accounts)
     lines = [
         "accounts {",
         f"  {RUN_ACCOUNT} {{",
         "    jetstream: enabled",
         f"    users: [ {{ user: {_quoted(node.user)}, password: {_quoted(node.password.reveal())} }} ]",
-        *_list("exports", exports),
+        *_list("exports", _exports(external)),
         "  }",
     ]
-    for kind in ClientKind:
-        imports = [_import(service) for service in services[kind]]
-        imports += [f"{{ stream: {_from_run(subject)} }}" for subject in streams[kind]]
-        users = [_user(run, client) for client in accounts.clients if client.kind is kind]
+    for account in external:
+        imports = [_import(service) for service in account.services]
+        imports += [] if account.stream is None else [f"{{ stream: {_from_run(account.stream)} }}"]
+        users = [_user(accounts.run, client) for client in accounts.clients if _account_of(client) == account.name]
         limits = f"{{ max_conn: {MAX_CONNECTIONS} }}"
-        lines += [f"  {kind.account} {{", f"    limits: {limits}", *_list("imports", imports), *_list("users", users)]
+        lines += [f"  {account.name} {{", f"    limits: {limits}", *_list("imports", imports), *_list("users", users)]
         lines.append("  }")
     return "\n".join([*lines, "}", ""])
 
 
-def _export(service: _Service, kind: ClientKind) -> str:
+def _external_accounts(accounts: Accounts) -> list[_Account]:
+    run = accounts.run
+    of_graders = [_Account(_account_of_grader(grader), _grader_services(run, grader)) for grader in accounts.graders]
+    return [*of_graders, _Account(VIEWERS, _viewer_services(run), plane_filter(run, Plane.EVENT))]
+
+
+def _account_of_grader(grader: str) -> str:
+    return f"GRADERS-{grader_token(grader)}"
+
+
+def _account_of(client: ExternalClient) -> str:
+    return _account_of_grader(client.grader) if client.kind is ClientKind.GRADER else VIEWERS
+
+
+def _exports(external: list[_Account]) -> list[str]:
+    """Return the lines that offer each subject to the accounts that import it, and to no other."""
+    offered: dict[str, dict[str, None]] = {}  # names of accounts, by what they import
+    for account in external:
+        of_stream = [] if account.stream is None else [f"stream: {_quoted(account.stream)}"]
+        for what in [*map(_exported, account.services), *of_stream]:
+            offered.setdefault(what, {})[account.name] = None
+    return [f"{{ {what}, accounts: [{', '.join(names)}] }}" for what, names in offered.items()]
+
+
+def _exported(service: _Service) -> str:
     answers = ", response_type: Stream" if service.has_many_answers else ""
-    return _of(f"service: {_quoted(service.subject)}{answers}", kind)
+    return f"service: {_quoted(service.subject)}{answers}"
 
 
 def _import(service: _Service) -> str:
     alias = f", to: {_quoted(service.alias)}" if service.alias else ""
     return f"{{ service: {_from_run(service.subject)}{alias} }}"
-
-
-def _of(what: str, kind: ClientKind) -> str:
-    return f"{{ {what}, accounts: [{kind.account}] }}"
 
 
 def _from_run(subject: str) -> str:
