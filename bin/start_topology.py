@@ -14,6 +14,7 @@ if __name__ == "__main__":
 import argparse
 import os
 import shlex
+from collections.abc import Sequence
 from textwrap import fill
 from typing import TYPE_CHECKING
 
@@ -222,7 +223,7 @@ def _check_nodes(loaded: LoadedTopology, args: argparse.Namespace, file: Path) -
         topology = _ready(loaded, args, screen)
     except TopologyError as error:
         topology, problems = loaded.topology, error.problems
-        if node == home_node(topology) and any(problem.key in _needed_to_compare(node) for problem in problems):
+        if node == home_node(topology) and _lacks_its_bus(node, problems):
             raise
         for problem in problems:
             screen.show(f"this node cannot take part: {problem}")
@@ -243,8 +244,9 @@ def _check_nodes(loaded: LoadedTopology, args: argparse.Namespace, file: Path) -
     return EXIT_OK
 
 
-def _needed_to_compare(home: str) -> tuple[str, ...]:
-    return ("bus.port", f"nodes.{home}.address")
+def _lacks_its_bus(home: str, problems: Sequence[Problem]) -> bool:
+    """Return whether home cannot start the bus on which it would report its problems to the other nodes."""
+    return any(problem.key in ("bus.port", "bus.url", f"nodes.{home}.address") for problem in problems)
 
 
 def _plan(loaded: LoadedTopology, specs_of: "SpecsOf", args: argparse.Namespace) -> int:
@@ -303,7 +305,8 @@ def _start(loaded: LoadedTopology, args: argparse.Namespace, specs_of: "SpecsOf"
         topology = _downloaded(msgspec.structs.replace(loaded, topology=topology), args, screen)
     except TopologyError as error:
         topology, problems = loaded.topology, error.problems
-        if _node_of(topology, args.node) == home_node(topology):
+        node = _node_of(topology, args.node)
+        if node == home_node(topology) and (len(topology.nodes) == 1 or _lacks_its_bus(node, problems)):
             raise
         for problem in problems:
             screen.show(f"this node cannot take part: {problem}")

@@ -98,6 +98,11 @@ class Acceptance:
         await bus.kv.put(_facts_key(self._node), own)
         await bus.kv.put(HOME_KEY, HomeStart(start=self._start, file=name))
 
+    @property
+    def problems(self) -> tuple[Problem, ...]:
+        """Problems of home, which refuse every node."""
+        return self._facts[self._node].problems
+
     def close(self) -> None:
         """Delete the file."""
         (self._run_dir / COMMON_FILE.format(self._start)).unlink(missing_ok=True)
@@ -110,6 +115,8 @@ class Acceptance:
             statement: of the node.
             runs: another daemon runs the node, and stays accepted if this one is refused.
         """
+        if self.problems:
+            return [Refusal(self._node, problem) for problem in self.problems]
         if node not in self._topology.nodes:
             message = f"the topology of node {self._node} has no such node; it has: {', '.join(self._topology.nodes)}"
             return [Refusal(node, Problem.of(f"nodes.{node}", node, message))]
@@ -154,6 +161,21 @@ class Acceptance:
             except BusError as error:
                 log.warning("nodes_not_accepted", error=str(error))
                 await anyio.sleep(TRY_AGAIN_S)
+
+    async def refuse_all(self, bus: Bus) -> None:
+        """Report the problems of home to every other node that comes soon, before the bus ends."""
+        waits, refused = set(self._topology.nodes) - {self._node}, set[str]()
+        with anyio.move_on_after(READ_WITHIN_S):
+            async with bus.kv.watch(_facts_key("*"), Statement) as statements:
+                async for entry in statements:
+                    node, statement = entry.key.removeprefix(_facts_key("")), entry.value
+                    if statement is not None and statement.home == self._start and node != self._node:
+                        await self._answer(bus, node, statement, runs=False)
+                        refused.add(node)
+                    elif statement is None and node in refused:  # it has read its answer
+                        waits.discard(node)
+                    if not waits:
+                        return
 
     async def collect(self, bus: Bus, show: Callable[[str], None]) -> Answer:
         """Wait for the facts of all other nodes, compare them, and give every node the same answer.

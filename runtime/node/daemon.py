@@ -331,6 +331,10 @@ class NodeDaemon:
         await self._begin(bus, incarnation)
         if isinstance(self._comparison, Acceptance):  # now later events are of this start
             await self._comparison.open(bus)
+            if self._comparison.problems:
+                async with in_background(partial(self._refuse_all, bus, self._comparison)):
+                    await self._ending.wait()
+                return
         key = await engine_key(bus.kv)
         agreements = group_starts(bus, self._plan.node, self._plan.processes, self._show)
         for spec in self._plan.processes:
@@ -376,6 +380,12 @@ class NodeDaemon:
                 await self._all_published.wait()
             await self.reporting.finish()
             tasks.cancel_scope.cancel()
+
+    async def _refuse_all(self, bus: Bus, acceptance: Acceptance) -> None:
+        """Report the problems of home to the other nodes, those that wait and those that run, and end."""
+        await acceptance.refuse_all(bus)
+        await wait_until_left(bus, self._plan.node)
+        self._end(RunEnd(finished=False, refused="\n".join(map(str, acceptance.problems)), is_announced=True))
 
     async def _begin(self, bus: Bus, incarnation: int) -> None:
         """Note where this start begins in the log, before any of its processes writes."""

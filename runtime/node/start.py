@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import TextIO, cast
+from typing import NoReturn, TextIO, cast
 from urllib.parse import urlsplit
 
 import anyio
@@ -19,7 +19,7 @@ from runtime.bus.errors import BusError
 from runtime.bus.nats.certificate import own_certificate
 from runtime.bus.nats.server import ServerSettings
 from runtime.node.acceptance import Acceptance, Answer, NodeStatement, NotAnswered
-from runtime.node.checks.facts import facts_here
+from runtime.node.checks.facts import NodeFacts, facts_here
 from runtime.node.checks.machine import raise_open_files
 from runtime.node.claims.claim import Claim, RunClaimed, refuse_claimed
 from runtime.node.claims.discarding import NotDiscarded, discard
@@ -100,7 +100,7 @@ class StartOptions(msgspec.Struct, frozen=True, kw_only=True):
     join: Path | None = None  # join file of the run; none: the one in the run directory
     take_over: bool = False  # become home although another machine holds the lease on it
     fresh: str | None = None  # start over: name of the run to discard, "" for none
-    problems: tuple[Problem, ...] = ()  # of this node's own checks; another node than home states them to home
+    problems: tuple[Problem, ...] = ()  # of this node's own checks, which it reports to home, and home to all
 
 
 class End(msgspec.Struct, frozen=True, kw_only=True):
@@ -128,6 +128,8 @@ def start(
     run_dir = Path(topology.run.dir) / topology.run.name
     if options.node != home_node(topology):
         return _take_part(topology, options, run_dir, specs_of=specs_of, show=show, rewrite=rewrite)
+    if options.problems:
+        _report_problems(topology, options, run_dir, show)
     with _claim(run_dir, claimed_node(topology, options.node)) as claim:
         _refuse_beside(claim)
         if options.fresh is not None:
@@ -148,6 +150,31 @@ def start(
             if not is_full(error):
                 raise
             raise RunRefused(str(no_space_of(error, run_dir))) from error
+
+
+def _report_problems(topology: Topology, options: StartOptions, run_dir: Path, show: Show) -> NoReturn:
+    """Start the bus of a run that cannot start, for as long as the other nodes need to read why.
+
+    Raises:
+        RunRefused: always, with the problems of home.
+    """
+    reasons = "\n".join(map(str, options.problems))
+    if options.fresh is None and _finished(topology, run_dir) is not None:
+        raise RunRefused(reasons)  # the other nodes end by themselves
+    show(f"reporting this to node {', '.join(name for name in topology.nodes if name != options.node)}")
+    try:
+        with _claim(run_dir, options.node) as claim:
+            _refuse_beside(claim)
+            address = node_address(topology, options.node, None)
+            plan = _plan(topology, options, claim, lambda topology, node, run_dir: (), address)
+            acceptance = Acceptance(topology, options.node, NodeFacts(problems=options.problems), run_dir)
+            _, outcome = _run_daemon(msgspec.structs.replace(plan, keeps_metrics=False), show, None, acceptance)
+        why = outcome.refused or outcome.error or (outcome.failure and outcome.failure.reason) or reasons
+    except (RunRefused, OSError) as error:
+        why = str(error)
+    if why != reasons:
+        show(f"not reported to the other nodes: {why}")
+    raise RunRefused(reasons)
 
 
 def _take_part(
@@ -372,16 +399,11 @@ def _run(
     rewrite: Show | None,
     comparison: Acceptance | NodeStatement | None,
 ) -> End:
-    log_path = (plan.log_dir or plan.run_dir / LOGS) / "daemon.jsonl"
-    log_path.parent.mkdir(parents=True, exist_ok=True)
-    with closing(LinesWhileRoom(log_path.open("a", encoding="utf-8"))) as log_file:
-        configure_logging("daemon", plan.run, cast("TextIO", log_file))
-        if plan.owns_streams:
-            show(f"{'resuming' if plan.incarnation > 1 else 'starting'} run {plan.run} in {plan.run_dir}")
-        else:
-            show(f"node {plan.node} joins run {plan.run} at {without_logins(plan.bus_url or '')}")
-        daemon = NodeDaemon(plan, show=show, rewrite=rewrite, comparison=comparison)
-        outcome = anyio.run(daemon.run, backend="asyncio")  # plain loop: children are forked from the main thread
+    if plan.owns_streams:
+        show(f"{'resuming' if plan.incarnation > 1 else 'starting'} run {plan.run} in {plan.run_dir}")
+    else:
+        show(f"node {plan.node} joins run {plan.run} at {without_logins(plan.bus_url or '')}")
+    daemon, outcome = _run_daemon(plan, show, rewrite, comparison)
     if outcome.refused is not None:
         raise RunRefused(outcome.refused)
     report, now = daemon.reporting.report, time.time()
@@ -396,6 +418,18 @@ def _run(
     if outcome.failure is not None:
         _show_all(show, _lines_of_a_failure(plan.run, outcome.failure))
     return End(exit_code=exit_code_of(outcome), result_json=_json_of(stored))
+
+
+def _run_daemon(
+    plan: NodePlan, show: Show, rewrite: Show | None, comparison: Acceptance | NodeStatement | None
+) -> tuple[NodeDaemon, RunEnd]:
+    """Run the daemon of a node, which logs to a file of its own, and return it with its outcome."""
+    log_path = (plan.log_dir or plan.run_dir / LOGS) / "daemon.jsonl"
+    log_path.parent.mkdir(parents=True, exist_ok=True)
+    with closing(LinesWhileRoom(log_path.open("a", encoding="utf-8"))) as log_file:
+        configure_logging("daemon", plan.run, cast("TextIO", log_file))
+        daemon = NodeDaemon(plan, show=show, rewrite=rewrite, comparison=comparison)
+        return daemon, anyio.run(daemon.run, backend="asyncio")  # plain loop: children are forked from the main thread
 
 
 def _command_started() -> float:

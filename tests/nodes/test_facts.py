@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import signal
 import sys
 from pathlib import Path
 
@@ -26,6 +27,7 @@ engines.policy.num_engines = 2
 engines.policy.weight_transport = "{transport}"
 {more}
 """
+MODEL = ROOT / "topologies/demo/models/reverse-digits"
 RUN_S = 200.0
 REFUSED_S = 60.0  # the start of both commands included
 
@@ -96,18 +98,49 @@ def test_a_trainer_on_both_machines_is_refused_where_the_directory_is_not_common
             assert 'node n1: trainer.nodes = ["local", "n1"]: ' in process.output()
 
 
-def test_a_model_that_one_machine_lacks_ends_the_start_on_both(tmp_path: Path) -> None:
+@pytest.mark.parametrize("lacks", ["n1", "local"])
+def test_a_model_that_one_machine_lacks_ends_the_start_on_both(tmp_path: Path, lacks: str) -> None:
+    """Without the model of home, the other node waited for nodes.<name>.wait_s."""
     model = tmp_path / "models" / "tiny"
-    shutil.copytree(ROOT / "topologies/demo/models/reverse-digits", model)
-    file = topology(tmp_path, transport="disk", more=f'model.hf_checkpoint = "{model}"')
+    file = topology(tmp_path, transport="disk", nodes=("n1",), more=f'model.hf_checkpoint = "{model}"')
+    with machines(shared=[tmp_path], own=[tmp_path / "models"]) as lan:
+        nodes = {"n1": lan.add("n1"), "local": lan.add("n0")}
+        for name, machine in nodes.items():
+            if name != lacks:
+                shutil.copytree(MODEL, machine.path(model))
+        started = {name: start(machine, file, name) for name, machine in nodes.items()}
+        started[lacks].wait_for("this node cannot take part", REFUSED_S)
+        ends(*started.values(), within_s=REFUSED_S, code=2)
+        reason = f'{file}: model.hf_checkpoint = "{model}": no such directory'
+        (fits,) = set(started) - {lacks}
+        assert f"node {lacks}: {reason}" in started[fits].output()
+        assert started[lacks].output().count(reason) == 2  # at once, and as its error
+
+
+@pytest.mark.nightly
+def test_a_home_that_cannot_start_again_ends_the_node_that_runs_and_both_resume(tmp_path: Path) -> None:
+    """The node waited for bus.outage_s."""
+    model = tmp_path / "models" / "tiny"
+    more = f'model.hf_checkpoint = "{model}"'
+    file = topology(tmp_path, transport="disk", steps=1000, nodes=("n1",), more=more)
     with machines(shared=[tmp_path], own=[tmp_path / "models"]) as lan:
         n0, n1 = lan.add("n0"), lan.add("n1")
-        shutil.copytree(model, n0.path(model))
+        for machine in (n0, n1):
+            shutil.copytree(MODEL, machine.path(model))
         home, other = start(n0, file, "local"), start(n1, file, "n1")
-        other.wait_for("this node cannot take part", REFUSED_S)
+        home.wait_for("step    2/", 120)
+        home.signal(signal.SIGKILL)
+        home.wait(10)
+        shutil.rmtree(n0.path(model))
+        home = start(n0, file, "local")
         ends(home, other, within_s=REFUSED_S, code=2)
-        for process in (home, other):
-            assert f'node n1: {file}: model.hf_checkpoint = "{model}": no such directory' in process.output()
+        assert f'node local: {file}: model.hf_checkpoint = "{model}": no such directory' in other.output()
+
+        shutil.copytree(MODEL, n0.path(model))
+        home, other = start(n0, file, "local"), start(n1, file, "n1")
+        home.wait_for("step    5/", 120)
+        home.signal(signal.SIGINT)
+        ends(home, other, within_s=REFUSED_S, code=130)
 
 
 def test_a_node_that_does_not_fit_is_refused_alone_once_the_run_has_trained(tmp_path: Path) -> None:

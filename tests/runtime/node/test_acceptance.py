@@ -22,6 +22,7 @@ from runtime.node.acceptance import (
 from runtime.node.checks.comparison import Refusal
 from runtime.node.checks.facts import NodeFacts
 from runtime.node.claims.node_claim import NodeClaim
+from runtime.settings.reading.config import Problem
 from runtime.settings.topology import Topology
 from tests.build.topology import topology_with
 from tests.fixtures.nats import eventually
@@ -155,6 +156,23 @@ async def test_a_second_start_of_a_node_that_runs_is_refused_alone(bus: Bus, tmp
         await claim.release()
         other = await NodeStatement("n2", facts("2"), tmp_path).state(bus, wait_s=10)
         assert other.refusals == ('node n2: physarum = "2": node n1 has 1; install one version on all nodes',)
+
+
+async def test_the_problems_of_home_end_the_nodes_that_wait_and_those_that_run(bus: Bus, tmp_path: Path) -> None:
+    running, ended = NodeStatement("n1", facts(), tmp_path), list[Sequence[str]]()
+    async with home(bus, tmp_path):
+        await running.state(bus, wait_s=10)
+    problems = (Problem.of("nodes.n0.gpus", 8, "this machine has 0 GPUs"),)
+    acceptance = Acceptance(topology(), "n0", NodeFacts(problems=problems), tmp_path)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(running.run, bus, ended.append)
+        await acceptance.open(bus)
+        tasks.start_soon(acceptance.refuse_all, bus)
+        waiting = await NodeStatement("n2", facts(), tmp_path).state(bus, wait_s=10)
+        await eventually(lambda: bool(ended))
+        tasks.cancel_scope.cancel()
+    assert waiting.refusals == ("node n0: nodes.n0.gpus = 8: this machine has 0 GPUs",)
+    assert ended == [waiting.refusals]
 
 
 async def test_a_node_that_runs_states_its_facts_to_each_later_home_and_learns_that_it_is_refused(
