@@ -18,6 +18,11 @@ def ledger() -> None:
     _run("ledger")
 
 
+def credentials() -> None:
+    """Give, list and revoke the credentials of external clients."""
+    _run("credentials")
+
+
 def export_hf() -> None:
     """Export a run's trained model."""
     _run("export_hf")

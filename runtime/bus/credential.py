@@ -28,6 +28,7 @@ class Credential(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     stream: str  # with the score requests of the grader, or with the events
     grader: str = ""  # name in the topology
     token: str = ""  # of the grader in subjects
+    domain: str = ""  # under which JetStream clients find the consumer
     durable: str = ""  # consumer of the grader's score requests
     pull: str = ""  # subject of requests for the next score requests
     answers: str = ""  # filter of the subjects that take answers

@@ -15,6 +15,7 @@ from runtime.bus.addresses import host_port, split_host_port
 from runtime.bus.bus import Bus
 from runtime.bus.errors import BusError
 from runtime.bus.limits import MIB, StreamLimits
+from runtime.bus.nats.accounts import NODE_USER
 from runtime.bus.nats.certificate import own_certificate
 from runtime.bus.nats.server import ServerSettings
 from runtime.node.acceptance import Acceptance, Answer, NodeStatement, NotAnswered
@@ -24,7 +25,7 @@ from runtime.node.display import Show
 from runtime.node.join import JOIN_FILE, LIMITS, Join, NotJoined, joined, write_join
 from runtime.node.network import NodeAddress
 from runtime.node.reopen import server_in
-from runtime.node.start import BUS_USER, RunRefused, node_address
+from runtime.node.start import RunRefused, node_address
 from runtime.process.logs import silenced
 from runtime.settings.placement import bus_port, home_node, roles_of, trainer_nodes
 from runtime.settings.reading.config import Problem
@@ -85,7 +86,7 @@ async def _at_home(
     topology: Topology, node: str, facts: NodeFacts, run_dir: Path, address: NodeAddress, show: Show
 ) -> Answer:
     """Run the bus of the check, and collect the facts of all nodes on it."""
-    login = Login(user=BUS_USER, password=Secret.random())
+    login = Login(user=NODE_USER, password=Secret.random())
     with tempfile.TemporaryDirectory(prefix="physarum-check-") as place, _run_dir_of_a_check(run_dir) as own_id:
         certificate = own_certificate(Path(place) / "certificate")
         settings = ServerSettings(
@@ -109,7 +110,7 @@ async def _at_home(
                     run_id=own_id,
                     incarnation=0,
                     url=f"tls://{host_port(address.announced, split_host_port(url)[1])}",
-                    user=BUS_USER,
+                    user=NODE_USER,
                     password=login.password.reveal(),
                     certificate=certificate.pem(),
                     is_check=True,

@@ -18,11 +18,15 @@ import structlog
 
 from messages.subjects import GRADER_NAME, inbox_prefix
 from runtime.bus.errors import BusUnavailable
-from runtime.bus.nats.accounts import Accounts, ClientKind, ExternalClient
+from runtime.bus.nats.accounts import NODE_USER, Accounts, ClientKind, ExternalClient
 from runtime.bus.nats.server import ServerSettings, accepts_login, write_accounts
 from runtime.node.display import Show
+from runtime.node.join import JOIN_FILE, Join, read_join
+from runtime.node.reopen import FoundRun
+from runtime.settings.placement import is_loopback
+from runtime.settings.topology import SOLE_NODE
 from runtime.util.files import write_atomically
-from runtime.util.secrets import Login, Secret, make_private, read_private, with_login
+from runtime.util.secrets import Login, Secret, make_private, read_private, with_login, without_logins
 
 log = structlog.get_logger()
 
@@ -40,6 +44,10 @@ class ClientsUnreadable(Exception):
 
 class NameTaken(Exception):
     """An external client of this name has a valid credential."""
+
+
+class NotListening(Exception):
+    """The server of a run does not listen for external clients; the text says why and what to do."""
 
 
 class Clients(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,9 +111,7 @@ def locked(directory: Path) -> Generator[None]:
         yield
 
 
-def add_client(
-    directory: Path, name: str, kind: ClientKind, *, grader: str = "", expires: datetime, reserved: str
-) -> ExternalClient:
+def add_client(directory: Path, name: str, kind: ClientKind, *, grader: str = "", expires: datetime) -> ExternalClient:
     """Add an external client with a new password.
 
     Args:
@@ -114,7 +120,6 @@ def add_client(
         kind: of the client.
         grader: of a client that grades, as the topology names it.
         expires: when its credential expires.
-        reserved: user name of the run's nodes.
 
     Raises:
         NameTaken: the name has a valid credential, or belongs to the nodes.
@@ -123,7 +128,7 @@ def add_client(
     """
     if GRADER_NAME.fullmatch(name) is None:
         raise ValueError(f"--name {name!r}: allowed are 1 to 64 letters, digits, '-' and '_', not '-' or '_' first")
-    if name == reserved:
+    if name == NODE_USER:
         raise NameTaken(f"--name {name}: the nodes of the run use this name; choose another one")
     with locked(directory):
         before = read_clients(directory)
@@ -157,6 +162,33 @@ def revoke_client(directory: Path, name: str) -> ExternalClient:
         revoked = msgspec.structs.replace(known, is_revoked=True)
         write_clients(directory, before.with_client(revoked))
     return revoked
+
+
+def join_of(run: FoundRun) -> Join:
+    """Return where the server of a run listens, and its certificate, as of its last start.
+
+    Raises:
+        NotListening: external clients cannot reach it.
+    """
+    if run.bus_url is not None:
+        raise NotListening(
+            f"run {run.name} uses the NATS server at {without_logins(run.bus_url)} (bus.url): its owner gives the "
+            "credentials; the accounts that it needs are in docs/run/external-clients.md"
+        )
+    if len(run.addresses) <= 1 and all(one is None or is_loopback(one) for one in run.addresses.values()):
+        node = next(iter(run.addresses), SOLE_NODE)
+        raise NotListening(
+            f"run {run.name} listens on this machine alone: set nodes.{node}.address to an address that external "
+            'clients reach, or to "auto", and start the run again'
+        )
+    try:
+        return read_join(run.directory / JOIN_FILE)
+    except FileNotFoundError:
+        raise NotListening(
+            f"run {run.name} has not started with an address yet ({run.directory / JOIN_FILE} is missing): start it"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise NotListening(str(error)) from error
 
 
 async def wait_until_taken(

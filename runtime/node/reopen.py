@@ -3,7 +3,7 @@
 import os
 import shutil
 import tempfile
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
@@ -50,11 +50,16 @@ class _BusTable(msgspec.Struct, frozen=True):
     url: str | None = None
 
 
+class _NodeTable(msgspec.Struct, frozen=True):
+    address: str | None = None
+
+
 class _StoredTopology(msgspec.Struct, frozen=True):
     """The needed part of topology.json, whichever version wrote it."""
 
     run: _RunTable
     bus: _BusTable = _BusTable()
+    nodes: dict[str, _NodeTable] = {}
 
 
 class FoundRun(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,6 +68,7 @@ class FoundRun(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     directory: Path
     bus_url: str | None = None  # of an external server
+    addresses: Mapping[str, str | None] = {}  # settings of the nodes; none: not set
 
 
 class OpenedLog(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,7 +98,8 @@ def find_run(word: str, runs: Path = RUNS) -> FoundRun:
         topology = msgspec.json.decode(stored.read_bytes(), type=_StoredTopology)
     except msgspec.DecodeError as error:  # a ValidationError is one
         raise NoSuchRun(f"{stored} cannot be read: {error}") from error
-    return FoundRun(name=topology.run.name, directory=directory, bus_url=topology.bus.url)
+    addresses = {name: node.address for name, node in topology.nodes.items()}
+    return FoundRun(name=topology.run.name, directory=directory, bus_url=topology.bus.url, addresses=addresses)
 
 
 def _holds_a_run(path: Path) -> bool:

@@ -16,6 +16,7 @@ import structlog
 
 from runtime.bus.bus import Bus
 from runtime.bus.errors import BusError
+from runtime.bus.nats.accounts import NODE_USER
 from runtime.bus.nats.certificate import own_certificate
 from runtime.bus.nats.server import ServerSettings
 from runtime.node.acceptance import Acceptance, Answer, NodeStatement, NotAnswered
@@ -78,9 +79,8 @@ from runtime.util.files import write_atomically
 from runtime.util.formatting import printable_json
 from runtime.util.secrets import Login, Secret, kept_secret, read_login, with_login, without_logins
 
-__all__ = ["BUS_USER", "End", "RunRefused", "SpecsOf", "StartOptions", "node_address", "start"]
+__all__ = ["End", "RunRefused", "SpecsOf", "StartOptions", "node_address", "start"]
 
-BUS_USER = "physarum"
 BUS_DIRECTORY = "bus"  # in the run directory
 BUS_PASSWORD_FILE = Path(BUS_DIRECTORY, "password")  # in the run directory, readable by its owner only
 LOGS = "logs"  # in the run directory; of several nodes each has a directory of its own in it
@@ -378,7 +378,7 @@ def _server(topology: Topology, run_dir: Path, address: NodeAddress | None) -> S
         certificate=None if address is None else own_certificate(run_dir / BUS_DIRECTORY),
         max_payload=stream_sizes(topology).max_payload_bytes,
         max_file_store=STORE_BOUND,
-        login=Login(user=BUS_USER, password=kept_secret(run_dir / BUS_PASSWORD_FILE)),
+        login=Login(user=NODE_USER, password=kept_secret(run_dir / BUS_PASSWORD_FILE)),
     )
 
 

@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[2]
 LAPTOP = ROOT / "topologies" / "laptop.toml"
 TAKEN = ("actors", "bin", "messages", "runtime", "statistics", "structlog", "yaml")  # ours and others'
 PYTHON_OF = {
+    "credentials": "credentials.py",
     "export-hf": "export_hf.py", "ledger": "ledger.py", "replay": "replay.py", "start-topology": "start_topology.py",
 }  # fmt: skip
 
@@ -192,6 +193,7 @@ def test_a_command_without_standard_streams_does_its_work(closed: tuple[int, ...
     for file, arguments, code in (
         ("start_topology.py", f"{LAPTOP} --plan", 0),
         ("ledger.py", str(tmp_path), 2),
+        ("credentials.py", f"{tmp_path} --list", 2),
         ("export_hf.py", f"{tmp_path} --out {tmp_path / 'out'}", 2),
         ("replay.py", f"{tmp_path} --to filter", 2),
     ):

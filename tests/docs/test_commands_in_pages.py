@@ -17,7 +17,7 @@ PAGES: Final = [
     ROOT / "topologies/examples/README.md",
     *sorted((ROOT / "docs").glob("*/*.md")),
 ]
-LINE: Final = re.compile(r"^ *(bin/(?:start-topology|ledger|export-hf|replay)) ([^#\n]*)", re.MULTILINE)
+LINE: Final = re.compile(r"^ *(bin/(?:start-topology|ledger|credentials|export-hf|replay)) ([^#\n]*)", re.MULTILINE)
 NOT_HERE: Final = re.compile(r"\bFILE\b|\bNAME\b|\bDUMP\b")  # stands for the reader's own
 
 
@@ -45,6 +45,7 @@ def test_pages_show_each_command() -> None:
     assert {line.split()[0] for line in commands()} == {
         "bin/start-topology",
         "bin/ledger",
+        "bin/credentials",
         "bin/export-hf",
         "bin/replay",
     }

@@ -28,6 +28,7 @@ from runtime.util.secrets import Login
 
 RUN_ACCOUNT: Final = "RUN"
 VIEWERS: Final = "VIEWERS"
+NODE_USER: Final = "physarum"  # of node daemons and actors
 MAX_CONNECTIONS: Final = 4096  # of all clients of an external account together
 
 
@@ -139,6 +140,7 @@ def credential_of(run: str, client: ExternalClient, *, url: str, certificate: st
             "stream": work,
             "grader": client.grader,
             "token": token,
+            "domain": run,
             "durable": durable,
             "pull": f"$JS.API.CONSUMER.MSG.NEXT.{work}.{durable}",
             "answers": scores_filter(run, token),

@@ -104,8 +104,8 @@ async def test_a_revoked_client_is_cut_off_within_a_second_and_no_other_client_n
     bus_dir = tmp_path / "bus"
     async with running(tmp_path) as run:
         join = read_join(tmp_path / JOIN_FILE)
-        alice = add_client(bus_dir, "alice", ClientKind.GRADER, grader="math", expires=later(), reserved="physarum")
-        bob = add_client(bus_dir, "bob", ClientKind.VIEWER, expires=later(), reserved="physarum")
+        alice = add_client(bus_dir, "alice", ClientKind.GRADER, grader="math", expires=later())
+        bob = add_client(bus_dir, "bob", ClientKind.VIEWER, expires=later())
         for each in (alice, bob):
             await until_taken(tmp_path, each, True)
         await run.shown("credential of grader alice: accepted")
@@ -121,14 +121,14 @@ async def test_a_revoked_client_is_cut_off_within_a_second_and_no_other_client_n
             await run.shown("credential of grader alice: revoked")
             await his.client.flush()
             assert (his.times_lost, actor.stats()["bus/reconnects"]) == (0, 0)
-        again = add_client(bus_dir, "alice", ClientKind.GRADER, grader="code", expires=later(), reserved="physarum")
+        again = add_client(bus_dir, "alice", ClientKind.GRADER, grader="code", expires=later())
         await until_taken(tmp_path, again, True)
         await until_taken(tmp_path, alice, False)  # its password
 
 
 async def test_a_credential_expires_while_its_client_is_connected(tmp_path: Path) -> None:
     async with running(tmp_path) as run:
-        client = add_client(tmp_path / "bus", "bob", ClientKind.VIEWER, expires=later(2), reserved="physarum")
+        client = add_client(tmp_path / "bus", "bob", ClientKind.VIEWER, expires=later(2))
         await until_taken(tmp_path, client, True)
         async with connected(tmp_path, client) as his:
             with anyio.fail_after(5):
@@ -141,9 +141,9 @@ async def test_changes_while_no_daemon_runs_apply_at_the_next_start(tmp_path: Pa
     bus_dir = tmp_path / "bus"
     async with running(tmp_path):
         pass
-    kept = add_client(bus_dir, "kept", ClientKind.VIEWER, expires=later(), reserved="physarum")
-    revoked = add_client(bus_dir, "revoked", ClientKind.VIEWER, expires=later(), reserved="physarum")
-    expired = add_client(bus_dir, "expired", ClientKind.VIEWER, expires=later(-1), reserved="physarum")
+    kept = add_client(bus_dir, "kept", ClientKind.VIEWER, expires=later())
+    revoked = add_client(bus_dir, "revoked", ClientKind.VIEWER, expires=later())
+    expired = add_client(bus_dir, "expired", ClientKind.VIEWER, expires=later(-1))
     revoke_client(bus_dir, "revoked")
     (tmp_path / JOIN_FILE).unlink()
     async with running(tmp_path):
@@ -158,7 +158,7 @@ async def test_changes_while_no_daemon_runs_apply_at_the_next_start(tmp_path: Pa
 async def test_a_file_that_cannot_be_read_changes_nothing_and_is_named(tmp_path: Path) -> None:
     path = tmp_path / "bus" / CLIENTS_FILE
     async with running(tmp_path) as run:
-        client = add_client(tmp_path / "bus", "bob", ClientKind.VIEWER, expires=later(), reserved="physarum")
+        client = add_client(tmp_path / "bus", "bob", ClientKind.VIEWER, expires=later())
         await until_taken(tmp_path, client, True)
         async with connected(tmp_path, client) as his:
             await anyio.Path(path).write_text("{")
@@ -171,7 +171,7 @@ async def test_a_file_that_cannot_be_read_changes_nothing_and_is_named(tmp_path:
 
 async def test_a_server_that_is_killed_comes_back_with_its_external_clients(tmp_path: Path) -> None:
     async with running(tmp_path) as run:
-        client = add_client(tmp_path / "bus", "bob", ClientKind.VIEWER, expires=later(), reserved="physarum")
+        client = add_client(tmp_path / "bus", "bob", ClientKind.VIEWER, expires=later())
         await until_taken(tmp_path, client, True)
         async with connected(tmp_path, client) as his:
             for process in psutil.Process().children():
@@ -179,7 +179,7 @@ async def test_a_server_that_is_killed_comes_back_with_its_external_clients(tmp_
                     process.kill()
             await his.lost.wait()
         await until_taken(tmp_path, client, True)
-        other = add_client(tmp_path / "bus", "carol", ClientKind.VIEWER, expires=later(), reserved="physarum")
+        other = add_client(tmp_path / "bus", "carol", ClientKind.VIEWER, expires=later())
         await until_taken(tmp_path, other, True)
         await run.shown("credential of viewer carol: accepted")
 
@@ -187,16 +187,16 @@ async def test_a_server_that_is_killed_comes_back_with_its_external_clients(tmp_
 def test_a_name_is_taken_while_its_credential_is_valid(tmp_path: Path) -> None:
     for name, problem in (("physarum", "the nodes of the run use this name"), ("-x", "allowed are 1 to 64 letters")):
         with pytest.raises((NameTaken, ValueError), match=problem):
-            add_client(tmp_path, name, ClientKind.VIEWER, expires=later(), reserved="physarum")
+            add_client(tmp_path, name, ClientKind.VIEWER, expires=later())
     with pytest.raises(ValueError, match="names no such grader; allowed: none"):
-        add_client(tmp_path, "a", ClientKind.GRADER, grader="math", expires=later(), reserved="physarum")
-    first = add_client(tmp_path, "bob", ClientKind.VIEWER, expires=later(), reserved="physarum")
+        add_client(tmp_path, "a", ClientKind.GRADER, grader="math", expires=later())
+    first = add_client(tmp_path, "bob", ClientKind.VIEWER, expires=later())
     with pytest.raises(NameTaken, match="a viewer has this name until"):
-        add_client(tmp_path, "bob", ClientKind.VIEWER, expires=later(), reserved="physarum")
+        add_client(tmp_path, "bob", ClientKind.VIEWER, expires=later())
     with pytest.raises(ValueError, match="no external client has this name; there are: bob"):
         revoke_client(tmp_path, "carol")
     assert status_of(revoke_client(tmp_path, "bob"), datetime.now(UTC)) == "revoked"
-    second = add_client(tmp_path, "bob", ClientKind.VIEWER, expires=later(), reserved="physarum")
+    second = add_client(tmp_path, "bob", ClientKind.VIEWER, expires=later())
     assert read_clients(tmp_path).clients == (second,)
     assert first.password != second.password
 
