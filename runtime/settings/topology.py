@@ -77,7 +77,8 @@ class NodeConfig(Config, frozen=True, kw_only=True):
 
     # Address at which this node's servers listen and other nodes reach them: an IP address, a DNS name, a network
     # interface, or "auto". "auto" is the address of the default route on the node with the bus, and of the route to the
-    # bus on other nodes. By default "auto" with several nodes, and loopback with one.
+    # bus on other nodes. By default "auto" with several nodes, and loopback with one. External clients need an address
+    # that is not loopback.
     address: Text | None = None
     # Number of GPUs that the run may use here. They are numbered from 0.
     gpus: Count = 0

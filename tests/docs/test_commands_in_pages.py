@@ -17,7 +17,7 @@ PAGES: Final = [
     ROOT / "topologies/examples/README.md",
     *sorted((ROOT / "docs").glob("*/*.md")),
 ]
-LINE: Final = re.compile(r"^ *(bin/(?:start-topology|ledger|credentials|export-hf|replay)) ([^#\n]*)", re.MULTILINE)
+LINE: Final = re.compile(r"^ *(bin/(?:start-topology|ledger|credentials|export-hf|replay)) ([^#>\n]*)", re.MULTILINE)
 NOT_HERE: Final = re.compile(r"\bFILE\b|\bNAME\b|\bDUMP\b")  # stands for the reader's own
 
 
