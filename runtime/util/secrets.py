@@ -14,7 +14,11 @@ import msgspec
 from runtime.util.files import PRIVATE_DIRECTORY, write_atomically
 
 HIDDEN: Final = "***"
-NATS_CREDENTIALS: Final = "BEGIN NATS USER JWT"
+_CREDENTIALS: Final = re.compile(
+    r"-+BEGIN NATS USER JWT-+\s+(\S+)\s+-+END NATS USER JWT-+.*-+BEGIN USER NKEY SEED-+\s+(\S+)\s+-+END", re.DOTALL
+)
+_JWT: Final = re.compile(r"eyJ[\w-]+\.[\w-]+\.[\w-]+")
+_SEED: Final = re.compile(r"SU[A-Z2-7]{56}")  # of a user
 _BYTES: Final = 24  # random bytes in a generated secret
 _LOGIN: Final = re.compile(r"(?<=://)[^\s,]*@")  # up to the last @ of a URL, because a password may hold any character
 
@@ -57,10 +61,16 @@ class Secret(str):
 
 
 class Login(msgspec.Struct, frozen=True, kw_only=True):
-    """Login of a server: user and password, or a token alone."""
+    """Login of a server: user and password, a token alone, or a JWT and its seed."""
 
-    user: str | None = None
-    password: Secret  # or the token, without a user
+    user: str | None = None  # or the JWT
+    password: Secret  # or the token, without a user; or the seed that signs for the JWT
+
+    @property
+    def is_jwt(self) -> bool:
+        """Whether it is a JWT and its seed. No user and password look like these."""
+        is_seed = _SEED.fullmatch(self.password.reveal()) is not None
+        return is_seed and self.user is not None and _JWT.fullmatch(self.user) is not None
 
 
 class _LoginFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -100,15 +110,18 @@ def with_login(url: str, login: Login | None) -> str:
 
 
 def read_login(path: Path) -> Login:
-    """Read the login in a TOML file: `user` and `password`, or `token`.
+    """Read the login in a file: TOML with `user` and `password` or `token`, or a credentials file of NATS.
 
     Raises:
         OSError: the file cannot be read.
         ValueError: other users may read the file, or its content is invalid. The text shows none of the content.
     """
     text = read_private(path)
-    if NATS_CREDENTIALS in text:
-        raise ValueError(f"{path}: credentials with a JWT and a seed are not implemented yet; user and password are")
+    if (credentials := _CREDENTIALS.search(text)) is not None:
+        login = Login(user=credentials[1], password=Secret(credentials[2]))
+        if not login.is_jwt:
+            raise ValueError(f"{path}: a JWT and the seed of a user (SU...) are expected between the lines of dashes")
+        return login
     try:
         found = msgspec.convert(tomllib.loads(text), _LoginFile)
     except (tomllib.TOMLDecodeError, msgspec.ValidationError):
@@ -119,7 +132,9 @@ def read_login(path: Path) -> Login:
         case _LoginFile(user=None, password=None, token=str(token)):
             return Login(password=Secret(token))
         case _:
-            raise ValueError(f'{path}: expected user = "..." and password = "...", or token = "..." alone')
+            raise ValueError(
+                f'{path}: expected user = "..." and password = "...", token = "..." alone, or a NATS credentials file'
+            )
 
 
 def without_logins(text: str) -> str:

@@ -199,7 +199,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (f'user = "me"\npassword = "{MARK}"\n', 0o640, "others may read it (mode 640): chmod 600"),
         (f'user = "me"\npasword = "{MARK}"\n', 0o600, 'expected user = "..." and password = "..."'),
         (f"{MARK}\n", 0o600, 'expected user = "..." and password = "..."'),
-        (f"-----BEGIN NATS USER JWT-----\n{MARK}", 0o600, "credentials with a JWT and a seed are not implemented yet"),
+        (f"-----BEGIN NATS USER JWT-----\n{MARK}", 0o600, "or a NATS credentials file"),
     ],
 )
 def test_a_credentials_file_that_cannot_be_used_is_an_error_that_shows_nothing_of_it(

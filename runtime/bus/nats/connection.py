@@ -23,10 +23,10 @@ from nats.aio.subscription import Subscription
 from messages.subjects import INBOX
 from runtime.bus.errors import BusError, BusRefused, BusUnavailable, MessageRefused, MessageTooLarge
 from runtime.bus.limits import BusLimits
-from runtime.bus.nats.certificate import NAME, client_context
+from runtime.bus.nats.login import is_refusal, login_options, requires_tls, tls_options
 from runtime.bus.nats.outages import Outages
 from runtime.util.retrying import Backoff
-from runtime.util.secrets import Login, split_login, without_logins
+from runtime.util.secrets import split_login, without_logins
 
 log = structlog.get_logger()
 
@@ -100,7 +100,9 @@ class _Client(Client):
 
     It also cuts a lost connection at once; the original first waits until the lost server has taken all bytes.
 
-    With `requires_tls` it sends no login to a server that offers no TLS; the original would send it in plain text.
+    With `requires_tls` it sends no login to a server that offers no TLS; the original would send it in plain text. It
+    connects to the servers that it was given and to no others; the original also connects to the addresses that a
+    cluster announces, which may be out of reach, and which anyone on the way can change.
     """
 
     requires_tls = False
@@ -111,8 +113,12 @@ class _Client(Client):
 
     def _connect_command(self) -> bytes:
         if self.requires_tls and not self._server_info.get("tls_required"):
-            raise nats_errors.Error("the server offers no TLS: it is another one than that of the run")
+            raise nats_errors.Error("the server offers no TLS, so that no login is sent to it")
         return super()._connect_command()  # pyright: ignore[reportUnknownMemberType]
+
+    async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
+        info = {key: value for key, value in info.items() if key != "connect_urls"}
+        await super()._process_info(info, initial_connection)  # pyright: ignore[reportUnknownMemberType]
 
     async def _process_op_err(self, e: Exception) -> None:
         writer = getattr(self._transport, "_io_writer", None)
@@ -201,10 +207,12 @@ class Connection:
         self._on_lost = on_lost
         try:
             servers, login = split_login(url)
+            options = login_options(login) | tls_options(certificate)
         except ValueError as error:
             raise BusUnavailable(str(error)) from error
+        self._client.requires_tls = requires_tls(servers, certificate)
         with anyio.move_on_after(self.limits.connect_timeout_s) as self._connecting:
-            await self._connect(servers, login, name, inboxes, certificate)
+            await self._connect(servers, name, inboxes, options)
         self._connecting = None
         if self._refused or not self._client.is_connected:
             await self.close()
@@ -215,16 +223,12 @@ class Connection:
         self._reply_prefix = self.new_inbox()
         await self.subscribe(f"{self._reply_prefix}.*", self._on_reply)
 
-    async def _connect(
-        self, servers: str, login: Login | None, name: str, inboxes: str, certificate: str | None
-    ) -> None:
-        self._client.requires_tls = certificate is not None
+    async def _connect(self, servers: str, name: str, inboxes: str, options: dict[str, Any]) -> None:
         await self._client.connect(
             servers=servers.split(","),
             name=name,
             inbox_prefix=inboxes,
-            **_login_options(login),
-            **_tls_options(certificate),
+            **options,
             error_cb=self._on_error,
             disconnected_cb=self._on_disconnected,
             reconnected_cb=self._on_reconnected,
@@ -408,7 +412,7 @@ class Connection:
         self._last_error = str(error) or repr(error)
         if isinstance(error, nats_errors.SlowConsumerError):
             self.counters.slow_consumer_drops += 1
-        if self._connecting is not None and "authorization" in self._last_error.lower():
+        if self._connecting is not None and is_refusal(self._last_error):
             self._refused = self._last_error
             # delayed: the client is about to close its socket, and a cancellation now would prevent that
             asyncio.get_running_loop().call_later(self.limits.reconnect_wait_s / 2, self._connecting.cancel)
@@ -472,20 +476,6 @@ async def _quietly(ending: Awaitable[Any]) -> None:
 def _expire(future: asyncio.Future[RawMessage]) -> None:
     if not future.done():
         future.set_exception(AttemptTimeout("no answer"))
-
-
-def _login_options(login: Login | None) -> dict[str, Any]:
-    """Login as nats-py options. In a URL, nats-py would not decode percent signs."""
-    if login is None:
-        return {}
-    if login.user is None:
-        return {"token": login.password.reveal()}
-    return {"user": login.user, "password": login.password.reveal()}
-
-
-def _tls_options(certificate: str | None) -> dict[str, Any]:
-    """TLS with a pinned certificate as nats-py options. Without one, the URL's scheme decides."""
-    return {} if certificate is None else {"tls": client_context(certificate), "tls_hostname": NAME}
 
 
 @asynccontextmanager

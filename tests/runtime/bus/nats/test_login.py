@@ -1,0 +1,98 @@
+"""Logins by JWT, and the servers to which a login is sent."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from pathlib import Path
+
+import pytest
+
+from runtime.bus.bus import Bus
+from runtime.bus.errors import BusRefused, BusUnavailable
+from runtime.bus.limits import BusLimits
+from runtime.bus.nats.server import ServerSettings, server_command, wait_ready, write_config
+from runtime.util.secrets import Login, Secret, read_login, split_login, with_login
+from tests.fixtures.nats import TEST_STREAMS, NatsServer, group_failed
+from tests.support.cluster import Cluster
+from tests.support.jwt_accounts import JwtAccounts
+
+pytestmark = pytest.mark.anyio
+SHORT = BusLimits(connect_timeout_s=2.0)
+ACCOUNTS = JwtAccounts()
+
+
+def login_of(directory: Path, text: str) -> Login:
+    path = directory / "bus.creds"
+    path.touch(0o600)
+    path.write_text(text)
+    return read_login(path)
+
+
+@pytest.fixture
+async def url(tmp_path: Path) -> AsyncGenerator[str, None]:
+    config = write_config(tmp_path / "nats.conf", ServerSettings(store_dir=tmp_path / "store"))
+    with config.open("a") as file:
+        file.write(ACCOUNTS.config)
+    with (tmp_path / "nats.log").open("ab") as output:
+        command = server_command(config, tmp_path)
+        process = await asyncio.create_subprocess_exec(*command, stdout=output, stderr=output)
+    try:
+        login = login_of(tmp_path, ACCOUNTS.credentials("ready"))
+        yield (await wait_ready(tmp_path, process.pid, timeout_s=10, login=login)).url
+    finally:
+        process.kill()
+        await process.wait()
+
+
+async def test_a_credentials_file_of_nats_logs_in(url: str, tmp_path: Path) -> None:
+    login = login_of(tmp_path, ACCOUNTS.credentials("me"))
+    secret_url = with_login(url, login)
+    assert split_login(secret_url) == (url, login)
+    async with Bus.connect(secret_url, "run", name="test") as bus:
+        await bus.ensure_streams(TEST_STREAMS)
+        assert await bus.publish(group_failed(1)) == 1
+
+
+async def test_credentials_that_expired_or_are_those_of_another_server_are_refused(url: str, tmp_path: Path) -> None:
+    for text in (ACCOUNTS.credentials("me", expires_s=-1.0), JwtAccounts().credentials("me")):
+        with pytest.raises(BusRefused, match=r"(?i)authorization|authentication"):
+            async with Bus.connect(with_login(url, login_of(tmp_path, text)), "run", name="test", limits=SHORT):
+                pass
+
+
+def test_a_damaged_credentials_file_is_named_and_not_shown(tmp_path: Path) -> None:
+    text = ACCOUNTS.credentials("me")
+    with pytest.raises(ValueError, match=r"bus\.creds: a JWT and the seed of a user") as error:
+        login_of(tmp_path, text.replace("\nSU", "\nSA"))
+    assert "eyJ" not in str(error.value)
+
+
+async def test_a_damaged_seed_is_refused_before_anything_is_sent(url: str, tmp_path: Path) -> None:
+    login = login_of(tmp_path, ACCOUNTS.credentials("me"))
+    seed = login.password.reveal()
+    damaged = Login(user=login.user, password=Secret(seed[:20] + ("A" if seed[20] != "A" else "B") + seed[21:]))
+    with pytest.raises(BusUnavailable, match="the seed of the JWT is damaged"):
+        async with Bus.connect(with_login(url, damaged), "run", name="test", limits=SHORT):
+            pass
+
+
+async def test_a_login_is_not_sent_to_a_server_without_tls_if_the_url_asks_for_tls(nats_server: NatsServer) -> None:
+    url = nats_server.url.replace("nats://", "tls://me:secret@")
+    with pytest.raises(BusUnavailable, match="the server offers no TLS"):
+        async with Bus.connect(url, "run", name="test", limits=SHORT):
+            pass
+
+
+@pytest.mark.slow
+async def test_addresses_that_a_cluster_announces_are_not_used(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path)
+    first, *others = cluster.servers.values()
+    try:
+        cluster.start()
+        await cluster.wait_ready()
+        async with Bus.connect(first.url, "run", name="test") as bus:
+            client = bus._connection._client
+            assert [server.netloc for server in client.servers] == [first.url.removeprefix("nats://")]
+            assert not client.discovered_servers
+            assert len(client._server_info["connect_urls"]) == 1 + len(others)
+    finally:
+        cluster.kill()
