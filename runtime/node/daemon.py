@@ -1,13 +1,10 @@
 """The node daemon: runs the processes of one node, and stops everything together."""
 
-import math
 import os
 import signal
 import sys
-from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 
 import anyio
 import anyio.abc
@@ -24,23 +21,15 @@ from runtime.bus.addresses import (
     NODE_VARIABLE,
     engine_key,
     host_port,
-    split_host_port,
 )
 from runtime.bus.background import in_background
 from runtime.bus.bus import Bus
 from runtime.bus.calls import Handler
-from runtime.bus.errors import BusError, BusUnavailable
+from runtime.bus.errors import BusError
 from runtime.bus.limits import BusLimits, over_network
-from runtime.bus.nats.server import (
-    NoProgress,
-    ServerSettings,
-    move_into_account,
-    server_command,
-    wait_ready,
-    write_config,
-)
-from runtime.node.acceptance import Acceptance, NodeStatement, Statement
-from runtime.node.checks.comparison import Refusal
+from runtime.bus.nats.server import ServerSettings, move_into_account
+from runtime.node.acceptance import Acceptance, NodeStatement
+from runtime.node.bus_server import BUS_PROCESS, bus_process, invite
 from runtime.node.claims.home import HomeClaimed, HomeLease, HomeMoved, LeaseUnreadable
 from runtime.node.claims.node_claim import NodeClaim, NodeClaimed
 from runtime.node.claims.run_id import RunMismatch, check_run_id, settle_run_id
@@ -49,10 +38,9 @@ from runtime.node.copying import COPIES, LocalCopies
 from runtime.node.display import Show
 from runtime.node.external_clients import ClientsUnreadable, ServerAccounts
 from runtime.node.group_starts import group_starts
-from runtime.node.join import JOIN_FILE, Join, write_join
-from runtime.node.missing import Missing
+from runtime.node.join import JOIN_FILE
 from runtime.node.node_plan import NodePlan, RunEnd, announcement
-from runtime.node.other_nodes import wait_until_left, watch_nodes
+from runtime.node.other_nodes import OtherNodes
 from runtime.node.outage import Outage, explains_silence, watch_bus
 from runtime.node.reporting import Reporting
 from runtime.node.run_log import Follower, Publisher, begin_of_home, forget_addresses, note_begin_of_home
@@ -60,7 +48,7 @@ from runtime.node.stalls import StallWatch
 from runtime.node.supervisor.state_changes import Change, GivenUp, Ready
 from runtime.node.supervisor.supervisor import Supervision
 from runtime.settings.placement import LOOPBACK
-from runtime.settings.processes import Greets, NotReady, PortRequest, ProcessSpec, Tier, WhenConfirmed
+from runtime.settings.processes import ProcessSpec, Tier
 from runtime.util.disk import free_bytes, is_full, no_space, no_space_of, stored_bytes
 from runtime.util.errors import flatten
 from runtime.util.exit_codes import EXIT_FENCED
@@ -80,44 +68,6 @@ RELEASE_TIMEOUT_S = 1.0
 BUS_LIMITS = BusLimits(drain_timeout_s=1.0)  # at the end the server may already be gone
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # else gloo takes the address of the host's name
 HOST_VARIABLE = "SGLANG_HOST_IP"
-BUS_PROCESS = "nats-server"
-BUS_STOP_S = 1.5
-
-
-def bus_process(plan: NodePlan, server: ServerSettings) -> ProcessSpec:
-    """Specify the NATS server process, on its previous port if that is free."""
-    directory = plan.run_dir / "bus"
-    config = write_config(directory / "nats.conf", server)
-    for leftover in directory.glob("*.ports"):  # of killed servers; a new server may get an old process id
-        leftover.unlink()
-
-    async def is_ready(pid: int) -> None:
-        try:
-            certificate = None if server.certificate is None else server.certificate.pem()
-            await wait_ready(directory, pid, login=server.login, certificate=certificate)
-        except NoProgress as error:
-            raise NotReady(str(error)) from error
-        except BusUnavailable:
-            await anyio.sleep_forever()  # it ended; the supervisor detects that
-
-    fixed = server.port if server.port > 0 else None
-    return ProcessSpec(
-        name=BUS_PROCESS,
-        command=(*server_command(config, directory), "--port", "{port}"),
-        port=PortRequest(fixed=fixed, key="bus.port", preferred=_last_port(plan.run_dir), kept=True),
-        ready=WhenConfirmed(is_ready),
-        ready_timeout_s=math.inf,  # unlimited while it reads its store
-        probe=Greets(),
-        unresponsive_after_s=plan.bus_unresponsive_after_s,
-        tier=Tier.BUS,
-        stop_timeout_s=BUS_STOP_S,
-    )
-
-
-def _last_port(run_dir: Path) -> int | None:
-    path = run_dir / BUS_FILE
-    port = path.read_text().strip().rpartition(":")[2] if path.exists() else ""
-    return int(port) if port.isdigit() else None
 
 
 class NodeDaemon:
@@ -140,7 +90,6 @@ class NodeDaemon:
         disk_timeout_s: float = DISK_TIMEOUT_S,
     ) -> None:
         self._plan = plan
-        self._comparison = comparison
         self._disk_timeout_s = disk_timeout_s
         self.reporting = Reporting(plan, show=show, rewrite=rewrite)
         self._show = self.reporting.display.show
@@ -152,14 +101,16 @@ class NodeDaemon:
             log_dir=plan.log_dir,
             address=LOOPBACK if plan.address is None else plan.address.ip,
         )
-        self._missing = Missing(plan.roles, plan.waits)
+        self._others = OtherNodes(
+            plan, comparison, show=self._show, end=self._end, has_trained=lambda: self._follower.has_trained
+        )
         self._follower = Follower(
             plan,
             self.reporting,
             progress=self._supervision.progress,
             end=self._end,
-            started=self._missing.started,
-            lost=self._lost,
+            started=self._others.started,
+            lost=self._others.lost,
         )
         send, receive = anyio.create_memory_object_stream[Change](CHANGES_BOUND)
         self._changes, self._unpublished_changes = send, receive
@@ -297,44 +248,24 @@ class NodeDaemon:
         claim = await NodeClaim.take(bus, plan.node, plan.run_dir, incarnation=plan.incarnation)
         try:
             run_id = await settle_run_id(bus, plan.run_dir, owns=plan.owns_streams)
-            self._invite(run_id, claim.holder.incarnation)
+            if self._bus_url is not None:
+                incarnation = claim.holder.incarnation
+                invite(plan, self._bus_url, self._certificate, run_id=run_id, incarnation=incarnation)
         except (RunMismatch, OSError):
             await claim.release()
             raise
         return claim
-
-    def _invite(self, run_id: str, incarnation: int) -> None:
-        """Write the join file for the other nodes.
-
-        Raises:
-            OSError: it cannot be written.
-        """
-        plan, server = self._plan, self._plan.server
-        if plan.address is None or server is None or server.login is None or self._bus_url is None:
-            return
-        _, port = split_host_port(self._bus_url.reveal())
-        join = Join(
-            run=plan.run,
-            run_id=run_id,
-            incarnation=incarnation,
-            url=f"tls://{host_port(plan.address.announced, port)}",
-            user=server.login.user or "",
-            password=server.login.password.reveal(),
-            certificate=self._certificate or "",
-        )
-        write_join(plan.run_dir / JOIN_FILE, join)
 
     async def _run_processes(self, bus: Bus, claim: NodeClaim) -> None:
         incarnation = claim.holder.incarnation
         if incarnation > 1:
             await forget_addresses(bus, self._plan.processes)
         await self._begin(bus, incarnation)
-        if isinstance(self._comparison, Acceptance):  # now later events are of this start
-            await self._comparison.open(bus)
-            if self._comparison.problems:
-                async with in_background(partial(self._refuse_all, bus, self._comparison)):
-                    await self._ending.wait()
-                return
+        await self._others.open(bus)  # now later events are of this start
+        if self._others.are_refused:
+            async with in_background(partial(self._others.refuse_all, bus)):
+                await self._ending.wait()
+            return
         key = await engine_key(bus.kv)
         agreements = group_starts(bus, self._plan.node, self._plan.processes, self._show)
         for spec in self._plan.processes:
@@ -356,16 +287,7 @@ class NodeDaemon:
                 tasks.start_soon(each.run)
             tasks.start_soon(self.reporting.run, bus)
             tasks.start_soon(self._follower.follow, bus, self._watch(bus, tasks))
-            match self._comparison:
-                case Acceptance() as acceptance:
-                    tasks.start_soon(acceptance.run, bus, self._ends_run, self._report_refusals, self._lost)
-                case NodeStatement() as statement:
-                    tasks.start_soon(statement.run, bus, self._end_refused)
-                case None:
-                    pass
-            has_others = self._plan.owns_streams and len(self._plan.nodes) > 1
-            if has_others:
-                tasks.start_soon(watch_nodes, bus, self._plan.node, self._missing, self._show, self._end_without)
+            tasks.start_soon(self._others.run, bus)
             if self._plan.outage_s:
                 outage = Outage(without_logins(self._plan.bus_url or ""), self._plan.outage_s)
                 tasks.start_soon(watch_bus, bus, outage, self._show, self._end_without_bus)
@@ -373,19 +295,12 @@ class NodeDaemon:
             async with anyio.create_task_group() as ending:
                 ending.start_soon(self._announce_end, bus)
                 await self._supervision.stop(Tier.ACTOR, Tier.SERVICE)
-            if has_others:
-                await wait_until_left(bus, self._plan.node)
+            await self._others.wait_until_left(bus)
             self._changes.close()
             with anyio.move_on_after(PUBLISH_TIMEOUT_S):
                 await self._all_published.wait()
             await self.reporting.finish()
             tasks.cancel_scope.cancel()
-
-    async def _refuse_all(self, bus: Bus, acceptance: Acceptance) -> None:
-        """Report the problems of home to the other nodes, those that wait and those that run, and end."""
-        await acceptance.refuse_all(bus)
-        await wait_until_left(bus, self._plan.node)
-        self._end(RunEnd(finished=False, refused="\n".join(map(str, acceptance.problems)), is_announced=True))
 
     async def _begin(self, bus: Bus, incarnation: int) -> None:
         """Note where this start begins in the log, before any of its processes writes."""
@@ -396,21 +311,6 @@ class NodeDaemon:
         else:
             self._follower.begin_at(min(first_seq, await begin_of_home(bus, self._plan.home) or first_seq))
         self.reporting.begin_at(first_seq)
-
-    def _ends_run(self, statement: Statement) -> bool:
-        """Whether the refusal of a node ends the run: before the first train step, when nothing is lost."""
-        return not statement.only_checks and not self._follower.has_trained
-
-    def _report_refusals(self, refusals: Sequence[Refusal], ends: bool) -> None:
-        """Show why a node cannot take part, and end the run if the refusal ends it."""
-        for refusal in refusals:
-            self._show(f"refused {refusal}")
-        if ends:
-            self._end(RunEnd(finished=False, refused="\n".join(map(str, refusals))))
-
-    def _end_refused(self, reasons: Sequence[str]) -> None:
-        """End this node: home has started again, and refuses it now."""
-        self._end(RunEnd(finished=False, refused="\n".join(reasons)))
 
     async def _announce_end(self, bus: Bus) -> None:
         """Inform the other nodes, before the bus ends with the home node."""
@@ -446,9 +346,6 @@ class NodeDaemon:
         except NodeClaimed as error:  # its new daemon carries on
             self._end(RunEnd(finished=False, error=str(error), is_announced=True))
 
-    def _end_without(self, reason: str) -> None:
-        self._end(RunEnd(finished=False, error=reason))
-
     def _end_without_bus(self, reason: str) -> None:
         self._end(RunEnd(finished=False, error=f"the bus failed: {reason}", is_announced=True))
 
@@ -478,7 +375,7 @@ class NodeDaemon:
             case GivenUp():
                 if change.exit_code == EXIT_FENCED:
                     self._show(f"{change.spec.name} is not started again: another process does its work")
-                elif not self._ending.is_set() and not self._goes_on_without(change):
+                elif not self._ending.is_set() and not self._others.goes_on_without(change):
                     self._end(RunEnd(finished=False, failure=change))
                 return
             case Ready() if change.spec.name == BUS_PROCESS and not self._bus_ready.is_set():
@@ -494,28 +391,6 @@ class NodeDaemon:
             return
         except (anyio.WouldBlock, anyio.BrokenResourceError):
             log.warning("change_not_published", process=change.spec.name)
-
-    def _goes_on_without(self, given_up: GivenUp) -> bool:
-        """Return whether the run goes on without a process. Home decides it for the engines of all nodes."""
-        name = given_up.spec.name
-        if not self._missing.may_lose(given_up.spec, given_up.exit_code):
-            return False
-        if self._plan.owns_streams and self._missing.give_up(name, given_up.reason) is not None:
-            return False
-        if isinstance(self._comparison, NodeStatement):
-            self._comparison.give_up(name, given_up.reason)
-        self._show(f"{name} is given up, the run goes on without it: {given_up.reason}")
-        return True
-
-    def _lost(self, process: str, reason: str) -> None:
-        """Note at home that a process of any node is not restarted, by the log or by the node's statement."""
-        if not self._plan.owns_streams or self._missing.is_given_up(process):
-            return
-        failure = self._missing.give_up(process, reason)
-        if failure is not None and not self._ending.is_set():
-            self._end(RunEnd(finished=False, error=failure))
-        elif self._missing.is_given_up(process):
-            self._show(f"{process} is given up, the run goes on without it: {reason}")
 
     def _found_bus(self, url: Secret) -> None:
         """Store the URL of the bus, which is up, in the run directory, readable by its owner only."""
