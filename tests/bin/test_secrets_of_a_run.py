@@ -23,7 +23,7 @@ from tests.support.running_server import running_server
 pytestmark = pytest.mark.anyio
 ROOT = Path(__file__).parents[2]
 MARK = "sw0rdf1sh"
-HOLDERS = ["bus.url", "bus/nats.conf", "bus/password"]  # in the run directory, each for its owner alone
+HOLDERS = ["bus.url", "bus/accounts.conf", "bus/password"]  # in the run directory, each for its owner alone
 
 
 def password_of(run_dir: Path) -> str:
