@@ -20,7 +20,7 @@ class Score(msgspec.Struct, frozen=True, kw_only=True):
 
 @register
 class ScoresGiven(Message, kw_only=True, tag="scores_given"):
-    """Answers a ScoreRequested with one score per item, in the order of its items."""
+    """Answers a ScoreRequested with one score per item, in the order of its items, on a subject of the grader."""
 
     plane = Plane.CALL
     topic = "scores_given"

@@ -7,11 +7,13 @@ import msgspec
 
 from messages.arrays import array_schema
 from messages.base import Message, Plane, message_types, tag_of
+from messages.calls import ScoresGiven
 from messages.codec import CONTENT_TYPE_HEADER, TYPE_HEADER, content_type_of
-from messages.subjects import INBOX, call_subject, filter_of
+from messages.subjects import INBOX, call_subject, filter_of, scores_filter
 
 RUN = "{run}"
 INSTANCE = "{instance}"
+GRADER = "{grader}"
 SCHEMA_PATH = "#/$defs/"
 SCHEMA_FILE = "schema.json"  # beside the AsyncAPI document
 
@@ -65,6 +67,8 @@ def table(surfaces: Mapping[str, Surface]) -> list[tuple[str, str, str, str, str
 
 
 def _subject(message_type: type[Message]) -> str:
+    if message_type is ScoresGiven:
+        return scores_filter(RUN, GRADER)
     if message_type.answers:
         return f"{INBOX}.{RUN}.>"
     if message_type.plane is Plane.CALL:

@@ -7,6 +7,7 @@ import msgspec
 from messages.arrays import Int32Array, UInt8Array
 from messages.base import Message, Plane, register
 from messages.samples import SampleStatus, SampleSummary, SamplingParams
+from messages.subjects import OWN_GRADERS, grader_token
 
 
 class Prompt(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -89,11 +90,16 @@ class ScoreRequested(Message, kw_only=True, tag="score_requested"):
     reply_to: str  # subject of the answer, a ScoresGiven
     group_id: int
     attempt: int
-    rm_type: str  # a built-in grader or a plug-in
+    rm_type: str  # a built-in grader, a plug-in or a name of the topology
+    own: bool = False  # whether only the run's own reward actors may grade it
     group_rm: bool = False  # one call for all items, which are the whole group
     prompt_keys: tuple[str, ...] = ()  # PromptStored messages with prompt, label and metadata; the items omit these
     timeout_s: float = 0.0  # seconds from the delivery until the caller no longer waits; 0: unlimited
     items: tuple[ScoreItem, ...]
 
     def key(self) -> str:
-        return self.request_id
+        return f"{self.token()}.{self.request_id}"
+
+    def token(self) -> str:
+        """The subject token of the workers that may grade it."""
+        return OWN_GRADERS if self.own else grader_token(self.rm_type)

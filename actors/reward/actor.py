@@ -4,6 +4,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
 from typing import Final
 
 import anyio
@@ -13,24 +14,23 @@ from anyio.abc import TaskStatus
 from actors.reward.answers import StoredPrompts, answers_of, sample_of
 from actors.reward.frames import Graded, GraderSpec, Hello
 from actors.reward.pool import TIMEOUT, GraderPool, PoolSettings, open_pool
-from actors.reward.recipe import graders_of, names_of
+from actors.reward.recipe import graders_of
 from actors.reward.sandbox import sandbox_of
 from messages.calls import ScoresGiven
 from messages.data import PromptStored
 from messages.plain import clipped
+from messages.subjects import OWN_GRADERS, grader_token
 from messages.work import ScoreRequested
 from runtime.bus.bus import Bus
 from runtime.bus.consumer import Deliveries, Delivery
 from runtime.bus.errors import MessageRefused, PayloadLost
+from runtime.bus.scoring import ACK_WAIT_S
 from runtime.process.actor import Actor, InputError
 from runtime.settings.plugins import is_plugin
-from runtime.settings.topology import Topology
+from runtime.settings.topology import Topology, own_graders
 from runtime.util.formatting import count_of, duration
 
-DURABLE = "reward"
-ACK_WAIT_S = 5.0  # redelivery delay for the requests that a killed actor held
 REQUESTS_PER_PROCESS = 4  # concurrent requests: enough to keep processes busy, and leaves work for other actors
-MAX_ACK_PENDING = 4096  # summed over all reward actors
 GIVE_BACK_TIMEOUT_S = 1.0
 
 log = structlog.get_logger()
@@ -132,7 +132,7 @@ class RewardActor(Actor):
             timeout_s=config.timeout_s,
             max_tries=config.max_tries,
         )
-        self._names = names_of(topology)
+        self._names = own_graders(topology)
         self._of_eval_alone = {item.rm_type for item in topology.eval} - {item.rm_type for item in topology.data}
         self._pool: GraderPool | None = None
         self._first = FirstGrades(bus)
@@ -149,19 +149,15 @@ class RewardActor(Actor):
             InputError: the first grades of the run all failed.
         """
         await self._first.begin()
-        async with (
-            open_pool(self._settings) as self._pool,
-            self._bus.consume(
-                ScoreRequested,
-                durable=DURABLE,
-                ack_wait_s=self._ack_wait_s,
-                max_ack_pending=MAX_ACK_PENDING,
-                prefetch_by_rate=True,
-            ) as deliveries,
-            anyio.create_task_group() as tasks,
-        ):
-            for _ in range(self._num_tasks):
-                tasks.start_soon(self._answer_all, self._pool, deliveries)
+        async with open_pool(self._settings) as self._pool, AsyncExitStack() as opened:
+            queues = {
+                token: await opened.enter_async_context(self._bus.consume_scoring(token, ack_wait_s=self._ack_wait_s))
+                for token in (*map(grader_token, self._names), OWN_GRADERS)
+            }
+            tasks = await opened.enter_async_context(anyio.create_task_group())
+            for token, deliveries in queues.items():
+                for _ in range(self._num_tasks):
+                    tasks.start_soon(self._answer_all, self._pool, deliveries, token)
             task_status.started()
 
     def stats(self) -> dict[str, float]:
@@ -176,19 +172,20 @@ class RewardActor(Actor):
         running = count_of(len(self._in_hand), "score request")
         return f"graders: {running}; {grader} has been grading the oldest for {duration(time.monotonic() - began)}"
 
-    async def _answer_all(self, pool: GraderPool, deliveries: Deliveries[ScoreRequested]) -> None:
+    async def _answer_all(self, pool: GraderPool, deliveries: Deliveries[ScoreRequested], token: str) -> None:
         async for delivery in deliveries:
             request = delivery.message
             with structlog.contextvars.bound_contextvars(group_id=request.group_id, request_id=request.request_id):
-                await self._answer(pool, delivery)
+                await self._answer(pool, delivery, token)
 
-    async def _answer(self, pool: GraderPool, delivery: Delivery[ScoreRequested]) -> None:
+    async def _answer(self, pool: GraderPool, delivery: Delivery[ScoreRequested], token: str) -> None:
         request = delivery.message
         self._counts["requests"] += 1
         self._in_hand[request.request_id] = (request.rm_type, time.monotonic())
         try:
-            if not self._bus.is_inbox(request.reply_to):
-                await delivery.reject(f"reply_to {clipped(request.reply_to, 80)!r} is not an inbox of this run")
+            if not self._bus.takes_scores(request.reply_to, token):
+                place = clipped(request.reply_to, 80)
+                await delivery.reject(f"reply_to {place!r} takes no answers of the grader {token}")
                 return
             async with delivery.heartbeat():
                 grades = await self._grade(pool, request)

@@ -7,7 +7,7 @@ import anyio
 
 from actors.reward.frames import FrameError, Grade, GraderSpec, Hello, encode_frame
 from actors.reward.process import START_TIMEOUT_S, GraderProcess, GraderProcessError
-from actors.reward.recipe import graders_of, names_of
+from actors.reward.recipe import graders_of
 from actors.reward.samples import GradedSample
 from actors.reward.sandbox import sandbox_of
 from messages import Prompt
@@ -15,7 +15,7 @@ from runtime.bus.background import in_background
 from runtime.node.checks.apart import Doing
 from runtime.settings.plugins import is_plugin
 from runtime.settings.reading.config import Problem
-from runtime.settings.topology import Topology
+from runtime.settings.topology import Topology, own_graders
 
 SLACK_S = 10.0  # time for a process to end
 
@@ -42,7 +42,7 @@ def check_graders(
     Yields:
         A problem if a grader process does not start.
     """
-    names = names_of(topology)
+    names = own_graders(topology)
     for key, row in rows.items():
         name = names.get(row.prompt.rm_type or "", "")
         if not is_plugin(name):

@@ -75,7 +75,7 @@ from runtime.bus.addresses import Address, engine_key
 from runtime.bus.bus import Bus
 from runtime.process.actor import Actor
 from runtime.settings.placement import num_engines
-from runtime.settings.topology import Topology, reads_copies
+from runtime.settings.topology import Topology, grader_names, reads_copies
 from runtime.util.formatting import count_of
 
 log = structlog.get_logger()
@@ -206,7 +206,12 @@ class RolloutActor(Actor):
 
     def _tools(self, client: SglangClient, fleet: Fleet) -> GroupDependencies:
         reward = self._topology.reward
-        scorer = Scorer(self._bus, timeout_s=reward.timeout_s, max_tries=reward.max_tries)
+        scorer = Scorer(
+            self._bus,
+            timeout_s=reward.timeout_s,
+            max_tries=reward.max_tries,
+            graders=grader_names(self._topology),
+        )
         return GroupDependencies(
             bus=self._bus,
             generator=Generator(client, fleet, self._model, give_up_after_s=self._topology.rollout.generate_timeout_s),

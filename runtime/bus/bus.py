@@ -2,14 +2,14 @@
 
 import asyncio
 import copy
-from collections.abc import AsyncGenerator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from typing import Any, Final, overload
 
 import msgspec
 
-from messages import DecodeError, Message, MessageT, Plane, decode, tag_of
+from messages import DecodeError, Message, MessageT, Plane, ScoreRequested, ScoresGiven, decode, tag_of
 from messages.subjects import (
     check_run_name,
     event_filters,
@@ -17,13 +17,15 @@ from messages.subjects import (
     inbox_prefix,
     is_inbox,
     key_subject,
+    scores_token,
     stream_of,
     subject_of,
 )
+from runtime.bus import scoring
 from runtime.bus.administration import Administration, Holdings, StreamState
 from runtime.bus.background import in_background
 from runtime.bus.calls import Handler, Inbox, ask, serve
-from runtime.bus.consumer import Deliveries
+from runtime.bus.consumer import Deliveries, opened
 from runtime.bus.dead import DeadLetters
 from runtime.bus.errors import CallRefused, MessageRefused, PayloadLost, PayloadUnreadable
 from runtime.bus.events import Events, Log, StoredMessage
@@ -106,6 +108,16 @@ class Bus:
             BusError: the server refuses.
         """
         await self._administration.ensure_streams(limits)
+
+    async def ensure_score_queues(self, graders: Iterable[str]) -> None:
+        """Create the queues of score requests, without requests: one per grader, and one of the run's own actors.
+
+        Only for the start of a run, before its actors.
+
+        Raises:
+            BusError: the server refuses or does not answer.
+        """
+        await scoring.ensure_queues(self._connection, self.run, graders)
 
     async def holdings(self) -> Holdings:
         """State of this run's streams and bucket on the server. Creates nothing.
@@ -277,12 +289,33 @@ class Bus:
             prefetch_by_rate=prefetch_by_rate,
             keeps_prefetched=keeps_prefetched,
         )
-        await deliveries.open()
-        try:
-            async with in_background(lambda: deliveries.keep_alive(ack_wait_s / 3)):
-                yield deliveries
-        finally:
-            await deliveries.close()
+        async with opened(deliveries, ack_wait_s):
+            yield deliveries
+
+    @asynccontextmanager
+    async def consume_scoring(
+        self, grader_token: str, *, ack_wait_s: float = scoring.ACK_WAIT_S
+    ) -> AsyncGenerator[Deliveries[ScoreRequested], None]:
+        """Receive the score requests of one grader, for the duration of a block.
+
+        Raises:
+            ValueError: the actor does not declare that it reads score requests.
+            BusUnavailable: no such stream until the deadline.
+        """
+        self._check_reads(ScoreRequested)
+        deliveries = Deliveries(
+            self._connection,
+            self._dead_letters,
+            plane=Plane.WORK,
+            stream=stream_of(self.run, Plane.WORK),
+            settings=scoring.queue_settings(self.run, grader_token, ack_wait_s=ack_wait_s),
+            types=(ScoreRequested,),
+            prefetch=0,
+            prefetch_by_rate=True,
+            keeps_prefetched=False,
+        )
+        async with opened(deliveries, ack_wait_s):
+            yield deliveries
 
     async def fetch(self, message_type: type[MessageT], seq: int) -> MessageT:
         """Fetch a payload by its sequence in the data stream. Up to limits.max_fetches fetches run concurrently.
@@ -353,20 +386,18 @@ class Bus:
         """
         return serve(self._connection, self._dead_letters, self.run, instance or self.name, handlers)
 
-    def is_inbox(self, subject: str) -> bool:
-        """Whether a subject received over the bus is an inbox of a client of this run."""
-        return is_inbox(self.run, subject)
-
     async def notify(self, message: Message, *, to: str) -> None:
-        """Send a small answer to an inbox. It is not stored, and is lost without a listener or a connection.
+        """Send a small answer to an inbox or a subject for scores.
+
+        It is not stored, and is lost without a listener or a connection.
 
         Raises:
             ValueError: the actor does not declare that it writes the type.
-            MessageRefused: `to` is not an inbox of this run, or the message is too large; nothing was sent.
+            MessageRefused: `to` takes no answers of this run, or the message is too large; nothing was sent.
             Disconnected: the send buffer is full in an outage; a BusError.
         """
         self._check_writes(type(message))
-        if not self.is_inbox(to):
+        if not is_inbox(self.run, to) and scores_token(self.run, to) is None:
             raise MessageRefused(f"{to[:80]!r} is not an inbox of run {self.run}")
         encoded = to_wire(message)
         await self._connection.send(to, encoded.payload, encoded.headers)
@@ -376,11 +407,35 @@ class Bus:
         """A private subject for answers of one type, for the duration of a block. Drops answers over `bound`."""
         self._check_reads(message_type)
         inbox = Inbox(self._connection, self._dead_letters, message_type, bound)
+        async with self._listening(inbox):
+            yield inbox
+
+    @asynccontextmanager
+    async def score_inbox(
+        self, token_of: Callable[[str], str | None], *, bound: int = 4096
+    ) -> AsyncGenerator[scoring.ScoreInbox, None]:
+        """The answers to this process's score requests, for the duration of a block. Drops answers over `bound`.
+
+        Args:
+            token_of: returns the grader's token of a request by its id; None for a request that has ended.
+            bound: maximum number of waiting answers.
+        """
+        self._check_reads(ScoresGiven)
+        inbox = scoring.ScoreInbox(self._connection, self._dead_letters, self.run, token_of, bound)
+        async with self._listening(inbox):
+            yield inbox
+
+    @asynccontextmanager
+    async def _listening(self, inbox: Inbox[Any]) -> AsyncGenerator[None, None]:
         listener = await self._connection.subscribe(inbox.subject, inbox.on_message)
         try:
-            yield inbox
+            yield
         finally:
             await listener.stop()
+
+    def takes_scores(self, subject: str, grader_token: str) -> bool:
+        """Whether a subject received over the bus takes the answers of this grader."""
+        return scores_token(self.run, subject) == grader_token
 
     @property
     def away_s(self) -> float:

@@ -166,9 +166,15 @@ class Inbox(Generic[MessageT]):
     """A private subject for answers of one type. When full, it drops and counts new answers."""
 
     def __init__(
-        self, connection: Connection, dead_letters: DeadLetters, message_type: type[MessageT], bound: int
+        self,
+        connection: Connection,
+        dead_letters: DeadLetters,
+        message_type: type[MessageT],
+        bound: int,
+        *,
+        subject: str = "",
     ) -> None:
-        self.subject = connection.new_inbox()
+        self.subject = subject or connection.new_inbox()
         self._connection = connection
         self._dead_letters = dead_letters
         self._type = message_type
@@ -195,16 +201,24 @@ class Inbox(Generic[MessageT]):
                 message = decode(raw.data, raw.headers)
                 if not isinstance(message, self._type):
                     raise DecodeError(f"got {type(message).__name__}, expected {self._type.__name__}")
+                self._check(message, raw.subject)
             except DecodeError as error:
-                await self._dead_letters.bury(
-                    f"call.{self._connection.unique()}",
-                    subject=raw.subject,
-                    reason=str(error),
-                    headers=raw.headers,
-                    payload=raw.data,
-                )
+                await self._refuse(raw, str(error))
                 continue
             return message
+
+    def _check(self, message: MessageT, subject: str) -> None:
+        """Raise DecodeError if an answer on this subject cannot be used."""
+
+    async def _refuse(self, raw: RawMessage, reason: str) -> None:
+        """Dead-letter an answer that cannot be used."""
+        await self._dead_letters.bury(
+            f"call.{self._connection.unique()}",
+            subject=raw.subject,
+            reason=reason,
+            headers=raw.headers,
+            payload=raw.data,
+        )
 
     async def _wait(self, deadline: float | None) -> bool:
         loop = asyncio.get_running_loop()

@@ -4,11 +4,12 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from datetime import datetime
-from typing import Final, Generic
+from typing import Any, Final, Generic
 
 import anyio
 
 from messages import DecodeError, MessageT, Plane, decode
+from runtime.bus.background import in_background
 from runtime.bus.dead import PATIENCE_S, DeadLetters
 from runtime.bus.nats.connection import Connection, Disconnected, RawMessage
 from runtime.bus.nats.consumers import ACK, IN_PROGRESS, TERM, ConsumerSettings, give_back, make_durable
@@ -122,7 +123,7 @@ class Deliveries(Generic[MessageT]):
         self._stream = stream
         self._settings = settings
         self._types = tuple(types)
-        self._pull = Pull(connection, stream, ahead=prefetch)
+        self._pull = Pull(connection, stream, ahead=prefetch, max_batch=settings.max_batch)
         self._prefetch = prefetch
         self._throughput = Throughput()
         self._prefetch_by_rate = prefetch_by_rate
@@ -231,3 +232,14 @@ class Deliveries(Generic[MessageT]):
                 buffered.remove(raw)
                 await self.answer(raw.reply, give_back())
             self._stale = waiting - kept - self._stale
+
+
+@asynccontextmanager
+async def opened(deliveries: Deliveries[Any], ack_wait_s: float) -> AsyncGenerator[None, None]:
+    """Open deliveries for the duration of a block, and keep those with a heartbeat."""
+    await deliveries.open()
+    try:
+        async with in_background(lambda: deliveries.keep_alive(ack_wait_s / 3)):
+            yield
+    finally:
+        await deliveries.close()

@@ -248,6 +248,8 @@ class NodeDaemon:
         claim = await NodeClaim.take(bus, plan.node, plan.run_dir, incarnation=plan.incarnation)
         try:
             run_id = await settle_run_id(bus, plan.run_dir, owns=plan.owns_streams)
+            if plan.owns_streams:
+                await bus.ensure_score_queues(plan.graders)
             if self._bus_url is not None:
                 incarnation = claim.holder.incarnation
                 invite(plan, self._bus_url, self._certificate, run_id=run_id, incarnation=incarnation)

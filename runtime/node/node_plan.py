@@ -33,7 +33,7 @@ class NodePlan(msgspec.Struct, frozen=True, kw_only=True):
     started: float  # Unix time of the command
     processes: tuple[ProcessSpec, ...]
     server: ServerSettings | None = None  # NATS server settings, if this node runs it
-    graders: tuple[str, ...] = ()  # that the topology names; external clients may grade for them
+    graders: tuple[str, ...] = ()  # that the topology names; each has a queue, which external clients may serve
     address: NodeAddress | None = None  # of this node; none: loopback, because nothing listens beyond this machine
     nodes: tuple[str, ...] = ()  # of the run
     log_dir: Path | None = None  # none: `logs` in the run directory

@@ -306,6 +306,8 @@ class RewardConfig(Config, frozen=True, kw_only=True):
     group_rm: bool = False
     # Your own grader functions by name. Rows, `data.rm_type` and `eval.rm_type` may use these names.
     graders: dict[Name, Text] = {}
+    # Graders that only external workers run, by name. `data.rm_type`, `eval.rm_type` and rows may use these names.
+    external: tuple[Name, ...] = ()
     # Isolation of grader processes: "process" limits resources, "isolated" also blocks network, files and other
     # processes, "none" sets no limits.
     sandbox: Literal["none", "process", "isolated"] = "process"
@@ -377,11 +379,13 @@ def sglang_arguments(engine: EngineConfig) -> list[SglangArgument]:
 
 
 def grader_names(topology: Topology) -> tuple[str, ...]:
-    """Return the graders that the topology names, under the names that score requests use."""
+    """Return the graders that the topology names, under the names that score requests use.
+
+    Each has a queue of score requests. Rows may name other built-in graders, which only the run's own actors run.
+    """
     if answers_are_recorded(topology):
         return ()
-    named = (item.rm_type for item in (*topology.data, *topology.eval) if item.rm_type is not None)
-    return tuple(dict.fromkeys((*named, *topology.reward.graders)))
+    return (*own_graders(topology), *topology.reward.external)
 
 
 def has_filter(topology: Topology) -> bool:
@@ -398,6 +402,13 @@ def reads_copies(topology: Topology, engine: EngineConfig) -> bool:
     """Return whether engines read weights from their node's local copy."""
     in_files = engine.weight_transport == "disk"
     return in_files and (engine.local_copy or topology.trainer.full_export_interval > 1)
+
+
+def own_graders(topology: Topology) -> dict[str, str]:
+    """Return the graders that a topology names and its own reward actors run, by the names that requests use."""
+    own, external = topology.reward.graders, topology.reward.external
+    named = (item.rm_type for item in (*topology.data, *topology.eval) if item.rm_type is not None)
+    return {name: own.get(name, name) for name in (*named, *own) if name not in external}
 
 
 def answers_are_recorded(topology: Topology) -> bool:

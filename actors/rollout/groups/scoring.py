@@ -2,7 +2,7 @@
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import anyio
 import structlog
@@ -10,9 +10,11 @@ from anyio.abc import TaskGroup, TaskStatus
 
 from actors.rollout.groups.open_samples import OpenSample
 from actors.rollout.groups.tasks import GroupTask
-from messages import Score, ScoreItem, ScoreRequested, ScoresGiven
+from messages import Score, ScoreItem, ScoreRequested
+from messages.subjects import OWN_GRADERS, grader_token
 from runtime.bus.bus import Bus
 from runtime.bus.errors import AlreadyQueued, BusError, MessageTooLarge
+from runtime.bus.scoring import ScoreInbox
 from runtime.util.formatting import count_of
 
 log = structlog.get_logger()
@@ -29,7 +31,14 @@ class Scorer:
     """
 
     def __init__(
-        self, bus: Bus, *, timeout_s: float, max_tries: int, repeat_s: float = REPEAT_S, patience_s: float = PATIENCE_S
+        self,
+        bus: Bus,
+        *,
+        timeout_s: float,
+        max_tries: int,
+        graders: Collection[str] = (),
+        repeat_s: float = REPEAT_S,
+        patience_s: float = PATIENCE_S,
     ) -> None:
         """Start without requests.
 
@@ -37,6 +46,7 @@ class Scorer:
             bus: the bus.
             timeout_s: seconds for grading one sample.
             max_tries: maximum requests for the same samples.
+            graders: names of the graders with a queue of their own.
             repeat_s: seconds after which an unanswered request is published again.
             patience_s: seconds to wait for an answer, in addition to the grading time.
         """
@@ -45,7 +55,8 @@ class Scorer:
         self._wait_s = timeout_s * max_tries + patience_s
         self._max_tries = max_tries
         self._waiting: dict[str, _Answer] = {}
-        self._reply_to = ""
+        self._graders = frozenset(graders)
+        self._inbox: ScoreInbox | None = None
 
     def waits_for(self) -> str:
         """Describe the missing answers for people; empty if there are none."""
@@ -53,10 +64,9 @@ class Scorer:
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         """Receive answers. Never returns."""
-        async with self._bus.inbox(ScoresGiven) as inbox:
-            self._reply_to = inbox.subject
+        async with self._bus.score_inbox(self._token_of) as self._inbox:
             task_status.started()
-            async for given in inbox:
+            async for given in self._inbox:
                 answer = self._waiting.get(given.request_id)
                 if answer is not None:  # otherwise the request was replaced, or the answer is a duplicate
                     answer.scores = given.scores
@@ -74,11 +84,14 @@ class Scorer:
     async def _ask(self, task: GroupTask, items: Sequence[ScoreItem]) -> Sequence[Score] | None:
         rm_type = task.prompt.rm_type
         assert rm_type is not None, "the recipe's rules ask for a reward"
-        request_id = uuid.uuid4().hex
-        answer = self._waiting[request_id] = _Answer()
+        assert self._inbox is not None, "run() has started"
+        request_id, own = uuid.uuid4().hex, rm_type not in self._graders
+        token = OWN_GRADERS if own else grader_token(rm_type)
+        answer = self._waiting[request_id] = _Answer(token)
         request = ScoreRequested(
             request_id=request_id,
-            reply_to=self._reply_to,
+            reply_to=self._inbox.reply_to(token),
+            own=own,
             group_id=task.group_id,
             attempt=task.attempt,
             rm_type=rm_type,
@@ -98,6 +111,10 @@ class Scorer:
             return answer.scores
         finally:
             del self._waiting[request_id]
+
+    def _token_of(self, request_id: str) -> str | None:
+        answer = self._waiting.get(request_id)
+        return None if answer is None else answer.token
 
     async def _put(self, request: ScoreRequested) -> int:
         """Publish a request; return its sequence, 0 if it is still queued."""
@@ -184,7 +201,8 @@ def _parts(scored: Sequence[Score | ScoreItem]) -> list[tuple[int, int]]:
 
 
 class _Answer:
-    def __init__(self) -> None:
+    def __init__(self, token: str) -> None:
+        self.token = token  # of the grader
         self.arrived = anyio.Event()
         self.scores: Sequence[Score] | None = None
         self.seq = 0  # of the newest copy of the request in the work stream

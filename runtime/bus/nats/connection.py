@@ -76,6 +76,7 @@ class Counters(msgspec.Struct):
     async_errors: int = 0  # reported to the client's error callback, including slow consumers
     slow_consumer_drops: int = 0
     dead_letters: int = 0
+    answers_refused: int = 0  # to score requests, of another grader than the request's or unreadable
     acks_dropped: int = 0  # while disconnected with a full buffer; each causes a redelivery
 
 

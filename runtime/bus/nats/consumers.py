@@ -15,6 +15,7 @@ TERM: Final = b"+TERM"  # ends redelivery of a message that was not processed
 IN_PROGRESS: Final = b"+WPI"
 _NAK: Final = b"-NAK"
 CONSUMER_DOES_NOT_EXIST: Final = 10149  # answer to a create request while a consumer of that name is being deleted
+CONSUMER_NOT_FOUND: Final = 10014
 PASSING: Final = (STREAM_NOT_FOUND, CONSUMER_DOES_NOT_EXIST)
 INACTIVE_S: Final = 60  # the server removes a consumer without requests for this long; its reader creates a new one
 MAX_WAITING: Final = 512  # pull requests that the server queues per consumer
@@ -35,6 +36,8 @@ class ConsumerSettings(msgspec.Struct, frozen=True, kw_only=True):
     filters: tuple[str, ...]
     ack_wait_s: float
     max_ack_pending: int
+    max_batch: int = 0  # messages of one pull request; 0: any number
+    max_expires_s: float = 0.0  # lifetime of one pull request; 0: any
 
 
 def give_back(delay_s: float = 0.0) -> bytes:
@@ -74,7 +77,7 @@ async def make_durable(connection: Connection, stream: str, settings: ConsumerSe
         BusUnavailable: no such stream, or the server refuses the consumer.
     """
     name = settings.durable
-    config = {
+    config: dict[str, Any] = {
         "durable_name": name,
         "name": name,
         "deliver_policy": "all",
@@ -86,6 +89,10 @@ async def make_durable(connection: Connection, stream: str, settings: ConsumerSe
         "filter_subjects": list(settings.filters),
         "replay_policy": "instant",
     }
+    if settings.max_batch:
+        config["max_batch"] = settings.max_batch
+    if settings.max_expires_s:
+        config["max_expires"] = int(settings.max_expires_s * NANOSECONDS)
     return await _make(
         connection, f"CONSUMER.CREATE.{stream}.{name}", stream, config, f"cannot consume {stream} as {name}"
     )
@@ -104,6 +111,20 @@ async def _make(connection: Connection, api: str, stream: str, config: dict[str,
             failures += 1
         else:
             return Consumer(info["name"], epoch, info["num_pending"])
+
+
+async def durable_names(connection: Connection, stream: str) -> list[str]:
+    """Names of a stream's consumers, at most 1024."""
+    return (await api_call(connection, f"CONSUMER.NAMES.{stream}"))["consumers"] or []
+
+
+async def delete_durable(connection: Connection, stream: str, name: str) -> None:
+    """Delete a durable consumer, if it exists."""
+    try:
+        await api_call(connection, f"CONSUMER.DELETE.{stream}.{name}")
+    except ApiFailed as error:
+        if error.err_code != CONSUMER_NOT_FOUND:
+            raise
 
 
 async def forget_reader(connection: Connection, stream: str, name: str) -> None:

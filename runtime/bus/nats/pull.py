@@ -60,17 +60,26 @@ class Pull:
         stream: name of the stream.
         ahead: messages requested ahead of demand; 0: only on demand.
         max_bytes: byte limit of one request; 0: only the number of messages is limited.
+        max_batch: messages of one request; 0: any number.
         redelivers: whether messages lost with a connection are redelivered. If not, the consumer is lost with it.
     """
 
     def __init__(
-        self, connection: Connection, stream: str, *, ahead: int, max_bytes: int = 0, redelivers: bool = True
+        self,
+        connection: Connection,
+        stream: str,
+        *,
+        ahead: int,
+        max_bytes: int = 0,
+        max_batch: int = 0,
+        redelivers: bool = True,
     ) -> None:
         self._connection = connection
         self._limits = connection.limits
         self._stream = stream
         self.ahead = ahead
         self._max_bytes = max_bytes and max(max_bytes, 2 * connection.max_payload)
+        self._max_batch = max_batch
         self._redelivers = redelivers
         self._consumer = ""
         self._inbox = ""
@@ -172,6 +181,8 @@ class Pull:
         if deadline is not None and not self.ahead:
             expires_s = max(MIN_EXPIRES_S, min(expires_s, deadline - asyncio.get_running_loop().time()))
         batch = wanted - self._outstanding
+        if self._max_batch:
+            batch = min(batch, self._max_batch)
         self._outstanding += batch
         await self._ask(batch, expires_s)
 

@@ -85,6 +85,11 @@ async def purge(connection: Connection, stream: str, *, below_seq: int) -> None:
     await api_call(connection, f"STREAM.PURGE.{stream}", {"seq": below_seq})
 
 
+async def purge_subjects(connection: Connection, stream: str, subject_filter: str) -> None:
+    """Delete the messages of a stream under a subject filter."""
+    await api_call(connection, f"STREAM.PURGE.{stream}", {"filter": subject_filter})
+
+
 async def delete_message(connection: Connection, stream: str, seq: int) -> None:
     """Delete one message of a stream, if the stream still holds it."""
     try:

@@ -11,6 +11,7 @@ import pytest
 
 from messages import Plane, Score, ScoreItem, ScoreRequested, ScoresGiven
 from messages.samples import SampleStatus
+from messages.subjects import score_durable
 from runtime.bus.bus import Bus
 from tests.fixtures.nats import eventually
 
@@ -41,19 +42,18 @@ def worker(url: str, run: str, durable: str) -> Iterator[None]:
 
 
 async def test_a_worker_in_javascript_scores(bus: Bus, url: str) -> None:
-    async with bus.consume(ScoreRequested, durable="reward"):
-        pass  # the durable consumer is made by somebody else
+    await bus.ensure_score_queues(["length"])
     items = [
         ScoreItem(index=0, prompt="p", response="abc", status=SampleStatus.COMPLETED, metadata={"k": [1, -2.5, None]}),
         ScoreItem(index=1, prompt="p", response="x" * 70_000, status=SampleStatus.TRUNCATED, label={"a": True}),
     ]
-    async with bus.inbox(ScoresGiven) as inbox:
-        with worker(url, bus.run, "reward"), anyio.fail_after(20):
+    async with bus.score_inbox(lambda _: "length") as inbox:
+        with worker(url, bus.run, score_durable("length")), anyio.fail_after(20):
             for name in ("r1", "r2"):
                 await bus.publish(
                     ScoreRequested(
                         request_id=name,
-                        reply_to=inbox.subject,
+                        reply_to=inbox.reply_to("length"),
                         group_id=1,
                         attempt=1,
                         rm_type="length",

@@ -11,7 +11,7 @@ import anyio
 import msgspec
 import pytest
 
-from actors.reward.actor import ACK_WAIT_S, FIRST_GRADE_KEY, RewardActor, never_worked
+from actors.reward.actor import FIRST_GRADE_KEY, RewardActor, never_worked
 from actors.reward.process import GraderUnusableError
 from messages import MessageDeadLettered
 from messages.base import Plane
@@ -19,13 +19,14 @@ from messages.calls import Score, ScoresGiven
 from messages.samples import SampleStatus
 from messages.work import ScoreItem, ScoreRequested
 from runtime.bus.bus import Bus
-from runtime.bus.calls import Inbox
+from runtime.bus.scoring import ACK_WAIT_S, ScoreInbox
 from runtime.process.actor import InputError
+from runtime.settings.plugins import is_plugin
 from runtime.settings.recipe import EvalConfig
 from runtime.settings.topology import Topology
 from runtime.util.errors import flatten
 from tests.build.topology import topology_with
-from tests.fixtures.nats import NatsServer
+from tests.fixtures.nats import NatsServer, eventually
 
 pytestmark = pytest.mark.anyio
 
@@ -54,7 +55,7 @@ async def running(
 class Asker:
     """Asks for scores as a rollout actor does."""
 
-    def __init__(self, bus: Bus, inbox: Inbox[ScoresGiven]) -> None:
+    def __init__(self, bus: Bus, inbox: ScoreInbox) -> None:
         self._bus = bus
         self._inbox = inbox
         self._num = 0
@@ -67,8 +68,10 @@ class Asker:
         timeout_s: float = 20.0,
         reply_to: str | None = None,
         group_id: int = 1,
+        own: bool | None = None,
         **item: Any,
     ) -> str:
+        """Put a request into its grader's queue; by default one for a built-in grader into that of own actors."""
         self._num += 1
         items = tuple(
             ScoreItem(**{"index": index, "prompt": "p", "response": response, "status": SampleStatus.COMPLETED, **item})
@@ -76,15 +79,17 @@ class Asker:
         )
         request = ScoreRequested(
             request_id=f"r{self._num}",
-            reply_to=self._inbox.subject if reply_to is None else reply_to,
+            reply_to="",
             group_id=group_id,
+            own=not (rm_type.startswith("own-") or is_plugin(rm_type)) if own is None else own,
             attempt=1,
             rm_type=rm_type,
             group_rm=group_rm,
             timeout_s=timeout_s,
             items=items,
         )
-        await self._bus.publish(request)
+        to = self._inbox.reply_to(request.token()) if reply_to is None else reply_to
+        await self._bus.publish(msgspec.structs.replace(request, reply_to=to))
         return request.request_id
 
     async def answer(self, timeout_s: float = 15.0) -> ScoresGiven:
@@ -102,7 +107,7 @@ class Asker:
 
 @pytest.fixture
 async def asker(bus: Bus) -> AsyncGenerator[Asker]:
-    async with bus.inbox(ScoresGiven) as inbox:
+    async with bus.score_inbox(lambda _: None) as inbox:
         yield Asker(bus, inbox)
 
 
@@ -124,7 +129,19 @@ async def test_a_request_is_answered_in_order_and_acked(bus: Bus, asker: Asker) 
     ]
 
 
-@pytest.mark.parametrize("reply_to", ["phy.{}.event.ledger.round_halted", "a b", "_INBOX.other.x", ""])
+@pytest.mark.parametrize(
+    "reply_to",
+    [
+        "phy.{}.event.ledger.round_halted",
+        "a b",
+        "_INBOX.other.x",
+        "",
+        "_INBOX.{}.rollout.x",
+        "phy.{}.scores.math.x",
+        "phy.other.scores._own.x",
+        "phy.{}.scores._own.x.y",
+    ],
+)
 async def test_a_request_to_be_answered_elsewhere_is_dead_lettered(bus: Bus, asker: Asker, reply_to: str) -> None:
     """A forged one put its answer among the ledger's events, or killed this actor again and again."""
     async with running(bus, graders=["positional_match"]):
@@ -134,7 +151,7 @@ async def test_a_request_to_be_answered_elsewhere_is_dead_lettered(bus: Bus, ask
     assert score.reward == 1.0
     assert await bus.last_ledger_seq() == 0
     async with bus.read(MessageDeadLettered) as events:
-        assert ["is not an inbox of this run" in received.message.reason async for received in events.so_far()] == [
+        assert ["takes no answers of the grader" in received.message.reason async for received in events.so_far()] == [
             True
         ]
 
@@ -184,14 +201,37 @@ async def test_code_that_the_topology_does_not_name_is_not_run(bus: Bus, asker: 
     foreign = tmp_path / "foreign.py"
     foreign.write_text(f"import pathlib\npathlib.Path({str(tmp_path / 'ran')!r}).touch()\ndef f(sample): return 1.0\n")
     async with running(bus, graders=["exact_match"]):
-        (by_file,) = await asker.scores(f"{foreign}:f", "r")
-        (by_module,) = await asker.scores("tests.actors.reward.user_graders:length", "r")
+        (by_file,) = await asker.scores(f"{foreign}:f", "r", own=True)
+        (by_module,) = await asker.scores("tests.actors.reward.user_graders:length", "r", own=True)
         (built_in,) = await asker.scores("positional_match", "7", label="7")
         await until_work_is_done(bus)
     assert by_file.error == f"'{foreign}:f' is neither a built-in grader nor named by the topology"
     assert "nor named by the topology" in str(by_module.error)
     assert built_in.reward == 1.0
     assert not (tmp_path / "ran").exists()
+
+
+async def test_each_named_grader_has_a_queue_of_its_own(bus: Bus, asker: Asker) -> None:
+    """All of them, and that of the run's own actors: one actor pulls them all."""
+    async with running(bus, graders=["positional_match", "exact_match"]):
+        rewards = [
+            (await asker.scores(name, "74", label="71", own=own))[0].reward
+            for name, own in (("positional_match", False), ("exact_match", False), ("exact_match", True))
+        ]
+        (own_code,) = await asker.scores("own-length", "four")
+    assert [*rewards, own_code.reward] == [0.5, 0.0, 0.0, 4.0]
+
+
+async def test_a_grader_of_external_workers_is_not_pulled(bus: Bus, asker: Asker) -> None:
+    async with running(bus, graders=["exact_match", "judge"], external=["judge"]) as actor:
+        await asker.ask("judge", "r", own=False)
+        await asker.scores("exact_match", "7", label="7", own=False)
+        assert actor.stats()["num_requests"] == 1
+
+        async def one_left() -> bool:
+            return (await bus.state(Plane.WORK)).messages == 1
+
+        await eventually(one_left)
 
 
 async def test_an_answer_over_the_size_of_a_message_goes_without_its_details(bus: Bus, asker: Asker) -> None:
@@ -373,7 +413,7 @@ async def test_good_grades_of_an_evaluation_hide_no_grader_that_never_works(bus:
         eval=(EvalConfig(name="e", path="p", interval=1, rm_type="exact_match"),),
     )
     actor = RewardActor(topology, bus)
-    async with anyio.create_task_group() as group, bus.inbox(ScoresGiven) as inbox:
+    async with anyio.create_task_group() as group, bus.score_inbox(lambda _: None) as inbox:
         await group.start(actor.run)
         await Asker(bus, inbox).scores("exact_match", *["7"] * 20, label="7")
         group.cancel_scope.cancel()
