@@ -1,4 +1,4 @@
-"""One connection to a NATS server. Only this file imports nats.
+"""One connection to a NATS server.
 
 It adds bounds and errors that nats-py lacks. A request fails at once when the connection is lost, instead of waiting
 out its deadline. A message over the server's limit is never sent, because the server would close the connection for
@@ -15,14 +15,13 @@ import anyio
 import msgspec
 import structlog
 from nats import errors as nats_errors
-from nats.aio import client as nats_client
-from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
 from messages.subjects import INBOX
 from runtime.bus.errors import BusError, BusRefused, BusUnavailable, MessageRefused, MessageTooLarge
 from runtime.bus.limits import BusLimits
+from runtime.bus.nats.client import CorrectedClient
 from runtime.bus.nats.login import is_refusal, login_options, requires_tls, tls_options
 from runtime.bus.nats.outages import Outages
 from runtime.util.retrying import Backoff
@@ -88,63 +87,8 @@ def wire_size(payload: bytes, headers: Mapping[str, str]) -> int:
     return size
 
 
-nats_client.DEFAULT_BUFFER_SIZE = 256 * 1024  # bytes per read; nats-py has no option for it, and payloads are large
-
 # errors of a publish without a connection; uvloop raises RuntimeError for a socket that was just closed
 _LOST = (nats_errors.OutboundBufferLimitError, nats_errors.ConnectionClosedError, RuntimeError)
-
-
-class _Client(Client):
-    """nats-py 2.16 client that survives three errors after which the original reads nothing while connected.
-
-    These are a PONG for a cancelled or timed-out flush, a subject that is not UTF-8, and malformed headers.
-
-    It also cuts a lost connection at once; the original first waits until the lost server has taken all bytes.
-
-    With `requires_tls` it sends no login to a server that offers no TLS; the original would send it in plain text. It
-    connects to the servers that it was given and to no others; the original also connects to the addresses that a
-    cluster announces, which may be out of reach, and which anyone on the way can change.
-    """
-
-    requires_tls = False
-
-    @property
-    def is_clustered(self) -> bool:
-        return bool(self._server_info.get("cluster"))
-
-    def _connect_command(self) -> bytes:
-        if self.requires_tls and not self._server_info.get("tls_required"):
-            raise nats_errors.Error("the server offers no TLS, so that no login is sent to it")
-        return super()._connect_command()  # pyright: ignore[reportUnknownMemberType]
-
-    async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
-        info = {key: value for key, value in info.items() if key != "connect_urls"}
-        await super()._process_info(info, initial_connection)  # pyright: ignore[reportUnknownMemberType]
-
-    async def _process_op_err(self, e: Exception) -> None:
-        writer = getattr(self._transport, "_io_writer", None)
-        if writer is not None and not self.is_closed and not self.is_reconnecting:
-            writer.transport.abort()
-        await super()._process_op_err(e)
-
-    def _build_message(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: Headers | None) -> Msg:
-        if not subject.isascii():
-            subject = subject.decode(errors="replace").encode()
-        return super()._build_message(sid, subject, reply, data, headers)  # pyright: ignore[reportUnknownMemberType]
-
-    async def _process_headers(self, headers: bytes | None) -> Headers | None:
-        if not headers:
-            return None
-        try:
-            return await super()._process_headers(headers)  # pyright: ignore[reportUnknownMemberType]
-        except (ValueError, LookupError):
-            return None
-
-    async def _process_pong(self) -> None:
-        pongs: list[asyncio.Future[Any]] = self._pongs  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-        if pongs and pongs[0].done():
-            pongs[0] = asyncio.get_running_loop().create_future()
-        await super()._process_pong()
 
 
 class Connection:
@@ -154,7 +98,7 @@ class Connection:
         self.limits = limits
         self.counters = Counters()
         self.epoch = 0  # raised at each reconnect
-        self._client = _Client()
+        self._client = CorrectedClient()
         self._connected = asyncio.Event()
         self._waiting: dict[str, asyncio.Future[RawMessage]] = {}
         self._tokens = count(1)
