@@ -2,6 +2,7 @@
 
 import time
 import uuid
+from collections import deque
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -20,7 +21,7 @@ from actors.rollout.groups.tools import GroupDependencies
 from actors.rollout.sglang.errors import EnginesUnwilling, RequestRefused
 from messages import EvalRequested, RolloutRequested
 from runtime.bus.bus import Bus
-from runtime.bus.consumer import Delivery
+from runtime.bus.consumer import MAX_PREFETCH, Delivery
 from runtime.bus.errors import MessageRefused, PayloadLost
 from runtime.data.stored_prompts import with_prompt
 from runtime.process.actor import InputError
@@ -66,6 +67,8 @@ class TaskRunner:
         self.num_pulled = 0  # running tasks, training and evaluation
         # running attempts: (group, attempt) -> set when it has ended
         self._at_work: dict[tuple[int, int], anyio.Event] = {}
+        # ended attempts whose tasks may come again: those with a lost acknowledgement, and those fetched ahead
+        self._ended = deque[tuple[int, int]](maxlen=self._slots.total + MAX_PREFETCH)
 
     def stats(self) -> dict[str, float]:
         """Return the number of completed groups, and the slots."""
@@ -116,8 +119,10 @@ class TaskRunner:
         endings = Endings(task, uuid.uuid4().hex, self._bus.name)
         with structlog.contextvars.bound_contextvars(group_id=task.group_id, attempt=task.attempt):
             async with self._pulled(delivery), released(self._slots, taken) as release:
-                # this process was stalled for longer than the ack wait
-                if (ended := self._at_work.get(key)) is not None:
+                # this process was stalled or without the bus for longer than the ack wait
+                if delivery.num_delivered > 1 and key in self._ended:
+                    log.warning("task_came_again", num_delivered=delivery.num_delivered)
+                elif (ended := self._at_work.get(key)) is not None:
                     log.warning("task_came_again", num_delivered=delivery.num_delivered)
                     release()
                     await ended.wait()
@@ -125,6 +130,7 @@ class TaskRunner:
                     ended = self._at_work[key] = anyio.Event()
                     await endings.publish(self._bus, await self._ending(tools, delivery, endings, release))
                     del self._at_work[key]
+                    self._ended.append(key)
                     ended.set()
                     self._num_groups += 1
                 await delivery.ack()

@@ -21,7 +21,9 @@ from messages import (
     GroupCompleted,
     GroupFailed,
     Int32Array,
+    Message,
     Plane,
+    RolloutRequested,
     RoundHalted,
     SampleKey,
     SampleStatus,
@@ -259,6 +261,32 @@ async def test_a_task_that_comes_again_while_it_is_at_work_here_is_not_done_twic
                 await completed(bus)
                 await eventually(lambda: nothing_is_queued(bus))
         group.cancel_scope.cancel()
+    assert len(engine.requests) == 2
+
+
+async def test_a_task_that_comes_again_after_its_end_here_is_not_done_twice(
+    bus: Bus, router_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its acknowledgement was lost in an outage, or it was fetched ahead and the outage outlasted its ack wait."""
+    acknowledge, lost = Delivery.ack, list[Message]()
+
+    async def lose_first(delivery: Delivery[Message]) -> None:
+        if isinstance(delivery.message, RolloutRequested) and not lost:
+            lost.append(delivery.message)
+        else:
+            await acknowledge(delivery)
+
+    monkeypatch.setattr(Delivery, "ack", lose_first)
+    async with serving(ScriptedEngine()) as engine, anyio.create_task_group() as group:
+        group.start_soon(grade, bus)
+        async with rollout_actor(bus, router_url, [engine], topology_with(), ack_wait_s=0.5):
+            await bus.publish(announcement(1))
+            await bus.publish(task(0))
+            await completed(bus)
+            assert not await nothing_is_queued(bus)
+            await eventually(lambda: nothing_is_queued(bus))
+        group.cancel_scope.cancel()
+    assert len(lost) == 1
     assert len(engine.requests) == 2
 
 
