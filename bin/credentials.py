@@ -82,13 +82,13 @@ def _change(args: argparse.Namespace) -> int:
 def _list(directory: Path) -> int:
     from datetime import UTC, datetime
 
-    from runtime.node.external_clients import read_clients, status_of
+    from runtime.node.external_clients import read_clients
 
-    now = datetime.now(UTC)
+    now, found = datetime.now(UTC), read_clients(directory)
     screen = Screen(sys.stdout)
-    for client in read_clients(directory).clients:
+    for client in found.clients:
         kind = f"{client.kind} {client.grader}".rstrip()
-        screen.show(f"{client.name}: {kind}, {status_of(client, now)}, until {client.expires:%Y-%m-%d %H:%M} UTC")
+        screen.show(f"{client.name}: {kind}, {found.status_of(client, now)}, until {client.expires:%Y-%m-%d %H:%M} UTC")
     return EXIT_OK
 
 

@@ -32,6 +32,7 @@ log = structlog.get_logger()
 
 CLIENTS_FILE: Final = "clients.json"  # in the bus directory of the run directory
 LOCK_FILE: Final = "clients.lock"
+VALID: Final = "valid"  # status of a client that the server accepts
 LOOK_EVERY_S: Final = 0.2
 TRY_EVERY_S: Final = 0.05
 RELOAD_S: Final = 5.0  # for the server to take a new file
@@ -60,21 +61,23 @@ class Clients(msgspec.Struct, frozen=True, kw_only=True):
         """Return the client of a name."""
         return next((client for client in self.clients if client.name == name), None)
 
+    def status_of(self, client: ExternalClient, now: datetime) -> str:
+        """Return VALID, or why the server does not accept a client."""
+        if client.is_revoked:
+            return "revoked"
+        if now >= client.expires:
+            return "expired"
+        lost = client.kind is ClientKind.GRADER and client.grader not in self.graders
+        return "refused, since the topology no longer names its grader" if lost else VALID
+
     def accepted(self, now: datetime) -> tuple[ExternalClient, ...]:
         """Return the clients whose credentials are valid at a time."""
-        return tuple(client for client in self.clients if status_of(client, now) == "valid")
+        return tuple(client for client in self.clients if self.status_of(client, now) == VALID)
 
     def with_client(self, client: ExternalClient) -> "Clients":
         """Return the content with a client, in place of an earlier one of its name."""
         others = (each for each in self.clients if each.name != client.name)
         return msgspec.structs.replace(self, clients=(*others, client))
-
-
-def status_of(client: ExternalClient, now: datetime) -> str:
-    """Return "valid", "expired" or "revoked"."""
-    if client.is_revoked:
-        return "revoked"
-    return "expired" if now >= client.expires else "valid"
 
 
 def read_clients(directory: Path) -> Clients:
@@ -136,7 +139,7 @@ def add_client(directory: Path, name: str, kind: ClientKind, *, grader: str = ""
             allowed = ", ".join(before.graders) or "none"
             raise ValueError(f"--grader {grader}: the topology of the run names no such grader; allowed: {allowed}")
         known = before.named(name)
-        if known is not None and status_of(known, datetime.now(UTC)) == "valid":
+        if known is not None and before.status_of(known, datetime.now(UTC)) == VALID:
             raise NameTaken(
                 f"--name {name}: a {known.kind} has this name until {known.expires:%Y-%m-%d %H:%M} UTC; choose another "
                 f"one, or revoke it first (--revoke {name})"
@@ -298,7 +301,7 @@ class ServerAccounts:
         for client in removed:
             now = clients.named(client.name)
             is_same = now is not None and now.password == client.password
-            self._tell(client, status_of(now, datetime.now(UTC)) if is_same and now is not None else "revoked")
+            self._tell(client, clients.status_of(now, datetime.now(UTC)) if is_same and now is not None else "revoked")
 
     def _tell(self, client: ExternalClient, status: str) -> None:
         log.info("external_client", client=client.name, kind=client.kind, grader=client.grader, status=status)

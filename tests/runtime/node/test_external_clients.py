@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import anyio
 import msgspec
@@ -20,12 +21,13 @@ from runtime.bus.nats.certificate import NAME, client_context, own_certificate
 from runtime.bus.nats.server import ServerSettings, accepts_login
 from runtime.node.external_clients import (
     CLIENTS_FILE,
+    Clients,
     NameTaken,
     add_client,
     read_clients,
     revoke_client,
-    status_of,
     wait_until_taken,
+    write_clients,
 )
 from runtime.node.join import JOIN_FILE, read_join
 from runtime.node.network import NodeAddress
@@ -37,6 +39,11 @@ from tests.runtime.node.test_daemon import Running, events_of, plan, player
 pytestmark = pytest.mark.anyio
 
 LOGIN = Login(user="physarum", password=Secret("of-nodes"))
+
+
+OF_ANOTHER_TOPOLOGY = ExternalClient(
+    name="poet", kind=ClientKind.GRADER, grader="poems", password="x", expires=datetime(2099, 1, 1, tzinfo=UTC)
+)
 
 
 def later(seconds: float = 3600) -> datetime:
@@ -145,14 +152,15 @@ async def test_changes_while_no_daemon_runs_apply_at_the_next_start(tmp_path: Pa
     revoked = add_client(bus_dir, "revoked", ClientKind.VIEWER, expires=later())
     expired = add_client(bus_dir, "expired", ClientKind.VIEWER, expires=later(-1))
     revoke_client(bus_dir, "revoked")
+    write_clients(bus_dir, read_clients(bus_dir).with_client(OF_ANOTHER_TOPOLOGY))
     (tmp_path / JOIN_FILE).unlink()
     async with running(tmp_path):
         join = read_join(tmp_path / JOIN_FILE)
         found: list[bool] = []
-        for each in (kept, revoked, expired):
+        for each in (kept, revoked, expired, OF_ANOTHER_TOPOLOGY):
             url = with_login(join.url, Login(user=each.name, password=Secret(each.password)))
             found.append(await accepts_login(url, f"_INBOX.r.{each.name}", join.certificate))
-        assert found == [True, False, False]
+        assert found == [True, False, False, False]
 
 
 async def test_a_file_that_cannot_be_read_changes_nothing_and_is_named(tmp_path: Path) -> None:
@@ -195,7 +203,7 @@ def test_a_name_is_taken_while_its_credential_is_valid(tmp_path: Path) -> None:
         add_client(tmp_path, "bob", ClientKind.VIEWER, expires=later())
     with pytest.raises(ValueError, match="no external client has this name; there are: bob"):
         revoke_client(tmp_path, "carol")
-    assert status_of(revoke_client(tmp_path, "bob"), datetime.now(UTC)) == "revoked"
+    assert revoke_client(tmp_path, "bob").is_revoked
     second = add_client(tmp_path, "bob", ClientKind.VIEWER, expires=later())
     assert read_clients(tmp_path).clients == (second,)
     assert first.password != second.password
@@ -212,3 +220,20 @@ async def test_a_run_that_began_without_accounts_resumes_with_them(tmp_path: Pat
         ):
             found = [received.message async for received in events.so_far()]
     assert found[: len(before)] == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "status"),
+    [
+        ({"grader": "math"}, "valid"),
+        ({}, "refused, since the topology no longer names its grader"),
+        ({"expires": datetime(2020, 1, 1, tzinfo=UTC)}, "expired"),
+        ({"expires": datetime(2020, 1, 1, tzinfo=UTC), "is_revoked": True}, "revoked"),
+    ],
+)
+def test_the_status_of_a_client_says_why_it_is_refused(changes: dict[str, Any], status: str) -> None:
+    client = msgspec.structs.replace(OF_ANOTHER_TOPOLOGY, **changes)
+    clients = Clients(graders=("math",), clients=(client,))
+    now = datetime(2026, 1, 1, tzinfo=UTC)
+    assert clients.status_of(client, now) == status
+    assert clients.accepted(now) == ((client,) if status == "valid" else ())
