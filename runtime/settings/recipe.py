@@ -20,6 +20,9 @@ Text = Annotated[str, msgspec.Meta(min_length=1)]
 Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]  # one subject token, one file name
 
 
+AggMode = Literal["rollout-mean", "token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+
+
 class ModelConfig(Config, frozen=True, kw_only=True):
     """The model, as a Hugging Face directory or hub name (organisation/model)."""
 
@@ -150,7 +153,16 @@ class AlgorithmConfig(Config, frozen=True, kw_only=True):
     # Loss to train with. "sft_loss" trains on demonstrations and runs no engines.
     loss_type: Literal["policy_loss", "sft_loss"] = "policy_loss"
     # Estimator that turns rewards into advantages.
-    advantage_estimator: Literal["grpo"] = "grpo"
+    # "reinforce" subtracts the mean of the batch; "gpg" and "maxrl" scale differences from the group's mean;
+    # "opo" weights that mean by length; "grpo_passk" rewards the best sample of a group alone.
+    advantage_estimator: Literal[
+        "grpo", "rloo", "reinforce", "reinforce_plus_plus_baseline", "opo", "gpg", "maxrl", "grpo_passk"
+    ] = "grpo"
+    # Advantage of a sample without others in its group, for estimators that compare a group's samples: 0 ("zero"), or
+    # its reward ("reward").
+    group_of_one: Literal["zero", "reward"] = "zero"
+    # Whiten the advantages: shift and scale them to mean 0 and variance 1 over all trained tokens of the batch.
+    normalize_advantages: bool = False
     # Number of optimizer steps per batch.
     num_steps_per_rollout: Positive = 1
     # Lower clip range of the probability ratio: it is clipped at 1 - `eps_clip`.
@@ -173,6 +185,15 @@ class AlgorithmConfig(Config, frozen=True, kw_only=True):
     disable_grpo_std_normalization: bool = False
     # Average the loss over all tokens. By default it is averaged over each sample first, then over samples.
     calculate_per_token_loss: bool = False
+    # How token losses become one loss: the mean over rollouts of their token means ("rollout-mean"), the mean over
+    # tokens ("token-mean"), the mean over samples of their token means ("seq-mean-token-mean"), or the mean over
+    # rollouts of their token sums divided by `loss_scale_factor` ("seq-mean-token-sum-norm"). By default
+    # "rollout-mean", or "token-mean" with `calculate_per_token_loss`.
+    loss_agg_mode: AggMode | None = None
+    # Constant length in tokens for "seq-mean-token-sum-norm". By default `rollout.max_response_len`.
+    loss_scale_factor: Positive | None = None
+    # Count a rollout whose tokens are all masked in the denominator of means over rollouts or samples.
+    count_masked_rollouts: bool = True
     # Bound of the losses' log-ratios, in nats. Near 88 their gradients would become NaN or infinite in float32.
     max_log_ratio: LogRatio = 20.0
     # MoE routing replay (R2): train tokens with the experts that computed the old log-probs.
@@ -303,6 +324,16 @@ class Recipe(Config, frozen=True, kw_only=True):
 def trains_demonstrations(recipe: Recipe) -> bool:
     """Return whether training uses demonstrations, so that nothing is generated and nothing is graded."""
     return recipe.algorithm.loss_type == "sft_loss"
+
+
+def uses_groups(algorithm: AlgorithmConfig) -> bool:
+    """Return whether the estimator compares the samples of a group."""
+    return algorithm.advantage_estimator != "reinforce"
+
+
+def agg_mode(algorithm: AlgorithmConfig) -> AggMode:
+    """Return how token losses become one loss."""
+    return algorithm.loss_agg_mode or ("token-mean" if algorithm.calculate_per_token_loss else "rollout-mean")
 
 
 def replays_experts(algorithm: AlgorithmConfig) -> bool:

@@ -1,57 +1,264 @@
-"""GRPO advantages from rewards. B is the number of samples."""
+"""Advantages with a baseline of the prompt group or the batch. B is the number of samples.
 
-from typing import Final
+Every function works on the whole batch: groups and rollouts form by id, wherever their samples are. The parts of one
+rollout count once, with their mean reward. Rewards that are not finite in float32 are excluded: they count nowhere, and
+their advantage is NaN. Every token of a sample gets the sample's advantage.
+"""
+
+from dataclasses import dataclass
+from typing import Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+GroupOfOne = Literal["zero", "reward"]  # advantage of a rollout without others in its group
 
 STD_EPS: Final = 1e-6  # reward units
 
 
+@dataclass(frozen=True)
+class _Votes:
+    """Rewards as votes of rollouts, V in number, in G groups.
+
+    Rewards are raised by their group's lowest: then equal rewards have an advantage of exactly 0. In floats the mean of
+    three 0.1 is not 0.1.
+    """
+
+    usable: NDArray[np.bool_]  # [B], the reward counts
+    group_of: Ints  # [B]
+    vote_of: Ints  # [B], rollout
+    voters: Ints  # [V], group of each rollout
+    lowest: Floats  # [G], infinite in a group without a usable reward
+    raised: Floats  # [B], reward minus its group's lowest; 0 if it is not usable
+    votes: Floats  # [V], mean raised reward
+    is_cast: NDArray[np.bool_]  # [V], the rollout has a usable reward
+    counts: Floats  # [G], rollouts with a usable reward
+    means: Floats  # [G], of the votes
+
+    @property
+    def centred(self) -> Floats:
+        """Reward minus its group's mean, [B]; NaN for excluded rewards."""
+        return np.where(self.usable, self.raised - self.means[self.group_of], np.nan)
+
+    @property
+    def std(self) -> Floats:
+        """Standard deviation of each group's votes with n - 1, [G]; 0 for a group of one."""
+        deviations = np.where(self.is_cast, self.votes - self.means[self.voters], 0.0)
+        return np.sqrt(np.bincount(self.voters, weights=deviations**2) / np.maximum(self.counts - 1, 1))
+
+    def alone(self, rewards: Floats, advantages: Floats, group_of_one: GroupOfOne) -> Floats:
+        """Replace the advantages of groups of one rollout, [B]."""
+        lone = self.usable & (self.counts[self.group_of] == 1)
+        return np.where(lone, rewards if group_of_one == "reward" else 0.0, advantages)
+
+
+def usable_rewards(rewards: Floats) -> NDArray[np.bool_]:
+    """Return which rewards are finite in float32, [B]."""
+    with np.errstate(over="ignore"):
+        return np.isfinite(rewards.astype(np.float32))
+
+
+def _votes(rewards: Floats, groups: Ints, rollouts: Ints) -> _Votes:
+    usable = usable_rewards(rewards)
+    _, group_of = np.unique(groups, return_inverse=True)
+    _, rollout_of = np.unique(rollouts, return_inverse=True)
+    pairs, vote_of = np.unique(group_of * (rollout_of.max() + 1) + rollout_of, return_inverse=True)
+    voters = pairs // (rollout_of.max() + 1)
+    lowest = np.full(group_of.max() + 1, np.inf)
+    np.minimum.at(lowest, group_of[usable], rewards[usable])
+    raised = np.subtract(rewards, lowest[group_of], out=np.zeros(len(rewards)), where=usable)
+    num_parts = np.bincount(vote_of, weights=usable)
+    votes, is_cast = np.bincount(vote_of, weights=raised) / np.maximum(num_parts, 1), num_parts > 0
+    counts = np.bincount(voters, weights=is_cast).astype(np.float64)
+    means = np.bincount(voters, weights=votes) / np.maximum(counts, 1)
+    return _Votes(usable, group_of, vote_of, voters, lowest, raised, votes, is_cast, counts, means)
+
+
 def grpo_advantages(
-    rewards: Floats, groups: Ints, rollouts: Ints, *, normalize: bool = True, normalize_std: bool = True
+    rewards: Floats,
+    groups: Ints,
+    rollouts: Ints,
+    *,
+    normalize: bool = True,
+    normalize_std: bool = True,
+    group_of_one: GroupOfOne = "zero",
 ) -> Floats:
-    """Centre and scale rewards within each prompt group. Every token of a sample gets the sample's advantage.
+    """GRPO: centre and scale rewards within each prompt group.
 
     (reward - mean) / (std + 1e-6), with mean and standard deviation over the group's rollouts.
 
     Args:
-        rewards: [B], reward units. Rewards that are not finite in float32 are excluded.
+        rewards: [B], reward units.
         groups: [B], the prompt group of each sample, in any order.
-        rollouts: [B], equal for samples that are parts of one rollout. Such parts count once, with their mean reward.
+        rollouts: [B], equal for samples that are parts of one rollout.
         normalize: Centre the rewards. False returns the rewards themselves.
-        normalize_std: Divide the centred rewards by the group's standard deviation. A group with a single rollout is
-            not divided, and its advantage is 0.
+        normalize_std: Divide the centred rewards by the group's standard deviation. False: Dr. GRPO.
+        group_of_one: Advantage of a group with a single rollout: 0, or its reward.
 
     Returns:
-        Advantages, [B]: exactly 0 where a group's rewards are equal, NaN for excluded rewards.
+        Advantages, [B]: exactly 0 where a group's rewards are equal.
 
     Source:
         DeepSeekMath, arXiv 2402.03300, outcome supervision. The paper leaves the standard deviation open. Here it
-        divides by G - 1, like the default of torch.std and like slime.
+        divides by G - 1, like the default of torch.std and like slime. Without it: Dr. GRPO, arXiv 2503.20783.
     """
-    with np.errstate(over="ignore"):
-        usable = np.isfinite(rewards.astype(np.float32))
     if not normalize:
-        return np.where(usable, rewards, np.nan)
-    _, group_of = np.unique(groups, return_inverse=True)
-    _, rollout_of = np.unique(rollouts, return_inverse=True)
-    pairs, vote_of = np.unique(group_of * (rollout_of.max() + 1) + rollout_of, return_inverse=True)
-    voters = pairs // (rollout_of.max() + 1)  # prompt group of each rollout
-    lowest = np.full(group_of.max() + 1, np.inf)
-    np.minimum.at(lowest, group_of[usable], rewards[usable])
-    # Subtracting the minimum gives equal rewards an advantage of exactly 0: in floats the mean of three 0.1 is not 0.1.
-    raised = np.subtract(rewards, lowest[group_of], out=np.zeros(len(rewards)), where=usable)
-    num_parts = np.bincount(vote_of, weights=usable)
-    votes, is_cast = np.bincount(vote_of, weights=raised) / np.maximum(num_parts, 1), num_parts > 0
-    counts = np.bincount(voters, weights=is_cast)
-    means = np.bincount(voters, weights=votes) / np.maximum(counts, 1)
-    centred = np.where(usable, raised - means[group_of], np.nan)
-    if not normalize_std:
-        return centred
-    deviations = np.where(is_cast, votes - means[voters], 0.0)
-    std = np.sqrt(np.bincount(voters, weights=deviations**2) / np.maximum(counts - 1, 1))
-    return np.where(counts > 1, 1.0 / (std + STD_EPS), 1.0)[group_of] * centred
+        return np.where(usable_rewards(rewards), rewards, np.nan)
+    votes = _votes(rewards, groups, rollouts)
+    centred = votes.centred
+    if normalize_std:
+        centred = np.where(votes.counts > 1, 1.0 / (votes.std + STD_EPS), 1.0)[votes.group_of] * centred
+    return votes.alone(rewards, centred, group_of_one)
+
+
+def rloo_advantages(rewards: Floats, groups: Ints, rollouts: Ints, *, group_of_one: GroupOfOne = "zero") -> Floats:
+    """RLOO: subtract the mean reward of the group's other rollouts.
+
+    (reward - mean) n / (n - 1), with the mean over all n rollouts of the group.
+
+    Args:
+        rewards: [B], reward units.
+        groups: [B], prompt groups.
+        rollouts: [B], equal for the parts of one rollout.
+        group_of_one: Advantage of a group with a single rollout: 0 (verl's vectorised variant), or its reward (verl).
+
+    Returns:
+        Advantages, [B]: exactly 0 where a group's rewards are equal.
+
+    Source:
+        Back to Basics, arXiv 2402.14740.
+    """
+    votes = _votes(rewards, groups, rollouts)
+    factors = votes.counts / np.maximum(votes.counts - 1, 1)
+    return votes.alone(rewards, factors[votes.group_of] * votes.centred, group_of_one)
+
+
+def opo_advantages(
+    rewards: Floats, groups: Ints, rollouts: Ints, lengths: Ints, *, group_of_one: GroupOfOne = "zero"
+) -> Floats:
+    """OPO: subtract the group's mean reward, weighted by the lengths of the rollouts.
+
+    reward - sum(length reward) / sum(length).
+
+    Args:
+        rewards: [B], reward units.
+        groups: [B], prompt groups.
+        rollouts: [B], equal for the parts of one rollout, whose lengths are added.
+        lengths: [B], trained tokens.
+        group_of_one: Advantage of a group with a single rollout: 0, or its reward (verl).
+
+    Returns:
+        Advantages, [B]: exactly 0 where a group's rewards are equal. A group without trained tokens has the plain mean.
+
+    Source:
+        On-Policy RL with Optimal Reward Baseline, arXiv 2505.23585.
+    """
+    votes = _votes(rewards, groups, rollouts)
+    weights = np.bincount(votes.vote_of, weights=np.where(votes.usable, lengths, 0))
+    totals = np.bincount(votes.voters, weights=weights)
+    sums = np.bincount(votes.voters, weights=weights * votes.votes)
+    baselines = np.where(totals > 0, sums / np.maximum(totals, 1), votes.means)
+    advantages = np.where(votes.usable, votes.raised - baselines[votes.group_of], np.nan)
+    return votes.alone(rewards, advantages, group_of_one)
+
+
+def gpg_advantages(rewards: Floats, groups: Ints, rollouts: Ints, *, group_of_one: GroupOfOne = "zero") -> Floats:
+    """GPG: centre rewards within each group, and scale them by the share of rewards that are not 0 in the batch.
+
+    alpha (reward - mean), with alpha = rollouts of the batch / rollouts with a reward other than 0.
+
+    Args:
+        rewards: [B], reward units.
+        groups: [B], prompt groups.
+        rollouts: [B], equal for the parts of one rollout.
+        group_of_one: Advantage of a group with a single rollout: 0, or alpha times its reward (verl).
+
+    Returns:
+        Advantages, [B]: exactly 0 where a group's rewards are equal. alpha is the number of rollouts if all are 0.
+
+    Source:
+        GPG, arXiv 2504.02546; alpha and its bound as in verl.
+    """
+    votes = _votes(rewards, groups, rollouts)
+    is_zero = votes.votes + np.where(np.isfinite(votes.lowest), votes.lowest, 0.0)[votes.voters] == 0
+    alpha = votes.is_cast.sum() / max(int((votes.is_cast & ~is_zero).sum()), 1)
+    return votes.alone(alpha * rewards, alpha * votes.centred, group_of_one)
+
+
+def maxrl_advantages(rewards: Floats, groups: Ints, rollouts: Ints) -> Floats:
+    """MaxRL: centre rewards within each group and divide them by the group's mean.
+
+    (reward - mean) / mean. Rewards should not be negative.
+
+    Args:
+        rewards: [B], reward units.
+        groups: [B], prompt groups.
+        rollouts: [B], equal for the parts of one rollout.
+
+    Returns:
+        Advantages, [B]: exactly 0 where a group's rewards are equal or their mean is not positive.
+
+    Source:
+        Maximum likelihood reinforcement learning, arXiv 2602.02710; a mean of 0 or less as in prime-rl.
+    """
+    votes = _votes(rewards, groups, rollouts)
+    means = np.where(np.isfinite(votes.lowest), votes.lowest, 0.0) + votes.means
+    factors = np.where(means > 0, 1.0 / np.where(means > 0, means, 1.0), 0.0)
+    return factors[votes.group_of] * votes.centred
+
+
+def passk_advantages(
+    rewards: Floats,
+    groups: Ints,
+    rollouts: Ints,
+    *,
+    normalize_std: bool = True,
+    group_of_one: GroupOfOne = "zero",
+) -> Floats:
+    """GRPO for pass@k: only the best rollout of a group has an advantage, its distance from the second best.
+
+    (best - second best) / (std + 1e-6) for the best rollout, 0 for the others.
+
+    Args:
+        rewards: [B], reward units.
+        groups: [B], prompt groups.
+        rollouts: [B], equal for the parts of one rollout.
+        normalize_std: Divide by the standard deviation of the group's rollouts.
+        group_of_one: Advantage of a group with a single rollout: 0, or its reward.
+
+    Returns:
+        Advantages, [B]: exactly 0 where the two best rewards of a group are equal.
+
+    Source:
+        Pass@k policy optimization, arXiv 2505.15201, as in verl.
+    """
+    votes = _votes(rewards, groups, rollouts)
+    cast = np.flatnonzero(votes.is_cast)
+    order = cast[np.lexsort((votes.votes[cast], votes.voters[cast]))]  # rising within each group
+    best = np.flatnonzero(np.diff(votes.voters[order], append=-1))  # the last place of each group
+    found = np.zeros(len(votes.votes))
+    several = best[votes.counts[votes.voters[order[best]]] > 1]
+    found[order[several]] = votes.votes[order[several]] - votes.votes[order[several - 1]]
+    if normalize_std:
+        found /= votes.std[votes.voters] + STD_EPS
+    advantages = np.where(votes.usable, found[votes.vote_of], np.nan)
+    return votes.alone(rewards, advantages, group_of_one)
+
+
+def reinforce_advantages(rewards: Floats, rollouts: Ints, *, baseline: bool = True) -> Floats:
+    """REINFORCE: subtract the mean reward of the batch, or nothing.
+
+    Args:
+        rewards: [B], reward units.
+        rollouts: [B], equal for the parts of one rollout.
+        baseline: Subtract the mean over the batch's rollouts. False returns the rewards themselves.
+
+    Returns:
+        Advantages, [B]: exactly 0 where all rewards are equal and the baseline is subtracted.
+
+    Source:
+        Williams, Simple statistical gradient-following algorithms, 1992.
+    """
+    return grpo_advantages(rewards, np.zeros_like(rollouts), rollouts, normalize=baseline, normalize_std=False)

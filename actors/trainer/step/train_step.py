@@ -14,7 +14,7 @@ import structlog
 import torch
 from torch import Tensor
 
-from actors.trainer.algorithms.group_baselines import grpo_advantages
+from actors.trainer.algorithms.group_baselines import GroupOfOne
 from actors.trainer.algorithms.loss_inputs import LossInputs, Sequences, Terms
 from actors.trainer.algorithms.reductions import Reduction, reduction
 from actors.trainer.algorithms.schedules import entropy_coef, learning_rate
@@ -34,6 +34,7 @@ from actors.trainer.data.skipped import Flags, names_of, samples_with, with_mask
 from actors.trainer.megatron import groups as ranks
 from actors.trainer.megatron.rank_model import Replica, TokenOutputs
 from actors.trainer.step.by_group import GroupLogProbs, ReferenceModel
+from actors.trainer.step.estimator import group_of_one, token_advantages
 from actors.trainer.step.layout import laid_out, shared
 from actors.trainer.step.metrics import (
     MTP_LOSS,
@@ -49,7 +50,13 @@ from actors.trainer.step.objective import Objective
 from actors.trainer.step.skips import too_many
 from runtime.process.actor import InputError
 from runtime.settings.placement import max_sample_tokens
-from runtime.settings.recipe import measures_all, precomputes_old_log_probs, replays_experts, trains_demonstrations
+from runtime.settings.recipe import (
+    agg_mode,
+    measures_all,
+    precomputes_old_log_probs,
+    replays_experts,
+    trains_demonstrations,
+)
 from runtime.settings.topology import Topology
 
 log = structlog.get_logger()
@@ -155,7 +162,7 @@ class TrainStep:
         self._has_mtp_layer = replica.hf.num_mtp_layers > 0
         self._objective = Objective(self._algorithm)
         self._sums = self._objective.names + ((MTP_LOSS,) if self._has_mtp_layer else ())
-        self._normalize = _normalizes_rewards(topology)
+        self._group_of_one: GroupOfOne = group_of_one(topology)
         ref_load = topology.model.ref_load
         self._reference = ReferenceModel(replica, ref_load) if self._algorithm.kl_loss_coef > 0 else None
         self._max_tokens = max_sample_tokens(topology)
@@ -233,8 +240,13 @@ class TrainStep:
         masked_B: Flags,
     ) -> _OptimizerStep:
         read = samples[~masked_B[samples]]
-        per_token = self._algorithm.calculate_per_token_loss
-        reduced = reduction(batch.mask_sums_B[samples], batch.rollouts_B[samples], per_token=per_token)
+        reduced = reduction(
+            batch.mask_sums_B[samples],
+            batch.rollouts_B[samples],
+            mode=agg_mode(self._algorithm),
+            scale=self._algorithm.loss_scale_factor or self._topology.rollout.max_response_len,
+            count_masked=self._algorithm.count_masked_rollouts,
+        )
         share_B = np.zeros(len(batch.lengths_B), dtype=np.int64)
         share_B[samples] = reduced.shares
         num_tokens = int(np.maximum(batch.lengths_B[read] - 1, 0).sum())
@@ -274,13 +286,7 @@ class TrainStep:
 
     def _prepare(self, batch: TrainBatch, steps: list[_OptimizerStep], timer: StepTimer) -> _Columns:
         """Compute all inputs of the loss except the policy's own forward pass."""
-        advantages = grpo_advantages(
-            batch.rewards_B,
-            batch.groups_B,
-            batch.rollouts_B,
-            normalize=self._normalize,
-            normalize_std=not self._algorithm.disable_grpo_std_normalization,
-        )
+        advantages = token_advantages(batch, self._algorithm, self._group_of_one)
         timer.lap("perf/plan_time")
         trainer_log_probs_N = self._old_log_probs(batch, steps[1:])
         timer.lap("perf/log_probs_time")
@@ -298,7 +304,7 @@ class TrainStep:
         advantages_N, weights_N, rollout_N, trainer_N = (
             torch.tensor(values_N, device=device)
             for values_N in (
-                batch.spread(advantages),
+                advantages.astype(np.float32),
                 batch.spread(weights_B),
                 batch.rollout_log_probs_N,
                 trainer_log_probs_N,
@@ -455,13 +461,3 @@ class TrainStep:
 
 def _micro_batches(steps: Sequence[_OptimizerStep]) -> list[MicroBatch]:
     return [micro_batch for step in steps for micro_batch in step.micro_batches]
-
-
-def _normalizes_rewards(topology: Topology) -> bool:
-    """Whether to normalise rewards within their groups: unless disabled, and never for groups of one sample."""
-    if topology.algorithm.disable_rewards_normalization or trains_demonstrations(topology):
-        return False
-    if topology.rollout.n_samples_per_prompt == 1:
-        log.warning("rewards_not_normalized", reason="rollout.n_samples_per_prompt = 1: every advantage would be 0")
-        return False
-    return True

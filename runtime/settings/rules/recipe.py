@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from runtime.bus.limits import MAX_EVENT_BYTES
 from runtime.settings.reading.config import Problem
 from runtime.settings.recipe import EvalConfig, Recipe, max_prompt_len, over_sampling_batch_size, trains_demonstrations
+from runtime.settings.rules.algorithm import algorithm_problems
 from runtime.settings.sizes import growing_events, show_bytes
 
 EVENT_ROOM_BYTES = 64 << 10  # for the parts of an event that do not grow
@@ -18,7 +19,7 @@ def recipe_problems(recipe: Recipe) -> Iterator[Problem]:
         _sources,
         _lengths,
         _sampling,
-        _algorithm,
+        algorithm_problems,
         _demonstrations,
         _masks,
         _weight_updates,
@@ -101,23 +102,6 @@ def _sampling(recipe: Recipe) -> Iterator[Problem]:
     for table, top_k in tables:
         if top_k == 0:
             yield Problem.of(f"{table}.top_k", top_k, "no token could be sampled; allowed: -1 (off), or at least 1")
-
-
-def _algorithm(recipe: Recipe) -> Iterator[Problem]:
-    algorithm, samples = recipe.algorithm, recipe.rollout.n_samples_per_prompt
-    if samples == 1 and not algorithm.disable_rewards_normalization and not trains_demonstrations(recipe):
-        yield Problem.of(
-            "rollout.n_samples_per_prompt",
-            samples,
-            "the normalized reward of a group of one is always 0: use at least 2, "
-            "or set algorithm.disable_rewards_normalization = true",
-        )
-    if recipe.model.ref_load is not None and algorithm.kl_loss_coef == 0:
-        message = "has no effect unless algorithm.kl_loss_coef is above 0"
-        yield Problem.of("model.ref_load", recipe.model.ref_load, message)
-    if algorithm.eps_clip >= 1:
-        message = "must be below 1: ratios are clipped at 1 - eps_clip"
-        yield Problem.of("algorithm.eps_clip", algorithm.eps_clip, message)
 
 
 def _demonstrations(recipe: Recipe) -> Iterator[Problem]:

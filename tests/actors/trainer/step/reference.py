@@ -64,9 +64,28 @@ class ReferenceTrainer:
             rollouts.setdefault((sample["group"], sample["rollout"]), []).append(sample["reward"])
         for sample in samples:
             votes = [sum(parts) / len(parts) for (group, _), parts in rollouts.items() if group == sample["group"]]
-            mean = sum(votes) / len(votes)
-            std = math.sqrt(sum((vote - mean) ** 2 for vote in votes) / (len(votes) - 1))
-            sample["advantage"] = (sample["reward"] - mean) / (std + 1e-6)
+            sample["advantage"] = self._advantage(sample, votes)
+        if self._topology.algorithm.normalize_advantages:
+            self._whiten(samples)
+
+    def _advantage(self, sample: dict[str, Any], votes: list[float]) -> float:
+        """Of a reward among the votes of its group's rollouts."""
+        mean, number, reward = sum(votes) / len(votes), len(votes), sample["reward"]
+        if self._topology.algorithm.advantage_estimator == "rloo":
+            return reward - (sum(votes) - reward) / (number - 1)
+        if self._topology.algorithm.advantage_estimator == "maxrl":
+            return (reward - mean) / mean if mean > 0 else 0.0
+        if self._topology.algorithm.disable_grpo_std_normalization:
+            return reward - mean
+        std = math.sqrt(sum((vote - mean) ** 2 for vote in votes) / (number - 1))
+        return (reward - mean) / (std + 1e-6)
+
+    def _whiten(self, samples: list[dict[str, Any]]) -> None:
+        tokens = [sample["advantage"] for sample in samples for _ in range(int(sample["mask"].sum()))]
+        mean = sum(tokens) / len(tokens)
+        variance = sum((token - mean) ** 2 for token in tokens) / (len(tokens) - 1)
+        for sample in samples:
+            sample["advantage"] = (sample["advantage"] - mean) / math.sqrt(variance + 1e-8)
 
     def _outputs(self, model: Any, sample: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         logits = model(sample["tokens"][None]).logits[0, :-1] / self._topology.rollout.temperature
@@ -96,8 +115,16 @@ class ReferenceTrainer:
         num_rollouts = len({sample["rollout"] for sample in samples})
         for sample in samples:
             siblings = [other["mask"].sum() for other in samples if other["rollout"] == sample["rollout"]]
-            per_token = self._topology.algorithm.calculate_per_token_loss
-            weight = 1 / num_tokens if per_token else 1 / (sum(siblings).clamp(min=1) * num_rollouts)
+            algorithm = self._topology.algorithm
+            weight = (
+                1 / num_tokens
+                if algorithm.calculate_per_token_loss
+                else 1 / (sum(siblings).clamp(min=1) * num_rollouts)
+            )
+            if algorithm.loss_agg_mode == "seq-mean-token-sum-norm":
+                weight = 1 / (algorithm.loss_scale_factor * num_rollouts)
+            if algorithm.loss_agg_mode == "seq-mean-token-mean":
+                weight = 1 / (sample["mask"].sum().clamp(min=1) * len(samples))
             for name, values in self._token_losses(sample).items():
                 totals[name] = totals.get(name, torch.zeros(())) + (values * sample["mask"]).sum() * weight
         self._adam.zero_grad()

@@ -50,6 +50,13 @@ ALGORITHMS = {
     "entropy": {"entropy_coef": 0.1},
     "one step": {"num_steps_per_rollout": 1},
     "four steps": {"num_steps_per_rollout": 4},
+    "Dr. GRPO": {
+        "disable_grpo_std_normalization": True,
+        "loss_agg_mode": "seq-mean-token-sum-norm",
+        "loss_scale_factor": 4,
+    },
+    "RLOO, whitened": {"advantage_estimator": "rloo", "normalize_advantages": True},
+    "MaxRL by sample": {"advantage_estimator": "maxrl", "loss_agg_mode": "seq-mean-token-mean"},
 }
 
 

@@ -1,0 +1,92 @@
+"""What combines in [algorithm]: the one declaration of which setting applies to which estimator, loss or reduction."""
+
+from collections.abc import Iterator, Mapping
+from typing import Final, NamedTuple
+
+import msgspec
+
+from runtime.settings.reading.config import Problem
+from runtime.settings.recipe import AlgorithmConfig, Recipe, agg_mode, trains_demonstrations, uses_groups
+
+GRPO: Final = ("grpo",)  # and estimators with the same advantages
+
+
+class Applies(NamedTuple):
+    """The choices of another key with which a setting has an effect."""
+
+    key: str
+    choices: tuple[str, ...]
+
+
+APPLIES: Final[Mapping[str, Applies]] = {
+    "disable_rewards_normalization": Applies(
+        "advantage_estimator", (*GRPO, "reinforce_plus_plus_baseline", "reinforce")
+    ),
+    "disable_grpo_std_normalization": Applies("advantage_estimator", (*GRPO, "grpo_passk")),
+    "group_of_one": Applies(
+        "advantage_estimator", (*GRPO, "reinforce_plus_plus_baseline", "rloo", "opo", "gpg", "grpo_passk")
+    ),
+    "loss_scale_factor": Applies("loss_agg_mode", ("seq-mean-token-sum-norm",)),
+    "count_masked_rollouts": Applies(
+        "loss_agg_mode", ("rollout-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+    ),
+}
+
+
+def algorithm_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Yield combinations of algorithm settings that have no effect or no meaning."""
+    if not trains_demonstrations(recipe):
+        yield from _without_effect(recipe.algorithm)
+        yield from _groups_of_one(recipe)
+        yield from _estimators(recipe.algorithm)
+    yield from _reductions(recipe.algorithm)
+    yield from _terms(recipe)
+
+
+def _without_effect(algorithm: AlgorithmConfig) -> Iterator[Problem]:
+    chosen = {"advantage_estimator": algorithm.advantage_estimator, "loss_agg_mode": agg_mode(algorithm)}
+    for field in msgspec.structs.fields(AlgorithmConfig):
+        applies, value = APPLIES.get(field.name), getattr(algorithm, field.name)
+        if applies is None or value == field.default or chosen[applies.key] in applies.choices:
+            continue
+        message = (
+            f'has no effect with algorithm.{applies.key} = "{chosen[applies.key]}"; '
+            f"it applies to {', '.join(applies.choices)}"
+        )
+        yield Problem.of(f"algorithm.{field.name}", value, message)
+
+
+def _groups_of_one(recipe: Recipe) -> Iterator[Problem]:
+    algorithm, samples = recipe.algorithm, recipe.rollout.n_samples_per_prompt
+    kept = algorithm.disable_rewards_normalization or algorithm.group_of_one == "reward"
+    if samples > 1 or kept or not uses_groups(algorithm):
+        return
+    centred = algorithm.advantage_estimator in APPLIES["disable_rewards_normalization"].choices
+    how = "algorithm.disable_rewards_normalization = true" if centred else 'algorithm.group_of_one = "reward"'
+    yield Problem.of(
+        "rollout.n_samples_per_prompt",
+        samples,
+        f"the normalized reward of a group of one is always 0: use at least 2, or set {how}",
+    )
+
+
+def _estimators(algorithm: AlgorithmConfig) -> Iterator[Problem]:
+    if algorithm.advantage_estimator.startswith("reinforce_plus_plus") and not algorithm.normalize_advantages:
+        message = "REINFORCE++ whitens its advantages: set algorithm.normalize_advantages = true"
+        yield Problem.of("algorithm.advantage_estimator", algorithm.advantage_estimator, message)
+
+
+def _reductions(algorithm: AlgorithmConfig) -> Iterator[Problem]:
+    if algorithm.calculate_per_token_loss and algorithm.loss_agg_mode not in (None, "token-mean"):
+        message = "contradicts algorithm.calculate_per_token_loss = true; set one of them"
+        yield Problem.of("algorithm.loss_agg_mode", algorithm.loss_agg_mode, message)
+
+
+def _terms(recipe: Recipe) -> Iterator[Problem]:
+    algorithm = recipe.algorithm
+    if recipe.model.ref_load is not None and algorithm.kl_loss_coef == 0:
+        message = "has no effect unless algorithm.kl_loss_coef is above 0"
+        yield Problem.of("model.ref_load", recipe.model.ref_load, message)
+    if algorithm.eps_clip >= 1:
+        message = "must be below 1: ratios are clipped at 1 - eps_clip"
+        yield Problem.of("algorithm.eps_clip", algorithm.eps_clip, message)

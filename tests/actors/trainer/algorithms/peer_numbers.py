@@ -1,0 +1,252 @@
+"""Writes peer_numbers.json: what functions of slime, verl and prime-rl return for one set of inputs, in float32.
+
+    python -m tests.actors.trainer.algorithms.peer_numbers --verl DIR --slime GIT_DIR --prime-rl GIT_DIR
+
+DIR is an unpacked wheel of verl 0.9.1; the others are clones that have the commits below. Single functions are taken
+out of the files, so none of the packages' dependencies is needed. Only the numbers are committed.
+"""
+
+import argparse
+import ast
+import json
+import subprocess
+from collections import defaultdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+NUMBERS: Final = Path(__file__).with_suffix(".json")
+SLIME: Final = "624b824a"
+PRIME_RL: Final = "559b4477"
+LENGTHS: Final = (5, 3, 7, 1, 4, 6)
+GROUPS: Final = (0, 1, 0, 1, 0, 1)
+REWARDS: Final = (1.0, 0.25, 0.0, 0.75, 0.5, 0.25)
+
+
+class Options(SimpleNamespace):
+    """Settings of a peer: attributes, and `get` as a dictionary has it."""
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return getattr(self, name, default)
+
+
+def functions(source: str, names: tuple[str, ...], **known: Any) -> SimpleNamespace:
+    """Take functions and classes out of a source text, without their decorators."""
+    tree = ast.parse(source)
+    body = [node for node in tree.body if getattr(node, "name", None) in names]
+    for node in body:
+        if isinstance(node, ast.FunctionDef):
+            node.decorator_list = []
+    future = ast.parse("from __future__ import annotations").body
+    scope: dict[str, Any] = {"torch": torch, "np": np, "defaultdict": defaultdict, **known}
+    exec(compile(ast.Module([*future, *body], []), "peer", "exec"), scope)
+    return SimpleNamespace(**{name: scope[name] for name in names})
+
+
+def drawn() -> dict[str, list[float]]:
+    """Log-probs and a divergence that is often beyond clips and bounds. All tokens of a sequence share an advantage."""
+    draw, total = np.random.default_rng(11), sum(LENGTHS)
+    new = -np.abs(draw.normal(0, 1.2, total))
+    columns = {
+        "new": new,
+        "old": np.minimum(new + draw.normal(0, 0.3, total), -1e-3),
+        "rollout": np.minimum(new + draw.normal(0, 0.6, total), -1e-3),
+        "ref": np.minimum(new + draw.normal(0, 0.8, total), -1e-3),
+        "advantages": np.repeat([0.9, -0.4, -1.1, 0.6, 0.3, -0.7], LENGTHS),
+    }
+    return {name: [float(np.float32(value)) for value in values] for name, values in columns.items()}
+
+
+def padded(values: list[float] | torch.Tensor) -> torch.Tensor:
+    """Lay tokens out as rows of the longest length."""
+    rows = torch.tensor(values).split(LENGTHS) if isinstance(values, list) else values.split(LENGTHS)
+    return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
+
+
+MASK: Final = padded([1.0] * sum(LENGTHS))
+
+
+def of_verl(directory: Path, columns: dict[str, list[float]]) -> dict[str, Any]:
+    """Advantages per sample and token, losses with gradients."""
+    masked = functions(
+        (directory / "verl/utils/torch_functional.py").read_text(),
+        ("masked_sum", "masked_mean", "masked_var", "masked_whiten"),
+    )
+    names = ("kl_penalty", "kl_penalty_forward", "agg_loss")
+    estimators = {
+        "rloo": "compute_rloo_outcome_advantage",
+        "opo": "compute_opo_outcome_advantage",
+        "gpg": "compute_gpg_outcome_advantage",
+        "grpo": "compute_grpo_outcome_advantage",
+        "grpo_passk": "compute_grpo_passk_outcome_advantage",
+        "reinforce_plus_plus_baseline": "compute_reinforce_plus_plus_baseline_outcome_advantage",
+    }
+    losses = {
+        "ppo": "compute_policy_loss_vanilla",
+        "gspo": "compute_policy_loss_gspo",
+        "cispo": "compute_policy_loss_cispo",
+        "dppo_tv": "compute_policy_loss_dppo_tv",
+        "dppo_kl": "compute_policy_loss_dppo_kl",
+        "sapo": "compute_policy_loss_sapo",
+        "gmpo": "compute_policy_loss_geo_mean",
+        "gpg": "compute_policy_loss_gpg",
+    }
+    config = type("ActorConfig", (Options,), {})
+    peer = functions(
+        (directory / "verl/trainer/ppo/core_algos.py").read_text(),
+        (*names, *estimators.values(), *losses.values()),
+        verl_F=masked,
+        ActorConfig=config,
+        AlgoConfig=type("AlgoConfig", (), {}),
+    )
+    rewards = torch.zeros_like(MASK)
+    rewards[:, 0] = torch.tensor(REWARDS)
+    found: dict[str, Any] = {"advantages": {}, "losses": {}, "kl": {}}
+    index = np.array(GROUPS)
+    for name, function in estimators.items():
+        given = {"token_level_rewards": rewards.clone(), "response_mask": MASK, "index": index}
+        advantages, _ = getattr(peer, function)(**given, config=Options(gamma=1.0))
+        found["advantages"][name] = advantages[:, 0].tolist()
+    settings = config(clip_ratio=0.2, clip_ratio_low=0.2, clip_ratio_high=0.28, clip_ratio_c=3.0, tau_pos=1.0)
+    settings.tau_neg, settings.global_batch_info = 1.05, {"loss_scale_factor": None}
+    for name, function in losses.items():
+        new = torch.tensor(columns["new"], requires_grad=True)
+        given = {"old_log_prob": padded(columns["old"]), "log_prob": padded(new), "response_mask": MASK}
+        given |= {"advantages": padded(columns["advantages"]), "config": settings}
+        loss, _ = getattr(peer, function)(**given, loss_agg_mode="seq-mean-token-mean")
+        found["losses"][name] = with_gradient(loss, new)
+    for name in ("k1", "k2", "low_var_kl", "k3+"):
+        new = torch.tensor(columns["new"], requires_grad=True)
+        found["kl"][name] = with_gradient(peer.kl_penalty(new, torch.tensor(columns["ref"]), name).sum(), new)
+    return found
+
+
+def of_slime(git: Path, columns: dict[str, list[float]]) -> dict[str, Any]:
+    """Losses per token as sums, with gradients; weights of the mismatch corrections."""
+    names = ("compute_approx_kl", "compute_opsm_mask", "compute_gspo_kl", "compute_policy_loss", "compute_cispo_loss")
+    peer = functions(shown(git, SLIME, "slime/utils/ppo_utils.py"), names)
+    found: dict[str, Any] = {"losses": {}, "kl": {}, "mis": {}}
+    old, advantages = torch.tensor(columns["old"]), torch.tensor(columns["advantages"])
+    for name, options in {"ppo": (0.2, 0.28), "ppo_dual": (0.2, 0.28, 3.0), "gspo": (0.2, 0.28)}.items():
+        new = torch.tensor(columns["new"], requires_grad=True)
+        rows, masks = [old.split(LENGTHS), new.split(LENGTHS)], [torch.ones(length) for length in LENGTHS]
+        kl = peer.compute_gspo_kl(rows[1], rows[0], rows[1], masks) if name == "gspo" else old - new
+        loss, clipped = peer.compute_policy_loss(kl, advantages, *options)
+        found["losses"][name] = with_gradient(loss.sum(), new) | {"clipped": clipped.tolist()}
+    new = torch.tensor(columns["new"], requires_grad=True)
+    loss, _ = peer.compute_cispo_loss(old - new, new, advantages, 0.2, 0.28)
+    found["losses"]["cispo"] = with_gradient(loss.sum(), new)
+    kept, _ = peer.compute_opsm_mask(
+        SimpleNamespace(opsm_delta=1e-4),
+        torch.tensor(columns["new"]).split(LENGTHS),
+        old.split(LENGTHS),
+        advantages.split(LENGTHS),
+        [torch.ones(length) for length in LENGTHS],
+    )
+    found["opsm"] = kept.tolist()
+    for name in ("k1", "k2", "k3", "low_var_kl"):
+        for unbiased in (False, True):
+            new = torch.tensor(columns["new"], requires_grad=True)
+            ratio = torch.exp(new - old) if unbiased else None
+            loss = peer.compute_approx_kl(new, torch.tensor(columns["ref"]), name, ratio)
+            found["kl"][f"{name} unbiased" if unbiased else name] = with_gradient(loss.sum(), new)
+    found["mis"] = mis_of_slime(git, columns)
+    return found
+
+
+def mis_of_slime(git: Path, columns: dict[str, list[float]]) -> dict[str, Any]:
+    """Products of weights and masks, by level and mode."""
+    names = ("masked_sum", "masked_mean", "masked_min", "masked_max", "metrics_append", "calculate_veto_mask")
+    names += ("truncate", "clip", "mask", "compute_mis_weights", "add_ppl_metrics")
+    peer = functions(shown(git, SLIME, "examples/train_infer_mismatch_helper/mis.py"), names)
+    rows = {name: list(torch.tensor(columns[name]).split(LENGTHS)) for name in ("old", "rollout")}
+    masks = [torch.ones(length) for length in LENGTHS]
+    found: dict[str, Any] = {}
+    for level in ("token", "sequence", "geometric"):
+        for mode in ("truncate", "clip", "mask"):
+            for normalize in (False, True):
+                if normalize and level == "geometric":
+                    continue  # raises there
+                options = {"use_tis": True, "use_rs": True, "tis_level": level, "rs_level": "geometric"}
+                options |= {"tis_lower_bound": 0.5, "tis_upper_bound": 2.0, "rs_lower_bound": 0.8}
+                options |= {"rs_upper_bound": 1.3, "rs_veto_threshold": 0.3, "tis_mode": mode}
+                weights, kept, metrics = peer.compute_mis_weights(
+                    SimpleNamespace(**options, tis_batch_normalize=normalize),
+                    train_log_probs=rows["old"],
+                    rollout_log_probs=rows["rollout"],
+                    loss_masks=masks,
+                )
+                name = f"{level} {mode}{' normalized' if normalize else ''}"
+                found[name] = {"weights": (torch.cat(weights) * torch.cat(kept)).tolist()}
+                if mode == "clip" and not normalize:
+                    found[name]["metrics"] = {name: torch.cat(values).tolist() for name, values in metrics.items()}
+    return found
+
+
+def of_prime_rl(git: Path, columns: dict[str, list[float]]) -> dict[str, Any]:
+    """Losses per token as sums, with gradients."""
+    peer = functions(
+        shown(git, PRIME_RL, "src/prime_rl/trainer/rl/loss.py"),
+        ("default_loss_fn", "ipo_loss_fn", "_safe_mean", "compute_importance_ratio_and_mismatch_kl"),
+        LossOutputs=SimpleNamespace,
+    )
+    settings = SimpleNamespace(dppo_mask_low=0.2, dppo_mask_high=0.2, ipo_threshold=0.1, adv_tau=1.0, kl_tau=1e-3)
+    found: dict[str, Any] = {"losses": {}}
+    for name, function in {"prime_rl": peer.default_loss_fn, "prime_rl_ipo": peer.ipo_loss_fn}.items():
+        new = torch.tensor(columns["new"], requires_grad=True)
+        inputs = SimpleNamespace(
+            trainer_logprobs=new,
+            inference_logprobs=torch.tensor(columns["rollout"]),
+            advantages=torch.tensor(columns["advantages"]),
+            loss_mask=torch.ones(len(new), dtype=torch.bool),
+            loss_weights=None,
+        )
+        found["losses"][name] = with_gradient(function(inputs, settings).loss, new)
+    return found
+
+
+def with_gradient(loss: torch.Tensor, new: torch.Tensor) -> dict[str, Any]:
+    """The loss, and its gradient by token."""
+    (gradient,) = torch.autograd.grad(loss, new)
+    return {"loss": loss.item(), "gradient": gradient.tolist()}
+
+
+def shown(git: Path, commit: str, path: str) -> str:
+    """Read a file of a commit."""
+    return subprocess.run(
+        ["git", "show", f"{commit}:{path}"], cwd=git, check=True, capture_output=True, text=True
+    ).stdout
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name in ("--verl", "--slime", "--prime-rl"):
+        parser.add_argument(name, type=Path, required=True)
+    given = parser.parse_args()
+    columns = drawn()
+    numbers = {
+        "lengths": LENGTHS,
+        "groups": GROUPS,
+        "rewards": REWARDS,
+        "columns": columns,
+        "verl 0.9.1": of_verl(given.verl, columns),
+        f"slime {SLIME}": of_slime(given.slime, columns),
+        f"prime-rl {PRIME_RL}": of_prime_rl(given.prime_rl, columns),
+    }
+    NUMBERS.write_text(json.dumps(rounded(numbers)) + "\n")
+
+
+def rounded(value: Any) -> Any:
+    """Keep nine digits of each number, which are all that float32 has."""
+    if isinstance(value, float):
+        return float(f"{value:.9g}")
+    if isinstance(value, dict):
+        return {name: rounded(item) for name, item in value.items()}
+    return [rounded(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""What combines in [algorithm]: each refused combination, with its key and message."""
+
+import msgspec
+import pytest
+
+from runtime.settings.load import load_topology
+from runtime.settings.recipe import AlgorithmConfig
+from runtime.settings.rules.algorithm import APPLIES
+from tests.runtime.settings.shipped import LAPTOP, problems
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "message"),
+    [
+        (
+            ("algorithm.advantage_estimator=rloo", "algorithm.disable_grpo_std_normalization=true"),
+            "algorithm.disable_grpo_std_normalization",
+            'has no effect with algorithm.advantage_estimator = "rloo"; it applies to grpo',
+        ),
+        (
+            ("algorithm.advantage_estimator=reinforce", "algorithm.group_of_one=reward"),
+            "algorithm.group_of_one",
+            'has no effect with algorithm.advantage_estimator = "reinforce"',
+        ),
+        (
+            ("algorithm.loss_scale_factor=128",),
+            "algorithm.loss_scale_factor",
+            'has no effect with algorithm.loss_agg_mode = "token-mean"; it applies to seq-mean-token-sum-norm',
+        ),
+        (
+            ("algorithm.calculate_per_token_loss=true", "algorithm.count_masked_rollouts=false"),
+            "algorithm.count_masked_rollouts",
+            'has no effect with algorithm.loss_agg_mode = "token-mean"',
+        ),
+        (
+            ("algorithm.calculate_per_token_loss=true", "algorithm.loss_agg_mode=rollout-mean"),
+            "algorithm.loss_agg_mode",
+            "contradicts algorithm.calculate_per_token_loss",
+        ),
+        (
+            ("algorithm.advantage_estimator=reinforce_plus_plus_baseline",),
+            "algorithm.advantage_estimator",
+            "set algorithm.normalize_advantages = true",
+        ),
+        (
+            ("algorithm.advantage_estimator=rloo", "rollout.n_samples_per_prompt=1"),
+            "rollout.n_samples_per_prompt",
+            'or set algorithm.group_of_one = "reward"',
+        ),
+    ],
+)
+def test_a_combination_without_meaning_is_refused(overrides: tuple[str, ...], key: str, message: str) -> None:
+    found = problems(LAPTOP, *overrides)
+    assert message in found[key]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("algorithm.advantage_estimator=reinforce", "rollout.n_samples_per_prompt=1"),
+        ("algorithm.group_of_one=reward", "rollout.n_samples_per_prompt=1"),
+        (
+            "algorithm.disable_grpo_std_normalization=true",
+            "algorithm.loss_agg_mode=seq-mean-token-sum-norm",
+            "algorithm.calculate_per_token_loss=false",
+        ),
+        ("algorithm.advantage_estimator=reinforce_plus_plus_baseline", "algorithm.normalize_advantages=true"),
+    ],
+)
+def test_a_combination_that_means_something_is_accepted(overrides: tuple[str, ...]) -> None:
+    load_topology(LAPTOP, overrides)
+
+
+def test_the_declaration_names_settings_and_choices_that_exist() -> None:
+    fields = {field.name: field for field in msgspec.structs.fields(AlgorithmConfig)}
+    for name, applies in APPLIES.items():
+        assert name in fields
+        for choice in applies.choices:
+            assert msgspec.convert({applies.key: choice}, AlgorithmConfig) is not None
