@@ -64,20 +64,27 @@ def _hooks(topology: Topology) -> Iterator[tuple[str, str, Find]]:
 
 
 def _graders(topology: Topology) -> Iterator[tuple[str, str, Find]]:
-    own, group = topology.reward.graders, topology.reward.group_rm
+    own, external, group = topology.reward.graders, topology.reward.external, topology.reward.group_rm
     named = [(f"data.{index}.rm_type", item.rm_type, group) for index, item in enumerate(topology.data)]
     named += [(f"eval.{index}.rm_type", item.rm_type, False) for index, item in enumerate(topology.eval)]
     for key, name, group in named:
-        if name is not None and name not in own:
+        if name is not None and name not in own and name not in external:
             yield key, name, partial(resolve_grader, GraderSpec(name=name, group=group))
+    for name in external:
+        if _is_built_in(name):
+            yield "reward.external", name, partial(_refuse, f"{name} is a built-in grader: use another name")
     for name, value in own.items():
-        if name.removeprefix(BOXED_PREFIX) in BUILT_IN_GRADERS:
+        if _is_built_in(name):
             yield f"reward.graders.{name}", value, partial(_refuse, f"{name} is a built-in grader: use another name")
         else:
             spec = GraderSpec(name=value, group=topology.reward.group_rm)
             yield f"reward.graders.{name}", value, partial(resolve_grader, spec)
     if topology.reward.sandbox == "isolated":
         yield "reward.sandbox", "isolated", _isolate
+
+
+def _is_built_in(name: str) -> bool:
+    return name.removeprefix(BOXED_PREFIX) in BUILT_IN_GRADERS
 
 
 def _refuse(reason: str, _base_dirs: Sequence[Path]) -> None:

@@ -1,6 +1,6 @@
 """Pre-start checks of data sources: render and tokenize every row, and grade one row of each source."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -111,6 +111,7 @@ def prompt_problems(topology: Topology, shape: HfConfig, broken: set[str], outpu
         yield Problem.of(MODEL, model.hf_checkpoint, str(error))
         return
     graded: dict[str, SampleRow] = {}
+    known = {*topology.reward.graders, *topology.reward.external}
     for source in _sources(topology, tokenizing):
         if source.place_key in broken:
             continue
@@ -119,7 +120,7 @@ def prompt_problems(topology: Topology, shape: HfConfig, broken: set[str], outpu
             for prompts in _parts(source, output.doing):
                 usable = found.add(prompts, source)
                 if found.problem is None and not trains_demonstrations(topology):
-                    found.problem = _ungraded(source, usable, topology.reward.graders)
+                    found.problem = _ungraded(source, usable, known)
         except (DataError, PluginError) as error:
             yield Problem.of(source.place_key, source.place, str(error))
             continue
@@ -155,11 +156,11 @@ def _parts(source: Source, doing: Doing) -> Iterator[list[Prompt]]:
         yield prompts
 
 
-def _ungraded(source: Source, prompts: Sequence[Prompt], own: Mapping[str, str]) -> Problem | None:
+def _ungraded(source: Source, prompts: Sequence[Prompt], known: Collection[str]) -> Problem | None:
     """Problem of the first prompt whose built-in grader does not exist, or cannot compare with its label."""
     for prompt in prompts:
         name = prompt.rm_type
-        if name is None or name in own or is_plugin(name):
+        if name is None or name in known or is_plugin(name):
             continue
         try:
             grader = find_grader(name)

@@ -61,7 +61,8 @@ class DataConfig(Config, frozen=True, kw_only=True):
     apply_chat_template: bool = False
     # Extra arguments of the chat template.
     apply_chat_template_kwargs: dict[str, Any] = {}
-    # Grader of the samples: a built-in, a name in `reward.graders`, "module:function" or "path/file.py:function".
+    # Grader of the samples: a built-in, a name in `reward.graders` or `reward.external`, "module:function" or
+    # "path/file.py:function".
     rm_type: Text | None = None
     # Size limit of a row's prompt, label and metadata in bytes. A larger row ends the start with its file and line.
     max_row_bytes: RowBytes = 16 << 20  # expert

@@ -306,7 +306,7 @@ class RewardConfig(Config, frozen=True, kw_only=True):
     group_rm: bool = False
     # Your own grader functions by name. Rows, `data.rm_type` and `eval.rm_type` may use these names.
     graders: dict[Name, Text] = {}
-    # Graders that only external workers run, by name. `data.rm_type`, `eval.rm_type` and rows may use these names.
+    # Names of graders that only external workers run. `data.rm_type`, `eval.rm_type` and rows may use these names.
     external: tuple[Name, ...] = ()
     # Isolation of grader processes: "process" limits resources, "isolated" also blocks network, files and other
     # processes, "none" sets no limits.

@@ -43,6 +43,12 @@ def test_a_reward_function_that_cannot_be_called_is_named_with_its_key(
     assert said in problem
 
 
+def test_an_external_grader_is_no_function_of_ours_and_no_built_in() -> None:
+    assert problems(data=data_with("judge"), reward={"external": ["judge"]}) == []
+    (problem,) = problems(data=data_with("judge"), reward={"external": ["judge", "boxed_f1"]})
+    assert problem == 'reward.external = "boxed_f1": boxed_f1 is a built-in grader: use another name'
+
+
 def test_a_data_source_is_called_with_a_number(user_file: Path) -> None:
     def of(function: str) -> list[str]:
         return problems(data=[{"name": "d", "source": f"{user_file}:{function}", "rm_type": "f1"}])

@@ -380,7 +380,7 @@ def test_a_checkpoint_of_an_earlier_version_is_not_said_to_resume(
 
 
 def test_rows_may_name_graders_of_the_topology_and_no_others(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], url: str
 ) -> None:
     (tmp_path / "graders.py").write_text(GRADER)
     rows = [{"input": "12", "label": "21", "metadata": {"rm_type": name}} for name in ("mine", "positional_match")]
@@ -390,6 +390,9 @@ def test_rows_may_name_graders_of_the_topology_and_no_others(
     assert main(command) == 2
     assert "no grader 'mine'" in capsys.readouterr().err
     assert main([*command, "--set", f"reward.graders.mine={tmp_path / 'graders.py'}:grade"]) == 0
+    external = ("--set", 'reward.external=["mine"]', "--set", f"bus.url={url}")
+    assert main([*command, *external]) == 0
+    assert main([*command, *external, "--set", "data.0.rm_type=mine"]) == 0
 
 
 def test_isolation_is_asked_of_the_machine_of_the_run(

@@ -151,6 +151,7 @@ def _rm_type(row: Row, data: DataConfig) -> str:
         raise DataError(f"{row.place}: no grader: set rm_type for {data.name}, or in the row's metadata")
     if own and ":" in rm_type:
         raise DataError(
-            f"{row.place}: rm_type = {own!r}: a row may name only a built-in grader, or a key of reward.graders"
+            f"{row.place}: rm_type = {own!r}: a row may name only a built-in grader, "
+            "or a name in reward.graders or reward.external"
         )
     return rm_type

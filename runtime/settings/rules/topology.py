@@ -4,7 +4,7 @@ import ipaddress
 import re
 from collections.abc import Iterator
 
-from runtime.settings.placement import is_loopback, num_engines
+from runtime.settings.placement import home_node, is_loopback, num_engines
 from runtime.settings.reading.config import Problem
 from runtime.settings.recipe import eval_data, precomputes_old_log_probs, trains_demonstrations
 from runtime.settings.sizes import MAX_MESSAGE_BYTES, needed_sizes, show_bytes
@@ -35,7 +35,18 @@ TINY_ENGINE_CONCURRENCY = 4096  # the maximum that the tiny engine accepts
 
 def topology_problems(topology: Topology) -> Iterator[Problem]:
     """Yield problems of a topology's tables; those of GPUs are in gpus.py."""
-    for rule in (_group_graders, _bus, _addresses, _placed, _sizes, _engines, _shares, _load, _precomputed):
+    for rule in (
+        _group_graders,
+        _external_graders,
+        _bus,
+        _addresses,
+        _placed,
+        _sizes,
+        _engines,
+        _shares,
+        _load,
+        _precomputed,
+    ):
         yield from rule(topology)
 
 
@@ -48,6 +59,21 @@ def _group_graders(topology: Topology) -> Iterator[Problem]:
         if name in graders and ":" in (name or ""):
             message = "grades whole groups (reward.group_rm), but evaluation grades single samples: name another grader"
             yield Problem.of(f"eval.{index}.rm_type", name, message)
+
+
+def _external_graders(topology: Topology) -> Iterator[Problem]:
+    key, external = "reward.external", list(topology.reward.external)
+    if not external:
+        return
+    if len(set(external)) < len(external):
+        yield Problem.of(key, external, "names a grader twice")
+    if both := [name for name in external if name in topology.reward.graders]:
+        yield Problem.of(
+            key, external, f"{', '.join(both)} is in reward.graders too: the run's own actors would run it"
+        )
+    home = home_node(topology)
+    if topology.bus.url is None and len(topology.nodes) == 1 and is_loopback(topology.nodes[home].address or "::1"):
+        yield Problem.of(key, external, f"external workers cannot reach the bus: set nodes.{home}.address")
 
 
 def _bus(topology: Topology) -> Iterator[Problem]:

@@ -12,6 +12,11 @@ def test_gpus_of_a_node_that_has_none_are_refused() -> None:
     assert found == {"trainer.gpus": "there is no GPU local:0-1: nodes.local.gpus = 0"}
 
 
+def test_external_graders_of_a_run_that_listens_are_no_problem() -> None:
+    changes = ("reward.external=['judge']", "data.0.rm_type=judge", "nodes.local.address=auto")
+    assert load_topology(LAPTOP, changes).topology.reward.external == ("judge",)
+
+
 @pytest.mark.parametrize(
     ("overrides", "key", "message"),
     [
@@ -46,6 +51,13 @@ def test_gpus_of_a_node_that_has_none_are_refused() -> None:
         ),
         (("reward.nodes=['other']",), "reward.nodes", "no node other; allowed: local"),
         (("reward.nodes=['local']", "share=[['reward','filter']]"), "reward.nodes", "a reward actor that shares a pro"),
+        (("reward.external=['judge']",), "reward.external", "cannot reach the bus: set nodes.local.address"),
+        (("reward.external=['j','j']", "nodes.local.address=auto"), "reward.external", "names a grader twice"),
+        (
+            ("reward.external=['judge']", "reward.graders.judge=my:judge", "nodes.local.address=auto"),
+            "reward.external",
+            "judge is in reward.graders too: the run's own actors would run it",
+        ),
         (("algorithm.num_steps_per_rollout=3",), "algorithm.num_steps_per_rollout", "must divide the number"),
         (("rollout.n_samples_per_prompt=1",), "rollout.n_samples_per_prompt", "algorithm.disable_rewards_normalizat"),
         (("rollout.temperature=0",), "rollout.temperature", "allowed: float > 0"),
