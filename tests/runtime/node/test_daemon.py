@@ -6,8 +6,6 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,80 +17,17 @@ from messages import ActorExited, ActorStarted, BatchReady, KillAnswered, KillRe
 from runtime.bus.addresses import Address
 from runtime.bus.bus import Bus
 from runtime.bus.errors import CallRefused
-from runtime.bus.limits import MIB, StreamLimits
 from runtime.bus.nats.server import ServerSettings
-from runtime.node.acceptance import Acceptance, NodeStatement
-from runtime.node.checks.facts import NodeFacts
 from runtime.node.claims.home import HomeLease
-from runtime.node.claims.node_claim import NodeClaim
-from runtime.node.claims.run_id import settle_run_id
 from runtime.node.daemon import NodeDaemon
-from runtime.node.missing import Part, Role
-from runtime.node.node_plan import NodePlan, RunEnd, announcement, exit_code_of
-from runtime.node.run_log import note_begin_of_home
-from runtime.node.supervisor.state_changes import GivenUp
+from runtime.node.node_plan import RunEnd, announcement, exit_code_of
 from runtime.report.report import Notice, Report
 from runtime.settings.processes import PortRequest, ProcessSpec, Tier, WhenListening
-from tests.build.topology import topology_with
-from tests.fixtures.nats import NatsServer, eventually
+from tests.runtime.node.daemons import Running, broken_engine, plan, player, pool
 
 pytestmark = pytest.mark.anyio
 
-ROOT = Path(__file__).parents[3]
-PLAYER = Path(__file__).parent / "player.py"
-LIMITS = StreamLimits(
-    event_bytes=16 * MIB, work_bytes=4 * MIB, data_bytes=16 * MIB, dead_bytes=4 * MIB, kv_bytes=4 * MIB
-)
 LISTENER = "import socket, sys, time; s = socket.create_server(('127.0.0.1', int(sys.argv[1]))); time.sleep(60)"
-
-
-def player(*arguments: str, name: str = "player", max_restarts: int = 10) -> ProcessSpec:
-    command = (sys.executable, str(PLAYER), *arguments)
-    return ProcessSpec(name=name, command=command, env={"PYTHONPATH": str(ROOT)}, max_restarts=max_restarts)
-
-
-def plan(run_dir: Path, *processes: ProcessSpec, incarnation: int = 1) -> NodePlan:
-    run_dir.mkdir(exist_ok=True)
-    return NodePlan(
-        run="r",
-        node="local",
-        run_dir=run_dir,
-        incarnation=incarnation,
-        num_steps=3,
-        started=time.time(),
-        processes=processes,
-        server=ServerSettings(store_dir=run_dir / "nats"),
-        limits=LIMITS,
-    )
-
-
-class Running:
-    """A node daemon in this process, its lines, and its outcome."""
-
-    def __init__(self, node_plan: NodePlan, **options: Any) -> None:
-        self.lines: list[str] = []
-        self.daemon = NodeDaemon(node_plan, show=self._show, **options)
-        self.outcome: RunEnd | None = None
-        self._more = anyio.Event()
-
-    def _show(self, text: str) -> None:
-        self.lines.append(text)
-        self._more.set()
-        self._more = anyio.Event()
-
-    async def run(self) -> RunEnd:
-        with anyio.fail_after(20):
-            self.outcome = await self.daemon.run()
-        return self.outcome
-
-    async def shown(self, part: str) -> str:
-        """Wait for a line that holds a text."""
-        with anyio.fail_after(15):
-            while True:
-                for line in self.lines:
-                    if part in line:
-                        return line
-                await self._more.wait()
 
 
 async def events_of(run_dir: Path) -> list[Message]:
@@ -339,108 +274,6 @@ async def test_the_first_signal_stops_in_order(tmp_path: Path) -> None:
     assert exit_code_of(running.outcome) == 130
 
 
-def node_plan(node: str, url: str, run_dir: Path, process: ProcessSpec, *, run: str) -> NodePlan:
-    """Of one node of two, on a server that belongs to neither."""
-    changed = msgspec.structs.replace(plan(run_dir, process), run=run, node=node, server=None, bus_url=url)
-    return msgspec.structs.replace(changed, owns_streams=node == "n0", keeps_metrics=node == "n0", limits=LIMITS)
-
-
-@asynccontextmanager
-async def two_nodes(url: str, run: str, tmp_path: Path, **changes: Any) -> AsyncGenerator[tuple[Running, Running]]:
-    """Two daemons at work, until both have ended."""
-    running: list[Running] = []
-    async with anyio.create_task_group() as tasks:
-        for node, steps in (("n0", "1"), ("n1", "0")):
-            spec = player(steps, "--then", "sleep", name=f"player-{node}")
-            of_node = node_plan(node, url, tmp_path / node, spec, run=run)
-            running.append(Running(msgspec.structs.replace(of_node, nodes=("n0", "n1"), **changes)))
-            tasks.start_soon(running[-1].run)
-            log = tmp_path / node / "logs" / f"player-{node}.jsonl"
-            await eventually(lambda: log.exists() and "played" in log.read_text())  # noqa: B023 - awaited at once
-        yield running[0], running[1]
-
-
-async def test_a_stop_of_the_home_node_ends_every_node_with_the_same_code(
-    nats_server: NatsServer, tmp_path: Path
-) -> None:
-    """The other nodes ended after 33 s, with "the bus failed"."""
-    with anyio.fail_after(15):
-        async with two_nodes(nats_server.url, "stopped", tmp_path) as (home, other):
-            home.daemon._end(RunEnd(finished=False, stopped_by=signal.SIGINT))
-    assert home.outcome is not None
-    assert other.outcome is not None
-    assert other.outcome.stopped == RunStopped(node="n0", reason="SIGINT", exit_code=130)
-    assert (exit_code_of(home.outcome), exit_code_of(other.outcome)) == (130, 130)
-
-
-async def test_another_node_that_is_stopped_leaves_and_the_run_goes_on(nats_server: NatsServer, tmp_path: Path) -> None:
-    """Home went on without a word."""
-    with anyio.fail_after(15):
-        async with two_nodes(nats_server.url, "left", tmp_path) as (home, other):
-            other.daemon._end(RunEnd(finished=False, stopped_by=signal.SIGINT))
-            await home.shown("node n1 left the run: SIGINT")
-            assert home.outcome is None
-            home.daemon._end(RunEnd(finished=False, stopped_by=signal.SIGTERM))
-    assert other.outcome is not None
-    assert exit_code_of(other.outcome) == 130
-
-
-async def test_giving_up_on_any_node_ends_the_run(nats_server: NatsServer, tmp_path: Path) -> None:
-    with anyio.fail_after(15):
-        async with two_nodes(nats_server.url, "given-up", tmp_path) as (home, other):
-            spec = player("0", name="player-n1")
-            failure = GivenUp(spec=spec, exit_code=2, reason="no such data", log="", tail=())
-            other.daemon._end(RunEnd(finished=False, failure=failure))
-    assert home.outcome is not None
-    assert home.outcome.stopped == RunStopped(node="n1", reason="player-n1: no such data", exit_code=2)
-    assert exit_code_of(home.outcome) == 2
-
-
-@pytest.mark.parametrize("is_resumed", [False, True])
-async def test_a_node_that_joins_after_the_run_was_stopped_ends_with_it(
-    nats_server: NatsServer, tmp_path: Path, is_resumed: bool
-) -> None:
-    """It ran on alone. The stop of an earlier start of the home node ends nothing."""
-    run = f"late-{is_resumed}"
-    home, later = (
-        tmp_path / "n0",
-        node_plan("n1", nats_server.url, tmp_path / "n1", player("0", "--then", "sleep"), run=run),
-    )
-    home.mkdir()
-    async with Bus.connect(nats_server.url, run, name="home") as bus:
-        await bus.ensure_streams(LIMITS)
-        await settle_run_id(bus, home, owns=True)
-        claim = await NodeClaim.take(bus, "n0", home, incarnation=1)
-        await note_begin_of_home(bus, claim.holder.incarnation, 1)
-        stop = RunStopped(node="n0", reason="SIGINT", exit_code=130)
-        seq = await bus.publish(stop)
-        if is_resumed:
-            claim = await NodeClaim.take(bus, "n0", home, incarnation=2)
-            await note_begin_of_home(bus, claim.holder.incarnation, seq + 1)
-        other = Running(msgspec.structs.replace(later, home="n0"))
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(other.run)
-            if is_resumed:
-                log = tmp_path / "n1" / "logs" / "player.jsonl"
-                await eventually(lambda: log.exists() and "played" in log.read_text())
-                assert other.outcome is None
-                await bus.publish(RunStopped(node="n0", reason="SIGTERM", exit_code=143))
-    assert other.outcome is not None
-    assert exit_code_of(other.outcome) == (143 if is_resumed else 130)
-
-
-def broken_engine(number: int) -> ProcessSpec:
-    """An engine that ends at once and is not started again."""
-    command = (sys.executable, "-c", "raise SystemExit(7)")
-    name = f"engine.policy.{number}"
-    return ProcessSpec(name=name, command=command, tier=Tier.SERVICE, critical=False, max_restarts=0)
-
-
-def pool(*nodes: str, least: int) -> Role:
-    parts = [(f"engine.policy.{number}", node) for number, node in enumerate(nodes)]
-    return Role("engines.policy", tuple(Part(name, {name: node}) for name, node in parts), least, "min_engines")
-
-
 async def test_a_run_goes_on_without_an_engine_that_was_given_up(tmp_path: Path) -> None:
     """It ended with the first engine that used up its restarts."""
     changed = msgspec.structs.replace(
@@ -459,75 +292,6 @@ async def test_a_run_ends_at_once_with_fewer_engines_than_it_needs(tmp_path: Pat
     outcome = await Running(changed).run()
     assert outcome.failure is not None
     assert outcome.failure.spec.name == "engine.policy.0"
-
-
-async def test_home_counts_the_engines_that_other_nodes_gave_up(nats_server: NatsServer, tmp_path: Path) -> None:
-    with anyio.fail_after(15):
-        async with two_nodes(
-            nats_server.url, "counted", tmp_path, roles=(pool("n0", "n1", least=2),), waits={"n1": 60.0}
-        ) as (home, other):
-            other.daemon._supervision.start(broken_engine(1))
-    assert home.outcome is not None
-    assert home.outcome.error == (
-        "engines.policy: 1 of 2 engines are left, fewer than min_engines = 2: engine.policy.1: exit code 7"
-    )
-    assert other.outcome is not None
-    assert other.outcome.stopped is not None
-    assert other.outcome.stopped.node == "n0"
-
-
-async def test_a_later_home_counts_the_engines_that_other_nodes_gave_up_before(
-    nats_server: NatsServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It stood still: it knew neither of the engine that had been given up, nor why no tokens came."""
-    shared = topology_with(
-        nodes={"n0": {}, "n1": {}}, bus={"node": "n0"}, trainer={"device": "cpu"}, engines={"policy": {"kind": "tiny"}}
-    )
-    url, run = nats_server.url, "counted-later"
-
-    def home(least: int) -> Running:
-        of_node = node_plan("n0", url, tmp_path / "n0", player("0", "--then", "sleep"), run=run)
-        roles = (pool("n0", "n1", least=least),)
-        two = msgspec.structs.replace(of_node, nodes=("n0", "n1"), roles=roles, waits={"n1": 60.0})
-        return Running(two, comparison=Acceptance(shared, "n0", NodeFacts(), tmp_path / "n0"))
-
-    monkeypatch.setattr("runtime.node.other_nodes.LEAVE_WITHIN_S", 0.1)  # the other node stays
-    with anyio.fail_after(18):
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon((first := home(1)).run)
-            statement = NodeStatement("n1", NodeFacts(), tmp_path / "n1")
-            await eventually((tmp_path / "n0" / "logs" / "player.jsonl").exists)
-            async with Bus.connect(url, run, name="n1") as bus:
-                assert (await statement.state(bus, wait_s=10)).refusals == ()
-            of_node = node_plan("n1", url, tmp_path / "n1", broken_engine(1), run=run)
-            tasks.start_soon((other := Running(of_node, comparison=statement)).run)
-            line = "engine.policy.1 is given up, the run goes on without it: exit code 7"
-            await other.shown(line)
-            await first.shown(line)
-            first.daemon._end(RunEnd(finished=False, error="killed", is_announced=True))
-            await eventually(lambda: first.outcome is not None)
-            later = await home(2).run()
-    assert later.error == (
-        "engines.policy: 1 of 2 engines are left, fewer than min_engines = 2: engine.policy.1: exit code 7; "
-        "restarted 0 times without progress"
-    )
-    assert other.outcome is not None
-    assert other.outcome.stopped is not None
-
-
-async def test_home_waits_for_a_node_that_it_needs_and_then_ends_with_its_name(
-    nats_server: NatsServer, tmp_path: Path
-) -> None:
-    role = Role("trainer.1", (Part("trainer.1", {"trainer.1": "n1"}),), 1)
-    with anyio.fail_after(28):
-        async with two_nodes(nats_server.url, "needed", tmp_path, roles=(role,), waits={"n1": 6.0}) as (home, other):
-            other.daemon._end(RunEnd(finished=False, stopped_by=signal.SIGINT))
-            await home.shown("waiting for node n1, up to 6 s (nodes.n1.wait_s): trainer.1 can run on no other node")
-    assert home.outcome is not None
-    assert home.outcome.error == (
-        "node n1 did not come within 6 s (nodes.n1.wait_s): trainer.1 can run on no other node"
-    )
-    assert exit_code_of(home.outcome) == 1
 
 
 async def test_a_home_that_finds_a_later_one_ends_with_its_bus(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from runtime.node.claims.node_claim import NodeClaim, NodeClaimed, NodeHolder
 from runtime.node.daemon import NodeDaemon
 from runtime.node.node_plan import NodePlan
 from tests.fixtures.nats import TEST_STREAMS, NatsServer, eventually
-from tests.runtime.node.test_daemon import Running, player
+from tests.runtime.node.daemons import Running, player
 
 pytestmark = pytest.mark.anyio
 
