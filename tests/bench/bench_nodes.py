@@ -10,6 +10,8 @@ recipe is the laptop's, at staleness 0 and without evaluations. Prints medians o
   lower quartile counts, which other load on the machine moves least.
 - throughput: groups a second on two machines without a delay, as a share of those on one machine. The runs of a pair
   start together, so that they have the same load.
+- restart: seconds from the command that starts a node again, after its daemon was killed, to the first token of its
+  engine, which is the only one; of these, the start of the engine's process (until it is ready), and the rest.
 
 Run: python -m tests.bench.bench_nodes
 """
@@ -17,12 +19,15 @@ Run: python -m tests.bench.bench_nodes
 import argparse
 import itertools
 import json
+import signal
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
 
@@ -36,6 +41,7 @@ RUN: Final = "bench"
 WARM_UP: Final = 4  # train steps
 RUN_S: Final = 900.0
 END_S: Final = 60.0
+AGAIN_S: Final = 120.0  # from the restart of a node to the first token
 RECIPE: Final = """
 include = "{root}/topologies/laptop.toml"
 run = {{ name = "bench", dir = "{directory}" }}
@@ -51,6 +57,9 @@ engines.policy.num_engines = 2
 engines.policy.nodes = ["other", "local"]
 reward.nodes = ["other"]
 """
+AWAY: Final = TWO.replace("num_engines = 2", "num_engines = 1")  # the only engine is on the other machine
+FIRST_TOKEN: Final = (sys.executable, "-m", "tests.bench.first_token")
+ENGINE: Final = "engine.policy.0"
 
 
 @dataclass(frozen=True)
@@ -84,7 +93,7 @@ SHARES: Final = {"without_tls": ("two_plain", "one_plain"), "with_tls": ("two", 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", choices=CASES, action="append", help="default: all")
-    parser.add_argument("--pairs", type=int, default=5, help="of runs that start together")
+    parser.add_argument("--pairs", type=int, default=5, help="of runs that start together; restarts")
     parser.add_argument("--steps", type=int, default=30, help="train steps of a run")
     parser.add_argument("--delay-ms", type=float, default=25.0, help="of each frame, in each direction")
     parser.add_argument("--layout", choices=SLOPES, action="append", help="of round_trips; default: both")
@@ -122,9 +131,58 @@ def throughput(args: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
+def restart(args: argparse.Namespace) -> dict[str, Any]:
+    """Seconds from the command that starts a node again to the first token of its engine."""
+    found = [restarted() for _ in range(args.pairs)]
+    rests_s = [each["before_engine_s"] + each["after_engine_s"] for each in found]
+    medians = {name: statistics.median(each[name] for each in found) for name in found[0]}
+    return medians | {"rest_s": statistics.median(rests_s), "rest_of_each_s": rests_s}
+
+
+def restarted() -> dict[str, float]:
+    """Kill the daemon of the node with the engine, start the node again, and measure."""
+    with tempfile.TemporaryDirectory() as folder, machines("home", "other", shared=Path(folder)) as lan:
+        directory, file = Path(folder), Path(folder) / "topology.toml"
+        text = RECIPE.format(root=ROOT, directory=directory, steps=100_000)
+        file.write_text(text + AWAY.format(home=lan["home"].address, other=lan["other"].address))
+        home, other = start(lan["home"], file, "local"), start(lan["other"], file, "other")
+        home.wait_for("step      5/", RUN_S)
+        other.signal(signal.SIGKILL)
+        other.wait(END_S)
+        log = directory / RUN / "logs" / "other" / "daemon.jsonl"
+        watch = [*FIRST_TOKEN, str(log), str(log.stat().st_size), ENGINE, str(AGAIN_S)]
+        watching = lan["other"].start(watch, cwd=ROOT)
+        watching.wait_for("watching", END_S)
+        began = time.time()
+        start(lan["other"], file, "other")
+        if watching.wait(AGAIN_S + END_S):
+            raise RuntimeError(lan.describe())
+        first_token = float(watching.output().split()[-1])
+        home.signal(signal.SIGINT)
+        home.wait(END_S)
+        times = {
+            event["change"]: event["time"]
+            for event in map(json.loads, log.read_text().splitlines())
+            if is_of_engine(event)
+        }
+        started, ready = (datetime.fromisoformat(times[change]).timestamp() for change in ("started", "ready"))
+    return {
+        "first_token_s": first_token - began,
+        "before_engine_s": started - began,
+        "engine_start_s": ready - started,
+        "after_engine_s": first_token - ready,
+    }
+
+
+def is_of_engine(event: dict[str, Any]) -> bool:
+    """Whether a line of a daemon's log is a change of the engine's process."""
+    return event["event"] == "process_changed" and event["process"] == ENGINE
+
+
 CASES: Final[dict[str, Callable[[argparse.Namespace], dict[str, Any]]]] = {
     "round_trips": round_trips,
     "throughput": throughput,
+    "restart": restart,
 }
 
 
