@@ -3,9 +3,13 @@
 They use the environment that they are installed in. The scripts of a checkout, such as bin/ledger, set up .venv first.
 """
 
+import sys
 from importlib import import_module
+from typing import Final
 
 from bin.interrupt import handle_ctrl_c
+
+OF_A_RUN: Final = frozenset({"aiohttp", "cryptography", "jinja2", "psutil", "tokenizers", "transformers", "uvloop"})
 
 
 def start_topology() -> None:
@@ -21,6 +25,11 @@ def ledger() -> None:
 def credentials() -> None:
     """Give, list and revoke the credentials of external clients."""
     _run("credentials")
+
+
+def reward_worker() -> None:
+    """Grade the samples of a run on another machine."""
+    _run("reward_worker")
 
 
 def export_hf() -> None:
@@ -50,4 +59,10 @@ def _run(module: str) -> None:
     refuse_shadows()
     from bin.entry import run  # after the check, since it imports modules that may be shadowed
 
-    run(import_module(f"bin.{module}").main)
+    try:
+        run(import_module(f"bin.{module}").main)
+    except ModuleNotFoundError as error:
+        if error.name not in OF_A_RUN:
+            raise
+        sys.stderr.write(f'needs {error.name}, not installed here: pip install "physarum[run]"\n')
+        sys.exit(2)  # wrong input

@@ -1,4 +1,7 @@
-"""The wheel has all code, data and commands: installed outside the repository, it trains a shipped topology."""
+"""The wheel has all code, data and commands: installed outside the repository, it trains a shipped topology.
+
+With the packages of the base alone it has a reward worker.
+"""
 
 import json
 import os
@@ -12,11 +15,30 @@ from pathlib import Path
 
 import pytest
 
+from runtime.bus.nats.certificate import own_certificate
+
 ROOT = Path(__file__).parent.parent
 SHIPPED = ("actors", "bin", "messages", "runtime", "topologies")
 GENERATORS = "topologies/demo/*.py"  # they write the demo data, which is shipped itself
 OF_A_CHECKOUT = {"setup", "test"}  # these scripts of bin/ are no commands of the package
 LIMIT_S = 300
+BASE_MB = 100  # of our packages and those that they need, without Python and pip
+CREDENTIAL = """
+kind = "grader"
+run = "r"
+name = "alice"
+url = "nats://127.0.0.1:1"
+tls_name = "bus.physarum"
+user = "alice"
+password = "x"
+expires = "2099-01-01T00:00:00Z"
+inbox = "_INBOX.r.alice"
+stream = "phy-r-work"
+grader = "math"
+token = "math"
+durable = "score-math"
+certificate = %s
+"""
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(LIMIT_S)]
 
@@ -66,6 +88,16 @@ def commands(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place / "bin"
 
 
+@pytest.fixture(scope="module")
+def base(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An environment with the wheel and what it needs by default, in the versions of the lock."""
+    place = tmp_path_factory.mktemp("base") / "venv"
+    venv.create(place, symlinks=True)
+    pip = [sys.executable, "-m", "pip", "--python", str(place / "bin" / "python"), "install"]
+    call(*pip, "--quiet", "--constraint", str(ROOT / "requirements" / "laptop.lock"), str(wheel), cwd=place)
+    return place
+
+
 def test_the_wheel_has_every_tracked_file_of_its_packages(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         packed = {name for name in archive.namelist() if ".dist-info/" not in name}
@@ -96,3 +128,29 @@ def test_every_installed_command_answers_help_with_its_name(commands: Path, tmp_
         assert call(commands / name, "--help", cwd=tmp_path).startswith(f"usage: {name} ")
     call(commands / "describe-settings", cwd=tmp_path)
     assert (tmp_path / "docs" / "reference" / "settings.md").exists()
+
+
+def test_the_base_package_is_small_and_has_a_reward_worker(base: Path, tmp_path: Path) -> None:
+    (packages,) = base.glob("lib/python3*/site-packages")
+    size_mb = sum(path.stat().st_size for path in packages.rglob("*") if path.is_file()) / 1e6
+    assert size_mb < BASE_MB, {path.name: path.stat().st_size for path in packages.iterdir()}
+    command = base / "bin" / "reward-worker"
+    assert call(command, "--help", cwd=tmp_path).startswith("usage: reward-worker ")
+    credential = tmp_path / "alice.toml"
+    credential.touch(mode=0o600)
+    credential.write_text(CREDENTIAL % json.dumps(own_certificate(tmp_path / "bus").pem()))
+    (tmp_path / "mine.py").write_text("def grade(sample):\n    return 1.0\n")
+    with subprocess.Popen([command, credential, "mine.py:grade"], cwd=tmp_path, stderr=subprocess.PIPE) as worker:
+        assert worker.stderr is not None
+        first = worker.stderr.readline().decode()  # the grader is loaded, and a connection was tried
+        worker.terminate()
+    assert "not connected, trying again" in first
+    assert worker.returncode == 0
+
+
+def test_a_start_names_the_missing_extra(base: Path, tmp_path: Path) -> None:
+    command = [base / "bin" / "start-topology", "laptop"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert done.stderr.endswith(', not installed here: pip install "physarum[run]"\n'), done.stderr
+    assert "Traceback" not in done.stderr

@@ -20,7 +20,8 @@ LAPTOP = ROOT / "topologies" / "laptop.toml"
 TAKEN = ("actors", "bin", "messages", "runtime", "statistics", "structlog", "yaml")  # ours and others'
 PYTHON_OF = {
     "credentials": "credentials.py",
-    "export-hf": "export_hf.py", "ledger": "ledger.py", "replay": "replay.py", "start-topology": "start_topology.py",
+    "export-hf": "export_hf.py", "ledger": "ledger.py", "replay": "replay.py",
+    "reward-worker": "reward_worker.py", "start-topology": "start_topology.py",
 }  # fmt: skip
 
 
@@ -196,6 +197,7 @@ def test_a_command_without_standard_streams_does_its_work(closed: tuple[int, ...
         ("credentials.py", f"{tmp_path} --list", 2),
         ("export_hf.py", f"{tmp_path} --out {tmp_path / 'out'}", 2),
         ("replay.py", f"{tmp_path} --to filter", 2),
+        ("reward_worker.py", f"{tmp_path / 'alice.toml'} my_rewards.py:grade", 2),
     ):
         command = f"{sys.executable} -P {ROOT / 'bin' / file} {arguments} {words}"
         done = subprocess.run(

@@ -17,7 +17,9 @@ PAGES: Final = [
     ROOT / "topologies/examples/README.md",
     *sorted((ROOT / "docs").glob("*/*.md")),
 ]
-LINE: Final = re.compile(r"^ *(bin/(?:start-topology|ledger|credentials|export-hf|replay)) ([^#>\n]*)", re.MULTILINE)
+LINE: Final = re.compile(
+    r"^ *(bin/(?:start-topology|ledger|credentials|reward-worker|export-hf|replay)) ([^#>\n]*)", re.MULTILINE
+)
 NOT_HERE: Final = re.compile(r"\bFILE\b|\bNAME\b|\bDUMP\b")  # stands for the reader's own
 
 
@@ -48,4 +50,5 @@ def test_pages_show_each_command() -> None:
         "bin/credentials",
         "bin/export-hf",
         "bin/replay",
+        "bin/reward-worker",
     }
