@@ -5,11 +5,13 @@ They use the environment that they are installed in. The scripts of a checkout, 
 
 import sys
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Final
 
 from bin.interrupt import handle_ctrl_c
 
-OF_A_RUN: Final = frozenset({"aiohttp", "cryptography", "jinja2", "psutil", "tokenizers", "transformers", "uvloop"})
+OF_A_RUN: Final = ("aiohttp", "cryptography", "jinja2", "psutil", "tokenizers", "transformers", "uvloop")
+RUN_COMMANDS: Final = ("credentials", "export_hf", "ledger", "replay", "start_topology")  # need the extra `run`
 
 
 def start_topology() -> None:
@@ -59,10 +61,8 @@ def _run(module: str) -> None:
     refuse_shadows()
     from bin.entry import run  # after the check, since it imports modules that may be shadowed
 
-    try:
-        run(import_module(f"bin.{module}").main)
-    except ModuleNotFoundError as error:
-        if error.name not in OF_A_RUN:
-            raise
-        sys.stderr.write(f'needs {error.name}, not installed here: pip install "physarum[run]"\n')
+    missing = [name for name in OF_A_RUN if module in RUN_COMMANDS and find_spec(name) is None]
+    if missing:
+        sys.stderr.write(f'needs {", ".join(missing)}, not installed here: pip install "physarum[run]"\n')
         sys.exit(2)  # wrong input
+    run(import_module(f"bin.{module}").main)
