@@ -7,6 +7,7 @@ from messages.subjects import stream_of
 from runtime.bus.limits import StreamLimits
 from runtime.bus.nats import streams
 from runtime.bus.nats.connection import Connection
+from runtime.bus.nats.rights import missing_rights
 from runtime.bus.nats.streams import StreamState
 
 __all__ = ["Administration", "Holdings", "StreamState"]
@@ -35,6 +36,10 @@ class Administration:
             BusError: the server refuses.
         """
         await streams.ensure_streams(self._connection, self._run, limits)
+
+    async def missing_rights(self) -> list[str]:
+        """Rights that the login of this run lacks on the server. Changes nothing there."""
+        return [str(right) for right in await missing_rights(self._connection, self._run)]
 
     async def holdings(self) -> Holdings:
         """State of this run's streams and bucket on the server. Creates nothing."""

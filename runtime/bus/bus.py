@@ -119,6 +119,14 @@ class Bus:
         """
         await scoring.ensure_queues(self._connection, self.run, graders)
 
+    async def missing_rights(self) -> list[str]:
+        """Rights that the login of this run lacks on the server, each as a verb and subjects. Changes nothing there.
+
+        Raises:
+            BusUnavailable: the server does not answer.
+        """
+        return await self._administration.missing_rights()
+
     async def holdings(self) -> Holdings:
         """State of this run's streams and bucket on the server. Creates nothing.
 

@@ -305,6 +305,12 @@ REFUSED = {
     "an account without a log": Case(
         ("bus.url=nats://bare:right@127.0.0.1:LOCKED",), "bus.url", "JetStream not enabled for account"
     ),
+    "a login that may not delete streams": Case(
+        ("bus.url=nats://few:right@127.0.0.1:LOCKED",), "bus.url", "publish $JS.API.STREAM.DELETE.phy-checked-event"
+    ),
+    "a server that is no cluster": Case(
+        ("bus.url=nats://me:right@127.0.0.1:LOCKED", "bus.replicas=3"), "bus.url", "this server is in no cluster"
+    ),
     "streams of another": Case(
         ("bus.url=nats://me:right@127.0.0.1:LOCKED",), "bus.url", "on this bus belong to /there on host, not to"
     ),

@@ -142,7 +142,8 @@ def greeting(line: bytes) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The port of a server that asks for a login: `me` has a log, with streams of another run; `bare` has none."""
+    """The port of a server that asks for a login: `me` has a log, with streams of another run; `few` may not
+    delete streams; `bare` has no log."""
     folder = tmp_path_factory.mktemp("locked")
     me = Login(user="me", password=Secret("right"))
     config = folder / "nats.conf"
@@ -150,7 +151,8 @@ def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         "host: 127.0.0.1\nport: -1\nmax_payload: 8388608\n"
         f'jetstream {{ store_dir: "{folder}" }}\n'
         "accounts {\n"
-        "  LOG { jetstream: enabled, users: [{ user: me, password: right }] }\n"
+        "  LOG { jetstream: enabled, users: [{ user: me, password: right }, { user: few, password: right,\n"
+        '    permissions: { publish: { allow: ">", deny: "$JS.API.STREAM.DELETE.>" } } }] }\n'
         "  NONE { users: [{ user: bare, password: right }] }\n"
         "}\n"
     )

@@ -9,7 +9,7 @@ import anyio
 import msgspec
 
 from runtime.bus.nats.server import ServerPorts, ServerSettings, server_command, wait_ready, write_config
-from runtime.util.secrets import with_login
+from runtime.util.secrets import Login, with_login
 
 STOP_TIMEOUT_S = 5.0
 
@@ -85,3 +85,24 @@ async def running_server(
     finally:
         with anyio.CancelScope(shield=True):
             await server.stop()
+
+
+@asynccontextmanager
+async def configured_server(directory: Path, extra: str, login: Login) -> AsyncGenerator[str, None]:
+    """Run a private server with further lines of configuration for the duration of a block; yield its URL.
+
+    Args:
+        directory: holds its files.
+        extra: lines such as accounts.
+        login: of a user who may use JetStream and any inbox.
+    """
+    config = write_config(directory / "nats.conf", ServerSettings(store_dir=directory / "store"))
+    with config.open("a") as file:
+        file.write(extra)
+    with (directory / "nats.log").open("ab") as output:
+        process = await asyncio.create_subprocess_exec(*server_command(config, directory), stdout=output, stderr=output)
+    try:
+        yield (await wait_ready(directory, process.pid, timeout_s=10.0, login=login)).url
+    finally:
+        process.kill()
+        await process.wait()

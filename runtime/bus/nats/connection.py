@@ -106,6 +106,7 @@ class Connection:
         self._listeners: set[Listener] = set()
         self._reconnect_listeners: set[Callable[[], None]] = set()
         self._last_error = ""
+        self.errors: list[str] | None = None  # if set, errors of the client's error callback are collected
         self._connecting: anyio.CancelScope | None = None  # during the first connect
         self._refused = ""  # why the server rejects the login
         self._errors_since_connect = 0
@@ -234,6 +235,18 @@ class Connection:
         except nats_errors.BadSubjectError as error:
             raise MessageRefused(f"{subject[:80]!r} is not a subject") from error
 
+    async def flush(self) -> None:
+        """Wait until the server has processed all that was sent.
+
+        Raises:
+            BusUnavailable: it does not answer.
+        """
+        try:
+            for _ in range(2):  # nats-py writes its PING before what is pending, and then has that written
+                await self._client.flush(self.limits.attempt_timeout_s)  # pyright: ignore[reportArgumentType]
+        except (nats_errors.Error, OSError) as error:
+            raise BusUnavailable(f"no answer to a flush: {error!r}") from error
+
     async def request(self, subject: str, payload: bytes, headers: Headers | None, timeout_s: float) -> RawMessage:
         """Make one attempt of a request and wait for its answer. The caller has checked the size.
 
@@ -355,6 +368,8 @@ class Connection:
     async def _on_error(self, error: Exception) -> None:
         self.counters.async_errors += 1
         self._last_error = str(error) or repr(error)
+        if self.errors is not None:
+            self.errors.append(self._last_error)
         if isinstance(error, nats_errors.SlowConsumerError):
             self.counters.slow_consumer_drops += 1
         if self._connecting is not None and is_refusal(self._last_error):

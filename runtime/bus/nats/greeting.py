@@ -16,6 +16,7 @@ class Greeting(msgspec.Struct, frozen=True):
     jetstream: bool = False
     auth_required: bool = False
     max_payload: int = 0  # bytes
+    cluster: str = ""  # name of the cluster; none: the server is alone
 
 
 def greeting_of(url: str, timeout_s: float) -> Greeting | None:

@@ -17,6 +17,7 @@ from runtime.settings.topology import Topology
 from runtime.util.secrets import Login, read_login, with_login
 
 GREETING_TIMEOUT_S: Final = 3.0
+LACKS_RIGHTS: Final = "this login lacks rights on the server (docs/run/external-clients.md has the lines):"
 ASKING: Final = BusLimits(connect_timeout_s=3.0, publish_timeout_s=3.0, attempt_timeout_s=2.0, drain_timeout_s=1.0)
 
 
@@ -86,6 +87,8 @@ def _refused_by(url: str, *, has_login: bool, topology: Topology) -> str | None:
         return (
             f"this server accepts messages of at most {carried} (max_payload); this run can need {show_bytes(needed)}"
         )
+    if topology.bus.replicas > 1 and not greeting.cluster:
+        return f"this server is in no cluster, which bus.replicas = {topology.bus.replicas} needs"
     if greeting.auth_required and not has_login:
         return "this server requires a login: put it into a file, and name the file with bus.credentials"
     return None
@@ -98,21 +101,23 @@ def _ask(findings: Findings, url: str, asker: Asker) -> None:
 
     credentials = findings.topology.bus.credentials
     login = asker.bus_login if credentials is None else read_login(Path(credentials))
+    key, value = ("bus.url", url) if credentials is None else ("bus.credentials", credentials)
     try:
         with silenced():
-            refusal = anyio.run(_look_at, findings.topology, with_login(url, login), asker)
+            missing, refusal = anyio.run(_look_at, findings.topology, with_login(url, login), asker)
     except BusRefused as error:
-        key, value = ("bus.url", url) if credentials is None else ("bus.credentials", credentials)
         findings.problem(key, value, f"the server refused this login: {error}")
     except BusError as error:
         findings.problem("bus.url", url, str(error))
     else:
+        if missing:
+            findings.problem(key, value, f"{LACKS_RIGHTS} {', '.join(missing)}")
         if refusal is not None:
             findings.problem("bus.url", url, refusal)
 
 
-async def _look_at(topology: Topology, url: str, asker: Asker) -> str | None:
-    """Connect as a start does; return why the run's streams do not match the run directory, or None.
+async def _look_at(topology: Topology, url: str, asker: Asker) -> tuple[list[str], str | None]:
+    """Connect as a start does; return missing rights, and why the streams do not match the run directory, or None.
 
     Raises:
         BusRefused: the server refuses the login.
@@ -123,10 +128,12 @@ async def _look_at(topology: Topology, url: str, asker: Asker) -> str | None:
 
     run = topology.run
     async with Bus.connect(url, run.name, name="check", limits=ASKING) as bus:
+        if missing := await bus.missing_rights():
+            return missing, None
         await bus.holdings()
         if not asker.fresh:
             try:
                 await check_run_id(bus, Path(run.dir) / run.name, owns=asker.node == home_node(topology))
             except RunMismatch as error:
-                return str(error)
-    return None
+                return [], str(error)
+    return [], None

@@ -1,6 +1,5 @@
 """Logins by JWT, and the servers to which a login is sent."""
 
-import asyncio
 from collections.abc import AsyncGenerator
 from pathlib import Path
 
@@ -9,11 +8,11 @@ import pytest
 from runtime.bus.bus import Bus
 from runtime.bus.errors import BusRefused, BusUnavailable
 from runtime.bus.limits import BusLimits
-from runtime.bus.nats.server import ServerSettings, server_command, wait_ready, write_config
 from runtime.util.secrets import Login, Secret, read_login, split_login, with_login
 from tests.fixtures.nats import TEST_STREAMS, NatsServer, group_failed
 from tests.support.cluster import Cluster
 from tests.support.jwt_accounts import JwtAccounts
+from tests.support.running_server import configured_server
 
 pytestmark = pytest.mark.anyio
 SHORT = BusLimits(connect_timeout_s=2.0)
@@ -29,18 +28,9 @@ def login_of(directory: Path, text: str) -> Login:
 
 @pytest.fixture
 async def url(tmp_path: Path) -> AsyncGenerator[str, None]:
-    config = write_config(tmp_path / "nats.conf", ServerSettings(store_dir=tmp_path / "store"))
-    with config.open("a") as file:
-        file.write(ACCOUNTS.config)
-    with (tmp_path / "nats.log").open("ab") as output:
-        command = server_command(config, tmp_path)
-        process = await asyncio.create_subprocess_exec(*command, stdout=output, stderr=output)
-    try:
-        login = login_of(tmp_path, ACCOUNTS.credentials("ready"))
-        yield (await wait_ready(tmp_path, process.pid, timeout_s=10, login=login)).url
-    finally:
-        process.kill()
-        await process.wait()
+    login = login_of(tmp_path, ACCOUNTS.credentials("ready"))
+    async with configured_server(tmp_path, ACCOUNTS.config, login) as url:
+        yield url
 
 
 async def test_a_credentials_file_of_nats_logs_in(url: str, tmp_path: Path) -> None:
