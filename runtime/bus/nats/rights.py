@@ -53,6 +53,7 @@ def rights_of_run(run: str) -> Iterator[Right]:
         yield _publish(f"{API}.DIRECT.GET.{stream}")
         yield _publish(f"{API}.CONSUMER.CREATE.{stream}")
         yield _publish(f"{API}.CONSUMER.CREATE.{stream}.>", f"{API}.CONSUMER.CREATE.{stream}.{ONCE}")
+        yield _publish(f"{API}.CONSUMER.NAMES.{stream}")
         yield _publish(f"{API}.CONSUMER.DELETE.{stream}.*", f"{API}.CONSUMER.DELETE.{stream}.{ONCE}")
         yield _publish(f"{API}.CONSUMER.MSG.NEXT.{stream}.*", f"{API}.CONSUMER.MSG.NEXT.{stream}.{ONCE}")
         yield _publish(f"$JS.ACK.{stream}.>", f"$JS.ACK.{stream}.{ONCE}.1.1.1.1.1", body=b"")

@@ -14,7 +14,6 @@ from messages import (
     DescribeRequested,
     GroupFailed,
     Plane,
-    ScoreRequested,
     SegmentsPublished,
 )
 from runtime.bus.bus import Bus
@@ -66,6 +65,8 @@ async def use(bus: Bus) -> None:
     """Do what the processes of a run do."""
     await bus.ensure_streams(TEST_STREAMS)
     await bus.ensure_streams(msgspec.structs.replace(TEST_STREAMS, event_bytes=2 * TEST_STREAMS.event_bytes))
+    for graders in (["exact_match", "code"], ["exact_match"]):
+        await bus.ensure_score_queues(graders)
     await bus.holdings()
     await bus.kv.create("key", 1)
     await bus.kv.latest("*", int)
@@ -79,7 +80,7 @@ async def use(bus: Bus) -> None:
     data = await bus.publish(segments(1))
     assert (await bus.fetch(SegmentsPublished, data)).group_id == 1
     task = await bus.publish(score_request("a"))
-    async with bus.consume(ScoreRequested, durable="score") as deliveries:
+    async with bus.consume_scoring("exact_match") as deliveries:
         delivery = await deliveries.next(5)
         assert delivery is not None
         await delivery.ack()
