@@ -21,6 +21,13 @@ class Crash(NamedTuple):
     at: float  # seconds of the loop's clock
 
 
+class CrashCause(NamedTuple):
+    """The cause of an engine crash, as the sender of a lost request sees it."""
+
+    killed: bool  # killed from outside
+    reason: str
+
+
 class RecentCrashes:
     """The most recent engine crashes."""
 

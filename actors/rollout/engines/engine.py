@@ -8,7 +8,7 @@ from functools import partial
 import anyio
 import structlog
 
-from actors.rollout.engines.crashes import RecentCrashes
+from actors.rollout.engines.crashes import CrashCause, RecentCrashes, was_killed
 from actors.rollout.engines.external import ServerRequirements
 from actors.rollout.engines.liveness import answered, check_engine, makes_tokens
 from actors.rollout.engines.memory.levels import MemoryLevel
@@ -246,10 +246,18 @@ class Engine:
         self.registration.is_known = False
         self._apply(Trigger.REROUTED, "the router was replaced")
 
-    async def is_dead(self) -> bool:
-        """Check its health; return whether it no longer accepts requests."""
+    async def crash_cause(self) -> CrashCause | None:
+        """Return the cause of its crash, after it lost a request; None if it is alive.
+
+        A kill is undetectable for an external engine, and without a report of the node daemon.
+        """
         await self.check_or_expel()
-        return not self.accepts_requests
+        if self.accepts_requests:
+            return None
+        exit = await self._crashes.exit_of(self.name, self.pid) if self.pid else None
+        if exit is None:
+            return CrashCause(killed=False, reason=self.reason)
+        return CrashCause(killed=was_killed(exit), reason=exit.reason)
 
     async def check_or_expel(self) -> None:
         """Check its health, and stop sending it requests if the check fails."""

@@ -3,13 +3,12 @@
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import NamedTuple
 
 import anyio
 import anyio.lowlevel
 import structlog
 
-from actors.rollout.engines.crashes import RecentCrashes, was_killed
+from actors.rollout.engines.crashes import RecentCrashes
 from actors.rollout.engines.engine import Engine
 from actors.rollout.engines.external import ServerRequirements
 from actors.rollout.engines.health import RequestOutcomes
@@ -36,13 +35,6 @@ log = structlog.get_logger()
 RETRY = Backoff(max_s=1.0)  # between attempts to mark an engine ready; unlimited, as it or other weights may still come
 Kill = Callable[[str], Awaitable[None]]
 RELOOK_S = 60.0  # retry interval for damaged weight files: their disk may recover
-
-
-class CrashCause(NamedTuple):
-    """The cause of an engine crash, as the sender of a lost request sees it."""
-
-    killed: bool  # killed from outside
-    reason: str
 
 
 class Fleet:
@@ -447,18 +439,6 @@ class Fleet:
             self.request_outcomes.forget(engine.name)
             await engine.condemn(reason)
         await self.notify()
-
-    async def crash_cause(self, engine: Engine) -> CrashCause | None:
-        """Return the crash cause of an engine that lost a request; None if it is alive.
-
-        A kill is undetectable for an external engine, and without a report of the node daemon.
-        """
-        if not await engine.is_dead():
-            return None
-        exit = await self.crashes.exit_of(engine.name, engine.pid) if engine.pid else None
-        if exit is None:
-            return CrashCause(killed=False, reason=engine.reason)
-        return CrashCause(killed=was_killed(exit), reason=exit.reason)
 
     def engine_of(self, label: str) -> Engine | None:
         """Return the engine that a weight label was given to, if it still exists."""

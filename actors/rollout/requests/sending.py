@@ -214,7 +214,7 @@ class Generator:
         """Determine whether a request was lost by an engine crash, and record that."""
         record = self._records.get(sample, DeathRecord())
         if place.engine is not None and place.alone:
-            crash_cause = await self._fleet.crash_cause(place.engine)
+            crash_cause = await place.engine.crash_cause()
             if crash_cause is None:
                 return False
             log.warning("engine_died_of", sample=sample, reason=crash_cause.reason, killed=crash_cause.killed)
