@@ -20,6 +20,31 @@ Text = Annotated[str, msgspec.Meta(min_length=1)]
 Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]  # one subject token, one file name
 
 
+Estimator = Literal[
+    "grpo",
+    "gspo",
+    "cispo",
+    "rloo",
+    "reinforce",
+    "reinforce_plus_plus_baseline",
+    "opo",
+    "gpg",
+    "maxrl",
+    "grpo_passk",
+]
+LossMode = Literal[
+    "ppo",
+    "gspo",
+    "cispo",
+    "dppo_tv",
+    "dppo_kl",
+    "prime_rl",
+    "prime_rl_ipo",
+    "sapo",
+    "gmpo",
+    "decoupled_ppo",
+    "gpg",
+]
 AggMode = Literal["rollout-mean", "token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 
 
@@ -155,10 +180,9 @@ class AlgorithmConfig(Config, frozen=True, kw_only=True):
     loss_type: Literal["policy_loss", "sft_loss"] = "policy_loss"
     # Estimator that turns rewards into advantages.
     # "reinforce" subtracts the mean of the batch; "gpg" and "maxrl" scale differences from the group's mean;
-    # "opo" weights that mean by length; "grpo_passk" rewards the best sample of a group alone.
-    advantage_estimator: Literal[
-        "grpo", "rloo", "reinforce", "reinforce_plus_plus_baseline", "opo", "gpg", "maxrl", "grpo_passk"
-    ] = "grpo"
+    # "opo" weights that mean by length; "grpo_passk" rewards the best sample of a group alone. "gspo" and "cispo" are
+    # "grpo" with the loss of that name.
+    advantage_estimator: Estimator = "grpo"
     # Advantage of a sample without others in its group, for estimators that compare a group's samples: 0 ("zero"), or
     # its reward ("reward").
     group_of_one: Literal["zero", "reward"] = "zero"
@@ -166,12 +190,31 @@ class AlgorithmConfig(Config, frozen=True, kw_only=True):
     normalize_advantages: bool = False
     # Number of optimizer steps per batch.
     num_steps_per_rollout: Positive = 1
-    # Lower clip range of the probability ratio: it is clipped at 1 - `eps_clip`.
+    # Policy loss. "prime_rl" and "prime_rl_ipo" compare with the engine and need no old log-probs. By default "ppo", or
+    # the loss of `advantage_estimator` "gspo" or "cispo".
+    loss_mode: LossMode | None = None
+    # Lower clip range of the probability ratio: it is clipped at 1 - `eps_clip`. With "dppo_tv" and "dppo_kl" the
+    # largest divergence, with "gmpo" the largest change of a log-prob.
     eps_clip: Annotated[float, msgspec.Meta(gt=0)] = 0.2
     # Upper clip range: the ratio is clipped at 1 + `eps_clip_high`. By default `eps_clip`.
     eps_clip_high: Annotated[float, msgspec.Meta(gt=0)] | None = None
     # Dual clip: bound of the ratio for negative advantages. By default it is off.
     eps_clip_c: Annotated[float, msgspec.Meta(gt=1)] | None = None
+    # Largest importance weight of old policy over engine in "decoupled_ppo"; tokens above it have no loss. By default
+    # there is no limit.
+    behav_imp_weight_cap: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    # "prime_rl": largest loss of probability of a token whose advantage is not positive.
+    dppo_mask_low: Fraction = 0.2
+    # "prime_rl": largest gain of probability of a token with a positive advantage.
+    dppo_mask_high: Fraction = 0.2
+    # "prime_rl_ipo": largest change of a token's probability.
+    ipo_threshold: Fraction = 0.1
+    # "prime_rl" and "prime_rl_ipo": weight of the squared log-ratio of policy and engine.
+    kl_tau: NonNegative = 1e-3
+    # "sapo": temperature of the gate for positive advantages.
+    tau_pos: Annotated[float, msgspec.Meta(gt=0)] = 1.0
+    # "sapo": temperature of the gate for other advantages.
+    tau_neg: Annotated[float, msgspec.Meta(gt=0)] = 1.05
     # Weight of the KL divergence from the reference model in the loss. 0 turns it off: no reference model is loaded.
     kl_loss_coef: NonNegative = 0.0
     # Estimator of the KL divergence. "low_var_kl" is k3 clipped at 10 nats.
@@ -327,6 +370,17 @@ def trains_demonstrations(recipe: Recipe) -> bool:
     return recipe.algorithm.loss_type == "sft_loss"
 
 
+def loss_mode(algorithm: AlgorithmConfig) -> LossMode:
+    """Return the policy loss."""
+    named = algorithm.advantage_estimator
+    return algorithm.loss_mode or (named if named == "gspo" or named == "cispo" else "ppo")
+
+
+def reads_old_log_probs(algorithm: AlgorithmConfig) -> bool:
+    """Return whether the loss compares the policy with the old one."""
+    return loss_mode(algorithm) not in ("prime_rl", "prime_rl_ipo", "gpg")
+
+
 def uses_groups(algorithm: AlgorithmConfig) -> bool:
     """Return whether the estimator compares the samples of a group."""
     return algorithm.advantage_estimator != "reinforce"
@@ -345,7 +399,8 @@ def replays_experts(algorithm: AlgorithmConfig) -> bool:
 def measures_all(recipe: Recipe) -> bool:
     """Return whether the trainer computes old log-probs for all samples, not only for the first optimizer step."""
     algorithm = recipe.algorithm
-    return not trains_demonstrations(recipe) and (algorithm.get_mismatch_metrics or not algorithm.use_rollout_logprobs)
+    needed = reads_old_log_probs(algorithm) and not algorithm.use_rollout_logprobs
+    return not trains_demonstrations(recipe) and (algorithm.get_mismatch_metrics or needed)
 
 
 def precomputes_old_log_probs(recipe: Recipe) -> bool:

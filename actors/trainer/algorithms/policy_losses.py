@@ -1,6 +1,7 @@
 """Policy losses and the loss of demonstrations, per token. M is the number of trained tokens of one micro-batch."""
 
 import math
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -47,29 +48,326 @@ def ppo_loss(
         max_log_ratio: Limit of log-ratios, nats.
 
     Returns:
-        Metrics: pg_clipfrac, 1 where the clipped term is the larger one; ppo_kl, old minus new log-prob in nats.
+        Metrics: pg_clipfrac, 1 where the clipped term is the larger one; ppo_kl, old minus new log-prob in nats;
+        ratio_clampfrac, 1 where the log-ratio is beyond its limit.
 
     Source:
         PPO, arXiv 1707.06347; separate upper clip: DAPO, arXiv 2503.14476; dual clip: arXiv 1912.09729.
     """
-    ppo_kl = inputs.old_log_probs - inputs.log_probs
-    return _clipped(ppo_kl, inputs.advantages, eps_clip, eps_clip_high, eps_clip_c, max_log_ratio)
+    log_ratios = inputs.log_probs - inputs.old_log_probs
+    return _clipped(log_ratios, inputs.advantages, eps_clip, eps_clip_high, eps_clip_c, max_log_ratio)
+
+
+def gspo_loss(
+    inputs: LossInputs,
+    *,
+    eps_clip: float,
+    eps_clip_high: float | None = None,
+    eps_clip_c: float | None = None,
+    max_log_ratio: float = math.inf,
+) -> Terms:
+    """GSPO: the clipped loss of PPO with one ratio for each sequence, the geometric mean over its trained tokens.
+
+    log r = mean over the sequence of (log_probs - old_log_probs), with its gradient; then as `ppo_loss`.
+
+    Args:
+        inputs: Uses log_probs, old_log_probs, advantages and sequences.
+        eps_clip: As for `ppo_loss`. The paper uses 3e-4.
+        eps_clip_high: As for `ppo_loss`. The paper uses 4e-4.
+        eps_clip_c: As for `ppo_loss`.
+        max_log_ratio: Limit of the sequence's log-ratio, nats.
+
+    Returns:
+        Metrics as of `ppo_loss`, the same for all tokens of a sequence with one advantage.
+
+    Source:
+        GSPO, arXiv 2507.18071, as in slime. verl's gradient is the same if the tokens of a sequence share an advantage.
+    """
+    log_ratios = inputs.sequences.means(inputs.log_probs - inputs.old_log_probs)
+    return _clipped(log_ratios, inputs.advantages, eps_clip, eps_clip_high, eps_clip_c, max_log_ratio)
+
+
+def decoupled_ppo_loss(
+    inputs: LossInputs,
+    *,
+    eps_clip: float,
+    eps_clip_high: float | None = None,
+    eps_clip_c: float | None = None,
+    behav_imp_weight_cap: float | None = None,
+    max_log_ratio: float = math.inf,
+) -> Terms:
+    """Decoupled PPO: PPO around the old policy, weighted by old policy / engine, which sampled the tokens.
+
+    exp(old_log_probs - rollout_log_probs) times `ppo_loss`. The weight has no gradient.
+
+    Args:
+        inputs: Uses log_probs, old_log_probs, rollout_log_probs and advantages.
+        eps_clip: As for `ppo_loss`.
+        eps_clip_high: As for `ppo_loss`.
+        eps_clip_c: As for `ppo_loss`.
+        behav_imp_weight_cap: A token with a larger weight has no loss. None: no cap.
+        max_log_ratio: Limit of both log-ratios, nats.
+
+    Returns:
+        Metrics of `ppo_loss`; behave_imp_weight, the weight; behave_mask, 1 where the token is kept.
+
+    Source:
+        arXiv 2110.00641; AReaL, arXiv 2505.24298, with its names.
+    """
+    loss, metrics = ppo_loss(
+        inputs,
+        eps_clip=eps_clip,
+        eps_clip_high=eps_clip_high,
+        eps_clip_c=eps_clip_c,
+        max_log_ratio=max_log_ratio,
+    )
+    weights = torch.exp(bounded(inputs.old_log_probs - inputs.rollout_log_probs, max_log_ratio)).detach()
+    cap = math.inf if behav_imp_weight_cap is None else behav_imp_weight_cap
+    kept = (weights <= cap).to(loss.dtype)
+    weights = weights * kept
+    return Terms(loss * weights, {**metrics, "train/behave_imp_weight": weights, "train/behave_mask": kept})
+
+
+def cispo_loss(
+    inputs: LossInputs, *, eps_clip: float, eps_clip_high: float | None = None, max_log_ratio: float = math.inf
+) -> Terms:
+    """CISPO: policy gradient weighted by the clipped ratio, which has no gradient, so that no token loses its gradient.
+
+    -sg(clip(r, 1 - eps_clip, 1 + eps_clip_high)) A log_probs, with r as in `ppo_loss`.
+
+    Args:
+        inputs: Uses log_probs, old_log_probs and advantages.
+        eps_clip: Lower clip; 1 or more turns it off, as in the paper.
+        eps_clip_high: Upper clip. None: eps_clip.
+        max_log_ratio: Limit of log-ratios, nats.
+
+    Returns:
+        Metrics: pg_clipfrac, 1 where the ratio is clipped; ppo_kl and ratio_clampfrac as of `ppo_loss`.
+
+    Source:
+        MiniMax-M1, arXiv 2506.13585, equations 4 and 5.
+    """
+    log_ratios = inputs.log_probs - inputs.old_log_probs
+    ratio = torch.exp(bounded(log_ratios, max_log_ratio)).detach()
+    weights = ratio.clamp(1.0 - eps_clip, 1.0 + (eps_clip if eps_clip_high is None else eps_clip_high))
+    loss = -weights * inputs.advantages * inputs.log_probs
+    return Terms(loss, _ratio_metrics(log_ratios, (weights != ratio).to(loss.dtype), max_log_ratio))
+
+
+def dppo_loss(
+    inputs: LossInputs,
+    *,
+    divergence: Literal["tv", "kl"],
+    eps_clip: float,
+    eps_clip_high: float | None = None,
+    eps_clip_c: float = 20.0,
+    max_log_ratio: float = math.inf,
+) -> Terms:
+    """DPPO: drop tokens whose probability has moved too far in the direction of their advantage.
+
+    -A sg(min(r, eps_clip_c)) log_probs, and 0 for a dropped token. With probabilities p (new) and q (old), a token
+    with A > 0 is dropped if the divergence is above eps_clip_high and p > q, any other if it is above eps_clip and
+    p < q. The divergence is |p - q| ("tv"), or that of Bernoulli distributions, q log(q / p) +
+    (1 - q) log((1 - q) / (1 - p)) ("kl", with 1e-8 added to 1 - q and 1 - p).
+
+    Args:
+        inputs: Uses log_probs, old_log_probs and advantages.
+        divergence: "tv" or "kl".
+        eps_clip: Threshold of tokens that became less likely.
+        eps_clip_high: Threshold of tokens that became likelier. None: eps_clip.
+        eps_clip_c: Upper bound of the ratio.
+        max_log_ratio: Limit of log-ratios, nats.
+
+    Returns:
+        Metrics: pg_clipfrac, 1 where the token is dropped; ppo_kl and ratio_clampfrac as of `ppo_loss`.
+
+    Source:
+        arXiv 2602.04879, as in verl.
+    """
+    log_ratios = inputs.log_probs - inputs.old_log_probs
+    high = eps_clip if eps_clip_high is None else eps_clip_high
+    new, old = inputs.log_probs.detach().exp(), inputs.old_log_probs.exp()
+    moved = (new - old).abs()
+    if divergence == "kl":
+        rest = torch.log((1.0 - old + 1e-8) / (1.0 - new + 1e-8))
+        moved = old * -log_ratios.detach() + (1.0 - old) * rest
+    up, down = (moved > high) & (new > old), (moved > eps_clip) & (new < old)
+    dropped = torch.where(inputs.advantages > 0, up, down).to(moved.dtype)
+    ratio = torch.exp(bounded(log_ratios, max_log_ratio)).detach().clamp(max=eps_clip_c)
+    loss = -inputs.advantages * ratio * inputs.log_probs * (1.0 - dropped)
+    return Terms(loss, _ratio_metrics(log_ratios, dropped, max_log_ratio))
+
+
+def prime_rl_loss(
+    inputs: LossInputs,
+    *,
+    dppo_mask_low: float = 0.2,
+    dppo_mask_high: float = 0.2,
+    kl_tau: float = 1e-3,
+    max_log_ratio: float = math.inf,
+) -> Terms:
+    """prime-rl's default loss: policy over engine, without tokens whose probability has moved too far.
+
+    -A r + kl_tau (log r)^2, with log r = log_probs - rollout_log_probs. A token loses its first term if A > 0 and its
+    probability is above the engine's by more than dppo_mask_high, or A <= 0 and it is below by more than dppo_mask_low.
+
+    Args:
+        inputs: Uses log_probs, rollout_log_probs and advantages; no old log-probs.
+        dppo_mask_low: Probability, 0 to 1.
+        dppo_mask_high: Probability, 0 to 1.
+        kl_tau: Weight of the squared log-ratio, which is not limited.
+        max_log_ratio: Limit of the log-ratio in r, nats.
+
+    Returns:
+        Metrics: is_masked, is_masked_low, is_masked_high; mismatch_kl, r - log r - 1; ratio_clampfrac.
+
+    Source:
+        prime-rl at 559b4477, prime_rl.trainer.rl.loss; arXiv 2602.04879 and 2602.02276.
+    """
+    moved = inputs.log_probs.detach().exp() - inputs.rollout_log_probs.exp()
+    up, down = moved > dppo_mask_high, moved < -dppo_mask_low
+    loss, metrics = _over_engine(inputs, torch.where(inputs.advantages > 0, up, down), kl_tau, max_log_ratio)
+    low, high = (inputs.advantages < 0) & down, (inputs.advantages > 0) & up
+    sides = {"train/is_masked_low": low.to(loss.dtype), "train/is_masked_high": high.to(loss.dtype)}
+    return Terms(loss, {**metrics, **sides})
+
+
+def prime_rl_ipo_loss(
+    inputs: LossInputs, *, ipo_threshold: float = 0.1, kl_tau: float = 1e-3, max_log_ratio: float = math.inf
+) -> Terms:
+    """prime-rl's loss with the mask that it calls IPO: tokens whose probability has moved too far in any direction.
+
+    As `prime_rl_loss`, but a token loses its first term if |probability - the engine's| > ipo_threshold.
+
+    Args:
+        inputs: Uses log_probs, rollout_log_probs and advantages; no old log-probs.
+        ipo_threshold: Probability, 0 to 1.
+        kl_tau: Weight of the squared log-ratio, which is not limited.
+        max_log_ratio: Limit of the log-ratio in r, nats.
+
+    Returns:
+        Metrics: is_masked; mismatch_kl, r - log r - 1; ratio_clampfrac.
+
+    Source:
+        prime-rl at 559b4477, prime_rl.trainer.rl.loss. It is not the preference loss of that name.
+    """
+    moved = inputs.log_probs.detach().exp() - inputs.rollout_log_probs.exp()
+    return _over_engine(inputs, moved.abs() > ipo_threshold, kl_tau, max_log_ratio)
+
+
+def sapo_loss(
+    inputs: LossInputs, *, tau_pos: float = 1.0, tau_neg: float = 1.05, max_log_ratio: float = math.inf
+) -> Terms:
+    """SAPO: a smooth gate instead of a clip.
+
+    -A sigmoid(tau (r - 1)) 4 / tau, with r as in `ppo_loss`, tau = tau_pos for A > 0 and tau_neg otherwise.
+
+    Args:
+        inputs: Uses log_probs, old_log_probs and advantages.
+        tau_pos: Temperature of the gate for positive advantages.
+        tau_neg: Temperature of the gate for the other advantages.
+        max_log_ratio: Limit of log-ratios, nats.
+
+    Returns:
+        Metrics: ppo_kl and ratio_clampfrac as of `ppo_loss`; pg_clipfrac is 0.
+
+    Source:
+        arXiv 2511.20347, as in verl.
+    """
+    log_ratios = inputs.log_probs - inputs.old_log_probs
+    ratio = torch.exp(bounded(log_ratios, max_log_ratio))
+    taus = torch.where(inputs.advantages > 0, torch.full_like(ratio, tau_pos), tau_neg)
+    loss = -torch.sigmoid(taus * (ratio - 1.0)) * (4.0 / taus) * inputs.advantages
+    return Terms(loss, _ratio_metrics(log_ratios, torch.zeros_like(log_ratios), max_log_ratio))
+
+
+def gmpo_loss(
+    inputs: LossInputs, *, eps_clip: float, eps_clip_high: float | None = None, max_log_ratio: float = math.inf
+) -> Terms:
+    """GMPO: one ratio for each sequence, the geometric mean of its tokens' clipped ratios.
+
+    With d = log_probs - old_log_probs, d is limited to at most eps_clip_high where A > 0, and to at least -eps_clip
+    where A < 0. The loss of each token is -mean(A) exp(mean(d)), with means over the sequence.
+
+    Args:
+        inputs: Uses log_probs, old_log_probs, advantages and sequences. The tokens of a sequence share an advantage.
+        eps_clip: Lower limit of the log-ratio, nats. The paper uses 0.4.
+        eps_clip_high: Upper limit of the log-ratio, nats. None: eps_clip.
+        max_log_ratio: Limit of the sequence's log-ratio, nats.
+
+    Returns:
+        Metrics: pg_clipfrac, 1 where the token's log-ratio is limited; ppo_kl and ratio_clampfrac as of `ppo_loss`.
+
+    Source:
+        GMPO, arXiv 2507.20673, as in verl, which takes the mean over samples.
+    """
+    log_ratios = inputs.log_probs - inputs.old_log_probs
+    high = eps_clip if eps_clip_high is None else eps_clip_high
+    upper, lower = log_ratios.clamp(max=high), log_ratios.clamp(min=-eps_clip)
+    limited = torch.where(inputs.advantages > 0, upper, torch.where(inputs.advantages < 0, lower, 0.0))
+    means = inputs.sequences.means(limited)
+    loss = -inputs.sequences.means(inputs.advantages) * torch.exp(bounded(means, max_log_ratio))
+    clipped = (limited != log_ratios) & (inputs.advantages != 0)
+    return Terms(loss, _ratio_metrics(log_ratios, clipped.to(loss.dtype), max_log_ratio))
+
+
+def gpg_loss(inputs: LossInputs) -> Terms:
+    """Policy gradient without a ratio: -A log_probs.
+
+    Args:
+        inputs: Uses log_probs and advantages; no old log-probs.
+
+    Returns:
+        No metrics.
+
+    Source:
+        GPG, arXiv 2504.02546; with any baseline it is REINFORCE.
+    """
+    return Terms(-inputs.advantages * inputs.log_probs, {})
 
 
 def _clipped(
-    ppo_kl: Tensor,
+    log_ratios: Tensor,
     advantages: Tensor,
     eps_clip: float,
     eps_clip_high: float | None,
     eps_clip_c: float | None,
     max_log_ratio: float,
 ) -> Terms:
-    """Clipped surrogate loss of the ratio exp(-ppo_kl)."""
-    ratio = torch.exp(bounded(-ppo_kl, max_log_ratio))
+    """Compute the clipped surrogate loss."""
+    ratio = torch.exp(bounded(log_ratios, max_log_ratio))
     high = eps_clip if eps_clip_high is None else eps_clip_high
     plain = -ratio * advantages
     clipped = -ratio.clamp(1.0 - eps_clip, 1.0 + high) * advantages
     loss = torch.maximum(plain, clipped)
     if eps_clip_c is not None:
         loss = torch.where(advantages < 0, torch.minimum(loss, -eps_clip_c * advantages), loss)
-    return Terms(loss, {"train/pg_clipfrac": (clipped > plain).to(loss.dtype), "train/ppo_kl": ppo_kl})
+    return Terms(loss, _ratio_metrics(log_ratios, (clipped > plain).to(loss.dtype), max_log_ratio))
+
+
+def _over_engine(inputs: LossInputs, masked: Tensor, kl_tau: float, max_log_ratio: float) -> Terms:
+    """Compute the loss of prime-rl for tokens that are masked or not."""
+    log_ratios = inputs.log_probs - inputs.rollout_log_probs
+    ratio = torch.exp(bounded(log_ratios, max_log_ratio))
+    dropped = masked.to(ratio.dtype)
+    loss = -inputs.advantages * ratio * (1.0 - dropped) + kl_tau * log_ratios.square()
+    metrics = {
+        "train/is_masked": dropped,
+        "train/mismatch_kl": ratio - log_ratios - 1.0,
+        "train/ratio_clampfrac": _clamped(log_ratios, max_log_ratio),
+    }
+    return Terms(loss, metrics)
+
+
+def _ratio_metrics(log_ratios: Tensor, clipped: Tensor, max_log_ratio: float) -> dict[str, Tensor]:
+    """Return the metrics of a loss with a ratio to the old policy."""
+    return {
+        "train/pg_clipfrac": clipped,
+        "train/ppo_kl": -log_ratios,
+        "train/ratio_clampfrac": _clamped(log_ratios, max_log_ratio),
+    }
+
+
+def _clamped(log_ratios: Tensor, max_log_ratio: float) -> Tensor:
+    """Return 1 where a log-ratio is beyond its limit."""
+    return (log_ratios.abs() > max_log_ratio).to(log_ratios.dtype)

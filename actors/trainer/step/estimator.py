@@ -52,7 +52,7 @@ def _sample_advantages(batch: TrainBatch, algorithm: AlgorithmConfig, alone: Gro
     grouped = rewards_B, groups_B, rollouts_B
     normalize, std = not algorithm.disable_rewards_normalization, not algorithm.disable_grpo_std_normalization
     match algorithm.advantage_estimator:
-        case "grpo":
+        case "grpo" | "gspo" | "cispo":
             return grpo_advantages(*grouped, normalize=normalize, normalize_std=std, group_of_one=alone)
         case "reinforce_plus_plus_baseline":
             return grpo_advantages(*grouped, normalize=normalize, normalize_std=False, group_of_one=alone)

@@ -2,26 +2,62 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Final
 
 import torch
 
 from actors.trainer.algorithms.kl import kl_divergence
 from actors.trainer.algorithms.loss_inputs import LossInputs, Sequences, Terms
-from actors.trainer.algorithms.policy_losses import ppo_loss, sft_loss
-from runtime.settings.recipe import AlgorithmConfig
+from actors.trainer.algorithms.policy_losses import (
+    cispo_loss,
+    decoupled_ppo_loss,
+    dppo_loss,
+    gmpo_loss,
+    gpg_loss,
+    gspo_loss,
+    ppo_loss,
+    prime_rl_ipo_loss,
+    prime_rl_loss,
+    sapo_loss,
+    sft_loss,
+)
+from runtime.settings.recipe import AlgorithmConfig, loss_mode
 
 PolicyLoss = Callable[[LossInputs], Terms]
 
+DPPO_CLIP_C: Final = 20.0  # verl's bound of the ratio if eps_clip_c is unset
+
 
 def policy_loss(algorithm: AlgorithmConfig) -> PolicyLoss:
-    """Return the policy loss that the settings name."""
-    return partial(
-        ppo_loss,
-        eps_clip=algorithm.eps_clip,
-        eps_clip_high=algorithm.eps_clip_high,
-        eps_clip_c=algorithm.eps_clip_c,
-        max_log_ratio=algorithm.max_log_ratio,
-    )
+    """Return the policy loss that the settings name, with its settings."""
+    limit = algorithm.max_log_ratio
+    clip = {"eps_clip": algorithm.eps_clip, "eps_clip_high": algorithm.eps_clip_high, "max_log_ratio": limit}
+    dual, kl_tau = {**clip, "eps_clip_c": algorithm.eps_clip_c}, algorithm.kl_tau
+    match loss_mode(algorithm):
+        case "ppo":
+            return partial(ppo_loss, **dual)
+        case "gspo":
+            return partial(gspo_loss, **dual)
+        case "decoupled_ppo":
+            return partial(decoupled_ppo_loss, **dual, behav_imp_weight_cap=algorithm.behav_imp_weight_cap)
+        case "cispo":
+            return partial(cispo_loss, **clip)
+        case "dppo_tv":
+            return partial(dppo_loss, divergence="tv", **clip, eps_clip_c=algorithm.eps_clip_c or DPPO_CLIP_C)
+        case "dppo_kl":
+            return partial(dppo_loss, divergence="kl", **clip, eps_clip_c=algorithm.eps_clip_c or DPPO_CLIP_C)
+        case "prime_rl":
+            low, high = algorithm.dppo_mask_low, algorithm.dppo_mask_high
+            return partial(prime_rl_loss, dppo_mask_low=low, dppo_mask_high=high, kl_tau=kl_tau, max_log_ratio=limit)
+        case "prime_rl_ipo":
+            threshold = algorithm.ipo_threshold
+            return partial(prime_rl_ipo_loss, ipo_threshold=threshold, kl_tau=kl_tau, max_log_ratio=limit)
+        case "sapo":
+            return partial(sapo_loss, tau_pos=algorithm.tau_pos, tau_neg=algorithm.tau_neg, max_log_ratio=limit)
+        case "gmpo":
+            return partial(gmpo_loss, **clip)
+        case "gpg":
+            return gpg_loss
 
 
 class Objective:

@@ -6,9 +6,11 @@ from typing import Final, NamedTuple
 import msgspec
 
 from runtime.settings.reading.config import Problem
-from runtime.settings.recipe import AlgorithmConfig, Recipe, agg_mode, trains_demonstrations, uses_groups
+from runtime.settings.recipe import AlgorithmConfig, Recipe, agg_mode, loss_mode, trains_demonstrations, uses_groups
 
-GRPO: Final = ("grpo",)  # and estimators with the same advantages
+GRPO: Final = ("grpo", "gspo", "cispo")  # the same advantages
+CLIPPED: Final = ("ppo", "gspo", "decoupled_ppo")
+WITH_OLD: Final = (*CLIPPED, "cispo", "dppo_tv", "dppo_kl", "gmpo")
 
 
 class Applies(NamedTuple):
@@ -26,6 +28,17 @@ APPLIES: Final[Mapping[str, Applies]] = {
     "group_of_one": Applies(
         "advantage_estimator", (*GRPO, "reinforce_plus_plus_baseline", "rloo", "opo", "gpg", "grpo_passk")
     ),
+    "eps_clip": Applies("loss_mode", WITH_OLD),
+    "eps_clip_high": Applies("loss_mode", WITH_OLD),
+    "eps_clip_c": Applies("loss_mode", (*CLIPPED, "dppo_tv", "dppo_kl")),
+    "use_rollout_logprobs": Applies("loss_mode", (*(mode for mode in WITH_OLD if mode != "decoupled_ppo"), "sapo")),
+    "behav_imp_weight_cap": Applies("loss_mode", ("decoupled_ppo",)),
+    "dppo_mask_low": Applies("loss_mode", ("prime_rl",)),
+    "dppo_mask_high": Applies("loss_mode", ("prime_rl",)),
+    "ipo_threshold": Applies("loss_mode", ("prime_rl_ipo",)),
+    "kl_tau": Applies("loss_mode", ("prime_rl", "prime_rl_ipo")),
+    "tau_pos": Applies("loss_mode", ("sapo",)),
+    "tau_neg": Applies("loss_mode", ("sapo",)),
     "loss_scale_factor": Applies("loss_agg_mode", ("seq-mean-token-sum-norm",)),
     "count_masked_rollouts": Applies(
         "loss_agg_mode", ("rollout-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm")
@@ -44,7 +57,11 @@ def algorithm_problems(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _without_effect(algorithm: AlgorithmConfig) -> Iterator[Problem]:
-    chosen = {"advantage_estimator": algorithm.advantage_estimator, "loss_agg_mode": agg_mode(algorithm)}
+    chosen = {
+        "advantage_estimator": algorithm.advantage_estimator,
+        "loss_mode": loss_mode(algorithm),
+        "loss_agg_mode": agg_mode(algorithm),
+    }
     for field in msgspec.structs.fields(AlgorithmConfig):
         applies, value = APPLIES.get(field.name), getattr(algorithm, field.name)
         if applies is None or value == field.default or chosen[applies.key] in applies.choices:
@@ -71,6 +88,10 @@ def _groups_of_one(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _estimators(algorithm: AlgorithmConfig) -> Iterator[Problem]:
+    named = algorithm.advantage_estimator
+    if named in ("gspo", "cispo") and algorithm.loss_mode not in (None, named):
+        message = f'contradicts algorithm.advantage_estimator = "{named}", which names its loss; use "grpo" there'
+        yield Problem.of("algorithm.loss_mode", algorithm.loss_mode, message)
     if algorithm.advantage_estimator.startswith("reinforce_plus_plus") and not algorithm.normalize_advantages:
         message = "REINFORCE++ whitens its advantages: set algorithm.normalize_advantages = true"
         yield Problem.of("algorithm.advantage_estimator", algorithm.advantage_estimator, message)
@@ -87,6 +108,6 @@ def _terms(recipe: Recipe) -> Iterator[Problem]:
     if recipe.model.ref_load is not None and algorithm.kl_loss_coef == 0:
         message = "has no effect unless algorithm.kl_loss_coef is above 0"
         yield Problem.of("model.ref_load", recipe.model.ref_load, message)
-    if algorithm.eps_clip >= 1:
+    if algorithm.eps_clip >= 1 and loss_mode(algorithm) in CLIPPED:
         message = "must be below 1: ratios are clipped at 1 - eps_clip"
         yield Problem.of("algorithm.eps_clip", algorithm.eps_clip, message)

@@ -23,6 +23,21 @@ from tests.runtime.settings.shipped import LAPTOP, problems
             'has no effect with algorithm.advantage_estimator = "reinforce"',
         ),
         (
+            ("algorithm.loss_mode=gpg", "algorithm.eps_clip=0.3"),
+            "algorithm.eps_clip",
+            'has no effect with algorithm.loss_mode = "gpg"; it applies to ppo, gspo',
+        ),
+        (
+            ("algorithm.loss_mode=decoupled_ppo", "algorithm.use_rollout_logprobs=true"),
+            "algorithm.use_rollout_logprobs",
+            'has no effect with algorithm.loss_mode = "decoupled_ppo"',
+        ),
+        (
+            ("algorithm.advantage_estimator=gspo", "algorithm.loss_mode=ppo"),
+            "algorithm.loss_mode",
+            'contradicts algorithm.advantage_estimator = "gspo"',
+        ),
+        (
             ("algorithm.loss_scale_factor=128",),
             "algorithm.loss_scale_factor",
             'has no effect with algorithm.loss_agg_mode = "token-mean"; it applies to seq-mean-token-sum-norm',
@@ -58,6 +73,8 @@ def test_a_combination_without_meaning_is_refused(overrides: tuple[str, ...], ke
     "overrides",
     [
         ("algorithm.advantage_estimator=reinforce", "rollout.n_samples_per_prompt=1"),
+        ("algorithm.advantage_estimator=cispo", "algorithm.eps_clip=1.0"),
+        ("algorithm.loss_mode=prime_rl", "algorithm.dppo_mask_low=0.3", "algorithm.eps_clip_high=none"),
         ("algorithm.group_of_one=reward", "rollout.n_samples_per_prompt=1"),
         (
             "algorithm.disable_grpo_std_normalization=true",

@@ -96,10 +96,7 @@ class ReferenceTrainer:
     def _token_losses(self, sample: dict[str, Any]) -> dict[str, torch.Tensor]:
         algorithm = self._topology.algorithm
         log_probs, entropy = self._outputs(self.model, sample)
-        ratio = (log_probs - sample["old"]).exp()
-        high = algorithm.eps_clip if algorithm.eps_clip_high is None else algorithm.eps_clip_high
-        clipped = ratio.clamp(1 - algorithm.eps_clip, 1 + high)
-        pg_loss = torch.max(-ratio * sample["advantage"], -clipped * sample["advantage"])
+        pg_loss = self._policy_loss(sample, log_probs)
         loss = pg_loss - algorithm.entropy_coef * entropy
         terms = {"pg_loss": pg_loss, "entropy_loss": entropy}
         if algorithm.kl_loss_coef:
@@ -107,6 +104,24 @@ class ReferenceTrainer:
             terms["kl_loss"] = (-x).exp() - 1 + x  # k3
             loss = loss + algorithm.kl_loss_coef * terms["kl_loss"]
         return terms | {"loss": loss}
+
+    def _policy_loss(self, sample: dict[str, Any], log_probs: torch.Tensor) -> torch.Tensor:
+        algorithm, advantage = self._topology.algorithm, sample["advantage"]
+        log_ratio = log_probs - sample["old"]
+        if "gspo" in (algorithm.loss_mode, algorithm.advantage_estimator):
+            mean = (log_ratio * sample["mask"]).sum() / sample["mask"].sum().clamp(min=1)
+            log_ratio = mean.expand_as(log_ratio)
+        if algorithm.loss_mode == "prime_rl":
+            over_engine = log_probs - sample["engine"]
+            moved = (log_probs.exp() - sample["engine"].exp()) * (1 if advantage > 0 else -1)
+            kept = (moved <= 0.2).float().detach()
+            return -advantage * over_engine.exp() * kept + 1e-3 * over_engine**2
+        ratio = log_ratio.exp()
+        high = algorithm.eps_clip if algorithm.eps_clip_high is None else algorithm.eps_clip_high
+        clipped = ratio.clamp(1 - algorithm.eps_clip, 1 + high)
+        if algorithm.loss_mode == "cispo":
+            return -clipped.detach() * advantage * log_probs
+        return torch.max(-ratio * advantage, -clipped * advantage)
 
     def _step(self, samples: list[dict[str, Any]], train_step: int) -> dict[str, float]:
         del train_step

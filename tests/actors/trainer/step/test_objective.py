@@ -10,6 +10,7 @@ from runtime.settings.recipe import AlgorithmConfig
 from tests.build.losses import inputs
 
 POLICY = ["train/loss", "train/pg_loss", "train/entropy_loss", "train/pg_clipfrac", "train/ppo_kl"]
+POLICY.append("train/ratio_clampfrac")
 
 
 def columns(count: int = 64) -> dict[str, torch.Tensor]:

@@ -56,6 +56,9 @@ ALGORITHMS = {
         "loss_scale_factor": 4,
     },
     "RLOO, whitened": {"advantage_estimator": "rloo", "normalize_advantages": True},
+    "GSPO": {"advantage_estimator": "gspo", "eps_clip": 0.05, "num_steps_per_rollout": 4},
+    "CISPO": {"loss_mode": "cispo", "num_steps_per_rollout": 4},
+    "prime-rl": {"loss_mode": "prime_rl", "disable_grpo_std_normalization": True},
     "MaxRL by sample": {"advantage_estimator": "maxrl", "loss_agg_mode": "seq-mean-token-mean"},
 }
 
