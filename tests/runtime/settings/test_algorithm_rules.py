@@ -74,7 +74,7 @@ def test_a_combination_without_meaning_is_refused(overrides: tuple[str, ...], ke
     [
         ("algorithm.advantage_estimator=reinforce", "rollout.n_samples_per_prompt=1"),
         ("algorithm.advantage_estimator=cispo", "algorithm.eps_clip=1.0"),
-        ("algorithm.loss_mode=prime_rl", "algorithm.dppo_mask_low=0.3", "algorithm.eps_clip_high=none"),
+        ("algorithm.loss_mode=prime_rl", "algorithm.use_rollout_logprobs=false", "algorithm.eps_clip_high=none"),
         ("algorithm.group_of_one=reward", "rollout.n_samples_per_prompt=1"),
         (
             "algorithm.disable_grpo_std_normalization=true",
