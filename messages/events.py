@@ -373,6 +373,18 @@ class NodeLeft(Message, kw_only=True, tag="node_left"):
 
 
 @register
+class ScoreRequestsLost(Message, kw_only=True, tag="score_requests_lost"):
+    """Workers of a grader acknowledged score requests without an answer. Published ever less often by rollout."""
+
+    plane = Plane.EVENT
+    topic = "score_requests.lost"
+    instance: str
+    grader: str
+    num_lost: int  # since the start of this instance
+    credentials: tuple[str, ...] = ()  # names of external clients that may grade for it
+
+
+@register
 class MessageDeadLettered(Message, kw_only=True, tag="message_dead_lettered"):
     """A message could not be used and was dead-lettered. Written by its reader."""
 

@@ -58,6 +58,7 @@ from messages import (
     RolloutRequested,
     RoundHalted,
     ScoreRequested,
+    ScoreRequestsLost,
     ScoresGiven,
     SegmentsPublished,
     SegmentsSpilled,
@@ -73,6 +74,7 @@ from messages import (
 )
 from runtime.bus.addresses import Address, engine_key
 from runtime.bus.bus import Bus
+from runtime.node.external_clients import clients_of_grader
 from runtime.process.actor import Actor
 from runtime.settings.placement import num_engines
 from runtime.settings.topology import Topology, grader_names, reads_copies
@@ -122,6 +124,7 @@ class RolloutActor(Actor):
         WeightsRefused,
         EngineStateChanged,
         EngineRequestsFailed,
+        ScoreRequestsLost,
         KillRequested,
         LocalCopyRequested,
         PhaseReached,
@@ -142,6 +145,7 @@ class RolloutActor(Actor):
         self._tasks = TaskRunner(topology, bus, pool, self._target, ack_wait_s=ack_wait_s)
         self._file_checks = FileChecks(engines.update_timeout_s)
         self._targets_set: dict[int, float] = {}  # version -> time at which it became the target, until it is verified
+        self._bus_dir = Path(topology.run.dir) / topology.run.name / "bus"
         self._conversations: set[Conversation] = set()
         self._waits: list[Callable[[], str]] = []
 
@@ -211,6 +215,8 @@ class RolloutActor(Actor):
             timeout_s=reward.timeout_s,
             max_tries=reward.max_tries,
             graders=grader_names(self._topology),
+            external=reward.external,
+            clients_of=partial(clients_of_grader, self._bus_dir),
         )
         return GroupDependencies(
             bus=self._bus,

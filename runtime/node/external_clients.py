@@ -96,6 +96,15 @@ def read_clients(directory: Path) -> Clients:
         raise ClientsUnreadable(f"{path} is not used: {why}") from error
 
 
+def clients_of_grader(directory: Path, grader: str) -> tuple[str, ...]:
+    """Names of the external clients that may grade for a grader now; none if the file cannot be used."""
+    try:
+        accepted = read_clients(directory).accepted(datetime.now(UTC))
+    except ClientsUnreadable:
+        return ()
+    return tuple(client.name for client in accepted if client.grader == grader)
+
+
 def write_clients(directory: Path, clients: Clients) -> None:
     """Write the file of external clients. The caller holds the lock."""
     write_atomically(directory / CLIENTS_FILE, msgspec.json.format(msgspec.json.encode(clients)) + b"\n")

@@ -22,6 +22,7 @@ from messages import (
     NodeLeft,
     PromptsLoaded,
     RunStalled,
+    ScoreRequestsLost,
     SelectionFailed,
     VerdictGiven,
     WeightsAnnounced,
@@ -106,6 +107,10 @@ def line_of(event: Message) -> str | None:
             return f"weights v{event.version} are those of v{first} once more: engines could not use its files"
         case RunStalled():
             return stall_text(event)
+        case ScoreRequestsLost():
+            requests = f"the grader {event.grader} acknowledged {event.num_lost} score requests without an answer"
+            who = f"; credentials that may grade it: {', '.join(event.credentials)}" if event.credentials else ""
+            return f"{requests}{who}"
         case NodeLeft():
             return f"node {event.node} left the run: {event.reason}"
         case CheckpointRequested():

@@ -2,15 +2,17 @@
 
 import time
 import uuid
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 
 import anyio
+import anyio.to_thread
 import structlog
 from anyio.abc import TaskGroup, TaskStatus
 
 from actors.rollout.groups.open_samples import OpenSample
 from actors.rollout.groups.tasks import GroupTask
-from messages import Score, ScoreItem, ScoreRequested
+from messages import Score, ScoreItem, ScoreRequested, ScoreRequestsLost
 from messages.subjects import OWN_GRADERS, grader_token
 from runtime.bus.bus import Bus
 from runtime.bus.errors import AlreadyQueued, BusError, MessageTooLarge
@@ -21,13 +23,15 @@ log = structlog.get_logger()
 
 PATIENCE_S = 600.0  # on top of the grading time: waiting in the queue of slow graders is no failure
 REPEAT_S = 5.0  # the bus refuses the repetition while the request is queued or a worker has it
+MAX_LOSSES = 3  # of one request; then the run's own actors grade it, or its samples fail
+REPORTED_LOSSES = 5  # of one grader; reported at this number, and each time it has doubled
 
 
 class Scorer:
     """Requests scores, with one inbox for all answers.
 
     Answers are not persistent. If one is lost, e.g. by a crash of the bus server, its request is no longer queued and
-    is published again.
+    is published again. A worker may also acknowledge a request without an answer. Such losses are counted per grader.
     """
 
     def __init__(
@@ -37,6 +41,8 @@ class Scorer:
         timeout_s: float,
         max_tries: int,
         graders: Collection[str] = (),
+        external: Collection[str] = (),
+        clients_of: Callable[[str], tuple[str, ...]] = lambda _: (),
         repeat_s: float = REPEAT_S,
         patience_s: float = PATIENCE_S,
     ) -> None:
@@ -47,6 +53,8 @@ class Scorer:
             timeout_s: seconds for grading one sample.
             max_tries: maximum requests for the same samples.
             graders: names of the graders with a queue of their own.
+            external: names of those among them that the run's own actors cannot run.
+            clients_of: returns the names of the external clients that may grade for a grader.
             repeat_s: seconds after which an unanswered request is published again.
             patience_s: seconds to wait for an answer, in addition to the grading time.
         """
@@ -55,7 +63,9 @@ class Scorer:
         self._wait_s = timeout_s * max_tries + patience_s
         self._max_tries = max_tries
         self._waiting: dict[str, _Answer] = {}
-        self._graders = frozenset(graders)
+        self._graders, self._external = frozenset(graders), frozenset(external)
+        self._clients_of = clients_of
+        self._num_lost: Counter[str] = Counter()  # requests acknowledged without an answer, by grader
         self._inbox: ScoreInbox | None = None
 
     def waits_for(self) -> str:
@@ -74,18 +84,24 @@ class Scorer:
 
     async def score(self, task: GroupTask, items: Sequence[ScoreItem]) -> Sequence[Score]:
         """Return the scores of the items in order; after the last try, errors in place of rewards."""
-        for _ in range(self._max_tries):
-            scores = await self._ask(task, items)
-            if scores is not None and _parts(scores) == _parts(items):
-                return scores
-            log.warning("scores_missing", group_id=task.group_id, attempt=task.attempt)
-        return [Score(index=item.index, part=item.part, error="no answer from a reward worker") for item in items]
-
-    async def _ask(self, task: GroupTask, items: Sequence[ScoreItem]) -> Sequence[Score] | None:
         rm_type = task.prompt.rm_type
         assert rm_type is not None, "the recipe's rules ask for a reward"
+        own, num_tries = rm_type not in self._graders, 0
+        while num_tries < self._max_tries:
+            answer = await self._ask(task, items, rm_type, own=own)
+            if answer.scores is not None and _parts(answer.scores) == _parts(items):
+                return answer.scores
+            log.warning("scores_missing", group_id=task.group_id, attempt=task.attempt)
+            num_tries += 1
+            if answer.num_lost >= MAX_LOSSES:
+                if own or rm_type in self._external:
+                    return _failures(items, f"score request acknowledged without an answer, {MAX_LOSSES} times")
+                own, num_tries = True, 0
+        return _failures(items, "no answer from a reward worker")
+
+    async def _ask(self, task: GroupTask, items: Sequence[ScoreItem], rm_type: str, *, own: bool) -> "_Answer":
         assert self._inbox is not None, "run() has started"
-        request_id, own = uuid.uuid4().hex, rm_type not in self._graders
+        request_id = uuid.uuid4().hex
         token = OWN_GRADERS if own else grader_token(rm_type)
         answer = self._waiting[request_id] = _Answer(token)
         request = ScoreRequested(
@@ -103,12 +119,14 @@ class Scorer:
         try:
             with anyio.move_on_after(self._wait_s):
                 while not answer.arrived.is_set():
-                    answer.seq = await self._put(request) or answer.seq
+                    await self._put(request, answer)
+                    if answer.num_lost >= MAX_LOSSES:
+                        break
                     with anyio.move_on_after(self._repeat_s):
                         await answer.arrived.wait()
             if answer.scores is None and answer.seq:  # 0: never stored by this call, so there is nothing to withdraw
                 await self._withdraw(request, answer.seq)
-            return answer.scores
+            return answer
         finally:
             del self._waiting[request_id]
 
@@ -116,13 +134,40 @@ class Scorer:
         answer = self._waiting.get(request_id)
         return None if answer is None else answer.token
 
-    async def _put(self, request: ScoreRequested) -> int:
-        """Publish a request; return its sequence, 0 if it is still queued."""
+    async def _put(self, request: ScoreRequested, answer: "_Answer") -> None:
+        """Publish a request, unless it is still queued. If it was published before, its answer is lost."""
+        before, answer.put_at = answer.put_at, time.monotonic()
         try:
-            return await self._bus.publish(request)
+            seq = await self._bus.publish(request)
         except AlreadyQueued:
             log.debug("scores_awaited", request_id=request.request_id)
-            return 0
+            return
+        is_again, answer.seq = answer.seq > 0, seq
+        if not is_again or answer.arrived.is_set():
+            return
+        if self._bus.away_s > 0 or self._bus.back_s < time.monotonic() - before:
+            return  # the answer may have been lost with the connection
+        answer.num_lost += 1
+        await self._note_loss(request)
+
+    async def _note_loss(self, request: ScoreRequested) -> None:
+        """Count a loss, and report those of its grader: at REPORTED_LOSSES, and ever less often."""
+        grader = request.rm_type
+        self._num_lost[grader] += 1
+        times, rest = divmod(self._num_lost[grader], REPORTED_LOSSES)
+        log.warning("score_request_lost", grader=grader, request_id=request.request_id)
+        if rest or times.bit_count() != 1:
+            return
+        event = ScoreRequestsLost(
+            instance=self._bus.name,
+            grader=grader,
+            num_lost=self._num_lost[grader],
+            credentials=() if request.own else await anyio.to_thread.run_sync(self._clients_of, grader),
+        )
+        try:
+            await self._bus.publish(event)
+        except BusError as error:
+            log.warning("lost_score_requests_not_published", grader=grader, reason=str(error))
 
     async def _withdraw(self, request: ScoreRequested, seq: int) -> None:
         """Remove an unanswered request from the queue, so that no worker grades it for nothing."""
@@ -200,9 +245,15 @@ def _parts(scored: Sequence[Score | ScoreItem]) -> list[tuple[int, int]]:
     return [(one.index, one.part) for one in scored]
 
 
+def _failures(items: Sequence[ScoreItem], error: str) -> list[Score]:
+    return [Score(index=item.index, part=item.part, error=error) for item in items]
+
+
 class _Answer:
     def __init__(self, token: str) -> None:
         self.token = token  # of the grader
         self.arrived = anyio.Event()
         self.scores: Sequence[Score] | None = None
         self.seq = 0  # of the newest copy of the request in the work stream
+        self.put_at = 0.0  # monotonic time of the newest attempt to publish it
+        self.num_lost = 0  # times that it was acknowledged without an answer

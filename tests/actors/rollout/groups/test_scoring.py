@@ -2,16 +2,17 @@
 
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 import anyio
 import pytest
 
-from actors.rollout.groups.scoring import PATIENCE_S, Scorer
+from actors.rollout.groups.scoring import MAX_LOSSES, PATIENCE_S, Scorer
 from actors.rollout.groups.tasks import training_task
-from messages import Plane, SampleStatus, Score, ScoreItem, ScoreRequested, ScoresGiven
+from messages import Plane, SampleStatus, Score, ScoreItem, ScoreRequested, ScoreRequestsLost, ScoresGiven
 from runtime.bus.bus import Bus
 from runtime.bus.consumer import Deliveries, Delivery
-from tests.fixtures.nats import eventually
+from tests.fixtures.nats import NatsServer, eventually
 from tests.support.rollout import task
 
 pytestmark = pytest.mark.anyio
@@ -73,6 +74,88 @@ async def test_a_request_says_how_long_its_caller_waits_and_not_until_when(bus: 
         assert delivery.message.timeout_s == 10.0 + PATIENCE_S
         await answer(bus, delivery)
         await eventually(lambda: bool(scores))
+
+
+@asynccontextmanager
+async def dropping(bus: Bus, *names: str, num: int = MAX_LOSSES, **options: Any) -> AsyncGenerator[Scorer]:
+    """A scorer of these graders, and a worker of the first that acknowledges its first `num` requests."""
+    scorer = Scorer(bus, timeout_s=10.0, max_tries=1, repeat_s=REPEAT_S, graders=names, **options)
+
+    async def drop() -> None:
+        async with bus.consume_scoring(names[0]) as deliveries:
+            for _ in range(num):
+                await (await anext(deliveries)).ack()
+
+    await bus.ensure_score_queues(names)
+    async with anyio.create_task_group() as group:
+        await group.start(scorer.run)
+        group.start_soon(drop)
+        yield scorer
+        group.cancel_scope.cancel()
+
+
+async def test_a_request_that_was_lost_three_times_goes_to_the_own_actors_of_the_run(bus: Bus) -> None:
+    async with dropping(bus, "exact_match") as scorer, bus.consume_scoring("_own") as deliveries:
+        async with anyio.create_task_group() as group:
+            scores: list[Score] = []
+
+            async def ask() -> None:
+                scores.extend(await scorer.score(TASK, [ITEM]))
+
+            group.start_soon(ask)
+            delivery = await anext(deliveries)
+            assert (delivery.message.rm_type, delivery.message.own) == ("exact_match", True)
+            await answer(bus, delivery)
+        assert [score.reward for score in scores] == [0.5]
+
+    async def nothing_left() -> bool:
+        return (await bus.state(Plane.WORK)).messages == 0
+
+    await eventually(nothing_left)
+
+
+async def test_samples_fail_by_cause_where_only_external_workers_grade(bus: Bus) -> None:
+    async with dropping(bus, "exact_match", external=["exact_match"]) as scorer:
+        (score,) = await scorer.score(TASK, [ITEM])
+        assert score.error == "score request acknowledged without an answer, 3 times"
+        assert (await bus.state(Plane.WORK)).messages == 0
+
+
+async def test_a_grader_that_drops_requests_is_reported_from_the_fifth_on(bus: Bus) -> None:
+    asked: list[str] = []
+
+    def clients_of(grader: str) -> tuple[str, ...]:
+        asked.append(grader)
+        return ("alice", "bob")
+
+    options = {"external": ["exact_match"], "clients_of": clients_of, "num": 7 * MAX_LOSSES}
+    async with dropping(bus, "exact_match", **options) as scorer, anyio.create_task_group() as group:
+        for _ in range(7):
+            group.start_soon(scorer.score, TASK, [ITEM])
+    async with bus.read(ScoreRequestsLost) as events:
+        lost = [received.message async for received in events.so_far()]
+    assert [event.num_lost for event in lost] == [5, 10, 20]
+    assert {(event.grader, event.credentials) for event in lost} == {("exact_match", ("alice", "bob"))}
+    assert asked == ["exact_match"] * 3
+
+
+async def test_answers_lost_with_the_connection_are_not_held_against_the_grader(
+    own_bus: Bus, own_nats_server: NatsServer
+) -> None:
+    """The connection is gone while the answer is sent, here for a request that never got one."""
+    async with dropping(own_bus, "exact_match", external=["exact_match"], num=1) as scorer:
+        scorer._repeat_s = 1.0
+        async with anyio.create_task_group() as group, own_bus.consume_scoring("exact_match") as deliveries:
+            group.start_soon(scorer.score, TASK, [ITEM])
+
+            async def is_dropped() -> bool:
+                state = await own_bus.state(Plane.WORK)
+                return (state.messages, state.last_seq) == (0, 1)
+
+            await eventually(is_dropped)
+            await own_nats_server.restart()
+            await answer(own_bus, await anext(deliveries))
+        assert not scorer._num_lost
 
 
 async def test_a_request_that_was_given_up_leaves_the_queue(bus: Bus) -> None:
