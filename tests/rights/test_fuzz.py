@@ -29,7 +29,7 @@ from tests.rights.tries import Try
 pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.timeout(300)]
 ROOT = Path(__file__).parents[2]
 NUM_MESSAGES = 10_000
-NUM_STEPS = 6
+NUM_STEPS = 20  # several times as long as the messages take
 START_S, END_S = 60.0, 150.0
 DATA = ROOT / "topologies" / "demo" / "data" / "reverse-digits" / "train.jsonl"
 TOPOLOGY = f"""

@@ -27,6 +27,7 @@ FORGED: Final = b"forged"
 ACKS: Final = (b"+ACK", b"-NAK", b"+WPI", b"+TERM", b'+NXT {"batch":1,"no_wait":true}', b"")
 CONSUMERS: Final = ((WORK, "score-math"), (WORK, "score-code"), (WORK, "rollout"), (EVENT, "reader"), (DATA, "new"))
 NAMES: Final = (*STREAMS, "new", "r", "RUN", "GRADERS-math", "GRADERS-code")
+NEXT_OF_OTHERS: Final = f"CONSUMER.MSG.NEXT.{WORK}.score-code"
 LATER: Final = "2100-01-01T00:00:00Z"
 
 
@@ -49,7 +50,7 @@ def _filled(pattern: str) -> Iterator[str]:
     if pattern.endswith("."):
         pattern += ">"
     stars = pattern.count("*")
-    rests = ("x", "phy.r.event.ledger.forged", "score-code", "STREAM.PURGE.phy-r-work") if ">" in pattern else ("",)
+    rests = ("x", "phy.r.event.ledger.forged", "STREAM.PURGE.phy-r-work", NEXT_OF_OTHERS) if ">" in pattern else ("",)
     names: Iterable[tuple[str, ...]]
     if stars == 0:
         names = [()]
