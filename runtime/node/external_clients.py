@@ -36,7 +36,7 @@ VALID: Final = "valid"  # status of a client that the server accepts
 LOOK_EVERY_S: Final = 0.2
 TRY_EVERY_S: Final = 0.05
 RELOAD_S: Final = 5.0  # for the server to take a new file
-RETRY_AFTER_S: Final = 5.0
+RETRY_AFTER_S: Final = 1.0
 
 
 class ClientsUnreadable(Exception):

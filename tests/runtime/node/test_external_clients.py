@@ -19,10 +19,12 @@ from runtime.bus.bus import Bus
 from runtime.bus.nats.accounts import ClientKind, ExternalClient
 from runtime.bus.nats.certificate import NAME, client_context, own_certificate
 from runtime.bus.nats.server import ServerSettings, accepts_login
+from runtime.node import external_clients
 from runtime.node.external_clients import (
     CLIENTS_FILE,
     Clients,
     NameTaken,
+    ServerAccounts,
     add_client,
     read_clients,
     revoke_client,
@@ -35,6 +37,7 @@ from runtime.node.node_plan import NodePlan
 from runtime.util.secrets import Login, Secret, with_login
 from tests.fixtures.nats import eventually
 from tests.runtime.node.test_daemon import Running, events_of, plan, player
+from tests.support.running_server import running_server
 
 pytestmark = pytest.mark.anyio
 
@@ -135,10 +138,10 @@ async def test_a_revoked_client_is_cut_off_within_a_second_and_no_other_client_n
 
 async def test_a_credential_expires_while_its_client_is_connected(tmp_path: Path) -> None:
     async with running(tmp_path) as run:
-        client = add_client(tmp_path / "bus", "bob", ClientKind.VIEWER, expires=later(2))
+        client = add_client(tmp_path / "bus", "bob", ClientKind.VIEWER, expires=later(4))
         await until_taken(tmp_path, client, True)
         async with connected(tmp_path, client) as his:
-            with anyio.fail_after(5):
+            with anyio.fail_after(10):
                 await his.lost.wait()
         await run.shown("credential of viewer bob: expired")
         assert datetime.now(UTC) >= client.expires
@@ -177,15 +180,43 @@ async def test_a_file_that_cannot_be_read_changes_nothing_and_is_named(tmp_path:
     assert (outcome.refused or "").startswith(f"{path} is not used")
 
 
+async def test_a_server_that_does_not_read_its_accounts_again_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(external_clients, "RELOAD_S", 0.3)
+    lines, signals = list[str](), list[int]()
+    base = ServerSettings(store_dir=tmp_path / "nats", login=LOGIN)
+    accounts = ServerAccounts("r", tmp_path, base, ["math"], lines.append)
+    async with running_server(tmp_path, accounts.settings()) as server, anyio.create_task_group() as tasks:
+
+        def reload() -> bool:
+            signals.append(1)
+            if len(signals) > 1:
+                os.kill(server.pid, signal.SIGHUP)
+            return True
+
+        tasks.start_soon(accounts.run, server.ports.url, None, reload)
+        add_client(tmp_path, "bob", ClientKind.VIEWER, expires=later())
+        await eventually(lambda: len(lines) == 2)
+        tasks.cancel_scope.cancel()
+    assert lines == [
+        "the external clients of the run are as before: the server did not read its accounts within 0.3 s",
+        "credential of viewer bob: accepted",
+    ]
+
+
+def servers_here() -> list[int]:
+    """Process ids of the servers that this process runs."""
+    return [process.pid for process in psutil.Process().children() if process.name() == "nats-server"]
+
+
 async def test_a_server_that_is_killed_comes_back_with_its_external_clients(tmp_path: Path) -> None:
     async with running(tmp_path) as run:
         client = add_client(tmp_path / "bus", "bob", ClientKind.VIEWER, expires=later())
         await until_taken(tmp_path, client, True)
-        async with connected(tmp_path, client) as his:
-            for process in psutil.Process().children():
-                if process.name() == "nats-server":
-                    process.kill()
-            await his.lost.wait()
+        (killed,) = servers_here()
+        os.kill(killed, signal.SIGKILL)
+        await eventually(lambda: servers_here() not in ([], [killed]))
         await until_taken(tmp_path, client, True)
         other = add_client(tmp_path / "bus", "carol", ClientKind.VIEWER, expires=later())
         await until_taken(tmp_path, other, True)
