@@ -43,8 +43,13 @@ def of_viewer(known: Known, dice: random.Random, number: int) -> Iterator[Try]:
 
 
 def _score(known: Known, dice: random.Random) -> Try:
-    """An answer that can be read: with wrong ids, parts, rewards or number of scores."""
-    ids = dice.choice((known.own, known.foreign, known.foreign, ("x", "", "*", "a" * 10_000))) or ("x",)
+    """An answer that can be read: to a request of another grader, or with wrong ids, parts or rewards."""
+    newest = known.foreign[-32:]  # their answers have not come yet
+    if newest and dice.random() < 0.5:
+        forged = Score(index=dice.randrange(4), reward=dice.choice((0.5, 0.25, -3.0)))
+        encoded = encode(ScoresGiven(request_id=dice.choice(newest), scores=(forged,)))
+        return Try(_answers(known, dice), encoded.payload, "", dict(encoded.headers))
+    ids = dice.choice((known.own[-32:], known.own, known.foreign, ("x", "", "*", "a" * 10_000))) or ("x",)
     rewards = (0.5, -1e308, float("nan"), float("inf"), None, 1e-320, 7.0)
     scores = tuple(
         Score(

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import asynccontextmanager
+from functools import reduce
 from pathlib import Path
 
 import anyio
@@ -26,11 +27,11 @@ from tests.fixtures.nats import eventually
 from tests.rights.fuzz import Known, of_viewer, of_worker
 from tests.rights.tries import Try
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.timeout(400)]
 ROOT = Path(__file__).parents[2]
 NUM_MESSAGES = 10_000
 NUM_STEPS = 20  # several times as long as the messages take
-START_S, END_S = 60.0, 150.0
+START_S, END_S = 120.0, 180.0
 DATA = ROOT / "topologies" / "demo" / "data" / "reverse-digits" / "train.jsonl"
 TOPOLOGY = f"""
 include = "{ROOT}/topologies/laptop.toml"
@@ -55,7 +56,17 @@ name = "closed"
 path = "{DATA}"
 label_key = "label"
 apply_chat_template = true
-rm_type = "exact_match"
+rm_type = "closed"
+
+[reward.graders]
+closed = "GRADERS:exact"
+"""
+GRADERS = """
+import time
+
+def exact(sample):
+    time.sleep(0.02)  # so that forged answers come before the right one
+    return float(sample.response.strip() == sample.label.strip())
 """
 
 
@@ -78,7 +89,9 @@ async def running(directory: Path) -> AsyncGenerator[anyio.abc.Process, None]:
     """Start the run, and stop it at the end of the block."""
     address = own_address()
     file = directory / "fuzzed.toml"
-    file.write_text(TOPOLOGY.replace("ADDRESS", address).replace("PORT", str(free_port(address))))
+    (directory / "graders.py").write_text(GRADERS)
+    filled = {"ADDRESS": address, "PORT": str(free_port(address)), "GRADERS": str(directory / "graders.py")}
+    file.write_text(reduce(lambda text, item: text.replace(*item), filled.items(), TOPOLOGY))
     command = [sys.executable, "-P", str(ROOT / "bin" / "start_topology.py"), str(file), "--json"]
     with (directory / "out").open("wb") as out, (directory / "err").open("wb") as err:
         process = await anyio.open_process(command, cwd=directory, stdout=out, stderr=err, start_new_session=True)
@@ -139,7 +152,7 @@ class Watcher:
     async def take_request(self, message: Msg) -> None:
         request = decode(message.data, message.headers)
         assert isinstance(request, ScoreRequested)
-        is_closed = request.rm_type == "exact_match"
+        is_closed = request.rm_type == "closed"
         (self.foreign if is_closed else self.own).append(request.request_id)
         self.closed_groups |= {request.group_id} if is_closed else set()
         self.answers[request.reply_to.rpartition(".")[2]] = None
