@@ -123,8 +123,8 @@ class Deliveries(Generic[MessageT]):
         self._stream = stream
         self._settings = settings
         self._types = tuple(types)
-        self._pull = Pull(connection, stream, ahead=prefetch, max_batch=settings.max_batch)
-        self._prefetch = prefetch
+        self._pull = Pull(connection, stream, ahead=self._num_ahead, max_batch=settings.max_batch)
+        self.prefetch = prefetch  # messages to fetch ahead of demand; those that no task takes for long are returned
         self._throughput = Throughput()
         self._prefetch_by_rate = prefetch_by_rate
         self._keeps_prefetched = keeps_prefetched
@@ -146,14 +146,10 @@ class Deliveries(Generic[MessageT]):
             for raw in await self._pull.close():
                 await self.answer(raw.reply, give_back())
 
-    @property
-    def prefetch(self) -> int:
-        """Messages to fetch ahead of demand. Messages that no task takes for long are returned for redelivery."""
-        return self._prefetch
-
-    @prefetch.setter
-    def prefetch(self, number: int) -> None:
-        self._prefetch = number
+    def _num_ahead(self) -> int:
+        now = asyncio.get_running_loop().time()
+        by_rate = self._throughput.in_busiest_second(now) if self._prefetch_by_rate else 0
+        return max(self.prefetch, by_rate if by_rate > 1 else 0)  # 1 a second may be slow
 
     async def next(self, timeout_s: float | None = None) -> Delivery[MessageT] | None:
         """The next usable delivery, or None after timeout_s. Dead-letters unusable messages on the way."""
@@ -161,7 +157,6 @@ class Deliveries(Generic[MessageT]):
         deadline = None if timeout_s is None else loop.time() + timeout_s
         while True:
             remaining_s = None if deadline is None else max(0.0, deadline - loop.time())
-            self._pull.ahead = self._num_ahead(loop.time())
             try:
                 raw = await self._pull.next(remaining_s)
             except ConsumerLost:
@@ -202,10 +197,6 @@ class Deliveries(Generic[MessageT]):
             payload=raw.data,
         )
         return TERM if is_kept else give_back(PATIENCE_S)
-
-    def _num_ahead(self, now: float) -> int:
-        by_rate = self._throughput.in_busiest_second(now) if self._prefetch_by_rate else 0
-        return max(self._prefetch, by_rate if by_rate > 1 else 0)  # 1 a second may be slow
 
     async def end(self, reply: str, how: bytes) -> None:
         """Send the acknowledgement that ends a delivery."""

@@ -41,7 +41,7 @@ class LogReader:
         self._was_open = False
         limits = connection.limits
         self._pull = Pull(
-            connection, stream, ahead=limits.read_ahead, max_bytes=limits.read_ahead_bytes, redelivers=False
+            connection, stream, ahead=lambda: limits.read_ahead, max_bytes=limits.read_ahead_bytes, redelivers=False
         )
         self.num_pending = 0
 

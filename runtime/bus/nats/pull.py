@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Final, NamedTuple
 
@@ -58,7 +59,7 @@ class Pull:
     Args:
         connection: connection to the server.
         stream: name of the stream.
-        ahead: messages requested ahead of demand; 0: only on demand.
+        ahead: returns the number of messages to request ahead of demand; 0: only on demand.
         max_bytes: byte limit of one request; 0: only the number of messages is limited.
         max_batch: messages of one request; 0: any number.
         redelivers: whether messages lost with a connection are redelivered. If not, the consumer is lost with it.
@@ -69,7 +70,7 @@ class Pull:
         connection: Connection,
         stream: str,
         *,
-        ahead: int,
+        ahead: Callable[[], int],
         max_bytes: int = 0,
         max_batch: int = 0,
         redelivers: bool = True,
@@ -77,7 +78,7 @@ class Pull:
         self._connection = connection
         self._limits = connection.limits
         self._stream = stream
-        self.ahead = ahead
+        self._ahead = ahead
         self._max_bytes = max_bytes and max(max_bytes, 2 * connection.max_payload)
         self._max_batch = max_batch
         self._redelivers = redelivers
@@ -144,7 +145,8 @@ class Pull:
         """
         if self._buffer:
             message = self._buffer.popleft()
-            if self.ahead and len(self._buffer) <= self.ahead // 2:
+            ahead = self._ahead()
+            if ahead and len(self._buffer) <= ahead // 2:
                 await self._top_up(None)
             return message
         deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
@@ -172,13 +174,14 @@ class Pull:
             self._outstanding = 0
         if self._lost:
             return
-        wanted = max(self.ahead, self._num_waiting) - len(self._buffer)
+        ahead = self._ahead()
+        wanted = max(ahead, self._num_waiting) - len(self._buffer)
         needed = self._num_waiting - len(self._buffer)  # by tasks that already wait
         enough = self._outstanding >= needed and self._outstanding > wanted // 2  # avoids one request per message
         if wanted <= 0 or enough or not self._connection.is_connected:
             return
         expires_s = self._limits.pull_expires_s
-        if deadline is not None and not self.ahead:
+        if deadline is not None and not ahead:
             expires_s = max(MIN_EXPIRES_S, min(expires_s, deadline - asyncio.get_running_loop().time()))
         batch = wanted - self._outstanding
         if self._max_batch:
