@@ -25,7 +25,7 @@ class Part(NamedTuple):
     processes: Mapping[str, str]
 
 
-class Role(NamedTuple):
+class Need(NamedTuple):
     """Parts of which a run needs a number."""
 
     name: str
@@ -40,23 +40,23 @@ class Role(NamedTuple):
         return f"{', '.join(part.name for part in self.parts)} can run on no other node"
 
 
-def required_roles(topology: Topology, specs: Mapping[str, Sequence[ProcessSpec]]) -> tuple[Role, ...]:
-    """Return the roles of a run, from the processes of each node."""
+def needs_of_run(topology: Topology, specs: Mapping[str, Sequence[ProcessSpec]]) -> tuple[Need, ...]:
+    """Return the needs of a run, from the processes of each node."""
     placed = [(spec, node) for node, of_node in specs.items() for spec in of_node]
     ranks = [(spec.name, spec.name, node) for spec, node in placed if spec.name.partition(".")[0] == TRAINER]
-    reward = [(spec.name, spec.name, node) for spec, node in placed if REWARD in _roles(spec.name)]
-    found = [Role(rank.name, (rank,), 1) for rank in _parts(ranks)]
-    found += [Role(REWARD, _parts(reward), 1)] if reward else []
+    reward = [(spec.name, spec.name, node) for spec, node in placed if REWARD in _actors(spec.name)]
+    found = [Need(rank.name, (rank,), 1) for rank in _parts(ranks)]
+    found += [Need(REWARD, _parts(reward), 1)] if reward else []
     for pool, engine in topology.engines.items():
         prefix = f"engine.{pool}."
         names = [(spec.name, node) for spec, node in placed if spec.name.startswith(prefix)]
         parts = _parts([(prefix + name.removeprefix(prefix).partition(".")[0], name, node) for name, node in names])
         if parts:
-            found.append(Role(f"engines.{pool}", parts, engine.min_engines, f"engines.{pool}.min_engines"))
+            found.append(Need(f"engines.{pool}", parts, engine.min_engines, f"engines.{pool}.min_engines"))
     return tuple(found)
 
 
-def _roles(process: str) -> list[str]:
+def _actors(process: str) -> list[str]:
     return process.partition(".")[0].split("+")
 
 
@@ -79,15 +79,15 @@ class Missing:
     """Decides whether a run goes on, waits for nodes, or ends. Pure.
 
     Args:
-        roles: what the run needs.
+        needs: of the run.
         waits: seconds to wait for each node.
     """
 
-    def __init__(self, roles: Sequence[Role], waits: Mapping[str, float]) -> None:
-        self._roles = roles
+    def __init__(self, needs: Sequence[Need], waits: Mapping[str, float]) -> None:
+        self._needs = needs
         self._waits = waits
         self._given_up: dict[str, str] = {}  # reasons by process
-        self._since: dict[str, float] = {}  # when a role began to be short, by name
+        self._since: dict[str, float] = {}  # when a need began to be short, by name
 
     def started(self, process: str) -> None:
         """Note that a process was started, perhaps by a new daemon of its node."""
@@ -95,10 +95,10 @@ class Missing:
 
     def give_up(self, process: str, reason: str) -> str | None:
         """Note that an engine's process is not restarted; return why the run ends, if it does."""
-        if not any(process in part.processes for role in self._roles if role.key for part in role.parts):
+        if not any(process in part.processes for need in self._needs if need.key for part in need.parts):
             return None
         self._given_up[process] = reason
-        return next((self._spent(role) for role in self._roles if self._spent(role) is not None), None)
+        return next((self._spent(need) for need in self._needs if self._spent(need) is not None), None)
 
     def is_given_up(self, process: str) -> bool:
         """Whether an engine's process is not restarted."""
@@ -116,36 +116,36 @@ class Missing:
             present: nodes that hold their claims.
         """
         here, lines = set(present), list[str]()
-        for role in self._roles:
-            left = [part for part in self._usable(role) if here.issuperset(part.processes.values())]
-            if len(left) >= role.least:
-                self._since.pop(role.name, None)
+        for need in self._needs:
+            left = [part for part in self._usable(need) if here.issuperset(part.processes.values())]
+            if len(left) >= need.least:
+                self._since.pop(need.name, None)
                 continue
-            if (spent := self._spent(role)) is not None:
+            if (spent := self._spent(need)) is not None:
                 return Looked(lines=tuple(lines), failure=spent)
-            away = sorted({node for part in self._usable(role) for node in part.processes.values()} - here)
+            away = sorted({node for part in self._usable(need) for node in part.processes.values()} - here)
             wait_s = max(self._waits[node] for node in away)
             key = ", ".join(f"nodes.{node}.wait_s" for node in away)
             nodes = f"node{'s' if len(away) > 1 else ''} {', '.join(away)}"
-            if role.name not in self._since:
-                self._since[role.name] = now
-                lines.append(f"waiting for {nodes}, up to {wait_s:g} s ({key}): {role.shortage(len(left))}")
-            elif now - self._since[role.name] >= wait_s:
-                why = f"{nodes} did not come within {wait_s:g} s ({key}): {role.shortage(len(left))}"
+            if need.name not in self._since:
+                self._since[need.name] = now
+                lines.append(f"waiting for {nodes}, up to {wait_s:g} s ({key}): {need.shortage(len(left))}")
+            elif now - self._since[need.name] >= wait_s:
+                why = f"{nodes} did not come within {wait_s:g} s ({key}): {need.shortage(len(left))}"
                 return Looked(lines=tuple(lines), failure=why)
         return Looked(lines=tuple(lines))
 
-    def _usable(self, role: Role) -> list[Part]:
-        return [part for part in role.parts if not self._given_up.keys() & part.processes.keys()]
+    def _usable(self, need: Need) -> list[Part]:
+        return [part for part in need.parts if not self._given_up.keys() & part.processes.keys()]
 
-    def _spent(self, role: Role) -> str | None:
-        """Return why a role can never have enough parts again, if so."""
-        usable = self._usable(role)
-        if len(usable) >= role.least:
+    def _spent(self, need: Need) -> str | None:
+        """Return why a need can never be met again, if so."""
+        usable = self._usable(need)
+        if len(usable) >= need.least:
             return None
-        lost = [process for part in role.parts for process in part.processes if process in self._given_up]
+        lost = [process for part in need.parts for process in part.processes if process in self._given_up]
         reasons = "; ".join(f"{process}: {self._given_up[process]}" for process in lost)
-        return f"{role.name}: {role.shortage(len(usable))}: {reasons}"
+        return f"{need.name}: {need.shortage(len(usable))}: {reasons}"
 
 
 def waits_of(topology: Topology) -> dict[str, float]:

@@ -9,7 +9,7 @@ from messages import NodeLeft, RunStopped
 from messages.plain import clipped
 from runtime.bus.limits import StreamLimits
 from runtime.bus.nats.server import ServerSettings
-from runtime.node.missing import Role
+from runtime.node.missing import Need
 from runtime.node.network import NodeAddress
 from runtime.node.supervisor.state_changes import GivenUp
 from runtime.settings.processes import ProcessSpec
@@ -42,7 +42,7 @@ class NodePlan(msgspec.Struct, frozen=True, kw_only=True):
     bus_login: Login | None = None  # login of that bus
     bus_certificate: str | None = None  # its PEM certificate, if another node of the run has it
     home: str = ""  # the node that the streams belong to; "": unknown
-    roles: tuple[Role, ...] = ()  # what the run cannot do without; at home
+    needs: tuple[Need, ...] = ()  # what the run cannot do without; at home
     waits: Mapping[str, float] = {}  # seconds that home waits for each other node
     outage_s: float = 0.0  # without the bus, before the node ends; 0: it runs the bus
     limits: StreamLimits = StreamLimits()

@@ -100,7 +100,7 @@ class OtherNodes:
         self._show = show
         self._end = end
         self._has_trained = has_trained
-        self._missing = Missing(plan.roles, plan.waits)
+        self._missing = Missing(plan.needs, plan.waits)
         self._waits = plan.owns_streams and len(plan.nodes) > 1
 
     async def open(self, bus: Bus) -> None:

@@ -42,7 +42,7 @@ from runtime.node.claims.rundir import (
 from runtime.node.daemon import NodeDaemon
 from runtime.node.display import Show
 from runtime.node.join import JOIN_FILE, LIMITS, Join, NotJoined, joined
-from runtime.node.missing import Role, required_roles, waits_of
+from runtime.node.missing import Need, needs_of_run, waits_of
 from runtime.node.network import (
     NoAddress,
     NodeAddress,
@@ -351,7 +351,7 @@ def _plan(
         bus_login=_login(topology, options) if join is None else join.login,
         bus_certificate=None if join is None else join.certificate,
         home=home_node(topology),
-        roles=_roles(topology, specs_of, claim.run_dir) if is_home else (),
+        needs=_needs(topology, specs_of, claim.run_dir) if is_home else (),
         waits=waits_of(topology),
         outage_s=outage_s(topology, options.node),
         limits=stream_limits(topology),
@@ -366,8 +366,8 @@ def _plan(
     )
 
 
-def _roles(topology: Topology, specs_of: SpecsOf, run_dir: Path) -> tuple[Role, ...]:
-    return required_roles(topology, {node: specs_of(topology, node, run_dir) for node in topology.nodes})
+def _needs(topology: Topology, specs_of: SpecsOf, run_dir: Path) -> tuple[Need, ...]:
+    return needs_of_run(topology, {node: specs_of(topology, node, run_dir) for node in topology.nodes})
 
 
 def _server(topology: Topology, run_dir: Path, address: NodeAddress | None) -> ServerSettings:

@@ -10,7 +10,7 @@ import anyio
 from runtime.bus.limits import MIB, StreamLimits
 from runtime.bus.nats.server import ServerSettings
 from runtime.node.daemon import NodeDaemon
-from runtime.node.missing import Part, Role
+from runtime.node.missing import Need, Part
 from runtime.node.node_plan import NodePlan, RunEnd
 from runtime.settings.processes import ProcessSpec, Tier
 
@@ -77,6 +77,6 @@ def broken_engine(number: int) -> ProcessSpec:
     return ProcessSpec(name=name, command=command, tier=Tier.SERVICE, critical=False, max_restarts=0)
 
 
-def pool(*nodes: str, least: int) -> Role:
+def pool(*nodes: str, least: int) -> Need:
     parts = [(f"engine.policy.{number}", node) for number, node in enumerate(nodes)]
-    return Role("engines.policy", tuple(Part(name, {name: node}) for name, node in parts), least, "min_engines")
+    return Need("engines.policy", tuple(Part(name, {name: node}) for name, node in parts), least, "min_engines")

@@ -277,7 +277,7 @@ async def test_the_first_signal_stops_in_order(tmp_path: Path) -> None:
 async def test_a_run_goes_on_without_an_engine_that_was_given_up(tmp_path: Path) -> None:
     """It ended with the first engine that used up its restarts."""
     changed = msgspec.structs.replace(
-        plan(tmp_path / "r", player("3"), broken_engine(0)), roles=(pool("local", "local", least=1),)
+        plan(tmp_path / "r", player("3"), broken_engine(0)), needs=(pool("local", "local", least=1),)
     )
     running = Running(changed)
     assert (await running.run()).finished
@@ -287,7 +287,7 @@ async def test_a_run_goes_on_without_an_engine_that_was_given_up(tmp_path: Path)
 async def test_a_run_ends_at_once_with_fewer_engines_than_it_needs(tmp_path: Path) -> None:
     changed = msgspec.structs.replace(
         plan(tmp_path / "r", player("1", "--then", "sleep"), broken_engine(0)),
-        roles=(pool("local", "local", least=2),),
+        needs=(pool("local", "local", least=2),),
     )
     outcome = await Running(changed).run()
     assert outcome.failure is not None

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.node.missing import Missing, Part, Role, required_roles
+from runtime.node.missing import Missing, Need, Part, needs_of_run
 from runtime.settings.load import load_topology
 from runtime.settings.processes import ProcessSpec, Tier
 
@@ -16,14 +16,14 @@ def part(name: str, node: str) -> Part:
     return Part(name, {name: node})
 
 
-def engines(*nodes: str, least: int = 1) -> Role:
+def engines(*nodes: str, least: int = 1) -> Need:
     parts = tuple(part(f"engine.policy.{number}", node) for number, node in enumerate(nodes))
-    return Role("engines.policy", parts, least, "engines.policy.min_engines")
+    return Need("engines.policy", parts, least, "engines.policy.min_engines")
 
 
 def test_a_trainer_rank_is_waited_for_and_then_the_run_ends_with_its_node() -> None:
     missing = Missing(
-        [Role("trainer.0", (part("trainer.0", "n0"),), 1), Role("trainer.1", (part("trainer.1", "n1"),), 1)], WAITS
+        [Need("trainer.0", (part("trainer.0", "n0"),), 1), Need("trainer.1", (part("trainer.1", "n1"),), 1)], WAITS
     )
     assert missing.look(0.0, ["n0", "n1"]).lines == ()
     assert missing.look(1.0, ["n0"]).lines == (
@@ -71,26 +71,26 @@ def test_engines_that_were_given_up_count_as_gone_and_are_not_waited_for() -> No
 
 
 def test_an_engine_over_two_nodes_needs_both() -> None:
-    role = Role("engines.policy", (Part("engine.policy.0", {"engine.policy.0": "n0", "engine.policy.0.1": "n1"}),), 1)
-    missing = Missing([role], WAITS)
+    need = Need("engines.policy", (Part("engine.policy.0", {"engine.policy.0": "n0", "engine.policy.0.1": "n1"}),), 1)
+    missing = Missing([need], WAITS)
     assert missing.look(0.0, ["n0", "n1"]).lines == ()
     assert missing.look(1.0, ["n0"]).lines
 
 
 @pytest.mark.parametrize(("present", "waits"), [(["n0"], True), (["n0", "n1"], False)])
-def test_the_roles_of_a_topology_follow_from_its_processes(present: list[str], waits: bool) -> None:
+def test_the_needs_of_a_run_follow_from_its_processes(present: list[str], waits: bool) -> None:
     def spec(name: str) -> ProcessSpec:
         return ProcessSpec(name=name, command=(), tier=Tier.SERVICE)
 
     topology = load_topology(LAPTOP, ("engines.policy.num_engines=2", "engines.policy.min_engines=2")).topology
-    roles = required_roles(
+    needs = needs_of_run(
         topology,
         {
             "n0": [spec("buffer+filter"), spec("trainer"), spec("engine.policy.0"), spec("engine.policy.1")],
             "n1": [spec("engine.policy.1.1"), spec("reward.0")],
         },
     )
-    assert [role.name for role in roles] == ["trainer", "reward", "engines.policy"]
-    assert [len(role.parts) for role in roles] == [1, 1, 2]
-    assert roles[2].least == 2
-    assert bool(Missing(roles, WAITS).look(0.0, present).lines) is waits
+    assert [need.name for need in needs] == ["trainer", "reward", "engines.policy"]
+    assert [len(need.parts) for need in needs] == [1, 1, 2]
+    assert needs[2].least == 2
+    assert bool(Missing(needs, WAITS).look(0.0, present).lines) is waits

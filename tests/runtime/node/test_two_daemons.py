@@ -16,7 +16,7 @@ from runtime.node.acceptance import Acceptance, NodeStatement
 from runtime.node.checks.facts import NodeFacts
 from runtime.node.claims.node_claim import NodeClaim
 from runtime.node.claims.run_id import settle_run_id
-from runtime.node.missing import Part, Role
+from runtime.node.missing import Need, Part
 from runtime.node.node_plan import NodePlan, RunEnd, exit_code_of
 from runtime.node.run_log import note_begin_of_home
 from runtime.node.supervisor.state_changes import GivenUp
@@ -121,7 +121,7 @@ async def test_a_node_that_joins_after_the_run_was_stopped_ends_with_it(
 async def test_home_counts_the_engines_that_other_nodes_gave_up(nats_server: NatsServer, tmp_path: Path) -> None:
     with anyio.fail_after(15):
         async with two_nodes(
-            nats_server.url, "counted", tmp_path, roles=(pool("n0", "n1", least=2),), waits={"n1": 60.0}
+            nats_server.url, "counted", tmp_path, needs=(pool("n0", "n1", least=2),), waits={"n1": 60.0}
         ) as (home, other):
             other.daemon._supervision.start(broken_engine(1))
     assert home.outcome is not None
@@ -144,8 +144,8 @@ async def test_a_later_home_counts_the_engines_that_other_nodes_gave_up_before(
 
     def home(least: int) -> Running:
         of_node = node_plan("n0", url, tmp_path / "n0", player("0", "--then", "sleep"), run=run)
-        roles = (pool("n0", "n1", least=least),)
-        two = msgspec.structs.replace(of_node, nodes=("n0", "n1"), roles=roles, waits={"n1": 60.0})
+        needs = (pool("n0", "n1", least=least),)
+        two = msgspec.structs.replace(of_node, nodes=("n0", "n1"), needs=needs, waits={"n1": 60.0})
         return Running(two, comparison=Acceptance(shared, "n0", NodeFacts(), tmp_path / "n0"))
 
     monkeypatch.setattr("runtime.node.other_nodes.LEAVE_WITHIN_S", 0.1)  # the other node stays
@@ -175,9 +175,9 @@ async def test_a_later_home_counts_the_engines_that_other_nodes_gave_up_before(
 async def test_home_waits_for_a_node_that_it_needs_and_then_ends_with_its_name(
     nats_server: NatsServer, tmp_path: Path
 ) -> None:
-    role = Role("trainer.1", (Part("trainer.1", {"trainer.1": "n1"}),), 1)
+    need = Need("trainer.1", (Part("trainer.1", {"trainer.1": "n1"}),), 1)
     with anyio.fail_after(28):
-        async with two_nodes(nats_server.url, "needed", tmp_path, roles=(role,), waits={"n1": 6.0}) as (home, other):
+        async with two_nodes(nats_server.url, "needed", tmp_path, needs=(need,), waits={"n1": 6.0}) as (home, other):
             other.daemon._end(RunEnd(finished=False, stopped_by=signal.SIGINT))
             await home.shown("waiting for node n1, up to 6 s (nodes.n1.wait_s): trainer.1 can run on no other node")
     assert home.outcome is not None
