@@ -289,6 +289,8 @@ class NodeDaemon:
                 tasks.start_soon(each.run)
             tasks.start_soon(self.reporting.run, bus)
             tasks.start_soon(self._follower.follow, bus, self._watch(bus, tasks))
+            if not self._plan.owns_streams:
+                tasks.start_soon(self._follower.watch_end, bus)
             tasks.start_soon(self._others.run, bus)
             if self._plan.outage_s:
                 outage = Outage(without_logins(self._plan.bus_url or ""), self._plan.outage_s)

@@ -84,6 +84,16 @@ class Follower:
             except LogTrimmedAway as error:
                 log.warning("events_not_shown", reason=str(error))
 
+    async def watch_end(self, bus: Bus) -> None:
+        """End with the run at once, even if `follow` still reads what happened before this start.
+
+        Home waits only some seconds for the other nodes, and folding the events of a long run takes longer.
+        """
+        ends = (RunFinished, RunFailed, RunStopped)
+        async with bus.read(*ends, from_seq=self._first_seq, buries=False, skips=True) as events:
+            async for received in events:
+                self._decide(received.message, live=True)
+
     async def _read_on(self, bus: Bus, watch: StallWatch | None) -> None:
         async with bus.read(from_seq=self._last_seq + 1, buries=True) as events:
             async for received in events:

@@ -10,7 +10,7 @@ import anyio
 import msgspec
 import pytest
 
-from messages import RunStopped
+from messages import ActorStarted, RunStopped
 from runtime.bus.bus import Bus
 from runtime.node.acceptance import Acceptance, NodeStatement
 from runtime.node.checks.facts import NodeFacts
@@ -60,6 +60,27 @@ async def test_a_stop_of_the_home_node_ends_every_node_with_the_same_code(
     assert other.outcome is not None
     assert other.outcome.stopped == RunStopped(node="n0", reason="SIGINT", exit_code=130)
     assert (exit_code_of(home.outcome), exit_code_of(other.outcome)) == (130, 130)
+
+
+async def test_a_node_that_still_reads_the_past_ends_with_the_run(
+    nats_server: NatsServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node that started again in a long run folded its past for 20 s, and home no longer waited for it."""
+    with anyio.fail_after(15):
+        async with two_nodes(nats_server.url, "reads", tmp_path) as (home, other):
+            reading = anyio.Event()
+
+            async def take(_event: object) -> None:
+                reading.set()
+                await anyio.sleep_forever()
+
+            monkeypatch.setattr(other.daemon.reporting, "take", take)
+            async with Bus.connect(nats_server.url, "reads", name="test") as bus:
+                await bus.publish(ActorStarted(actor="player-n0", node="n0", pid=7, restarts=1))
+            await reading.wait()
+            home.daemon._end(RunEnd(finished=False, stopped_by=signal.SIGINT))
+    assert other.outcome is not None
+    assert exit_code_of(other.outcome) == 130
 
 
 async def test_another_node_that_is_stopped_leaves_and_the_run_goes_on(nats_server: NatsServer, tmp_path: Path) -> None:
