@@ -88,9 +88,13 @@ async def open_score_requests(credential: Credential, note: Note) -> AsyncGenera
         BusRefused: the server rejects the login.
         BusUnavailable: no server answers, or the connection closed for good.
     """
-    url = with_login(credential.url, credential.login)
     async with open_connection(
-        url, name=credential.name, limits=LIMITS, inboxes=credential.inbox, certificate=credential.certificate
+        with_login(credential.url, credential.login),
+        name=credential.name,
+        limits=LIMITS,
+        inboxes=credential.inbox,
+        certificate=credential.certificate,
+        ends_if_refused=True,
     ) as connection:
         requests = ScoreRequests(connection, credential, note)
         async with opened(requests.deliveries, ACK_WAIT_S):

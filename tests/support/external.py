@@ -2,11 +2,11 @@
 
 import asyncio
 import os
-import sys
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from pathlib import Path
+from signal import SIGHUP
 
 import anyio
 import nats
@@ -18,13 +18,14 @@ from runtime.bus.bus import Bus
 from runtime.bus.credential import credential_text
 from runtime.bus.nats.accounts import Accounts, ClientKind, ExternalClient, credential_of
 from runtime.bus.nats.certificate import NAME, client_context, own_certificate
-from runtime.bus.nats.server import ServerSettings
+from runtime.bus.nats.server import ServerSettings, write_accounts
 from runtime.util.secrets import Login, Secret
 from tests.fixtures.nats import TEST_LIMITS, TEST_STREAMS
 from tests.support.running_server import RunningServer, running_server
 
 RUN = "r"
 GRADER = "math"
+LOGIN = Login(user="physarum", password=Secret("of-nodes"))
 LATER = datetime(2099, 1, 1, tzinfo=UTC)
 ALICE = ExternalClient(name="alice", kind=ClientKind.GRADER, grader=GRADER, password="of-alice", expires=LATER)
 BOB = ExternalClient(name="bob", kind=ClientKind.VIEWER, password="of-bob", expires=LATER)
@@ -49,6 +50,13 @@ class RunServer:
         path.touch(mode=0o600)
         path.write_text(text)
         return path
+
+    def revoke(self, client: ExternalClient) -> None:
+        """Take a client's login from the server."""
+        kept = tuple(one for one in (ALICE, BOB) if one is not client)
+        accounts = Accounts(run=RUN, graders=(GRADER,), clients=kept)
+        write_accounts(self.directory, accounts, LOGIN)
+        os.kill(self.server.pid, SIGHUP)
 
     async def listen(self) -> None:
         """Collect answers."""
@@ -107,7 +115,7 @@ async def run_server_in(directory: Path) -> AsyncGenerator[RunServer]:
     certificate = own_certificate(directory / "bus")
     settings = ServerSettings(
         store_dir=directory / "nats",
-        login=Login(user="physarum", password=Secret("of-nodes")),
+        login=LOGIN,
         certificate=certificate,
         accounts=Accounts(run=RUN, graders=(GRADER,), clients=(ALICE, BOB)),
     )
@@ -144,8 +152,3 @@ async def program(
         if process.returncode is None:
             process.kill()
         await process.wait()
-
-
-def python() -> Sequence[str]:
-    """Command of this interpreter that imports none of our modules."""
-    return (sys.executable, "-I")

@@ -109,6 +109,7 @@ class Connection:
         self.errors: list[str] | None = None  # if set, errors of the client's error callback are collected
         self._connecting: anyio.CancelScope | None = None  # during the first connect
         self._refused = ""  # why the server rejects the login
+        self.ends_if_refused = False  # whether a login that is refused after an outage ends the connection
         self._errors_since_connect = 0
         self._closing = False
         self._on_lost: Callable[[], None] | None = None
@@ -117,6 +118,11 @@ class Connection:
     @property
     def is_connected(self) -> bool:
         return self._connected.is_set()
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether the server rejects the login."""
+        return bool(self._refused)
 
     @property
     def last_error(self) -> str:
@@ -376,6 +382,9 @@ class Connection:
             self._refused = self._last_error
             # delayed: the client is about to close its socket, and a cancellation now would prevent that
             asyncio.get_running_loop().call_later(self.limits.reconnect_wait_s / 2, self._connecting.cancel)
+        elif self.ends_if_refused and self._on_lost is not None and is_refusal(self._last_error):
+            self._refused = self._last_error
+            self._on_lost()
         self._errors_since_connect += 1
         if self._errors_since_connect.bit_count() == 1:  # 1, 2, 4, 8, ...: an outage does not flood the log
             log.warning("bus_error", error=self._last_error, count=self._errors_since_connect)
@@ -440,7 +449,13 @@ def _expire(future: asyncio.Future[RawMessage]) -> None:
 
 @asynccontextmanager
 async def open_connection(
-    url: str, *, name: str, limits: BusLimits, inboxes: str = INBOX, certificate: str | None = None
+    url: str,
+    *,
+    name: str,
+    limits: BusLimits,
+    inboxes: str = INBOX,
+    certificate: str | None = None,
+    ends_if_refused: bool = False,
 ) -> AsyncGenerator[Connection, None]:
     """Open a connection for the duration of a block. If it closes for good, the block is cancelled.
 
@@ -450,11 +465,15 @@ async def open_connection(
         limits: deadlines and buffer bounds.
         inboxes: subject prefix of its inboxes.
         certificate: PEM certificate of a run's own server, which alone is trusted; none: no TLS, or that of the URL.
+        ends_if_refused: whether the connection ends when the server refuses a login that it accepted before. If not,
+            it is tried again and again.
 
     Raises:
         BusUnavailable: no server at first, or the connection closed for good during the block.
+        BusRefused: the server rejects the login.
     """
     connection = Connection(limits)
+    connection.ends_if_refused = ends_if_refused
     lost = False
     with anyio.CancelScope() as scope:
 
@@ -469,4 +488,5 @@ async def open_connection(
         finally:
             await connection.close()
     if lost:
-        raise BusUnavailable(f"{without_logins(url)}: connection closed for good: {connection.last_error}")
+        kind = BusRefused if connection.is_refused else BusUnavailable
+        raise kind(f"{without_logins(url)}: connection closed for good: {connection.last_error}")
