@@ -17,15 +17,18 @@ from typing import Any
 
 import anyio
 import anyio.abc
+import msgspec
 import psutil
 
 from messages import ActorStarted, BatchTrained, Message, RunFinished
 from runtime.bus.bus import Bus
 from runtime.bus.events import Events, Received
 from runtime.bus.limits import BusLimits
-from runtime.bus.nats.server import ServerSettings
+from runtime.bus.nats.accounts import RUN_ACCOUNT, Accounts
+from runtime.bus.nats.server import STORED, ServerSettings
 from runtime.node.supervisor import guardian
 from runtime.settings.load import load_topology
+from runtime.util.secrets import Login, Secret
 from tests.fixtures.nats import eventually
 from tests.support.running_server import running_server
 
@@ -236,6 +239,9 @@ class Run:
     async def reopened(self) -> AsyncGenerator[Bus]:
         """Open the bus of an ended run: a server on its store."""
         settings = ServerSettings(store_dir=self.directory / "nats")
+        if (settings.store_dir / STORED / RUN_ACCOUNT).exists():  # of a run that other machines reached
+            login = Login(user="test", password=Secret("test"))
+            settings = msgspec.structs.replace(settings, login=login, accounts=Accounts(run=NAME))
         async with (
             running_server(self._cwd / "reopened", settings) as server,
             Bus.connect(server.url, NAME, name="test", limits=LIMITS) as bus,
