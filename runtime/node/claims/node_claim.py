@@ -46,20 +46,35 @@ class NodeClaimed(Exception):
 class NodeClaim:
     """A held claim."""
 
-    def __init__(self, bus: Bus, node: str, holder: NodeHolder, revision: int) -> None:
+    def __init__(
+        self, bus: Bus, node: str, holder: NodeHolder, revision: int, *, lifetime_s: int, renew_every_s: float
+    ) -> None:
         self.holder = holder
         self._bus = bus
         self._node = node
         self._revision = revision
+        self._lifetime_s = lifetime_s
+        self._renew_every_s = renew_every_s
 
     @classmethod
-    async def take(cls, bus: Bus, node: str, run_dir: Path, *, incarnation: int) -> "NodeClaim":
+    async def take(
+        cls,
+        bus: Bus,
+        node: str,
+        run_dir: Path,
+        *,
+        incarnation: int,
+        lifetime_s: int = LIFETIME_S,
+        renew_every_s: float = RENEW_EVERY_S,
+    ) -> "NodeClaim":
         """Claim a node. The claim of a dead daemon in another directory is taken over after it expires.
 
         Args:
             run_dir: already locked, so a node claim from this directory belongs to a dead daemon. Host name and path
                 do not tell: two containers may share both.
             incarnation: counted in the run directory; raised above that of every earlier daemon.
+            lifetime_s: seconds without a renewal after which a claim expires.
+            renew_every_s: seconds between renewals.
 
         Raises:
             NodeClaimed: another daemon renews its claim.
@@ -77,22 +92,19 @@ class NodeClaim:
             place=place_in_kernel(Path(path)),
             daemon=uuid.uuid4().hex,
         )
-        revision = await _enter(bus, node, holder)
+        revision = await _enter(bus, node, holder, lifetime_s, silent_after_s=lifetime_s + renew_every_s)
         await bus.kv.put(_count_key(node), incarnation)
         log.info("node_claimed", node=node, incarnation=incarnation)
-        return cls(bus, node, holder, revision)
+        return cls(bus, node, holder, revision, lifetime_s=lifetime_s, renew_every_s=renew_every_s)
 
-    async def keep(self, renew_every_s: float = RENEW_EVERY_S) -> None:
+    async def keep(self) -> None:
         """Renew the claim until cancelled.
-
-        Args:
-            renew_every_s: seconds between renewals; less than LIFETIME_S.
 
         Raises:
             NodeClaimed: the claim expired during a bus outage, and another daemon took it.
         """
         while True:
-            await anyio.sleep(renew_every_s)
+            await anyio.sleep(self._renew_every_s)
             try:
                 self._revision = await self._renewed()
             except BusError as error:
@@ -105,11 +117,11 @@ class NodeClaim:
     async def _renewed(self) -> int:
         key = _key(self._node)
         try:
-            return await self._bus.kv.update(key, self.holder, self._revision, ttl_s=LIFETIME_S)
+            return await self._bus.kv.update(key, self.holder, self._revision, ttl_s=self._lifetime_s)
         except SequenceMismatch:
             entry = await self._bus.kv.get(key, NodeHolder)
         if entry is None or entry.value is None:
-            return await self._bus.kv.create(key, self.holder, ttl_s=LIFETIME_S)
+            return await self._bus.kv.create(key, self.holder, ttl_s=self._lifetime_s)
         if entry.value != self.holder:
             raise NodeClaimed(self._bus.run, self._node, entry.value)
         return entry.revision  # our own update, whose answer was lost
@@ -143,23 +155,23 @@ def place_in_kernel(run_dir: Path) -> str:
     return f"{boot}:{stat.st_dev}:{stat.st_ino}"
 
 
-async def _enter(bus: Bus, node: str, holder: NodeHolder) -> int:
+async def _enter(bus: Bus, node: str, holder: NodeHolder, lifetime_s: int, *, silent_after_s: float) -> int:
     """Wait until the claim is ours, and return its revision.
 
     The server ends a claim that is not renewed, by its clock. The wait also ends by this process's clock: a server that
     moved to a machine whose clock is behind ends claims late.
     """
     first_seen, since, other = 0, 0.0, holder
-    ends = anyio.current_time() + PATIENCE * LIFETIME_S
+    ends = anyio.current_time() + PATIENCE * lifetime_s
     while anyio.current_time() < ends:
         entry = await bus.kv.get(_key(node), NodeHolder)
         try:
             if entry is None or entry.value is None:
-                return await bus.kv.create(_key(node), holder, ttl_s=LIFETIME_S)
+                return await bus.kv.create(_key(node), holder, ttl_s=lifetime_s)
             other = entry.value
-            is_silent = entry.revision == first_seen and anyio.current_time() - since > LIFETIME_S + RENEW_EVERY_S
+            is_silent = entry.revision == first_seen and anyio.current_time() - since > silent_after_s
             if is_silent or (other.place and other.place == holder.place):
-                return await bus.kv.update(_key(node), holder, entry.revision, ttl_s=LIFETIME_S)
+                return await bus.kv.update(_key(node), holder, entry.revision, ttl_s=lifetime_s)
         except SequenceMismatch:
             continue  # another daemon was faster
         if first_seen and entry.revision != first_seen:

@@ -7,7 +7,6 @@ import anyio
 import pytest
 
 from runtime.bus.bus import Bus
-from runtime.node.claims import node_claim
 from runtime.node.claims.node_claim import NodeClaim, NodeClaimed, NodeHolder
 from runtime.node.daemon import NodeDaemon
 from runtime.node.node_plan import NodePlan
@@ -28,9 +27,9 @@ async def died_elsewhere(bus: Bus, *, incarnation: int) -> None:
 
 
 async def test_a_second_agent_is_refused_and_told_who_runs_the_node(bus: Bus, tmp_path: Path) -> None:
-    claim = await NodeClaim.take(bus, "n0", tmp_path / "one", incarnation=1)
+    claim = await NodeClaim.take(bus, "n0", tmp_path / "one", incarnation=1, renew_every_s=RENEW_EVERY_S)
     async with anyio.create_task_group() as group:
-        group.start_soon(claim.keep, RENEW_EVERY_S)
+        group.start_soon(claim.keep)
         with pytest.raises(NodeClaimed, match=f"process {os.getpid()} on .*, in {tmp_path / 'one'}; stop that first"):
             await NodeClaim.take(bus, "n0", tmp_path / "two", incarnation=1)
         assert (await NodeClaim.take(bus, "n1", tmp_path / "two", incarnation=1)).holder.incarnation == 1
@@ -53,25 +52,21 @@ async def test_the_claim_of_a_dead_agent_in_this_directory_is_taken_over_at_once
 async def test_two_hosts_of_one_name_and_path_do_not_take_each_others_node(bus: Bus, tmp_path: Path) -> None:
     """Two containers called alike took each other's node at once. Their directories are two to the kernel."""
     (tmp_path / "run").mkdir()
-    first = await NodeClaim.take(bus, "n0", tmp_path / "run", incarnation=1)
+    first = await NodeClaim.take(bus, "n0", tmp_path / "run", incarnation=1, renew_every_s=RENEW_EVERY_S)
     (tmp_path / "run").rename(tmp_path / "elsewhere")
     (tmp_path / "run").mkdir()
     async with anyio.create_task_group() as group:
-        group.start_soon(first.keep, RENEW_EVERY_S)
+        group.start_soon(first.keep)
         with pytest.raises(NodeClaimed, match=f"process {os.getpid()} on "):
             await NodeClaim.take(bus, "n0", tmp_path / "run", incarnation=1)
         group.cancel_scope.cancel()
 
 
-async def test_a_claim_that_a_late_clock_keeps_is_taken_over_when_nobody_renews_it(
-    bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_claim_that_a_late_clock_keeps_is_taken_over_when_nobody_renews_it(bus: Bus, tmp_path: Path) -> None:
     """As after a move of the server to a machine whose clock is hours behind."""
-    monkeypatch.setattr(node_claim, "LIFETIME_S", 1)
-    monkeypatch.setattr(node_claim, "RENEW_EVERY_S", 0.2)
     holder = NodeHolder(host="other", pid=1, run_dir="/elsewhere", incarnation=4, since=0.0)
     await bus.kv.put("agent.n0", holder, ttl_s=7200)
-    claim = await NodeClaim.take(bus, "n0", tmp_path, incarnation=1)
+    claim = await NodeClaim.take(bus, "n0", tmp_path, incarnation=1, lifetime_s=1, renew_every_s=RENEW_EVERY_S)
     assert claim.holder.host != "other"
 
 
@@ -83,15 +78,15 @@ async def test_a_claim_that_was_given_up_is_free_at_once(bus: Bus, tmp_path: Pat
 
 
 async def test_a_claim_that_expired_is_entered_again_or_lost_to_another_agent(bus: Bus, tmp_path: Path) -> None:
-    claim = await NodeClaim.take(bus, "n0", tmp_path, incarnation=1)
+    claim = await NodeClaim.take(bus, "n0", tmp_path, incarnation=1, renew_every_s=RENEW_EVERY_S)
     await bus.kv.delete("agent.n0")
     async with anyio.create_task_group() as group:
-        group.start_soon(claim.keep, RENEW_EVERY_S)
+        group.start_soon(claim.keep)
         await eventually(lambda: is_held(bus))
         group.cancel_scope.cancel()
     await died_elsewhere(bus, incarnation=9)
     with pytest.raises(NodeClaimed, match="process 1 on other, in /elsewhere"), anyio.fail_after(5):
-        await claim.keep(RENEW_EVERY_S)
+        await claim.keep()
 
 
 async def is_held(bus: Bus) -> bool:
