@@ -23,10 +23,16 @@ Every message has two headers: `Physarum-Type` names the message, `Content-Type`
 most 64 bits, lists and objects are at most 128 deep, an event has at most 8 MiB. Unusable messages go to the stream of
 dead letters.
 
-Answers go to subjects under `_INBOX.<run>.`, which the clients of a run subscribe to, and nowhere else. A call or score
-request that names another subject for its answer is a dead letter. A client in another language subscribes to a subject
-of its own there, such as `_INBOX.<run>.my-worker.1`; the nats command line takes `--inbox-prefix _INBOX.<run>.me`.
-`tests/support/reward_worker.js` is a reward worker in a hundred lines of JavaScript.
+Answers to calls go to subjects under `_INBOX.<run>.`, which the clients of a run subscribe to, and nowhere else. A
+client in another language subscribes to a subject of its own there, such as `_INBOX.<run>.my-worker.1`; the nats
+command line takes `--inbox-prefix _INBOX.<run>.me`. Scores go to subjects of their grader. A call or score request
+that names another subject for its answer is a dead letter.
+
+Score requests are `phy.<run>.work.score.<grader>.<id>`. `<grader>` is the grader's name where that is 1 to 64 letters,
+digits, `-` and `_`; otherwise a readable form of it and eight hex digits of its SHA-256. `_own` stands for the run's
+own reward actors. The durable consumer of one grader is `score-<grader>`, on the stream `phy-<run>-work`.
+`tests/support/reward_worker.js` is a reward worker in a hundred lines of JavaScript; [protocol](protocol.md) has
+shorter ones.
 
 Events under subjects that are not in this table are yours: no actor reads them. The exception is
 `phy.<run>.event.ledger.>`, which the buffer alone writes, with a `Physarum-Version` header. An unknown type there ends
