@@ -49,9 +49,9 @@ async def test_streams_consumers_and_bucket_of_the_run_alone_are_deleted(
 
 
 async def test_streams_of_a_living_agent_stay_whichever_node_it_runs(bus: Bus, tmp_path: Path) -> None:
-    claim = await NodeClaim.take(bus, "n7", tmp_path / "elsewhere", incarnation=1)
+    claim = await NodeClaim.take(bus, "n7", tmp_path / "elsewhere", incarnation=1, renew_every_s=0.2)
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(claim.keep, 0.2)  # renewal interval in seconds
+        tasks.start_soon(claim.keep)
         with pytest.raises(ExceptionGroup) as refused:
             await delete_unclaimed(bus, ["n0"], tmp_path)
         tasks.cancel_scope.cancel()
