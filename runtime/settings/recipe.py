@@ -45,6 +45,7 @@ LossMode = Literal[
     "decoupled_ppo",
     "gpg",
 ]
+Level = Literal["token", "sequence", "geometric"]
 AggMode = Literal["rollout-mean", "token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 
 
@@ -215,6 +216,38 @@ class AlgorithmConfig(Config, frozen=True, kw_only=True):
     tau_pos: Annotated[float, msgspec.Meta(gt=0)] = 1.0
     # "sapo": temperature of the gate for other advantages.
     tau_neg: Annotated[float, msgspec.Meta(gt=0)] = 1.05
+    # Correct the policy loss for the distance between engine and trainer, by importance weights of old policy over
+    # engine (truncated importance sampling). They multiply the policy loss alone.
+    use_tis: bool = False
+    # Upper bound of the importance weights.
+    tis_clip: Annotated[float, msgspec.Meta(gt=0)] = 2.0
+    # Lower bound of the importance weights. "truncate" has none.
+    tis_clip_low: NonNegative = 0.0
+    # Importance weight of a token: its own ratio ("token"), the product over its sample ("sequence"), or the geometric
+    # mean over its sample ("geometric").
+    tis_level: Level = "token"
+    # What to do with importance weights out of bounds: lower those above ("truncate"), move them to the bound ("clip"),
+    # or set them to 0 ("mask": IcePop, masked importance sampling).
+    tis_mode: Literal["truncate", "clip", "mask"] = "clip"
+    # Divide the importance weights by their mean over the batch. This needs old log-probs before the first optimizer
+    # step, which is one forward pass more.
+    tis_batch_normalize: bool = False
+    # Leave tokens out of the policy loss whose ratio of old policy and engine is out of bounds (rejection sampling).
+    use_rs: bool = False
+    # Level of that ratio, as in `tis_level`.
+    rs_level: Level = "token"
+    # Lower bound of that ratio. By default 1 / `rs_upper_bound`.
+    rs_lower_bound: NonNegative | None = None
+    # Upper bound of that ratio. By default `tis_clip`.
+    rs_upper_bound: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    # A token with a smaller ratio of old policy and engine takes its whole sample out of the policy loss. By default
+    # there is no such threshold.
+    rs_veto_threshold: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    # Leave tokens with a negative advantage out of the policy loss, in samples whose log-probs fell by more than
+    # `opsm_delta` per token since they were old log-probs (off-policy sequence masking).
+    use_opsm: bool = False
+    # Threshold of `use_opsm`, in nats per token.
+    opsm_delta: NonNegative = 1e-4
     # Weight of the KL divergence from the reference model in the loss. 0 turns it off: no reference model is loaded.
     kl_loss_coef: NonNegative = 0.0
     # Estimator of the KL divergence. "low_var_kl" is k3 clipped at 10 nats.
@@ -377,8 +410,14 @@ def loss_mode(algorithm: AlgorithmConfig) -> LossMode:
 
 
 def reads_old_log_probs(algorithm: AlgorithmConfig) -> bool:
-    """Return whether the loss compares the policy with the old one."""
-    return loss_mode(algorithm) not in ("prime_rl", "prime_rl_ipo", "gpg")
+    """Return whether the loss or a correction of it compares with the old policy."""
+    corrects = algorithm.use_tis or algorithm.use_rs or algorithm.use_opsm
+    return corrects or loss_mode(algorithm) not in ("prime_rl", "prime_rl_ipo", "gpg")
+
+
+def needs_all_old_log_probs(algorithm: AlgorithmConfig) -> bool:
+    """Return whether old log-probs of all samples are needed before the first optimizer step of a batch."""
+    return algorithm.tis_batch_normalize
 
 
 def uses_groups(algorithm: AlgorithmConfig) -> bool:

@@ -6,6 +6,7 @@ from typing import Final
 
 import torch
 
+from actors.trainer.algorithms.corrections import Correction, importance_weights, off_policy_mask, rejections
 from actors.trainer.algorithms.kl import kl_divergence
 from actors.trainer.algorithms.loss_inputs import LossInputs, Sequences, Terms
 from actors.trainer.algorithms.policy_losses import (
@@ -24,6 +25,7 @@ from actors.trainer.algorithms.policy_losses import (
 from runtime.settings.recipe import AlgorithmConfig, loss_mode
 
 PolicyLoss = Callable[[LossInputs], Terms]
+Correct = Callable[[LossInputs], Correction]
 
 DPPO_CLIP_C: Final = 20.0  # verl's bound of the ratio if eps_clip_c is unset
 
@@ -60,6 +62,39 @@ def policy_loss(algorithm: AlgorithmConfig) -> PolicyLoss:
             return gpg_loss
 
 
+def weigh(algorithm: AlgorithmConfig) -> Correct:
+    """Return the importance weights of old policy over engine that the settings describe."""
+    return partial(
+        importance_weights,
+        level=algorithm.tis_level,
+        mode=algorithm.tis_mode,
+        low=algorithm.tis_clip_low,
+        high=algorithm.tis_clip,
+        max_log_ratio=algorithm.max_log_ratio,
+    )
+
+
+def corrections(algorithm: AlgorithmConfig) -> list[Correct]:
+    """Return the corrections that the settings turn on."""
+    found: list[Correct] = []
+    if algorithm.use_opsm:
+        found.append(partial(off_policy_mask, delta=algorithm.opsm_delta))
+    if algorithm.use_tis:
+        found.append(weigh(algorithm))
+    if algorithm.use_rs:
+        high = algorithm.tis_clip if algorithm.rs_upper_bound is None else algorithm.rs_upper_bound
+        reject = partial(
+            rejections,
+            level=algorithm.rs_level,
+            low=1.0 / high if algorithm.rs_lower_bound is None else algorithm.rs_lower_bound,
+            high=high,
+            veto_threshold=algorithm.rs_veto_threshold,
+            max_log_ratio=algorithm.max_log_ratio,
+        )
+        found.append(reject)
+    return found
+
+
 class Objective:
     """Adds the terms of the loss. A pure function of its inputs, chosen once."""
 
@@ -68,19 +103,21 @@ class Objective:
         self._algorithm = algorithm
         self._demonstrations = algorithm.loss_type == "sft_loss"
         self._policy_loss = policy_loss(algorithm)
+        self._corrections = corrections(algorithm)
         self.names: tuple[str, ...] = tuple(self(_no_tokens(), entropy_coef=0.0).metrics)
 
-    def __call__(self, inputs: LossInputs, *, entropy_coef: float) -> Terms:
+    def __call__(self, inputs: LossInputs, *, entropy_coef: float, weight_scale: float = 1.0) -> Terms:
         """Compute the loss of each token, and the metrics: the loss first, all without gradients.
 
         Args:
             inputs: Columns of one micro-batch.
             entropy_coef: Weight of the entropy bonus. 0 computes no gradient of the entropy.
+            weight_scale: The policy loss is divided by it: the mean importance weight of the batch.
         """
         if self._demonstrations:
             loss = sft_loss(inputs.log_probs)
             return _reported(loss, Terms(loss, {"train/sft_loss": loss, "train/entropy_loss": inputs.entropy}))
-        algorithm, policy = self._algorithm, self._policy_loss(inputs)
+        algorithm, policy = self._algorithm, self._corrected(inputs, weight_scale)
         total = policy.loss - entropy_coef * inputs.entropy if entropy_coef else policy.loss
         metrics = {"train/pg_loss": policy.loss, "train/entropy_loss": inputs.entropy, **policy.metrics}
         if algorithm.kl_loss_coef:
@@ -94,6 +131,19 @@ class Objective:
             total = total + algorithm.kl_loss_coef * divergence
             metrics["train/kl_loss"] = divergence
         return _reported(total, Terms(policy.loss, metrics))
+
+    def _corrected(self, inputs: LossInputs, weight_scale: float) -> Terms:
+        """Multiply the policy loss by its corrections."""
+        loss, metrics = self._policy_loss(inputs)
+        found = dict(metrics)
+        for correction in self._corrections:
+            factors, more = correction(inputs)
+            loss = loss * factors
+            found |= more
+        if self._algorithm.tis_batch_normalize:
+            loss = loss / weight_scale
+            found["train/mis_batch_norm_factor"] = torch.full_like(loss, weight_scale)
+        return Terms(loss, found)
 
 
 def _reported(total: torch.Tensor, terms: Terms) -> Terms:

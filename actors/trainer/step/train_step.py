@@ -14,6 +14,7 @@ import structlog
 import torch
 from torch import Tensor
 
+from actors.trainer.algorithms.corrections import mean_weight
 from actors.trainer.algorithms.group_baselines import GroupOfOne
 from actors.trainer.algorithms.loss_inputs import LossInputs, Sequences, Terms
 from actors.trainer.algorithms.reductions import Reduction, reduction
@@ -46,13 +47,14 @@ from actors.trainer.step.metrics import (
     size_metrics,
     speed_metrics,
 )
-from actors.trainer.step.objective import Objective
+from actors.trainer.step.objective import Objective, weigh
 from actors.trainer.step.skips import too_many
 from runtime.process.actor import InputError
 from runtime.settings.placement import max_sample_tokens
 from runtime.settings.recipe import (
     agg_mode,
     measures_all,
+    needs_all_old_log_probs,
     precomputes_old_log_probs,
     replays_experts,
     trains_demonstrations,
@@ -103,6 +105,7 @@ class _Columns:
     rollout_log_probs_N: Tensor
     trainer_log_probs_N: Tensor  # under the weights before the first optimizer step; forward passes fill it in
     ref_log_probs_N: Tensor | None
+    weight_scale: float  # mean importance weight of the batch, or 1
 
 
 class _Gradients(NamedTuple):
@@ -162,6 +165,7 @@ class TrainStep:
         self._has_mtp_layer = replica.hf.num_mtp_layers > 0
         self._objective = Objective(self._algorithm)
         self._sums = self._objective.names + ((MTP_LOSS,) if self._has_mtp_layer else ())
+        self._needs_all_old = not self._demonstrations and needs_all_old_log_probs(self._algorithm)
         self._group_of_one: GroupOfOne = group_of_one(topology)
         ref_load = topology.model.ref_load
         self._reference = ReferenceModel(replica, ref_load) if self._algorithm.kl_loss_coef > 0 else None
@@ -288,7 +292,10 @@ class TrainStep:
         """Compute all inputs of the loss except the policy's own forward pass."""
         advantages = token_advantages(batch, self._algorithm, self._group_of_one)
         timer.lap("perf/plan_time")
-        trainer_log_probs_N = self._old_log_probs(batch, steps[1:])
+        trainer_log_probs_N = self._old_log_probs(batch, steps if self._needs_all_old else steps[1:])
+        weight_scale = 1.0
+        if self._algorithm.tis_batch_normalize:
+            weight_scale = self._mean_weight(batch, trainer_log_probs_N)
         timer.lap("perf/log_probs_time")
         ref_log_probs_N = None
         if self._reference is not None:
@@ -312,12 +319,30 @@ class TrainStep:
         )
         ref_N = None if ref_log_probs_N is None else torch.tensor(ref_log_probs_N, device=device)
         timer.lap("perf/plan_time")
-        return _Columns(advantages_N, weights_N, rollout_N, trainer_N, ref_N)
+        return _Columns(advantages_N, weights_N, rollout_N, trainer_N, ref_N, weight_scale)
+
+    def _mean_weight(self, batch: TrainBatch, old_log_probs_N: Floats32) -> float:
+        """Average the importance weights over the trained tokens of the batch. Every rank has all old log-probs."""
+        trains = batch.loss_mask_N != 0
+        numbers = np.repeat(np.arange(len(batch.lengths_B)), batch.lengths_B)[trains]
+        old_M = torch.from_numpy(old_log_probs_N[trains]).double()
+        inputs = LossInputs(
+            log_probs=old_M,
+            old_log_probs=old_M,
+            rollout_log_probs=torch.from_numpy(batch.rollout_log_probs_N[trains]).double(),
+            advantages=torch.zeros_like(old_M),
+            entropy=torch.zeros_like(old_M),
+            sequences=Sequences(torch.from_numpy(numbers), len(batch.lengths_B)),
+        )
+        weights, metrics = weigh(self._algorithm)(inputs)
+        if self._algorithm.tis_mode == "mask":
+            weights = metrics["train/tis"]  # as in slime, rejected tokens count with their weight
+        return mean_weight(inputs, weights, level=self._algorithm.tis_level)
 
     def _old_log_probs(self, batch: TrainBatch, later: Sequence[_OptimizerStep]) -> Floats32:
-        """Log-probs before training, for the samples of later optimizer steps.
+        """Log-probs before training, for the samples of these optimizer steps.
 
-        The forward pass of the first optimizer step yields those of its own samples.
+        Unless all are needed before, the forward pass of the first optimizer step yields those of its own samples.
         """
         column_N = np.zeros_like(batch.rollout_log_probs_N)
         if not later or not (self._measures_all or self._replays_experts):
@@ -326,7 +351,7 @@ class TrainStep:
             samples = np.concatenate([step.samples for step in later])
             return self._by_group.policy(batch, batch.groups_B[samples])
         self._replica.fill_log_probs(_micro_batches(later), column_N, is_policy=True)
-        return column_N
+        return ranks.sum_over_replicas(torch.from_numpy(column_N)).numpy() if self._needs_all_old else column_N
 
     def _gradients(self, batch: TrainBatch, step: _OptimizerStep, columns: _Columns) -> _Gradients:
         """Set the gradients of an optimizer step. Samples with a non-finite loss are masked, and it is recomputed.
@@ -374,7 +399,7 @@ class TrainStep:
 
         def loss(micro_batch: MicroBatch, outputs: TokenOutputs) -> Tensor:
             where_M = outputs.columns_M
-            if step.number == 0:
+            if step.number == 0 and not self._needs_all_old:
                 columns.trainer_log_probs_N[where_M] = outputs.log_probs.detach()
             loss_M, metrics = self._loss_terms(batch.step, columns, micro_batch, outputs)
             terms_KM = torch.stack([metrics[name] for name in self._objective.names])
@@ -412,7 +437,8 @@ class TrainStep:
             entropy=outputs.entropy,
             sequences=Sequences(torch.from_numpy(numbers).to(where_M.device), micro_batch.num_sequences, group),
         )
-        return self._objective(inputs, entropy_coef=self._entropy_coef(train_step))
+        coef = self._entropy_coef(train_step)
+        return self._objective(inputs, entropy_coef=coef, weight_scale=columns.weight_scale)
 
     def _optimizer_step(self, train_step: int, gradients: _Gradients) -> _Done:
         """Update the weights, or skip the step if the gradients cannot be used.

@@ -10,6 +10,16 @@ from runtime.settings.recipe import AlgorithmConfig, Recipe, agg_mode, loss_mode
 
 GRPO: Final = ("grpo", "gspo", "cispo")  # the same advantages
 CLIPPED: Final = ("ppo", "gspo", "decoupled_ppo")
+CORRECTED: Final = (
+    "ppo",
+    "gspo",
+    "cispo",
+    "dppo_tv",
+    "dppo_kl",
+    "sapo",
+    "gmpo",
+    "gpg",
+)  # others compare with the engine
 WITH_OLD: Final = (*CLIPPED, "cispo", "dppo_tv", "dppo_kl", "gmpo")
 
 
@@ -17,7 +27,7 @@ class Applies(NamedTuple):
     """The choices of another key with which a setting has an effect."""
 
     key: str
-    choices: tuple[str, ...]
+    choices: tuple[str | bool, ...]
 
 
 APPLIES: Final[Mapping[str, Applies]] = {
@@ -39,6 +49,15 @@ APPLIES: Final[Mapping[str, Applies]] = {
     "kl_tau": Applies("loss_mode", ("prime_rl", "prime_rl_ipo")),
     "tau_pos": Applies("loss_mode", ("sapo",)),
     "tau_neg": Applies("loss_mode", ("sapo",)),
+    "use_tis": Applies("loss_mode", CORRECTED),
+    "use_rs": Applies("loss_mode", CORRECTED),
+    "use_opsm": Applies("loss_mode", CORRECTED),
+    **{name: Applies("use_tis", (True,)) for name in ("tis_clip_low", "tis_level", "tis_mode", "tis_batch_normalize")},
+    **{
+        name: Applies("use_rs", (True,))
+        for name in ("rs_level", "rs_lower_bound", "rs_upper_bound", "rs_veto_threshold")
+    },
+    "opsm_delta": Applies("use_opsm", (True,)),
     "loss_scale_factor": Applies("loss_agg_mode", ("seq-mean-token-sum-norm",)),
     "count_masked_rollouts": Applies(
         "loss_agg_mode", ("rollout-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm")
@@ -52,24 +71,24 @@ def algorithm_problems(recipe: Recipe) -> Iterator[Problem]:
         yield from _without_effect(recipe.algorithm)
         yield from _groups_of_one(recipe)
         yield from _estimators(recipe.algorithm)
+        yield from _corrections(recipe.algorithm)
     yield from _reductions(recipe.algorithm)
     yield from _terms(recipe)
 
 
 def _without_effect(algorithm: AlgorithmConfig) -> Iterator[Problem]:
-    chosen = {
-        "advantage_estimator": algorithm.advantage_estimator,
-        "loss_mode": loss_mode(algorithm),
-        "loss_agg_mode": agg_mode(algorithm),
-    }
+    resolved = {"loss_mode": loss_mode(algorithm), "loss_agg_mode": agg_mode(algorithm)}
     for field in msgspec.structs.fields(AlgorithmConfig):
         applies, value = APPLIES.get(field.name), getattr(algorithm, field.name)
-        if applies is None or value == field.default or chosen[applies.key] in applies.choices:
+        if applies is None or value == field.default:
             continue
-        message = (
-            f'has no effect with algorithm.{applies.key} = "{chosen[applies.key]}"; '
-            f"it applies to {', '.join(applies.choices)}"
-        )
+        chosen = resolved.get(applies.key, getattr(algorithm, applies.key))
+        if chosen in applies.choices:
+            continue
+        needs = ", ".join(str(choice) for choice in applies.choices)
+        message = f'has no effect with algorithm.{applies.key} = "{chosen}"; it applies to {needs}'
+        if applies.choices == (True,):
+            message = f"has no effect unless algorithm.{applies.key} = true"
         yield Problem.of(f"algorithm.{field.name}", value, message)
 
 
@@ -95,6 +114,16 @@ def _estimators(algorithm: AlgorithmConfig) -> Iterator[Problem]:
     if algorithm.advantage_estimator.startswith("reinforce_plus_plus") and not algorithm.normalize_advantages:
         message = "REINFORCE++ whitens its advantages: set algorithm.normalize_advantages = true"
         yield Problem.of("algorithm.advantage_estimator", algorithm.advantage_estimator, message)
+
+
+def _corrections(algorithm: AlgorithmConfig) -> Iterator[Problem]:
+    if algorithm.use_rollout_logprobs and (algorithm.use_tis or algorithm.use_rs):
+        key = "use_tis" if algorithm.use_tis else "use_rs"
+        message = "compares old log-probs with the engine's, which algorithm.use_rollout_logprobs makes the same"
+        yield Problem.of(f"algorithm.{key}", True, message)
+    if algorithm.use_tis and algorithm.tis_clip_low >= algorithm.tis_clip:
+        message = f"must be below algorithm.tis_clip = {algorithm.tis_clip:g}"
+        yield Problem.of("algorithm.tis_clip_low", algorithm.tis_clip_low, message)
 
 
 def _reductions(algorithm: AlgorithmConfig) -> Iterator[Problem]:

@@ -38,6 +38,26 @@ from tests.runtime.settings.shipped import LAPTOP, problems
             'contradicts algorithm.advantage_estimator = "gspo"',
         ),
         (
+            ("algorithm.tis_mode=mask",),
+            "algorithm.tis_mode",
+            "has no effect unless algorithm.use_tis = true",
+        ),
+        (
+            ("algorithm.use_tis=true", "algorithm.use_rollout_logprobs=true"),
+            "algorithm.use_tis",
+            "which algorithm.use_rollout_logprobs makes the same",
+        ),
+        (
+            ("algorithm.loss_mode=prime_rl", "algorithm.use_tis=true", "algorithm.use_rollout_logprobs=false"),
+            "algorithm.use_tis",
+            'has no effect with algorithm.loss_mode = "prime_rl"',
+        ),
+        (
+            ("algorithm.use_tis=true", "algorithm.tis_clip_low=3"),
+            "algorithm.tis_clip_low",
+            "must be below algorithm.tis_clip = 2",
+        ),
+        (
             ("algorithm.loss_scale_factor=128",),
             "algorithm.loss_scale_factor",
             'has no effect with algorithm.loss_agg_mode = "token-mean"; it applies to seq-mean-token-sum-norm',
@@ -75,6 +95,7 @@ def test_a_combination_without_meaning_is_refused(overrides: tuple[str, ...], ke
         ("algorithm.advantage_estimator=reinforce", "rollout.n_samples_per_prompt=1"),
         ("algorithm.advantage_estimator=cispo", "algorithm.eps_clip=1.0"),
         ("algorithm.loss_mode=prime_rl", "algorithm.use_rollout_logprobs=false", "algorithm.eps_clip_high=none"),
+        ("algorithm.use_tis=true", "algorithm.tis_mode=mask", "algorithm.use_rollout_logprobs=false"),
         ("algorithm.group_of_one=reward", "rollout.n_samples_per_prompt=1"),
         (
             "algorithm.disable_grpo_std_normalization=true",
@@ -92,5 +113,6 @@ def test_the_declaration_names_settings_and_choices_that_exist() -> None:
     fields = {field.name: field for field in msgspec.structs.fields(AlgorithmConfig)}
     for name, applies in APPLIES.items():
         assert name in fields
+        assert applies.key in fields
         for choice in applies.choices:
             assert msgspec.convert({applies.key: choice}, AlgorithmConfig) is not None

@@ -16,6 +16,7 @@ class ReferenceTrainer:
         self.model = model
         self._reference_model = reference_model
         self._topology = topology
+        self._mean_weight = 1.0
         config = topology.optimizer
         self._parameters = dict(model.named_parameters())  # a tied weight once
         decayed = [parameter for parameter in self._parameters.values() if parameter.ndim > 1]
@@ -39,6 +40,9 @@ class ReferenceTrainer:
                 sample["old"] = sample["engine"] if algorithm.use_rollout_logprobs else before
                 if algorithm.kl_loss_coef:
                     sample["ref"] = self._outputs(self._reference_model, sample)[0]
+        if algorithm.tis_batch_normalize:
+            weights = sum((self._weight(sample) * sample["mask"]).sum() for sample in samples)
+            self._mean_weight = float(weights / sum(sample["mask"].sum() for sample in samples))
         num_rollouts = samples[-1]["rollout"] + 1
         size = num_rollouts // algorithm.num_steps_per_rollout
         return [
@@ -97,6 +101,8 @@ class ReferenceTrainer:
         algorithm = self._topology.algorithm
         log_probs, entropy = self._outputs(self.model, sample)
         pg_loss = self._policy_loss(sample, log_probs)
+        if algorithm.use_tis:
+            pg_loss = pg_loss * self._weight(sample) / self._mean_weight
         loss = pg_loss - algorithm.entropy_coef * entropy
         terms = {"pg_loss": pg_loss, "entropy_loss": entropy}
         if algorithm.kl_loss_coef:
@@ -104,6 +110,12 @@ class ReferenceTrainer:
             terms["kl_loss"] = (-x).exp() - 1 + x  # k3
             loss = loss + algorithm.kl_loss_coef * terms["kl_loss"]
         return terms | {"loss": loss}
+
+    def _weight(self, sample: dict[str, Any]) -> torch.Tensor:
+        log_ratio = (sample["before"] - sample["engine"]) * sample["mask"]
+        if self._topology.algorithm.tis_level == "geometric":
+            log_ratio = (log_ratio.sum() / sample["mask"].sum().clamp(min=1)).expand_as(log_ratio)
+        return log_ratio.exp().clamp(self._topology.algorithm.tis_clip_low, self._topology.algorithm.tis_clip)
 
     def _policy_loss(self, sample: dict[str, Any], log_probs: torch.Tensor) -> torch.Tensor:
         algorithm, advantage = self._topology.algorithm, sample["advantage"]

@@ -59,6 +59,9 @@ ALGORITHMS = {
     "GSPO": {"advantage_estimator": "gspo", "eps_clip": 0.05, "num_steps_per_rollout": 4},
     "CISPO": {"loss_mode": "cispo", "num_steps_per_rollout": 4},
     "prime-rl": {"loss_mode": "prime_rl", "disable_grpo_std_normalization": True},
+    "truncated IS": {"use_tis": True, "tis_clip": 1.5, "tis_clip_low": 0.5},
+    "normalised IS, one step": {"use_tis": True, "tis_batch_normalize": True, "num_steps_per_rollout": 1},
+    "geometric IS": {"use_tis": True, "tis_level": "geometric", "num_steps_per_rollout": 4},
     "MaxRL by sample": {"advantage_estimator": "maxrl", "loss_agg_mode": "seq-mean-token-mean"},
 }
 
