@@ -8,8 +8,8 @@ from pathlib import Path
 import anyio
 import pytest
 
-from tests.nodes.test_losses import TWO, two
-from tests.nodes.test_outages import pids
+from tests.nodes.test_losses import two
+from tests.nodes.two_machines import pids
 from tests.support.machines.machine import polled
 
 pytestmark = [pytest.mark.nodes, pytest.mark.nightly, pytest.mark.anyio, pytest.mark.timeout(3600)]
@@ -32,7 +32,7 @@ async def test_a_run_over_a_slow_network_that_loses_packets(tmp_path: Path) -> N
 @pytest.mark.parametrize("seconds", [5, 60, 500])
 async def test_a_cut_within_the_outage_costs_no_engine(tmp_path: Path, seconds: int) -> None:
     """Home waits for the node longer than the cut, because the only reward actor is there."""
-    with two(tmp_path, steps=STEPS, text=TWO.replace("wait_s = 60", "wait_s = 600")) as nodes:
+    with two(tmp_path, steps=STEPS, wait_s=600) as nodes:
         nodes.home.wait_for("step  5/", 120)
         nodes.lan.cut("n1")
         await anyio.sleep(seconds)  # the cut itself, not a condition

@@ -5,15 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.nodes.test_facts import REFUSED_S, copy_join, ends, topology
-from tests.nodes.test_runs import start
+from tests.nodes.two_machines import REFUSED_S, apart, copy_join, ends, start
 from tests.support.machines.lan import machines
 
 pytestmark = [pytest.mark.nodes, pytest.mark.timeout(300)]  # above the starts
 
 
 def test_two_machines_that_fit_are_accepted_on_both_and_nothing_is_left(tmp_path: Path) -> None:
-    file = topology(tmp_path, transport="disk")
+    file = apart(tmp_path, transport="disk")
     with machines(shared=[tmp_path]) as lan:
         n0, n1 = lan.add("n0"), lan.add("n1", clock=7200.0)
         other = start(n1, file, "n1", "--check")  # in any order
@@ -31,7 +30,7 @@ def test_two_machines_that_fit_are_accepted_on_both_and_nothing_is_left(tmp_path
 
 
 def test_machines_without_a_common_directory_are_refused_on_both_by_key(tmp_path: Path) -> None:
-    file, run_dir = topology(tmp_path, transport="disk"), tmp_path / "runs" / "apart"
+    file, run_dir = apart(tmp_path, transport="disk"), tmp_path / "runs" / "apart"
     with machines(shared=[tmp_path], own=[tmp_path / "runs"]) as lan:
         n0, n1 = lan.add("n0"), lan.add("n1")
         home = start(n0, file, "local", "--check")
@@ -43,7 +42,7 @@ def test_machines_without_a_common_directory_are_refused_on_both_by_key(tmp_path
 
 
 def test_a_problem_of_one_machine_is_that_of_the_check(tmp_path: Path) -> None:
-    file = topology(tmp_path, transport="disk")
+    file = apart(tmp_path, transport="disk")
     other_file = tmp_path / "other.toml"
     shutil.copy(file, other_file)
     with machines(shared=[tmp_path]) as lan:
@@ -57,7 +56,7 @@ def test_a_problem_of_one_machine_is_that_of_the_check(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("alone", ["local", "n1"])
 def test_a_node_that_does_not_come_is_named_with_what_only_it_can_answer(tmp_path: Path, alone: str) -> None:
-    file = topology(tmp_path, transport="disk")
+    file = apart(tmp_path, transport="disk")
     absent = {"local": "n1", "n1": "local"}[alone]
     with machines(shared=[tmp_path]) as lan:
         waits = ["--set", "nodes.n1.wait_s=3", "--set", "nodes.local.wait_s=3"]

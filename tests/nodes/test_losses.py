@@ -14,25 +14,13 @@ import pytest
 from runtime.node.claims.claim import is_lock
 from tests.chaos.audit import audit
 from tests.chaos.harness import Run
-from tests.nodes.test_outages import pids
-from tests.nodes.test_runs import RUN_S, start
+from tests.nodes.two_machines import finishes, pids, start, topology
 from tests.support.machines.lan import Lan, machines
 from tests.support.machines.machine import Machine, Process
 
 pytestmark = [pytest.mark.nodes, pytest.mark.anyio, pytest.mark.timeout(400)]  # above RUN_S and the starts
 CUT_S = 40.0  # twice the lifetime of a node's claim
 STEPS = 60
-FILE = "two.toml"
-TWO = """
-include = "laptop.toml"
-run = {{ dir = "{directory}/runs" }}
-nodes.local = {{ address = "eth0", gpus = 0 }}
-nodes.n1 = {{ address = "auto", wait_s = 60 }}
-bus.node = "local"
-engines.policy.nodes = ["n1", "local"]
-engines.policy.num_engines = 2
-reward.nodes = ["n1"]
-"""
 
 
 @dataclass
@@ -41,30 +29,30 @@ class Two:
 
     lan: Lan
     run: Run
+    file: Path
     home: Process
     other: Process
 
     def start(self, machine: Machine, node: str, *options: str) -> Process:
         """Start a node of the run on a machine."""
         settings = self.run.command[self.run.command.index("--set") :]
-        return start(machine, self.run.output.parent / FILE, node, *options, *settings)
+        return start(machine, self.file, node, *options, *settings)
 
     async def finish(self) -> None:
         """Wait until both nodes have ended with 0, and audit the log."""
-        assert self.home.wait(RUN_S) == 0, self.home.output()
-        assert self.other.wait(30) == 0, self.other.output()
+        finishes(self.home, self.other)
         await audit(self.run, killed=None)
 
 
 @contextmanager
-def two(directory: Path, *, steps: int = STEPS, text: str = TWO, clock: float = 0.0) -> Generator[Two]:
+def two(directory: Path, *, steps: int = STEPS, wait_s: int = 60, clock: float = 0.0) -> Generator[Two]:
     """Start a run on two machines, of which the second one's clock is ahead by `clock` seconds."""
-    (file := directory / FILE).write_text(text.format(directory=directory))
+    file = topology(directory, runs=directory / "runs", home="eth0", wait_s=wait_s)
     run = Run(directory, num_steps=steps, topology=file)
     settings = run.command[run.command.index("--set") :]
     with machines("n0", shared=[directory]) as lan:
         n1 = lan.add("n1", clock=clock)
-        yield Two(lan, run, start(lan["n0"], file, "local", *settings), start(n1, file, "n1", *settings))
+        yield Two(lan, run, file, start(lan["n0"], file, "local", *settings), start(n1, file, "n1", *settings))
 
 
 async def test_a_node_is_killed_cut_off_and_replaced_by_another_machine(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """Runs on two machines of which one loses its network, leaves, or is stopped."""
 
-import json
 import re
 import signal
 import time
@@ -8,32 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.nodes.test_runs import RUN_S, result, start, topology
+from tests.nodes.two_machines import REWARD_ON_N1, check_books, finishes, pids, start, topology
 from tests.support.machines.lan import machines
 
 pytestmark = [pytest.mark.nodes, pytest.mark.timeout(400)]  # above RUN_S and the starts
 CUT_S = 40.0  # twice the lifetime of a node's claim
 
 
-def pids(run_dir: Path, node: str, process: str) -> list[int]:
-    """The ids of a process of a node, from its first start to its last."""
-    lines = (run_dir / "logs" / node / "daemon.jsonl").read_text().splitlines()
-    events = [json.loads(line) for line in lines]
-    return [each["pid"] for each in events if each.get("process") == process and each.get("change") == "started"]
-
-
 def last_step(output: str) -> int:
     """Return the last train step that a terminal shows."""
     return max(int(number) for number in re.findall(r"^step +(\d+)/", output, re.MULTILINE))
-
-
-def check_books(run_dir: Path, steps: int) -> None:
-    """Check that every group of a finished run was trained once or left out for a reason."""
-    ended = result(run_dir)
-    assert ended["finished"]
-    groups = ended["result"]["groups"]
-    assert groups["trained"] == steps * 64
-    assert groups["issued"] == sum(groups[name] for name in groups if name != "issued")
 
 
 @pytest.mark.nightly
@@ -52,8 +35,7 @@ def test_a_node_that_is_cut_off_for_40_s_keeps_its_engine_and_takes_part_again(t
         lan.heal("n1")
         later.wait_for("the bus answers again, after", 20)
         first.wait_for("node n1 is back", 30)
-        assert first.wait(RUN_S) == 0, first.output()
-        assert later.wait(30) == 0, later.output()
+        finishes(first, later)
     run_dir = tmp_path / "two"
     check_books(run_dir, 40)
     for process in ("engine.policy.0", "reward.0"):
@@ -62,9 +44,8 @@ def test_a_node_that_is_cut_off_for_40_s_keeps_its_engine_and_takes_part_again(t
 
 def test_ctrl_c_on_a_node_makes_it_leave_and_at_home_stops_the_run_everywhere(tmp_path: Path) -> None:
     with machines("n0", "n1", shared=[tmp_path]) as lan:
-        file = topology(tmp_path, home="eth0", steps=1000)
-        both = file.read_text().replace('reward.nodes = ["n1"]', 'reward.nodes = ["n1", "local"]')
-        file.write_text(f"{both}engines.policy.min_engines = 2\n")
+        more = REWARD_ON_N1.replace('reward.nodes = ["n1"]', 'reward.nodes = ["n1", "local"]')
+        file = topology(tmp_path, f"{more}engines.policy.min_engines = 2", home="eth0", steps=1000)
         first, later = start(lan["n0"], file, "local"), start(lan["n1"], file, "n1")
         first.wait_for("step    3/", 120)
         later.signal(signal.SIGINT)

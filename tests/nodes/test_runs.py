@@ -3,61 +3,20 @@
 import json
 import re
 import stat
-import sys
 from pathlib import Path
-from typing import Any
 
-import msgspec
 import pytest
 
-from tests.support.machines.lan import ROOT, Lan, machines
-from tests.support.machines.machine import Machine, Process
+from tests.nodes.two_machines import RUN_S, check_books, check_learned, finishes, ready_hosts, start, topology
+from tests.support.machines.lan import machines
+from tests.support.machines.machine import Machine
 
 pytestmark = [pytest.mark.nodes, pytest.mark.timeout(400)]  # above RUN_S and the starts
-
-TWO = """
-include = "laptop.toml"
-run = {{ name = "two", dir = "{directory}" }}
-train.num_steps = {steps}
-nodes.local = {{ address = "{home}", gpus = 0 }}
-nodes.n1 = {{ address = "{other}", wait_s = 60 }}
-bus.node = "local"
-engines.policy.nodes = ["n1", "local"]
-engines.policy.num_engines = 2
-reward.nodes = ["n1"]
-"""
-RUN_S = 240.0
-
-
-def topology(directory: Path, *, home: str = "auto", other: str = "auto", steps: int = 20) -> Path:
-    file = directory / "two.toml"
-    file.write_text(TWO.format(directory=directory, home=home, other=other, steps=steps))
-    return file
-
-
-def start(machine: Machine, file: Path, node: str, *options: str) -> Process:
-    command = [sys.executable, "-P", str(ROOT / "bin" / "start_topology.py"), str(file), "--node", node, *options]
-    return machine.start(command, cwd=file.parent)
-
-
-def result(run_dir: Path) -> dict[str, Any]:
-    return msgspec.json.decode((run_dir / "result.json").read_bytes())
 
 
 def servers(machine: Machine) -> set[str]:
     """Addresses at which a machine listens, beyond itself."""
     return {each.address for each in machine.listening() if not each.address.startswith("127.")}
-
-
-def addresses_of(lan: Lan, run_dir: Path) -> list[str]:
-    """Every URL and host that the logs of both nodes name as ready."""
-    found: list[str] = []
-    for node in ("local", "n1"):
-        for line in (run_dir / "logs" / node / "daemon.jsonl").read_text().splitlines():
-            event = json.loads(line)
-            if event.get("change") == "ready" and event.get("host") is not None:
-                found.append(f"{node} {event['host']}")
-    return found
 
 
 @pytest.mark.parametrize("six", [False, True], ids=["IPv4", "IPv6"])
@@ -79,8 +38,7 @@ def test_a_run_on_two_machines_learns_and_its_books_close(tmp_path: Path, six: b
             found = servers(machine)
             assert address in found
             assert found <= {address, machine.address}  # gloo takes the IPv4 address of the interface
-        assert first.wait(RUN_S) == 0
-        assert later.wait(30) == 0, later.output()
+        finishes(first, later)
         took = re.search(r"first rollout after (-?[\d.]+) s", later.output())
         assert took is not None, later.output()
         assert 0 <= float(took[1]) < RUN_S, later.output()  # by its own clock
@@ -88,18 +46,12 @@ def test_a_run_on_two_machines_learns_and_its_books_close(tmp_path: Path, six: b
         assert again.wait(30) == 0, again.output()
         assert "run two is finished" in again.output()
     run_dir = tmp_path / "two"
-    assert set(addresses_of(lan, run_dir)) == {f"local {own[0]}", f"n1 {own[1]}"}
-    ended = result(run_dir)
-    assert ended["finished"]
-    groups = ended["result"]["groups"]
-    assert groups["trained"] == 20 * 64
-    assert groups["issued"] == groups["trained"] + sum(
-        groups[name] for name in groups if name not in ("issued", "trained")
-    )
+    assert ready_hosts(run_dir) == {f"local {own[0]}", f"n1 {own[1]}"}
+    check_books(run_dir, 20)
+    check_learned(run_dir)
     assert sorted(path.name for path in run_dir.glob("incarnation*")) == ["incarnation-local", "incarnation-n1"]
     assert "engine.policy.0.jsonl" in {path.name for path in (run_dir / "logs" / "n1").iterdir()}
     assert "engine.policy.1.jsonl" in {path.name for path in (run_dir / "logs" / "local").iterdir()}
-    assert ended["result"]["reward_last"] > ended["result"]["reward_first"]
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(21))
 
@@ -113,6 +65,5 @@ def test_addresses_are_dns_names_where_each_machine_resolves_its_own_name_to_loo
         n1 = lan.add("n1", hosts=[*names, "127.0.1.1 n1"])
         file = topology(tmp_path, home="n0.run.test", other="n1.run.test", steps=5)
         first, later = start(n0, file, "local"), start(n1, file, "n1")
-        assert first.wait(RUN_S) == 0, first.output()
-        assert later.wait(30) == 0, later.output()
-    assert set(addresses_of(lan, tmp_path / "two")) == {"local 10.77.0.10", "n1 10.77.0.11"}
+        finishes(first, later)
+    assert ready_hosts(tmp_path / "two") == {"local 10.77.0.10", "n1 10.77.0.11"}
