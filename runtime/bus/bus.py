@@ -88,7 +88,7 @@ class Bus:
             url, name=name, limits=limits, inboxes=inbox_prefix(run, name), certificate=certificate
         ) as connection:
             bus = cls(connection, run, name)
-            watch = partial(connection.outages.watch, partial(is_in_service, connection))
+            watch = partial(connection.outages.watch, partial(is_in_service, connection, stream_of(run, Plane.EVENT)))
             async with in_background(bus._room.keep_current), in_background(watch):
                 yield bus
 

@@ -185,7 +185,7 @@ def join_of(run: FoundRun) -> Join:
     if run.bus_url is not None:
         raise NotListening(
             f"run {run.name} uses the NATS server at {without_logins(run.bus_url)} (bus.url): its owner gives the "
-            "credentials; the accounts that it needs are in docs/run/external-clients.md"
+            "credentials; the accounts that it needs are in docs/run/nats-cluster.md"
         )
     if len(run.addresses) <= 1 and all(one is None or is_loopback(one) for one in run.addresses.values()):
         node = next(iter(run.addresses), SOLE_NODE)

@@ -16,6 +16,7 @@ from runtime.bus.limits import BusLimits
 from runtime.bus.nats.connection import open_connection
 from runtime.bus.nats.server import ServerSettings, server_command, write_config
 from runtime.bus.nats.store import api_call
+from runtime.util.secrets import Login, with_login
 
 NAMES = ("s1", "s2", "s3")
 READY_S = 30.0  # for the first election, on a busy machine
@@ -72,7 +73,8 @@ class ClusterServer:
 class Cluster:
     """A cluster of three servers."""
 
-    def __init__(self, directory: Path, extra: str = "") -> None:
+    def __init__(self, directory: Path, extra: str = "", login: Login | None = None) -> None:
+        self._login = login
         ports = _free_ports(2 * len(NAMES))
         listens = dict(zip(NAMES, ports[len(NAMES) :], strict=True))
         routes = ", ".join(f'"nats://127.0.0.1:{port}"' for port in listens.values())
@@ -142,7 +144,7 @@ class Cluster:
     async def _ask(self, name: str) -> dict[str, Any] | None:
         alive = ",".join(server.url for server in self.servers.values() if server.is_alive)
         try:
-            async with open_connection(alive, name="cluster", limits=LOOKING) as connection:
+            async with open_connection(with_login(alive, self._login), name="cluster", limits=LOOKING) as connection:
                 return await api_call(connection, name)
         except BusError:
             return None
@@ -154,14 +156,17 @@ class Cluster:
 
 
 @asynccontextmanager
-async def running_cluster(directory: Path, extra: str = "") -> AsyncGenerator[Cluster, None]:
+async def running_cluster(
+    directory: Path, extra: str = "", *, login: Login | None = None
+) -> AsyncGenerator[Cluster, None]:
     """Run three servers for the duration of a block, with their files in `directory`.
 
     Args:
         directory: holds a directory per server.
         extra: further lines of each configuration file, such as accounts.
+        login: of a user who may use JetStream, if the accounts need one.
     """
-    cluster = Cluster(directory, extra)
+    cluster = Cluster(directory, extra, login)
     try:
         cluster.start()
         await cluster.wait_ready()

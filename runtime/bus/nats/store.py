@@ -51,7 +51,9 @@ NOT_FOUND = "404"
 TOO_MANY = 413
 NOT_READY = 503  # HTTP-like code: JetStream is starting or lacks a resource
 ELECTING = frozenset({10005, 10009, 10158})  # a cluster's servers start or elect a leader, or store an earlier attempt
+STREAM_OFFLINE = 10118  # its servers are away
 PROBE_S = 1.0  # for JetStream to answer
+HEARD_S = 3.0  # since the last of the heartbeats that the servers of a stream send once a second
 
 
 class ApiError(msgspec.Struct, frozen=True):
@@ -93,6 +95,21 @@ class _Envelope(msgspec.Struct, frozen=True):
     error: ApiError | None = None
 
 
+class _Peer(msgspec.Struct, frozen=True):
+    active: int = 0  # nanoseconds since the leader heard from it
+
+
+class _StreamCluster(msgspec.Struct, frozen=True):
+    leader: str = ""
+    replicas: tuple[_Peer, ...] = ()  # without the leader
+
+
+class _StreamInfo(msgspec.Struct, frozen=True):
+    error: ApiError | None = None
+    cluster: _StreamCluster = _StreamCluster()
+
+
+_info_decoder = msgspec.json.Decoder(_StreamInfo)
 _answer_decoder = msgspec.json.Decoder(PublishAnswer)
 _envelope_decoder = msgspec.json.Decoder(_Envelope)
 
@@ -122,14 +139,20 @@ async def api_call(connection: Connection, name: str, request: dict[str, Any] | 
         failures += 1
 
 
-async def is_in_service(connection: Connection) -> bool:
-    """Whether JetStream answers. A cluster without a majority of its servers does not."""
+async def is_in_service(connection: Connection, stream: str) -> bool:
+    """Whether a stream can store: it has a leader, which hears from a majority of the stream's servers.
+
+    A leader notices only after 10 to 20 s that it has lost the others, and answers until then.
+    """
     try:
-        answer = await connection.request(f"{API}.INFO", b"", None, PROBE_S)
+        answer = await connection.request(f"{API}.STREAM.INFO.{stream}", b"", None, PROBE_S)
     except (Disconnected, AttemptTimeout, NoResponders):
         return False
-    error = _envelope_decoder.decode(answer.data).error
-    return error is None or error.code != NOT_READY
+    info = _info_decoder.decode(answer.data)
+    if info.error is not None:
+        return info.error.code != NOT_READY and info.error.err_code != STREAM_OFFLINE
+    heard = [peer for peer in info.cluster.replicas if peer.active < HEARD_S * NANOSECONDS]
+    return bool(info.cluster.leader) and len(heard) >= (1 + len(info.cluster.replicas)) // 2
 
 
 def _may_pass(error: ApiError) -> bool:

@@ -17,7 +17,7 @@ from runtime.settings.topology import Topology
 from runtime.util.secrets import Login, read_login, with_login
 
 GREETING_TIMEOUT_S: Final = 3.0
-LACKS_RIGHTS: Final = "this login lacks rights on the server (docs/run/external-clients.md has the lines):"
+LACKS_RIGHTS: Final = "this login lacks rights on the server (docs/run/nats-cluster.md has the lines):"
 ASKING: Final = BusLimits(connect_timeout_s=3.0, publish_timeout_s=3.0, attempt_timeout_s=2.0, drain_timeout_s=1.0)
 
 
