@@ -64,7 +64,7 @@ async def running(run_dir: Path) -> AsyncGenerator[Running]:
     """A run without processes; its daemon ends with the block."""
     run = Running(plan_with_accounts(run_dir))
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(run.run)
+        tasks.start_soon(run.daemon.run)  # the time limit is that of the test
         await eventually((run_dir / JOIN_FILE).exists)
         yield run
         os.kill(os.getpid(), signal.SIGTERM)
