@@ -118,11 +118,11 @@ def _head(topology: Topology, plan: Plan) -> Iterator[str]:
     weights = ", random weights" if topology.model.random_init else ""
     yield f"  model    {topology.model.hf_checkpoint} ({topology.model.dtype}{weights})"
     for data in topology.data:
-        use = (
-            "demonstrations"
-            if trains_demonstrations(topology)
-            else f"graded by {data.rm_type or 'the grader that each row names'}"
-        )
+        use = f"graded by {data.rm_type or 'the grader that each row names'}"
+        if trains_demonstrations(topology):
+            use = "demonstrations"
+        elif data.rm_type in topology.reward.external:
+            use += " of external workers"
         yield f"  data     {data.name}: {data.path or data.source}, {use}"
     requested, steps = over_sampling_batch_size(rollout), topology.algorithm.num_steps_per_rollout
     parts = [f"{_length(topology)} of {rollout.rollout_batch_size} groups x {_samples(rollout)}"]

@@ -70,7 +70,10 @@ class Scorer:
 
     def waits_for(self) -> str:
         """Describe the missing answers for people; empty if there are none."""
-        return f"answers to {count_of(len(self._waiting), 'score request')}" if self._waiting else ""
+        if not self._waiting:
+            return ""
+        graders = ", ".join(sorted({answer.grader for answer in self._waiting.values()}))
+        return f"answers to {count_of(len(self._waiting), 'score request')} ({graders})"
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         """Receive answers. Never returns."""
@@ -103,7 +106,7 @@ class Scorer:
         assert self._inbox is not None, "run() has started"
         request_id = uuid.uuid4().hex
         token = OWN_GRADERS if own else grader_token(rm_type)
-        answer = self._waiting[request_id] = _Answer(token)
+        answer = self._waiting[request_id] = _Answer(rm_type, token)
         request = ScoreRequested(
             request_id=request_id,
             reply_to=self._inbox.reply_to(token),
@@ -250,8 +253,9 @@ def _failures(items: Sequence[ScoreItem], error: str) -> list[Score]:
 
 
 class _Answer:
-    def __init__(self, token: str) -> None:
-        self.token = token  # of the grader
+    def __init__(self, grader: str, token: str) -> None:
+        self.grader = grader
+        self.token = token  # of the workers that may answer
         self.arrived = anyio.Event()
         self.scores: Sequence[Score] | None = None
         self.seq = 0  # of the newest copy of the request in the work stream

@@ -69,6 +69,12 @@ def test_a_filter_is_drawn_only_where_the_recipe_has_one() -> None:
     assert "filter" in drawn(LAPTOP, "rollout.dynamic_filter=nonzero_std")
 
 
+def test_a_grader_of_external_workers_is_drawn_as_theirs() -> None:
+    external = ("reward.external=['judge']", "data.0.rm_type=judge", "nodes.local.address=auto")
+    assert "graded by judge of external workers" in drawn(LAPTOP, *external)
+    assert "external" not in drawn(LAPTOP)
+
+
 def test_a_plan_is_also_json() -> None:
     plan = planned(load(LAPTOP))
     assert msgspec.json.decode(msgspec.json.encode(plan), type=Plan) == plan

@@ -114,6 +114,16 @@ async def test_a_request_that_was_lost_three_times_goes_to_the_own_actors_of_the
     await eventually(nothing_left)
 
 
+async def test_the_graders_that_rollout_waits_for_are_named(bus: Bus) -> None:
+    async with dropping(bus, "exact_match", num=0) as scorer, anyio.create_task_group() as group:
+        assert scorer.waits_for() == ""
+        group.start_soon(scorer.score, TASK, [ITEM])
+        group.start_soon(scorer.score, TASK, [ITEM])
+        await anyio.wait_all_tasks_blocked()
+        assert scorer.waits_for() == "answers to 2 score requests (exact_match)"
+        group.cancel_scope.cancel()
+
+
 async def test_samples_fail_by_cause_where_only_external_workers_grade(bus: Bus) -> None:
     async with dropping(bus, "exact_match", external=["exact_match"]) as scorer:
         (score,) = await scorer.score(TASK, [ITEM])
