@@ -151,6 +151,7 @@ def _ready(loaded: LoadedTopology, args: argparse.Namespace, screen: Screen) -> 
     --check and a start both use it, so they refuse the same topologies.
     """
     from runtime.node.checks.hub import hub_models, with_cached
+    from runtime.node.claims.claim import RunClaimed
     from runtime.node.claims.rundir import RunRefused, check_start
 
     loaded = with_cached(loaded, lambda found: screen.show(f"note: {found}"))
@@ -162,9 +163,12 @@ def _ready(loaded: LoadedTopology, args: argparse.Namespace, screen: Screen) -> 
     if any(hub_models(loaded)):  # the model must be downloaded first: further checks are not possible
         return loaded.topology
     topology = _fitted(_counted(loaded, screen).topology, screen)
+    node = _node_of(topology, args.node)
     try:
-        check_start(topology, args.fresh, _node_of(topology, args.node), join=args.join, take_over=args.take_over)
+        check_start(topology, args.fresh, node, join=args.join, take_over=args.take_over)
     except RunRefused as error:
+        if len(topology.nodes) > 1 and node == home_node(topology) and not isinstance(error.__cause__, RunClaimed):
+            raise TopologyError([Problem(key="", message=str(error))]) from error  # it refuses all nodes
         raise WrongInput(str(error)) from error
     return topology
 

@@ -19,7 +19,7 @@ from runtime.bus.errors import BusError
 from runtime.bus.nats.accounts import NODE_USER
 from runtime.bus.nats.certificate import own_certificate
 from runtime.bus.nats.server import ServerSettings
-from runtime.node.acceptance import Acceptance, Answer, NodeStatement, NotAnswered
+from runtime.node.acceptance import READ_WITHIN_S, Acceptance, Answer, NodeStatement, NotAnswered
 from runtime.node.checks.facts import NodeFacts, facts_here
 from runtime.node.checks.machine import raise_open_files
 from runtime.node.claims.claim import Claim, RunClaimed, refuse_claimed
@@ -123,13 +123,13 @@ def start(
     Raises:
         RunRefused: the run cannot be started.
     """
+    run_dir = Path(topology.run.dir) / topology.run.name
+    if options.problems and options.node == home_node(topology):
+        _report_problems(topology, options, run_dir, show)
     check_start(topology, options.fresh, options.node, join=options.join, take_over=options.take_over)
     raise_open_files(topology)
-    run_dir = Path(topology.run.dir) / topology.run.name
     if options.node != home_node(topology):
         return _take_part(topology, options, run_dir, specs_of=specs_of, show=show, rewrite=rewrite)
-    if options.problems:
-        _report_problems(topology, options, run_dir, show)
     with _claim(run_dir, claimed_node(topology, options.node)) as claim:
         _refuse_beside(claim)
         if options.fresh is not None:
@@ -161,7 +161,8 @@ def _report_problems(topology: Topology, options: StartOptions, run_dir: Path, s
     reasons = "\n".join(map(str, options.problems))
     if options.fresh is None and _finished(topology, run_dir) is not None:
         raise RunRefused(reasons)  # the other nodes end by themselves
-    show(f"reporting this to node {', '.join(name for name in topology.nodes if name != options.node)}")
+    others = ", ".join(name for name in topology.nodes if name != options.node)
+    show(f"reporting this to node {others}, for up to {READ_WITHIN_S:g} s")
     try:
         with _claim(run_dir, options.node) as claim:
             _refuse_beside(claim)

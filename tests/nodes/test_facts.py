@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from runtime.bus.nats.server import server_binary
+from runtime.settings.load import load_topology
+from runtime.settings.topology import encode_topology
 from tests.nodes.two_machines import REFUSED_S, RUN_S, apart, check_books, copy_join, ends, finishes, start
 from tests.support.machines.lan import ROOT, machines
 
@@ -73,6 +75,18 @@ def test_a_model_that_one_machine_lacks_ends_the_start_on_both(tmp_path: Path, l
         (fits,) = set(started) - {lacks}
         assert f"node {lacks}: {reason}" in started[fits].output()
         assert started[lacks].output().count(reason) == 2  # at once, and as its error
+
+
+def test_a_changed_recipe_that_home_refuses_ends_the_start_on_both(tmp_path: Path) -> None:
+    file, run_dir = apart(tmp_path, transport="disk"), tmp_path / "runs" / "apart"
+    run_dir.mkdir(mode=0o700)
+    before = load_topology(file, ("rollout.n_samples_per_prompt=4",)).topology
+    (run_dir / "topology.json").write_bytes(encode_topology(before))
+    with machines(shared=[tmp_path]) as lan:
+        other, home = start(lan.add("n1"), file, "n1"), start(lan.add("n0"), file, "local")
+        ends(home, other, within_s=REFUSED_S, code=2)
+        for process in (home, other):
+            assert "holds a run with another recipe:\n  rollout.n_samples_per_prompt: 4 → 8" in process.output()
 
 
 @pytest.mark.nightly
