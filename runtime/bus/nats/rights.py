@@ -46,7 +46,6 @@ class Right(NamedTuple):
 def rights_of_run(run: str) -> Iterator[Right]:
     """Yield all rights that the login of a run needs."""
     bucket, inboxes = bucket_of(run), f"{INBOX}.{run}"
-    yield _publish(f"{API}.INFO", body=b"")
     for stream in (f"KV_{bucket}", *(stream_of(run, plane) for plane in STORED_PLANES)):
         for call in STREAM_CALLS:
             yield _publish(f"{API}.STREAM.{call}.{stream}")

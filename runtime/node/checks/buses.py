@@ -19,6 +19,7 @@ from runtime.util.secrets import Login, read_login, with_login
 GREETING_TIMEOUT_S: Final = 3.0
 LACKS_RIGHTS: Final = "this login lacks rights on the server (docs/run/nats-cluster.md has the lines):"
 ASKING: Final = BusLimits(connect_timeout_s=3.0, publish_timeout_s=3.0, attempt_timeout_s=2.0, drain_timeout_s=1.0)
+ASKING_CLUSTER: Final = msgspec.structs.replace(ASKING, publish_timeout_s=15.0)  # its servers may be electing a leader
 
 
 class Asker(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,7 +128,8 @@ async def _look_at(topology: Topology, url: str, asker: Asker) -> tuple[list[str
     from runtime.node.claims.run_id import RunMismatch, check_run_id  # imports nats-py, which few topologies need here
 
     run = topology.run
-    async with Bus.connect(url, run.name, name="check", limits=ASKING) as bus:
+    limits = ASKING_CLUSTER if "," in url else ASKING
+    async with Bus.connect(url, run.name, name="check", limits=limits) as bus:
         if missing := await bus.missing_rights():
             return missing, None
         await bus.holdings()
