@@ -250,8 +250,12 @@ class AlgorithmConfig(Config, frozen=True, kw_only=True):
     opsm_delta: NonNegative = 1e-4
     # Weight of the KL divergence from the reference model in the loss. 0 turns it off: no reference model is loaded.
     kl_loss_coef: NonNegative = 0.0
-    # Estimator of the KL divergence. "low_var_kl" is k3 clipped at 10 nats.
-    kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = "k1"
+    # Estimator of the KL divergence. "low_var_kl" is k3 clipped at 10 nats. "k3+" has the value of k3 and the gradient
+    # of k2.
+    kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl", "k3+"] = "k1"
+    # Multiply the KL divergence by the ratio of policy and old policy, which makes it unbiased for tokens that the old
+    # policy sampled.
+    use_unbiased_kl: bool = False
     # Weight of the entropy bonus.
     entropy_coef: NonNegative = 0.0
     # Weight of the entropy bonus at the last planned train step, reached linearly. By default the weight is constant.
@@ -411,7 +415,7 @@ def loss_mode(algorithm: AlgorithmConfig) -> LossMode:
 
 def reads_old_log_probs(algorithm: AlgorithmConfig) -> bool:
     """Return whether the loss or a correction of it compares with the old policy."""
-    corrects = algorithm.use_tis or algorithm.use_rs or algorithm.use_opsm
+    corrects = algorithm.use_tis or algorithm.use_rs or algorithm.use_opsm or algorithm.use_unbiased_kl
     return corrects or loss_mode(algorithm) not in ("prime_rl", "prime_rl_ipo", "gpg")
 
 

@@ -8,36 +8,54 @@ from torch import Tensor
 
 from actors.trainer.algorithms.loss_inputs import bounded
 
-KlEstimator = Literal["k1", "k2", "k3", "low_var_kl"]
+KlEstimator = Literal["k1", "k2", "k3", "low_var_kl", "k3+"]
 
 LOW_VAR_KL_LIMIT: Final = 10.0  # nats
 
 
 def kl_divergence(
-    log_probs: Tensor, ref_log_probs: Tensor, estimator: KlEstimator, *, max_log_ratio: float = math.inf
+    log_probs: Tensor,
+    ref_log_probs: Tensor,
+    estimator: KlEstimator,
+    *,
+    old_log_probs: Tensor | None = None,
+    max_log_ratio: float = math.inf,
 ) -> Tensor:
     """Estimate KL(policy || reference) per token from the sampled token alone.
 
     With d = log_probs - ref_log_probs: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d, and low_var_kl = k3 clamped to
-    10 nats. k1 is unbiased and may be negative. k3 is unbiased and never negative.
+    10 nats. k1 is unbiased and may be negative. k3 is unbiased and never negative. "k3+" has the value of k3 and the
+    gradient of k2, which is an unbiased gradient of the divergence.
+
+    With old log-probs the estimate is multiplied by exp(log_probs - old_log_probs), with its gradient: then estimate
+    and gradient are unbiased for tokens that the old policy sampled.
 
     Args:
         log_probs: [M], of the policy.
         ref_log_probs: [M], of the reference.
-        estimator: k1, k2, k3 or low_var_kl.
-        max_log_ratio: Limit in nats of the log-ratio that k3 exponentiates, as in the policy loss.
+        estimator: k1, k2, k3, low_var_kl or k3+.
+        old_log_probs: [M], of the old policy. None: no factor.
+        max_log_ratio: Limit in nats of the log-ratios that are exponentiated, as in the policy loss.
 
     Returns:
         [M], nats.
 
     Source:
-        Schulman, "Approximating KL divergence", 2020. The limit of 10 nats is that of verl and slime.
+        Schulman, "Approximating KL divergence", 2020. The limit of 10 nats is that of verl and slime. The factor:
+        DeepSeek-V3.2, arXiv 2512.02556, as in slime. k3+: verl.
     """
-    difference = log_probs - ref_log_probs
+    found = _estimated(log_probs - ref_log_probs, estimator, max_log_ratio)
+    if old_log_probs is not None:
+        found = torch.exp(bounded(log_probs - old_log_probs, max_log_ratio)) * found
+    return found.clamp(-LOW_VAR_KL_LIMIT, LOW_VAR_KL_LIMIT) if estimator == "low_var_kl" else found
+
+
+def _estimated(difference: Tensor, estimator: KlEstimator, max_log_ratio: float) -> Tensor:
+    k2 = difference.square() / 2
     if estimator == "k1":
         return difference
     if estimator == "k2":
-        return difference.square() / 2
+        return k2
     difference = bounded(difference, max_log_ratio)
     k3 = torch.exp(-difference) - 1 + difference
-    return k3 if estimator == "k3" else k3.clamp(-LOW_VAR_KL_LIMIT, LOW_VAR_KL_LIMIT)
+    return k3.detach() + (k2 - k2.detach()) if estimator == "k3+" else k3

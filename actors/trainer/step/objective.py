@@ -126,6 +126,7 @@ class Objective:
                 inputs.log_probs,
                 inputs.ref_log_probs,
                 algorithm.kl_loss_type,
+                old_log_probs=inputs.old_log_probs if algorithm.use_unbiased_kl else None,
                 max_log_ratio=algorithm.max_log_ratio,
             )
             total = total + algorithm.kl_loss_coef * divergence

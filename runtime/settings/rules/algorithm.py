@@ -137,6 +137,11 @@ def _terms(recipe: Recipe) -> Iterator[Problem]:
     if recipe.model.ref_load is not None and algorithm.kl_loss_coef == 0:
         message = "has no effect unless algorithm.kl_loss_coef is above 0"
         yield Problem.of("model.ref_load", recipe.model.ref_load, message)
+    if algorithm.use_unbiased_kl and (algorithm.kl_loss_coef == 0 or algorithm.kl_loss_type == "k3+"):
+        message = "has no effect unless algorithm.kl_loss_coef is above 0"
+        if algorithm.kl_loss_coef:
+            message = 'cannot be combined with algorithm.kl_loss_type = "k3+", whose gradient is unbiased without it'
+        yield Problem.of("algorithm.use_unbiased_kl", True, message)
     if algorithm.eps_clip >= 1 and loss_mode(algorithm) in CLIPPED:
         message = "must be below 1: ratios are clipped at 1 - eps_clip"
         yield Problem.of("algorithm.eps_clip", algorithm.eps_clip, message)

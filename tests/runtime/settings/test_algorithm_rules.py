@@ -58,6 +58,16 @@ from tests.runtime.settings.shipped import LAPTOP, problems
             "must be below algorithm.tis_clip = 2",
         ),
         (
+            ("algorithm.use_unbiased_kl=true",),
+            "algorithm.use_unbiased_kl",
+            "has no effect unless algorithm.kl_loss_coef is above 0",
+        ),
+        (
+            ("algorithm.use_unbiased_kl=true", "algorithm.kl_loss_coef=0.1", "algorithm.kl_loss_type='k3+'"),
+            "algorithm.use_unbiased_kl",
+            'cannot be combined with algorithm.kl_loss_type = "k3+"',
+        ),
+        (
             ("algorithm.loss_scale_factor=128",),
             "algorithm.loss_scale_factor",
             'has no effect with algorithm.loss_agg_mode = "token-mean"; it applies to seq-mean-token-sum-norm',

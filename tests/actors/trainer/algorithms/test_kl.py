@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from actors.trainer.algorithms.kl import kl_divergence
+from tests.actors.trainer.algorithms.peers import SLIME, VERL, column
 
 
 @pytest.mark.parametrize(
@@ -37,3 +38,41 @@ def test_a_divergence_beyond_the_largest_log_ratio_has_a_finite_gradient(kind) -
     assert divergence.isfinite().all()
     assert new.grad is not None
     assert new.grad.tolist() == pytest.approx([0.0, 0.0, 1.0 - math.exp(0.5)])
+
+
+def test_k3_plus_has_the_value_of_k3_and_the_gradient_of_k2() -> None:
+    new = torch.tensor([-1.5, -0.2], requires_grad=True)
+    found = kl_divergence(new, torch.tensor([-1.0, -1.0]), "k3+")
+    found.sum().backward()
+    assert found.tolist() == pytest.approx([math.exp(0.5) - 1.5, math.exp(-0.8) - 0.2], rel=1e-6)
+    assert new.grad is not None
+    assert new.grad.tolist() == pytest.approx([-0.5, 0.8])
+
+
+@pytest.mark.parametrize("name", SLIME["kl"])
+def test_estimators_are_those_of_slime(name: str) -> None:
+    estimator, *unbiased = name.split()
+    compared(estimator, SLIME["kl"][name], column("old") if unbiased else None)
+
+
+@pytest.mark.parametrize("name", VERL["kl"])
+def test_estimators_are_those_of_verl(name: str) -> None:
+    compared(name, VERL["kl"][name], None)
+
+
+def compared(estimator, peer: dict, old: torch.Tensor | None) -> None:
+    new = column("new", gradient=True)
+    found = kl_divergence(new, column("ref"), estimator, old_log_probs=old)
+    found.sum().backward()
+    assert found.sum().item() == pytest.approx(peer["loss"], rel=1e-6, abs=1e-6)
+    assert new.grad is not None
+    assert new.grad.tolist() == pytest.approx(peer["gradient"], rel=1e-6, abs=1e-6)
+
+
+def test_the_ratio_to_the_old_policy_is_finite_at_any_log_ratio() -> None:
+    new = torch.tensor([-91.0, -1.0], requires_grad=True)
+    found = kl_divergence(new, torch.tensor([-1.0, -91.0]), "k3", old_log_probs=-92 - new.detach(), max_log_ratio=20.0)
+    found.sum().backward()
+    assert found.isfinite().all()
+    assert new.grad is not None
+    assert new.grad.isfinite().all()
