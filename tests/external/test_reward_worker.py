@@ -35,6 +35,9 @@ def fails(sample):
 def sleeps(sample):
     time.sleep(float(sample.response))
     return 1.0
+
+def reads(sample):
+    return float("password" in open(sample.response).read())
 """
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
@@ -155,7 +158,30 @@ async def test_a_stopped_worker_gives_back_what_it_does_not_finish(run_server: R
     async with worker(run_server, "match") as other:
         assert (await run_server.answer()).request_id == "long"
         await eventually(run_server.is_done)
-        await other.stop()
+        assert await other.stop() == EXIT_OK
+
+
+async def test_another_worker_gets_the_requests_of_a_killed_one(run_server: RunServer) -> None:
+    async with worker(run_server, "sleeps", "--processes", "1") as alice:
+        await run_server.put(score_request("long", items("60")))
+        await eventually(run_server.is_held)
+        async with worker(run_server, "match") as other:
+            await other.until("connected to")
+            alice.process.kill()
+            assert (await run_server.answer()).request_id == "long"
+            await eventually(run_server.is_done)
+            assert await other.stop() == EXIT_OK
+
+
+@pytest.mark.parametrize(("sandbox", "reads"), [("none", True), ("isolated", False)])
+async def test_only_an_isolated_grader_cannot_read_the_credential(
+    run_server: RunServer, sandbox: str, reads: bool
+) -> None:
+    async with worker(run_server, "reads", "--sandbox", sandbox) as alice:
+        await run_server.put(score_request("first", items(str(run_server.credential(ALICE)))))
+        (score,) = (await run_server.answer()).scores
+        assert (score.reward == 1.0) is reads, alice.shown
+        assert await alice.stop() == EXIT_OK
 
 
 async def test_it_outlives_an_outage_of_the_server(run_server: RunServer) -> None:
