@@ -23,6 +23,7 @@ from runtime.node.daemon import NodeDaemon
 from runtime.node.node_plan import RunEnd, announcement, exit_code_of
 from runtime.report.report import Notice, Report
 from runtime.settings.processes import PortRequest, ProcessSpec, Tier, WhenListening
+from tests.fixtures.nats import eventually
 from tests.runtime.node.daemons import Running, broken_engine, plan, player, pool
 
 pytestmark = pytest.mark.anyio
@@ -302,7 +303,10 @@ async def test_a_home_that_finds_a_later_one_ends_with_its_bus(tmp_path: Path) -
         tasks.start_soon(running.run)
         await running.shown("step 1/3")
         server = pid_of(tmp_path / "r", "nats-server")
-        await HomeLease.take(tmp_path / "r", "n0", take_over=True, place="elsewhere")
+        later = await HomeLease.take(tmp_path / "r", "n0", take_over=True, place="elsewhere")
+        tasks.start_soon(later.keep, 0.1)  # the running home may just have read the file, and overwrites it once more
+        await eventually(lambda: running.outcome is not None, timeout_s=30)
+        tasks.cancel_scope.cancel()
     assert running.outcome is not None
     assert running.outcome.error is not None
     assert running.outcome.error.endswith("is home now")

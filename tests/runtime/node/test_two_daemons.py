@@ -35,27 +35,30 @@ def node_plan(node: str, url: str, run_dir: Path, process: ProcessSpec, *, run: 
 
 
 @asynccontextmanager
-async def two_nodes(url: str, run: str, tmp_path: Path, **changes: Any) -> AsyncGenerator[tuple[Running, Running]]:
-    """Two daemons at work, until both have ended."""
+async def two_nodes(
+    url: str, run: str, tmp_path: Path, *, within_s: float = 15.0, **changes: Any
+) -> AsyncGenerator[tuple[Running, Running]]:
+    """Two daemons at work, until both have ended, within so many seconds after both are at work."""
     running: list[Running] = []
-    async with anyio.create_task_group() as tasks:
-        for node, steps in (("n0", "1"), ("n1", "0")):
-            spec = player(steps, "--then", "sleep", name=f"player-{node}")
-            of_node = node_plan(node, url, tmp_path / node, spec, run=run)
-            running.append(Running(msgspec.structs.replace(of_node, nodes=("n0", "n1"), **changes)))
-            tasks.start_soon(running[-1].run)
-            log = tmp_path / node / "logs" / f"player-{node}.jsonl"
-            await eventually(lambda: log.exists() and "played" in log.read_text())  # noqa: B023 - awaited at once
-        yield running[0], running[1]
+    with anyio.fail_after(None) as scope:
+        async with anyio.create_task_group() as tasks:
+            for node, steps in (("n0", "1"), ("n1", "0")):
+                spec = player(steps, "--then", "sleep", name=f"player-{node}")
+                of_node = node_plan(node, url, tmp_path / node, spec, run=run)
+                running.append(Running(msgspec.structs.replace(of_node, nodes=("n0", "n1"), **changes)))
+                tasks.start_soon(running[-1].run)
+                log = tmp_path / node / "logs" / f"player-{node}.jsonl"
+                await eventually(lambda: log.exists() and "played" in log.read_text())  # noqa: B023 - awaited at once
+            scope.deadline = anyio.current_time() + within_s
+            yield running[0], running[1]
 
 
 async def test_a_stop_of_the_home_node_ends_every_node_with_the_same_code(
     nats_server: NatsServer, tmp_path: Path
 ) -> None:
     """The other nodes ended after 33 s, with "the bus failed"."""
-    with anyio.fail_after(15):
-        async with two_nodes(nats_server.url, "stopped", tmp_path) as (home, other):
-            home.daemon._end(RunEnd(finished=False, stopped_by=signal.SIGINT))
+    async with two_nodes(nats_server.url, "stopped", tmp_path) as (home, other):
+        home.daemon._end(RunEnd(finished=False, stopped_by=signal.SIGINT))
     assert home.outcome is not None
     assert other.outcome is not None
     assert other.outcome.stopped == RunStopped(node="n0", reason="SIGINT", exit_code=130)
@@ -66,41 +69,38 @@ async def test_a_node_that_still_reads_the_past_ends_with_the_run(
     nats_server: NatsServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A node that started again in a long run folded its past for 20 s, and home no longer waited for it."""
-    with anyio.fail_after(15):
-        async with two_nodes(nats_server.url, "reads", tmp_path) as (home, other):
-            reading = anyio.Event()
+    async with two_nodes(nats_server.url, "reads", tmp_path) as (home, other):
+        reading = anyio.Event()
 
-            async def take(_event: object) -> None:
-                reading.set()
-                await anyio.sleep_forever()
+        async def take(_event: object) -> None:
+            reading.set()
+            await anyio.sleep_forever()
 
-            monkeypatch.setattr(other.daemon.reporting, "take", take)
-            async with Bus.connect(nats_server.url, "reads", name="test") as bus:
-                await bus.publish(ActorStarted(actor="player-n0", node="n0", pid=7, restarts=1))
-            await reading.wait()
-            home.daemon._end(RunEnd(finished=False, stopped_by=signal.SIGINT))
+        monkeypatch.setattr(other.daemon.reporting, "take", take)
+        async with Bus.connect(nats_server.url, "reads", name="test") as bus:
+            await bus.publish(ActorStarted(actor="player-n0", node="n0", pid=7, restarts=1))
+        await reading.wait()
+        home.daemon._end(RunEnd(finished=False, stopped_by=signal.SIGINT))
     assert other.outcome is not None
     assert exit_code_of(other.outcome) == 130
 
 
 async def test_another_node_that_is_stopped_leaves_and_the_run_goes_on(nats_server: NatsServer, tmp_path: Path) -> None:
     """Home went on without a word."""
-    with anyio.fail_after(15):
-        async with two_nodes(nats_server.url, "left", tmp_path) as (home, other):
-            other.daemon._end(RunEnd(finished=False, stopped_by=signal.SIGINT))
-            await home.shown("node n1 left the run: SIGINT")
-            assert home.outcome is None
-            home.daemon._end(RunEnd(finished=False, stopped_by=signal.SIGTERM))
+    async with two_nodes(nats_server.url, "left", tmp_path) as (home, other):
+        other.daemon._end(RunEnd(finished=False, stopped_by=signal.SIGINT))
+        await home.shown("node n1 left the run: SIGINT")
+        assert home.outcome is None
+        home.daemon._end(RunEnd(finished=False, stopped_by=signal.SIGTERM))
     assert other.outcome is not None
     assert exit_code_of(other.outcome) == 130
 
 
 async def test_giving_up_on_any_node_ends_the_run(nats_server: NatsServer, tmp_path: Path) -> None:
-    with anyio.fail_after(15):
-        async with two_nodes(nats_server.url, "given-up", tmp_path) as (home, other):
-            spec = player("0", name="player-n1")
-            failure = GivenUp(spec=spec, exit_code=2, reason="no such data", log="", tail=())
-            other.daemon._end(RunEnd(finished=False, failure=failure))
+    async with two_nodes(nats_server.url, "given-up", tmp_path) as (home, other):
+        spec = player("0", name="player-n1")
+        failure = GivenUp(spec=spec, exit_code=2, reason="no such data", log="", tail=())
+        other.daemon._end(RunEnd(finished=False, failure=failure))
     assert home.outcome is not None
     assert home.outcome.stopped == RunStopped(node="n1", reason="player-n1: no such data", exit_code=2)
     assert exit_code_of(home.outcome) == 2
@@ -140,11 +140,10 @@ async def test_a_node_that_joins_after_the_run_was_stopped_ends_with_it(
 
 
 async def test_home_counts_the_engines_that_other_nodes_gave_up(nats_server: NatsServer, tmp_path: Path) -> None:
-    with anyio.fail_after(15):
-        async with two_nodes(
-            nats_server.url, "counted", tmp_path, needs=(pool("n0", "n1", least=2),), waits={"n1": 60.0}
-        ) as (home, other):
-            other.daemon._supervision.start(broken_engine(1))
+    async with two_nodes(
+        nats_server.url, "counted", tmp_path, needs=(pool("n0", "n1", least=2),), waits={"n1": 60.0}
+    ) as (home, other):
+        other.daemon._supervision.start(broken_engine(1))
     assert home.outcome is not None
     assert home.outcome.error == (
         "engines.policy: 1 of 2 engines are left, fewer than min_engines = 2: engine.policy.1: exit code 7"
@@ -197,10 +196,12 @@ async def test_home_waits_for_a_node_that_it_needs_and_then_ends_with_its_name(
     nats_server: NatsServer, tmp_path: Path
 ) -> None:
     need = Need("trainer.1", (Part("trainer.1", {"trainer.1": "n1"}),), 1)
-    with anyio.fail_after(28):
-        async with two_nodes(nats_server.url, "needed", tmp_path, needs=(need,), waits={"n1": 6.0}) as (home, other):
-            other.daemon._end(RunEnd(finished=False, stopped_by=signal.SIGINT))
-            await home.shown("waiting for node n1, up to 6 s (nodes.n1.wait_s): trainer.1 can run on no other node")
+    async with two_nodes(nats_server.url, "needed", tmp_path, within_s=28.0, needs=(need,), waits={"n1": 6.0}) as (
+        home,
+        other,
+    ):
+        other.daemon._end(RunEnd(finished=False, stopped_by=signal.SIGINT))
+        await home.shown("waiting for node n1, up to 6 s (nodes.n1.wait_s): trainer.1 can run on no other node")
     assert home.outcome is not None
     assert home.outcome.error == (
         "node n1 did not come within 6 s (nodes.n1.wait_s): trainer.1 can run on no other node"
