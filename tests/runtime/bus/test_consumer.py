@@ -164,11 +164,11 @@ async def test_a_quick_worker_fetches_ahead_by_its_rate_and_a_slow_one_holds_not
     async with bus.consume(ScoreRequested, durable="score", prefetch_by_rate=True) as deliveries:
         slow = [await taken(deliveries) for _ in range(6)]
         assert not deliveries._pull.buffered
-        assert deliveries._pull.ahead == 0
+        assert deliveries._pull._ahead() == 0
         for delivery in slow:
             await delivery.ack()
         await (await taken(deliveries)).ack()
-        assert deliveries._pull.ahead >= 3  # six ended in one second, or in two that touch
+        assert deliveries._pull._ahead() >= 3  # six ended in one second, or in two that touch
         await eventually(lambda: len(deliveries._pull.buffered) >= 2)
 
 
