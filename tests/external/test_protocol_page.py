@@ -17,7 +17,7 @@ from tests.support.page_programs import PAGE, javascript_worker, python_program
 
 MAX_LINES = 40
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.timeout(180)]
 
 
 @pytest.fixture(scope="session")

@@ -40,7 +40,7 @@ def reads(sample):
     return float("password" in open(sample.response).read())
 """
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.timeout(180)]
 
 
 class Worker:
