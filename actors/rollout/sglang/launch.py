@@ -33,7 +33,7 @@ KINDS = {  # by name of the argument's type function: Python types, json.loads, 
 
 
 def main() -> None:
-    """Become the server, or describe its arguments."""
+    """Run the server in this process, or print its arguments as JSON."""
     module, *arguments = sys.argv[1:]
     here = str(Path(__file__).resolve().parent)  # the file names here must not shadow modules that SGLang imports
     sys.path[:] = [place for place in sys.path if place != here]
@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def server_parser() -> argparse.ArgumentParser:
-    """Return the server's own argument parser. It imports what the server imports right after."""
+    """Return the server's argument parser. The modules that it imports are needed by the server, too."""
     from sglang.srt.server_args import ServerArgs  # pyright: ignore[reportMissingImports, reportUnknownVariableType]
 
     parser = argparse.ArgumentParser(add_help=False)

@@ -1,4 +1,4 @@
-"""A generation request: parameters, output, end. Also the error of a refused one."""
+"""A generation request: sampling parameters, stop conditions, output, and why it ended."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple

@@ -19,7 +19,7 @@ class SchemaError(ValueError):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`sampling_params` of a request. Fields of the second block must keep their defaults."""
+    """`sampling_params` of a request. The fields in UNSUPPORTED_SAMPLING must keep their defaults."""
 
     max_new_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None
     temperature: Annotated[float, msgspec.Meta(ge=0)] = 1.0

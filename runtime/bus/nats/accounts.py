@@ -89,8 +89,8 @@ class Rights(msgspec.Struct, frozen=True, kw_only=True):
 def _grader_services(run: str, grader: str) -> list[_Service]:
     """Return what the workers of one grader may publish on: pull, acknowledge, answer, and read stored prompts.
 
-    JetStream clients request the consumer's state before they pull. Under $JS.API the external account, which has no
-    JetStream, answers that, too, and first: with an error. Such clients use the run's name as their domain.
+    JetStream clients request the consumer's state before they pull. Under $JS.API two accounts answer: the external
+    one, which has no JetStream, answers first, with an error. So these clients use the run's name as their domain.
     """
     token = grader_token(grader)
     consumer = f"{stream_of(run, Plane.WORK)}.{score_durable(token)}"

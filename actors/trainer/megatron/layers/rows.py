@@ -108,13 +108,13 @@ def own_context() -> Context:
 
 
 def _halves(lengths: Ints, context: Context) -> list[tuple[Ints, Ints]]:
-    """For each of a rank's two chunks of every sequence, return the numbers of queries and of keys that they see."""
+    """Return the numbers of queries and of visible keys of each sequence, for each of this rank's two chunks."""
     chunks = lengths // context.multiple
     return [(chunks, (which + 1) * chunks) for which in (context.rank, context.multiple - 1 - context.rank)]
 
 
 def _columns(lengths: Ints, starts: Ints, context: Context) -> Sequence[Ints]:
-    """Row metadata: sequence bounds; with context parallelism, the order and each half's rows, keys and bounds."""
+    """Return a row's index arrays: sequence bounds; with context parallelism, the order and each chunk's rows and keys."""
     if context.size == 1:
         return [_bounds(lengths)]
     columns = [context.order(lengths)]
