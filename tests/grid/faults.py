@@ -9,7 +9,7 @@ from unittest import mock
 
 import numpy as np
 
-from actors.trainer.algorithms import log_probs
+from actors.trainer.algorithms import log_probs, loss_inputs
 from actors.trainer.data.batch import with_mtp
 from actors.trainer.data.context import Context
 from actors.trainer.megatron import groups
@@ -111,6 +111,9 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "an MTP layer reads its rank's next token": lambda: mock.patch.object(train_step, "with_mtp", _next_of_part),
     "MLA down projections are sharded": lambda: mock.patch.object(
         attention.MlaAttention, "__init__", MLASelfAttention.__init__
+    ),
+    "sums over a sequence are a rank's own": lambda: mock.patch.object(
+        loss_inputs, "_summed", lambda values, group: values.clone()
     ),
     "sequences are cut plainly": lambda: mock.patch.object(Context, "kept", _plain_cut),
     "keys take their own rank's gradient": lambda: mock.patch.object(

@@ -10,6 +10,25 @@ NAMES = {"qwen3_moe": "Qwen3-MoE", "glm4_moe": "GLM-4-MoE", "deepseek_v3": "Deep
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 
 
+LOSSES: dict[str, dict[str, Any]] = {  # settings of [algorithm] that sum over sequences or over the batch
+    "GSPO": {
+        "advantage_estimator": "gspo",
+        "normalize_advantages": True,
+        "use_tis": True,
+        "tis_level": "geometric",
+        "tis_batch_normalize": True,
+    },
+    "GMPO": {
+        "loss_mode": "gmpo",
+        "advantage_estimator": "rloo",
+        "loss_agg_mode": "seq-mean-token-mean",
+        "use_rs": True,
+        "rs_veto_threshold": 0.05,
+        "use_opsm": True,
+    },
+}
+
+
 @dataclass(frozen=True)
 class Layout:
     """How ranks share the work."""
@@ -92,6 +111,7 @@ class Row:
     spoilt: bool = False  # some rewards are NaN: single samples, and all of an optimizer step
     ahead: bool = False  # log-probs are computed group by group, of every second one before its batch
     told: bool = False  # routed experts of all tokens come with the samples
+    loss: str = ""  # name in LOSSES; empty: that of PPO
     balance: str = ""  # the router's load balancing loss, beside which its z loss trains too; empty: neither
 
     @property
@@ -126,6 +146,7 @@ class Row:
             mtp=self.mtp,
             balance=self.balance,
             spoilt=self.spoilt,
+            loss=self.loss,
         )
 
     @property
@@ -144,6 +165,7 @@ class Row:
         parts += ["ahead"] if self.ahead else []
         parts += [self.balance.replace("_", " "), "z loss"] if self.balance else []
         parts += ["masked samples"] if self.spoilt else []
+        parts += [self.loss] if self.loss else []
         return ", ".join([*parts, *(["recompute"] if self.recompute else []), *(["bf16"] if self.is_half else [])])
 
     @property
@@ -263,7 +285,13 @@ SPOILT = (
     Row("DP2", kind="glm4_moe", replay=True, mtp=True, spoilt=True),
     Row("CP2", kind="qwen3_moe", balance="seq_aux_loss", spoilt=True),
 )
+OTHER_LOSSES = tuple(
+    Row(layout, packed=packed, loss=loss)
+    for loss in LOSSES
+    for layout, packed in (("CP2", False), ("CP2", True), ("DP2", False), ("PP2", True))
+)
 FEW += AHEAD[:1]
+FEW += tuple(row for row in OTHER_LOSSES if (row.loss, row.layout) in (("GSPO", "CP2"), ("GMPO", "DP2")))
 FEW += SPOILT[:4]
 FEW += (BALANCED[0], BALANCED[9], BALANCED[2])  # TP2+SP and EP2xTP2+SP of a micro-batch, CP2 packed of a sequence
 FEW += tuple(  # those of two ranks, and one model of each kind
@@ -279,6 +307,7 @@ ALL = (
     *BALANCED,
     *TOLD,
     *SPOILT,
+    *OTHER_LOSSES,
     *(
         Row(layout, packed, recompute, tied)
         for layout in LAYOUTS
@@ -299,6 +328,7 @@ FAULTY = (
     (Row("CP2"), "sequences are cut plainly"),
     (Row("CP2", packed=True), "keys take their own rank's gradient"),
     (Row("DP2"), "replicas' gradients are not reduced"),
+    (Row("CP2", loss="GSPO"), "sums over a sequence are a rank's own"),
     (Row("DP2+DO"), "replicas' gradients are not reduced"),
     (Row("TP2xDP2+DO"), "every rank has the first part of a matrix"),
     (Row("TP2+SPxPP2"), "gradients of norms are not reduced"),
@@ -337,7 +367,7 @@ FAULTY = (
     (Row("EP2xCP2", kind="deepseek_v3", replay=True), "keys take their own rank's gradient"),
 )
 FEW_FAULTY = (
-    *tuple(one for one in FAULTY if one[0].world == 2)[:8],
+    *tuple(one for one in FAULTY if one[0].world == 2)[:9],
     *(one for one in FAULTY if one[1] == "routers choose anew"),
 )
 
