@@ -187,11 +187,11 @@ class Routers:
             router.computed_again.clear()
 
     def train(self, micro_batch: MicroBatch) -> None:
-        """Prepare to train on a micro-batch. Routers use the engine's experts, or else those recorded by an earlier pass."""
+        """Prepare to train on a micro-batch, with the engine's experts, or else those that an earlier pass recorded."""
         self._send(micro_batch, trains=True, given=self._of_engine(micro_batch) or micro_batch.experts)
 
     def keep(self, micro_batch: MicroBatch) -> None:
-        """Prepare a forward pass that records the experts that it uses: the engine's if known, otherwise the routers' own."""
+        """Prepare a forward pass that records its experts: the engine's if known, otherwise the routers' choice."""
         self._send(micro_batch, trains=False, given=self._of_engine(micro_batch), chosen=micro_batch.experts)
 
     def _of_engine(self, micro_batch: MicroBatch) -> dict[int, Tensor]:
@@ -223,7 +223,7 @@ class Routers:
 
 
 def in_order(values: Tensor, *, sequence_parallel: bool) -> Tensor:
-    """Reorder values per position of a micro-batch, [b, s, ...], to the token order of this rank's routers, [T, ...]."""
+    """Reorder values per position of a micro-batch, [b, s, ...], to the order of this rank's routers, [T, ...]."""
     by_position = values.transpose(0, 1)
     if sequence_parallel:
         size, rank = (

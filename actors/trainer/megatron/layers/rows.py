@@ -114,7 +114,7 @@ def _halves(lengths: Ints, context: Context) -> list[tuple[Ints, Ints]]:
 
 
 def _columns(lengths: Ints, starts: Ints, context: Context) -> Sequence[Ints]:
-    """Return a row's index arrays: sequence bounds; with context parallelism, the order and each chunk's rows and keys."""
+    """Return a row's index arrays: sequence bounds; with context parallelism, order, rows and keys of each chunk."""
     if context.size == 1:
         return [_bounds(lengths)]
     columns = [context.order(lengths)]
