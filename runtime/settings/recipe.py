@@ -204,17 +204,17 @@ class AlgorithmConfig(Config, frozen=True, kw_only=True):
     # Largest importance weight of old policy over engine in "decoupled_ppo"; tokens above it have no loss. By default
     # there is no limit.
     behav_imp_weight_cap: Annotated[float, msgspec.Meta(gt=0)] | None = None
-    # "prime_rl": largest loss of probability of a token whose advantage is not positive.
+    # Largest loss of probability of a token whose advantage is not positive, with "prime_rl".
     dppo_mask_low: Fraction = 0.2
-    # "prime_rl": largest gain of probability of a token with a positive advantage.
+    # Largest gain of probability of a token with a positive advantage, with "prime_rl".
     dppo_mask_high: Fraction = 0.2
-    # "prime_rl_ipo": largest change of a token's probability.
+    # Largest change of a token's probability, with "prime_rl_ipo".
     ipo_threshold: Fraction = 0.1
-    # "prime_rl" and "prime_rl_ipo": weight of the squared log-ratio of policy and engine.
+    # Weight of the squared log-ratio of policy and engine, with "prime_rl" and "prime_rl_ipo".
     kl_tau: NonNegative = 1e-3
-    # "sapo": temperature of the gate for positive advantages.
+    # Temperature of the gate for positive advantages, with "sapo".
     tau_pos: Annotated[float, msgspec.Meta(gt=0)] = 1.0
-    # "sapo": temperature of the gate for other advantages.
+    # Temperature of the gate for other advantages, with "sapo".
     tau_neg: Annotated[float, msgspec.Meta(gt=0)] = 1.05
     # Correct the policy loss for the distance between engine and trainer, by importance weights of old policy over
     # engine (truncated importance sampling). They multiply the policy loss alone.
