@@ -42,6 +42,7 @@ async def accepted(file: Path) -> bool:
 
 
 @pytest.mark.anyio
+@pytest.mark.slow
 @pytest.mark.timeout(120)  # starts the command seven times
 async def test_a_credential_is_given_listed_and_revoked_while_the_run_goes_on(tmp_path: Path) -> None:
     run_dir, file = describe(tmp_path / "r"), tmp_path / "alice.toml"

@@ -18,7 +18,7 @@ from tests.build.topology import topology_with
 from tests.fixtures.nats import eventually
 from tests.support.rollout import task
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 NUM_REQUESTS = 40
 HOARDER = """
