@@ -1,58 +1,50 @@
 """One train step: trains a batch of scored samples in a few optimizer steps and reports metrics.
 
-A sample with a token whose loss is not finite is masked (data/skipped.py): the gradients of its optimizer step are
-recomputed without it. Each rank sees only part of the losses, so all ranks agree on the masked samples first.
+learner.py takes the optimizer steps. This module prepares their inputs: advantages, and log-probs of other models.
 """
 
-import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final, NamedTuple
 
 import numpy as np
-import structlog
 import torch
 from torch import Tensor
 
 from actors.trainer.algorithms.corrections import mean_weight
 from actors.trainer.algorithms.group_baselines import GroupOfOne
 from actors.trainer.algorithms.loss_inputs import LossInputs, Sequences, Terms
-from actors.trainer.algorithms.reductions import Reduction, reduction
-from actors.trainer.algorithms.schedules import entropy_coef, learning_rate
+from actors.trainer.algorithms.schedules import entropy_coef
 from actors.trainer.data.batch import (
     ExpertIds,
     Floats32,
     Ints,
     MicroBatch,
     TrainBatch,
-    num_mtp_tokens,
     only_where,
     with_mtp,
 )
 from actors.trainer.data.plan import split_steps
 from actors.trainer.data.precomputed import LogProbs
-from actors.trainer.data.skipped import Flags, names_of, samples_with, with_masked, without
+from actors.trainer.data.skipped import with_masked
 from actors.trainer.megatron import groups as ranks
 from actors.trainer.megatron.rank_model import Replica, TokenOutputs
 from actors.trainer.step.by_group import GroupLogProbs, ReferenceModel
 from actors.trainer.step.estimator import group_of_one, token_advantages
 from actors.trainer.step.layout import laid_out, shared
+from actors.trainer.step.learner import Learner, OptimizerStep
 from actors.trainer.step.metrics import (
-    MTP_LOSS,
     StepTimer,
     difference_metrics,
     memory_metrics,
-    reduced_sums,
     sampling_metrics,
     size_metrics,
     speed_metrics,
 )
 from actors.trainer.step.objective import Objective, weigh
-from actors.trainer.step.skips import too_many
-from runtime.process.actor import InputError
 from runtime.settings.placement import max_sample_tokens
 from runtime.settings.recipe import (
-    agg_mode,
     measures_all,
     needs_all_old_log_probs,
     precomputes_old_log_probs,
@@ -61,39 +53,7 @@ from runtime.settings.recipe import (
 )
 from runtime.settings.topology import Topology
 
-log = structlog.get_logger()
-
 NO_SAMPLES: Final[Ints] = np.empty(0, dtype=np.int64)
-MAX_NAMED: Final = 4  # masked samples in a message
-LARGEST_LOSS: Final = 1e15  # of a token; much more overflows float32 when the gradient norm squares it
-
-
-@dataclass(frozen=True)
-class _OptimizerStep:
-    """One optimizer step of this replica."""
-
-    number: int  # within the train step
-    samples: Ints  # samples of the batch, on all replicas
-    micro_batches: list[MicroBatch]
-    num_tokens: int  # input tokens on all replicas
-    reduction: Reduction  # over the step's samples on all replicas
-    share_B: Ints  # the reduction's shares, by sample of the batch
-    num_mtp_tokens: int  # tokens that the MTP layer predicts
-
-    @property
-    def num_shares(self) -> int:
-        """Denominator of the optimizer step's loss: the sum of all shares, at least 1."""
-        return max(int(self.reduction.shares.sum()), 1)
-
-    @property
-    def tokens_per_share(self) -> float:
-        """Factor that turns the replica's mean over tokens into the loss of the chosen reduction."""
-        return self.num_tokens / self.num_shares
-
-    @property
-    def shares_per_mtp_token(self) -> float:
-        """Factor that turns a loss of the chosen reduction into the mean over tokens that the MTP layer predicts."""
-        return self.num_shares / max(self.num_mtp_tokens, 1)
 
 
 @dataclass(frozen=True)
@@ -106,25 +66,6 @@ class _Columns:
     trainer_log_probs_N: Tensor  # under the weights before the first optimizer step; forward passes fill it in
     ref_log_probs_N: Tensor | None
     weight_scale: float  # mean importance weight of the batch, or 1
-
-
-class _Gradients(NamedTuple):
-    """Result of the forward and backward passes of an optimizer step. The gradients are set on the replica."""
-
-    step: _OptimizerStep  # without the masked samples
-    sums: Tensor  # metric sums on this replica, then its share of the denominator
-    masked_B: Flags
-    error: str  # why the gradients cannot be used; empty if they can
-
-
-class _Done(NamedTuple):
-    """A completed or skipped optimizer step."""
-
-    step: _OptimizerStep
-    sums: Tensor  # as in `_Gradients`
-    masked_B: Flags
-    norm: float
-    is_taken: bool
 
 
 class _Routed(NamedTuple):
@@ -164,7 +105,7 @@ class TrainStep:
         self._replays_experts = not self._demonstrations and replays_experts(self._algorithm)
         self._has_mtp_layer = replica.hf.num_mtp_layers > 0
         self._objective = Objective(self._algorithm)
-        self._sums = self._objective.names + ((MTP_LOSS,) if self._has_mtp_layer else ())
+        self._learner = Learner(topology, replica, self._objective.names)
         self._needs_all_old = not self._demonstrations and needs_all_old_log_probs(self._algorithm)
         self._group_of_one: GroupOfOne = group_of_one(topology)
         ref_load = topology.model.ref_load
@@ -190,18 +131,14 @@ class TrainStep:
         with memory.phase("prepare"):
             columns = self._prepare(batch, steps, timer)
         before = timer.total
-        done: list[_Done] = []
         with memory.phase("train"):
-            for step in steps:
-                gradients = self._gradients(batch, step, columns)
-                timer.lap("perf/forward_backward_time")
-                done.append(self._optimizer_step(batch.step, gradients))
-                timer.lap("perf/optimizer_time")
+            loss = partial(self._loss_terms, batch.step, columns)
+            done = self._learner.train(batch, steps, loss, columns.weights_N, timer)
         steps, taken = [one.step for one in done], [one for one in done if one.is_taken]
         masked_B = np.logical_or.reduce([one.masked_B for one in done])
         metrics = speed_metrics(self._replica.hf, batch.lengths_B.tolist(), timer.total - before, self._replica.device)
         metrics |= memory_metrics(memory.take())
-        metrics |= self._reduced([one.sums for one in taken]) | size_metrics(batch)
+        metrics |= self._learner.metrics(done) | size_metrics(batch)
         if not self._demonstrations:
             measured = _micro_batches(steps if self._measures_all else steps[:1])
             metrics |= difference_metrics(batch, measured, columns.trainer_log_probs_N.cpu().numpy())
@@ -209,7 +146,7 @@ class TrainStep:
             metrics["train/entropy_coef"] = self._entropy_coef(batch.step)
         metrics["train/num_skipped_steps"] = len(done) - len(taken)
         metrics["train/grad_norm"] = float(np.mean([one.norm for one in taken or done]))
-        metrics["train/lr-pg_0"] = self._learning_rate(batch.step, steps[-1].number)
+        metrics["train/lr-pg_0"] = self._learner.learning_rate(batch.step, steps[-1].number)
         timer.lap("perf/metrics_time")
         metrics |= timer.metrics() | {"perf/actor_train_time": timer.total - before, "perf/train_time": timer.total}
         skipped = np.concatenate([NO_SAMPLES, *(one.step.samples for one in done if not one.is_taken)])
@@ -221,7 +158,7 @@ class TrainStep:
         with self._replica.memory.phase("prepare"):
             return self._by_group.precompute(batch)
 
-    def _plan(self, batch: TrainBatch) -> list[_OptimizerStep]:
+    def _plan(self, batch: TrainBatch) -> list[OptimizerStep]:
         replica, none_B = self._replica, np.zeros(len(batch.lengths_B), dtype=bool)
         planned: list[tuple[Ints, list[list[Ints]]]] = []
         for samples in split_steps(batch, self._algorithm.num_steps_per_rollout):
@@ -229,33 +166,11 @@ class TrainStep:
             missing = replica.num_micro_batches(len(shares[0])) - len(shares[0])
             planned.append((samples, [[*members, *([NO_SAMPLES] * missing)] for members in shares]))
         routed = self._routed_experts(batch, [shares for _, shares in planned])
-        steps: list[_OptimizerStep] = []
+        steps: list[OptimizerStep] = []
         for number, (samples, shares) in enumerate(planned):
             own = [self._with_more(batch, micro_batch, routed) for micro_batch in laid_out(replica, batch, shares)]
-            steps.append(self._reduced_step(batch, number, samples, own, none_B))
+            steps.append(self._learner.reduced_step(batch, number, samples, own, none_B))
         return steps
-
-    def _reduced_step(
-        self,
-        batch: TrainBatch,
-        number: int,
-        samples: Ints,
-        micro_batches: list[MicroBatch],
-        masked_B: Flags,
-    ) -> _OptimizerStep:
-        read = samples[~masked_B[samples]]
-        reduced = reduction(
-            batch.mask_sums_B[samples],
-            batch.rollouts_B[samples],
-            mode=agg_mode(self._algorithm),
-            scale=self._algorithm.loss_scale_factor or self._topology.rollout.max_response_len,
-            count_masked=self._algorithm.count_masked_rollouts,
-        )
-        share_B = np.zeros(len(batch.lengths_B), dtype=np.int64)
-        share_B[samples] = reduced.shares
-        num_tokens = int(np.maximum(batch.lengths_B[read] - 1, 0).sum())
-        mtp = num_mtp_tokens(batch, samples) if self._has_mtp_layer else 0
-        return _OptimizerStep(number, samples, micro_batches, num_tokens, reduced, share_B, mtp)
 
     def _with_more(self, batch: TrainBatch, micro_batch: MicroBatch, routed: _Routed | None) -> MicroBatch:
         """Add the inputs of routing replay and of the MTP layer to a micro-batch."""
@@ -288,7 +203,7 @@ class TrainStep:
             )
         return _Routed(tokens[ranks.data_parallel_rank()], routed)
 
-    def _prepare(self, batch: TrainBatch, steps: list[_OptimizerStep], timer: StepTimer) -> _Columns:
+    def _prepare(self, batch: TrainBatch, steps: list[OptimizerStep], timer: StepTimer) -> _Columns:
         """Compute all inputs of the loss except the policy's own forward pass."""
         advantages = token_advantages(batch, self._algorithm, self._group_of_one)
         timer.lap("perf/plan_time")
@@ -339,7 +254,7 @@ class TrainStep:
             weights = metrics["train/tis"]  # as in slime, rejected tokens count with their weight
         return mean_weight(inputs, weights, level=self._algorithm.tis_level)
 
-    def _old_log_probs(self, batch: TrainBatch, later: Sequence[_OptimizerStep]) -> Floats32:
+    def _old_log_probs(self, batch: TrainBatch, later: Sequence[OptimizerStep]) -> Floats32:
         """Log-probs before training, for the samples of these optimizer steps.
 
         Unless all are needed before, the forward pass of the first optimizer step yields those of its own samples.
@@ -353,78 +268,13 @@ class TrainStep:
         self._replica.fill_log_probs(_micro_batches(later), column_N, is_policy=True)
         return ranks.sum_over_replicas(torch.from_numpy(column_N)).numpy() if self._needs_all_old else column_N
 
-    def _gradients(self, batch: TrainBatch, step: _OptimizerStep, columns: _Columns) -> _Gradients:
-        """Set the gradients of an optimizer step. Samples with a non-finite loss are masked, and it is recomputed.
-
-        Raises:
-            InputError: A loss is not finite, and train.on_nonfinite = "fail".
-        """
-        sums, masked_B = self._backward(batch, step, columns)
-        if not masked_B.any():
-            return _Gradients(step, sums, masked_B, "")
-        self._report_masked(batch, step, np.flatnonzero(masked_B))
-        kept = with_masked(batch, masked_B)
-        micro_batches = [without(batch, micro_batch, masked_B) for micro_batch in step.micro_batches]
-        step = self._reduced_step(kept, step.number, step.samples, micro_batches, masked_B)
-        lengths = batch.lengths_B[step.samples]
-        begin = int(batch.starts_B[step.samples[0]])
-        weights = np.repeat(step.reduction.token_weights.astype(np.float32), lengths)
-        columns.weights_N[begin : begin + len(weights)] = torch.from_numpy(weights).to(self._replica.device)
-        self._replica.restore_biases()
-        sums, again_B = self._backward(kept, step, columns)
-        is_usable = kept.mask_sums_B[step.samples].any() and not again_B.any()
-        return _Gradients(step, sums, masked_B, "" if is_usable else "no sample has a finite loss")
-
-    def _report_masked(self, batch: TrainBatch, step: _OptimizerStep, masked: Ints) -> None:
-        names = names_of(batch, masked[:MAX_NAMED])
-        if self._topology.train.on_nonfinite == "fail":
-            more = f" and {len(masked) - MAX_NAMED} more" if len(masked) > MAX_NAMED else ""
-            raise InputError(
-                f"optimizer step {step.number} of train step {batch.step}: the loss is not finite, or beyond "
-                f"{LARGEST_LOSS:g}, of {'; '.join(names)}{more}; "
-                'set train.on_nonfinite = "skip" to train without these samples'
-            )
-        log.warning("samples_masked", step=batch.step, number=step.number, num_samples=len(masked), samples=names)
-
-    def _backward(self, batch: TrainBatch, step: _OptimizerStep, columns: _Columns) -> tuple[Tensor, Flags]:
-        """Set the gradients.
-
-        Returns:
-            This replica's metric sums, followed by its share of the denominator. Then the samples with a token whose
-            loss is not finite, the same on every rank.
-        """
-        device = self._replica.device
-        sums = torch.zeros(len(self._sums) + 1, dtype=torch.float64, device=device)
-        bad_N = torch.zeros(len(batch.tokens_N), dtype=torch.bool, device=device)
-
-        def loss(micro_batch: MicroBatch, outputs: TokenOutputs) -> Tensor:
-            where_M = outputs.columns_M
-            if step.number == 0 and not self._needs_all_old:
-                columns.trainer_log_probs_N[where_M] = outputs.log_probs.detach()
-            loss_M, metrics = self._loss_terms(batch.step, columns, micro_batch, outputs)
-            terms_KM = torch.stack([metrics[name] for name in self._objective.names])
-            bad_N[where_M] = ~(terms_KM.abs() < LARGEST_LOSS).all(dim=0)  # a comparison with NaN is false
-            weights_M = columns.weights_N[where_M]
-            total, terms = loss_M @ weights_M, terms_KM @ weights_M
-            if outputs.mtp is not None:
-                assert micro_batch.mtp is not None
-                read_F = torch.from_numpy(micro_batch.sources.ravel()[micro_batch.mtp.rows_F]).to(device)
-                bad_N[read_F] |= ~(outputs.mtp.detach().abs() < LARGEST_LOSS)
-                mtp = -outputs.mtp.sum() * step.shares_per_mtp_token
-                total = total + self._topology.trainer.megatron.mtp_loss_scaling_factor * mtp
-                terms = torch.cat([terms, mtp.detach()[None]])
-            sums[:-1] += terms
-            if self._replica.context.rank == 0:  # context-parallel ranks have parts of the same samples
-                sums[-1] += int(step.share_B[micro_batch.samples].sum())
-            return total * step.tokens_per_share
-
-        self._replica.backward(step.micro_batches, loss)
-        bad_B = torch.from_numpy(samples_with(batch, bad_N.cpu().numpy()))
-        return sums.cpu(), ranks.on_any_rank(bad_B).numpy()
-
-    def _loss_terms(self, train_step: int, columns: _Columns, micro_batch: MicroBatch, outputs: TokenOutputs) -> Terms:
+    def _loss_terms(
+        self, train_step: int, columns: _Columns, step: OptimizerStep, micro_batch: MicroBatch, outputs: TokenOutputs
+    ) -> Terms:
         """Compute the loss of a micro-batch's tokens."""
         where_M = outputs.columns_M
+        if step.number == 0 and not self._needs_all_old:
+            columns.trainer_log_probs_N[where_M] = outputs.log_probs.detach()
         numbers = micro_batch.sequences.ravel()[micro_batch.rows_M]
         group = ranks.context_parallel_group() if self._replica.context.size > 1 else None
         trainer_M, rollout_M = columns.trainer_log_probs_N[where_M], columns.rollout_log_probs_N[where_M]
@@ -440,37 +290,6 @@ class TrainStep:
         coef = self._entropy_coef(train_step)
         return self._objective(inputs, entropy_coef=coef, weight_scale=columns.weight_scale)
 
-    def _optimizer_step(self, train_step: int, gradients: _Gradients) -> _Done:
-        """Update the weights, or skip the step if the gradients cannot be used.
-
-        Raises:
-            InputError: The gradients cannot be used, and the settings or the limits end the run.
-        """
-        replica, train, number = self._replica, self._topology.train, gradients.step.number
-        error, norm = gradients.error, math.nan
-        if error:
-            replica.restore_biases()
-        else:
-            rate = self._learning_rate(train_step, number)
-            norm = replica.optimizer_step(learning_rate=rate, weight_decay=self._topology.optimizer.weight_decay)
-            error = "" if math.isfinite(norm) else f"the gradient norm is {norm}"
-        done = _Done(gradients.step, gradients.sums, gradients.masked_B, norm, is_taken=not error)
-        replica.skips = replica.skips.then(skipped=bool(error), window=train.skip_window)
-        if not error:
-            return done
-        where = f"optimizer step {number} of train step {train_step}: {error}"
-        if train.on_nonfinite == "fail":
-            raise InputError(f'{where}; set train.on_nonfinite = "skip" to skip the step')
-        if limit := too_many(replica.skips, train):
-            raise InputError(f"{where}; optimizer steps were skipped {limit}")
-        log.warning("optimizer_step_skipped", step=train_step, number=number, reason=error, **asdict(replica.skips))
-        return done
-
-    def _learning_rate(self, train_step: int, number: int) -> float:
-        per_batch = self._algorithm.num_steps_per_rollout
-        done = (self._replica.steps_before + train_step) * per_batch + number
-        return learning_rate(self._topology.optimizer, done, num_steps=self._planned_steps * per_batch)
-
     @property
     def _planned_steps(self) -> int:
         """Train steps planned up to the end of the run, plus the steps of an earlier run that it continues."""
@@ -480,10 +299,6 @@ class TrainStep:
         done = self._replica.steps_before + train_step
         return entropy_coef(self._algorithm, done, num_steps=self._planned_steps)
 
-    def _reduced(self, sums: Sequence[Tensor]) -> dict[str, float]:
-        """Average the sums over the completed optimizer steps. NaN if there are none."""
-        return reduced_sums(self._sums, sums) if sums else dict.fromkeys(self._sums, math.nan)
 
-
-def _micro_batches(steps: Sequence[_OptimizerStep]) -> list[MicroBatch]:
+def _micro_batches(steps: Sequence[OptimizerStep]) -> list[MicroBatch]:
     return [micro_batch for step in steps for micro_batch in step.micro_batches]

@@ -1,0 +1,284 @@
+"""Optimizer steps of one model: gradients, masking of samples whose loss is not finite, and skipped steps.
+
+A sample with a token whose loss is not finite is masked (data/skipped.py): the gradients of its optimizer step are
+recomputed without it. Each rank sees only part of the losses, so all ranks agree on the masked samples first.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import structlog
+import torch
+from torch import Tensor
+
+from actors.trainer.algorithms.loss_inputs import Terms
+from actors.trainer.algorithms.reductions import Reduction, reduction
+from actors.trainer.algorithms.schedules import learning_rate
+from actors.trainer.data.batch import Ints, MicroBatch, TrainBatch, num_mtp_tokens
+from actors.trainer.data.skipped import Flags, names_of, samples_with, with_masked, without
+from actors.trainer.megatron import groups as ranks
+from actors.trainer.megatron.rank_model import Replica, TokenOutputs
+from actors.trainer.step.metrics import MTP_LOSS, StepTimer, reduced_sums
+from actors.trainer.step.skips import too_many
+from runtime.process.actor import InputError
+from runtime.settings.recipe import agg_mode
+from runtime.settings.topology import Topology
+
+log = structlog.get_logger()
+
+MAX_NAMED: Final = 4  # masked samples in a message
+LARGEST_LOSS: Final = 1e15  # of a token; much more overflows float32 when the gradient norm squares it
+
+
+@dataclass(frozen=True)
+class OptimizerStep:
+    """One optimizer step of this replica."""
+
+    number: int  # within the train step
+    samples: Ints  # samples of the batch, on all replicas
+    micro_batches: list[MicroBatch]
+    num_tokens: int  # input tokens on all replicas
+    reduction: Reduction  # over the step's samples on all replicas
+    share_B: Ints  # the reduction's shares, by sample of the batch
+    num_mtp_tokens: int  # tokens that the MTP layer predicts
+
+    @property
+    def num_shares(self) -> int:
+        """Denominator of the optimizer step's loss: the sum of all shares, at least 1."""
+        return max(int(self.reduction.shares.sum()), 1)
+
+    @property
+    def tokens_per_share(self) -> float:
+        """Factor that turns the replica's mean over tokens into the loss of the chosen reduction."""
+        return self.num_tokens / self.num_shares
+
+    @property
+    def shares_per_mtp_token(self) -> float:
+        """Factor that turns a loss of the chosen reduction into the mean over tokens that the MTP layer predicts."""
+        return self.num_shares / max(self.num_mtp_tokens, 1)
+
+
+class Done(NamedTuple):
+    """A completed or skipped optimizer step."""
+
+    step: OptimizerStep  # without the masked samples
+    sums: Tensor  # metric sums on this replica, then its share of the denominator
+    masked_B: Flags
+    norm: float
+    is_taken: bool
+
+
+class _Gradients(NamedTuple):
+    """Result of the forward and backward passes of an optimizer step. The gradients are set on the replica."""
+
+    step: OptimizerStep  # as in `Done`, like the next two
+    sums: Tensor
+    masked_B: Flags
+    error: str  # why the gradients cannot be used; empty if they can
+
+
+StepLoss = Callable[[OptimizerStep, MicroBatch, Any], Terms]  # of the trained tokens, from the model's outputs
+
+
+class Learner:
+    """Trains one model: the policy, or the critic."""
+
+    def __init__(
+        self,
+        topology: Topology,
+        replica: Replica,
+        metrics: Sequence[str],
+        *,
+        first_step: int = 0,
+        prefix: str = "",
+    ) -> None:
+        """Set up for one replica, without computing anything.
+
+        Args:
+            topology: Its optimizer table is the model's.
+            replica: The model on this rank.
+            metrics: Names of the loss's metrics, in the order of the sums.
+            first_step: Train step that trains the model first. The learning rate's schedule begins there.
+            prefix: Names the model in messages, such as "critic ". Empty: the policy.
+        """
+        self._topology = topology
+        self._replica = replica
+        self._metrics = tuple(metrics)
+        self._has_mtp_layer = replica.hf.num_mtp_layers > 0
+        self._sums = self._metrics + ((MTP_LOSS,) if self._has_mtp_layer else ())
+        self._first_step = first_step
+        self._prefix = prefix
+
+    def reduced_step(
+        self,
+        batch: TrainBatch,
+        number: int,
+        samples: Ints,
+        micro_batches: list[MicroBatch],
+        masked_B: Flags,
+    ) -> OptimizerStep:
+        """Describe one optimizer step.
+
+        Args:
+            batch: The whole batch; the masked samples train no token.
+            number: Number of the optimizer step within the train step.
+            samples: Samples of the step on all replicas.
+            micro_batches: Micro-batches of this replica.
+            masked_B: Samples whose tokens are no inputs either.
+        """
+        algorithm = self._topology.algorithm
+        read = samples[~masked_B[samples]]
+        reduced = reduction(
+            batch.mask_sums_B[samples],
+            batch.rollouts_B[samples],
+            mode=agg_mode(algorithm),
+            scale=algorithm.loss_scale_factor or self._topology.rollout.max_response_len,
+            count_masked=algorithm.count_masked_rollouts,
+        )
+        share_B = np.zeros(len(batch.lengths_B), dtype=np.int64)
+        share_B[samples] = reduced.shares
+        num_tokens = int(np.maximum(batch.lengths_B[read] - 1, 0).sum())
+        mtp = num_mtp_tokens(batch, samples) if self._has_mtp_layer else 0
+        return OptimizerStep(number, samples, micro_batches, num_tokens, reduced, share_B, mtp)
+
+    def train(
+        self, batch: TrainBatch, steps: Sequence[OptimizerStep], loss: StepLoss, weights_N: Tensor, timer: StepTimer
+    ) -> list[Done]:
+        """Take the optimizer steps of a batch. A collective of all ranks.
+
+        Args:
+            batch: The whole batch.
+            steps: Its optimizer steps.
+            loss: Computes the loss and the metrics of the trained tokens, in the order of `metrics`.
+            weights_N: Weight of each token's loss in the reduction of its optimizer step; those of masked samples
+                change.
+            timer: Gets the laps.
+
+        Raises:
+            InputError: A loss or a gradient was not finite, and train.on_nonfinite, train.max_skipped or
+                train.max_skipped_share ends the run.
+        """
+        done: list[Done] = []
+        for step in steps:
+            gradients = self._gradients(batch, step, loss, weights_N)
+            timer.lap("perf/forward_backward_time")
+            done.append(self._optimizer_step(batch.step, gradients))
+            timer.lap("perf/optimizer_time")
+        return done
+
+    def metrics(self, done: Sequence[Done]) -> dict[str, float]:
+        """Average the loss's metrics over the optimizer steps that were taken. NaN if there are none."""
+        sums = [one.sums for one in done if one.is_taken]
+        return reduced_sums(self._sums, sums) if sums else dict.fromkeys(self._sums, math.nan)
+
+    def learning_rate(self, train_step: int, number: int) -> float:
+        """Return the learning rate of an optimizer step."""
+        per_batch = self._topology.algorithm.num_steps_per_rollout
+        trained = self._replica.steps_before + train_step - self._first_step
+        planned = self._replica.steps_before + self._topology.train.num_steps - self._first_step
+        return learning_rate(self._topology.optimizer, trained * per_batch + number, num_steps=planned * per_batch)
+
+    def _gradients(self, batch: TrainBatch, step: OptimizerStep, loss: StepLoss, weights_N: Tensor) -> _Gradients:
+        """Set the gradients of an optimizer step. Samples with a non-finite loss are masked, and it is recomputed.
+
+        Raises:
+            InputError: A loss is not finite, and train.on_nonfinite = "fail".
+        """
+        sums, masked_B = self._backward(batch, step, loss, weights_N)
+        if not masked_B.any():
+            return _Gradients(step, sums, masked_B, "")
+        self._report_masked(batch, step, np.flatnonzero(masked_B))
+        kept = with_masked(batch, masked_B)
+        micro_batches = [without(batch, micro_batch, masked_B) for micro_batch in step.micro_batches]
+        step = self.reduced_step(kept, step.number, step.samples, micro_batches, masked_B)
+        lengths = batch.lengths_B[step.samples]
+        begin = int(batch.starts_B[step.samples[0]])
+        weights = np.repeat(step.reduction.token_weights.astype(np.float32), lengths)
+        weights_N[begin : begin + len(weights)] = torch.from_numpy(weights).to(self._replica.device)
+        self._replica.restore_biases()
+        sums, again_B = self._backward(kept, step, loss, weights_N)
+        is_usable = kept.mask_sums_B[step.samples].any() and not again_B.any()
+        return _Gradients(step, sums, masked_B, "" if is_usable else "no sample has a finite loss")
+
+    def _report_masked(self, batch: TrainBatch, step: OptimizerStep, masked: Ints) -> None:
+        names = names_of(batch, masked[:MAX_NAMED])
+        if self._topology.train.on_nonfinite == "fail":
+            more = f" and {len(masked) - MAX_NAMED} more" if len(masked) > MAX_NAMED else ""
+            raise InputError(
+                f"{self._prefix}optimizer step {step.number} of train step {batch.step}: the loss is not finite, or "
+                f"beyond {LARGEST_LOSS:g}, of {'; '.join(names)}{more}; "
+                'set train.on_nonfinite = "skip" to train without these samples'
+            )
+        log.warning(
+            f"{self._prefix}samples_masked".replace(" ", "_"),
+            step=batch.step,
+            number=step.number,
+            num_samples=len(masked),
+            samples=names,
+        )
+
+    def _backward(
+        self, batch: TrainBatch, step: OptimizerStep, loss: StepLoss, weights_N: Tensor
+    ) -> tuple[Tensor, Flags]:
+        """Set the gradients.
+
+        Returns:
+            This replica's metric sums, followed by its share of the denominator. Then the samples with a token whose
+            loss is not finite, the same on every rank.
+        """
+        device = self._replica.device
+        sums = torch.zeros(len(self._sums) + 1, dtype=torch.float64, device=device)
+        bad_N = torch.zeros(len(batch.tokens_N), dtype=torch.bool, device=device)
+
+        def summed(micro_batch: MicroBatch, outputs: Any) -> Tensor:
+            where_M = outputs.columns_M
+            loss_M, metrics = loss(step, micro_batch, outputs)
+            terms_KM = torch.stack([metrics[name] for name in self._metrics])
+            bad_N[where_M] = ~(terms_KM.abs() < LARGEST_LOSS).all(dim=0)  # a comparison with NaN is false
+            weights_M = weights_N[where_M]
+            total, terms = loss_M @ weights_M, terms_KM @ weights_M
+            if isinstance(outputs, TokenOutputs) and outputs.mtp is not None:
+                assert micro_batch.mtp is not None
+                read_F = torch.from_numpy(micro_batch.sources.ravel()[micro_batch.mtp.rows_F]).to(device)
+                bad_N[read_F] |= ~(outputs.mtp.detach().abs() < LARGEST_LOSS)
+                mtp = -outputs.mtp.sum() * step.shares_per_mtp_token
+                total = total + self._topology.trainer.megatron.mtp_loss_scaling_factor * mtp
+                terms = torch.cat([terms, mtp.detach()[None]])
+            sums[:-1] += terms
+            if self._replica.context.rank == 0:  # context-parallel ranks have parts of the same samples
+                sums[-1] += int(step.share_B[micro_batch.samples].sum())
+            return total * step.tokens_per_share
+
+        self._replica.backward(step.micro_batches, summed)
+        bad_B = torch.from_numpy(samples_with(batch, bad_N.cpu().numpy()))
+        return sums.cpu(), ranks.on_any_rank(bad_B).numpy()
+
+    def _optimizer_step(self, train_step: int, gradients: _Gradients) -> Done:
+        """Update the weights, or skip the step if the gradients cannot be used.
+
+        Raises:
+            InputError: The gradients cannot be used, and the settings or the limits end the run.
+        """
+        replica, train, number = self._replica, self._topology.train, gradients.step.number
+        error, norm = gradients.error, math.nan
+        if error:
+            replica.restore_biases()
+        else:
+            rate = self.learning_rate(train_step, number)
+            norm = replica.optimizer_step(learning_rate=rate, weight_decay=self._topology.optimizer.weight_decay)
+            error = "" if math.isfinite(norm) else f"the gradient norm is {norm}"
+        done = Done(gradients.step, gradients.sums, gradients.masked_B, norm, is_taken=not error)
+        replica.skips = replica.skips.then(skipped=bool(error), window=train.skip_window)
+        if not error:
+            return done
+        where = f"{self._prefix}optimizer step {number} of train step {train_step}: {error}"
+        if train.on_nonfinite == "fail":
+            raise InputError(f'{where}; set train.on_nonfinite = "skip" to skip the step')
+        if limit := too_many(replica.skips, train):
+            raise InputError(f"{where}; {self._prefix}optimizer steps were skipped {limit}")
+        event = f"{self._prefix}optimizer_step_skipped".replace(" ", "_")
+        log.warning(event, step=train_step, number=number, reason=error, **asdict(replica.skips))
+        return done
