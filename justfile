@@ -33,6 +33,10 @@ fmt: setup
 bench *names: setup
     .venv/bin/python -m tests.bench --results docs/results {{ names }}
 
+# train with every estimator, loss and correction, about an hour; begun again it leaves out what has run; writes docs/results
+algorithms *names: setup
+    .venv/bin/python -m tests.learning --resume .learning --results docs/results {{ names }}
+
 # kill -9 every process of a run in turn
 chaos: setup
     .venv/bin/python -m pytest -m chaos
