@@ -236,13 +236,19 @@ class AlgorithmConfig(Config, frozen=True, kw_only=True):
     use_rs: bool = False
     # Level of that ratio, as in `tis_level`.
     rs_level: Level = "token"
-    # Lower bound of that ratio. By default 1 / `rs_upper_bound`.
+    # What `use_rs` compares: the ratio of old policy and engine ("ratio"), or the larger of the two divergences between
+    # the probabilities that they give the token ("binary_kl": KPop), in nats.
+    rs_metric: Literal["ratio", "binary_kl"] = "ratio"
+    # Lower bound of that ratio. A divergence has none. By default 1 / `rs_upper_bound`.
     rs_lower_bound: NonNegative | None = None
-    # Upper bound of that ratio. By default `tis_clip`.
+    # Upper bound of that ratio or divergence. By default `tis_clip` for a ratio, and 0.1 nats for a divergence.
     rs_upper_bound: Annotated[float, msgspec.Meta(gt=0)] | None = None
     # A token with a smaller ratio of old policy and engine takes its whole sample out of the policy loss. By default
     # there is no such threshold.
     rs_veto_threshold: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    # Compare the policy being trained with the engine in `use_tis` and `use_rs`, not the old policy. This needs no old
+    # log-probs. Losses with a ratio to the old policy need `use_rollout_logprobs` then, and allow `use_rs` alone.
+    bypass_mode: bool = False
     # Leave tokens with a negative advantage out of the policy loss, in samples whose log-probs fell by more than
     # `opsm_delta` per token since they were old log-probs (off-policy sequence masking).
     use_opsm: bool = False
@@ -256,6 +262,9 @@ class AlgorithmConfig(Config, frozen=True, kw_only=True):
     # Multiply the KL divergence by the ratio of policy and old policy, which makes it unbiased for tokens that the old
     # policy sampled.
     use_unbiased_kl: bool = False
+    # Weight of the negative log-likelihood of samples with a reward above 0, as in VAPO. It is a mean over the tokens
+    # of these samples alone. 0 turns it off.
+    positive_example_nll_weight: NonNegative = 0.0
     # Weight of the entropy bonus.
     entropy_coef: NonNegative = 0.0
     # Weight of the entropy bonus at the last planned train step, reached linearly. By default the weight is constant.
@@ -284,8 +293,8 @@ class AlgorithmConfig(Config, frozen=True, kw_only=True):
     use_rollout_routing_replay: bool = False
     # Use the engines' log-probs as those of the old policy. This saves a forward pass.
     use_rollout_logprobs: bool = False
-    # Compute trainer log-probs for all samples, to report the trainer/engine mismatch. With `use_rollout_logprobs` they
-    # are otherwise computed only for the first optimizer step.
+    # Compute trainer log-probs for all samples, and report the trainer/engine mismatch as `train/mis_kl`, perplexities
+    # and other metrics. With `use_rollout_logprobs` they are otherwise computed only for the first optimizer step.
     get_mismatch_metrics: bool = False
 
 
@@ -415,7 +424,8 @@ def loss_mode(algorithm: AlgorithmConfig) -> LossMode:
 
 def reads_old_log_probs(algorithm: AlgorithmConfig) -> bool:
     """Return whether the loss or a correction of it compares with the old policy."""
-    corrects = algorithm.use_tis or algorithm.use_rs or algorithm.use_opsm or algorithm.use_unbiased_kl
+    weighs = (algorithm.use_tis or algorithm.use_rs) and not algorithm.bypass_mode
+    corrects = weighs or algorithm.use_opsm or algorithm.use_unbiased_kl
     return corrects or loss_mode(algorithm) not in ("prime_rl", "prime_rl_ipo", "gpg")
 
 

@@ -18,6 +18,8 @@ def inputs(
     rollout: Column | None = None,
     ref: Column | None = None,
     entropy: Column | None = None,
+    rewards: Column | None = None,
+    trainer: Column | None = None,
     lengths: Sequence[int] | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> LossInputs:
@@ -30,6 +32,8 @@ def inputs(
         rollout: The engine's log-probs.
         ref: The reference model's log-probs.
         entropy: Entropies.
+        rewards: Rewards of the tokens' samples.
+        trainer: The trainer's log-probs before the first optimizer step, by default the old ones.
         lengths: Trained tokens of each sequence. By default one sequence has all tokens.
         dtype: Type of columns that are given as numbers.
     """
@@ -49,6 +53,8 @@ def inputs(
         ref_log_probs=column(ref, nothing),
         advantages=column(advantages, nothing),
         entropy=column(entropy, nothing),
+        rewards=column(rewards, nothing),
+        trainer_log_probs=column(trainer, olds),
         sequences=Sequences(numbers, len(lengths)),
     )
 

@@ -5,7 +5,7 @@ entropy and KL divergence of rejected tokens stay. No correction has a gradient.
 """
 
 import math
-from typing import Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,10 @@ from actors.trainer.algorithms.loss_inputs import LossInputs, bounded
 
 Level = Literal["token", "sequence", "geometric"]
 Mode = Literal["truncate", "clip", "mask"]
+Metric = Literal["ratio", "binary_kl"]
+
+PROBABILITY_EPS: Final = 1e-6  # of the binary divergence, whose logarithms are then finite in float32
+METRIC_LOG_RATIO: Final = 20.0  # nats; limit of exponents in `mismatch_metrics`
 
 
 class Correction(NamedTuple):
@@ -24,32 +28,42 @@ class Correction(NamedTuple):
 
 
 def importance_weights(
-    inputs: LossInputs, *, level: Level, mode: Mode, low: float, high: float, max_log_ratio: float = 20.0
+    inputs: LossInputs,
+    *,
+    level: Level,
+    mode: Mode,
+    low: float,
+    high: float,
+    max_log_ratio: float = 20.0,
+    current: bool = False,
 ) -> Correction:
     """Importance weights of old policy over engine, limited: truncated IS, IcePop, masked IS.
 
     w = exp(old_log_probs - rollout_log_probs) of the token ("token"), or with the log-ratios of its sequence summed
     ("sequence") or averaged ("geometric"). Then min(w, high) ("truncate"), w clipped to [low, high] ("clip"), or w
-    inside of [low, high] and 0 outside ("mask").
+    inside of [low, high] and 0 outside ("mask"). With `current`, log_probs take the place of old_log_probs: weights of
+    the policy being trained, without a gradient.
 
     Args:
-        inputs: Uses log_probs for a metric, old_log_probs, rollout_log_probs and sequences.
+        inputs: Uses log_probs, old_log_probs, rollout_log_probs and sequences.
         level: "token", "sequence" or "geometric".
         mode: "truncate", "clip" or "mask".
         low: Lower bound.
         high: Upper bound.
         max_log_ratio: Limit of log-ratios, nats, before the bounds.
+        current: Compare the policy being trained with the engine, not the old policy.
 
     Returns:
-        Metrics: tis, the weight before the bounds; tis_clipfrac, 1 where a bound changes it; tis_abs, |tis - 1|; ois,
-        policy over old policy.
+        Metrics: tis, the weight before the bounds; tis_clipfrac, 1 where a bound changes it; tis_clampfrac, 1 where the
+        log-ratio is beyond its limit; tis_abs, |tis - 1|; ois, policy over old policy, unless `current`.
 
     Source:
         Truncated IS: Yao et al., "Your efficient RL framework secretly brings you off-policy RL training", 2025, and
         slime. Token-level masks: IcePop, arXiv 2510.18855. Levels and modes: slime at 624b824a,
-        examples/train_infer_mismatch_helper.
+        examples/train_infer_mismatch_helper. Current policy: verl 0.9.1, bypass_mode.
     """
-    ratio = torch.exp(bounded(_log_ratios(inputs, level), max_log_ratio))
+    log_ratios = _at_level(inputs, _log_ratios(inputs, current=current), level)
+    ratio = torch.exp(bounded(log_ratios, max_log_ratio))
     if mode == "truncate":
         weights = ratio.clamp(max=high)
     elif mode == "clip":
@@ -57,9 +71,12 @@ def importance_weights(
     else:
         weights = torch.where((ratio >= low) & (ratio <= high), ratio, 0.0)
     changed = (weights != ratio).to(ratio.dtype)
-    since = torch.exp(bounded(inputs.log_probs.detach() - inputs.old_log_probs, max_log_ratio))
-    metrics = {"train/tis": ratio, "train/tis_clipfrac": changed, "train/tis_abs": (ratio - 1.0).abs()}
-    return Correction(weights, {**metrics, "train/ois": since})
+    clamped = (log_ratios.abs() > max_log_ratio).to(ratio.dtype)
+    metrics = {"train/tis": ratio, "train/tis_clipfrac": changed, "train/tis_clampfrac": clamped}
+    metrics["train/tis_abs"] = (ratio - 1.0).abs()
+    if not current:
+        metrics["train/ois"] = torch.exp(bounded(inputs.log_probs.detach() - inputs.old_log_probs, max_log_ratio))
+    return Correction(weights, metrics)
 
 
 def rejections(
@@ -68,33 +85,47 @@ def rejections(
     level: Level,
     low: float,
     high: float,
+    metric: Metric = "ratio",
     veto_threshold: float | None = None,
     max_log_ratio: float = 20.0,
+    current: bool = False,
 ) -> Correction:
-    """Reject tokens whose ratio of old policy and engine is out of bounds, and sequences with a catastrophic token.
+    """Reject tokens whose old policy is too far from the engine, and sequences with a catastrophic token.
+
+    The distance is the ratio of `importance_weights` ("ratio"), or KPop's divergence ("binary_kl"). With probabilities
+    p of the policy and q of the engine, that is the larger one of D(p, q) and D(q, p), where
+    D(p, q) = p log(p / q) + (1 - p) log((1 - p) / (1 - q)). A sequence has the sum or the mean over its tokens.
 
     Args:
-        inputs: Uses old_log_probs, rollout_log_probs and sequences.
-        level: Of the ratio, as for `importance_weights`.
-        low: Lower bound of the ratio.
-        high: Upper bound of the ratio.
+        inputs: Uses log_probs or old_log_probs, rollout_log_probs and sequences.
+        level: Of the distance, as for `importance_weights`.
+        low: Lower bound of the distance. A divergence is never below 0.
+        high: Upper bound of the distance: a ratio, or nats.
+        metric: "ratio" or "binary_kl".
         veto_threshold: A token's ratio below this rejects its whole sequence. None: no veto.
-        max_log_ratio: Limit of log-ratios, nats, before the bounds. The veto has no limit.
+        max_log_ratio: Limit of log-ratios, nats, before the bounds. The veto has no limit. Probabilities of the
+            divergence are limited to [1e-6, 1 - 1e-6].
+        current: As for `importance_weights`.
 
     Returns:
         1 for kept tokens, 0 for rejected ones. Metrics: mis_rs_mask_fraction_low and _high, 1 below and above the
         bounds; with a veto mis_rs_catastrophic_token_fraction and mis_rs_catastrophic_seq_fraction.
 
     Source:
-        slime at 624b824a, examples/train_infer_mismatch_helper.
+        slime at 624b824a, examples/train_infer_mismatch_helper. KPop: Guo et al., ringtech.notion.site/kpop, 2026, and
+        AReaL at cbff54d6, areal.utils.functional, which limits probabilities at 1e-8.
     """
-    ratio = torch.exp(bounded(_log_ratios(inputs, level), max_log_ratio))
-    below, above = (ratio < low).to(ratio.dtype), (ratio > high).to(ratio.dtype)
+    log_ratios = _log_ratios(inputs, current=current)
+    if metric == "ratio":
+        distance = torch.exp(bounded(_at_level(inputs, log_ratios, level), max_log_ratio))
+    else:
+        distance = _at_level(inputs, _binary_divergence(inputs, current=current), level)
+    below, above = (distance < low).to(distance.dtype), (distance > high).to(distance.dtype)
     kept = 1.0 - below - above
     metrics = {"train/mis_rs_mask_fraction_low": below, "train/mis_rs_mask_fraction_high": above}
     if veto_threshold is not None:
-        catastrophic = (_log_ratios(inputs, "token") < math.log(veto_threshold)).to(ratio.dtype)
-        vetoed = (inputs.sequences.sums(catastrophic) > 0).to(ratio.dtype)
+        catastrophic = (log_ratios < math.log(veto_threshold)).to(distance.dtype)
+        vetoed = (inputs.sequences.sums(catastrophic) > 0).to(distance.dtype)
         kept = kept * (1.0 - vetoed)
         metrics["train/mis_rs_catastrophic_token_fraction"] = catastrophic
         metrics["train/mis_rs_catastrophic_seq_fraction"] = vetoed
@@ -141,9 +172,70 @@ def mean_weight(inputs: LossInputs, weights: Tensor, *, level: Level) -> float:
     return mean if mean > 1e-8 else 1.0
 
 
-def _log_ratios(inputs: LossInputs, level: Level) -> Tensor:
-    """Return log-ratios of old policy over engine, [M]."""
-    log_ratios = inputs.old_log_probs - inputs.rollout_log_probs
+def mismatch_metrics(inputs: LossInputs) -> dict[str, Tensor]:
+    """Measure how far the engine is from the trainer before the first optimizer step of a batch.
+
+    With d = trainer_log_probs - rollout_log_probs per token, and means over the token's sequence.
+
+    Args:
+        inputs: Uses trainer_log_probs, rollout_log_probs and sequences.
+
+    Returns:
+        [M] each, without gradients. KL(engine || trainer) by token: mis_kl, -d; mis_k3_kl, exp(d) - 1 - d. Perplexity
+        by sequence: mis_training_ppl and mis_rollout_ppl, exp(-mean of log-probs), and their logarithms _log_ppl;
+        mis_log_ppl_diff, -mean(d), mis_log_ppl_abs_diff, its absolute value, and mis_ppl_ratio, its exponential.
+        Chi-squared divergence: mis_chi2_token, exp(2 d) - 1, and mis_chi2_seq, exp(2 sum(d)) - 1. Every exponent is
+        limited to +-20.
+
+    Source:
+        slime at 624b824a, examples/train_infer_mismatch_helper, with its names; verl 0.9.1, rollout_corr_helper, has
+        the same as rollout_corr/. Both limit d, not 2 d, in the chi-squared divergences.
+    """
+    assert inputs.trainer_log_probs is not None
+    trainer, engine, means = inputs.trainer_log_probs, inputs.rollout_log_probs, inputs.sequences.means
+    log_ratios = trainer - engine
+    training, rollout = -means(trainer), -means(engine)
+    difference = training - rollout
+    return {
+        "train/mis_kl": -log_ratios,
+        "train/mis_k3_kl": _exp(log_ratios) - 1.0 - log_ratios,
+        "train/mis_training_ppl": _exp(training),
+        "train/mis_training_log_ppl": training,
+        "train/mis_rollout_ppl": _exp(rollout),
+        "train/mis_rollout_log_ppl": rollout,
+        "train/mis_log_ppl_diff": difference,
+        "train/mis_log_ppl_abs_diff": difference.abs(),
+        "train/mis_ppl_ratio": _exp(difference),
+        "train/mis_chi2_token": _exp(2.0 * log_ratios) - 1.0,
+        "train/mis_chi2_seq": _exp(2.0 * inputs.sequences.sums(log_ratios)) - 1.0,
+    }
+
+
+def _exp(exponents: Tensor) -> Tensor:
+    return torch.exp(bounded(exponents, METRIC_LOG_RATIO))
+
+
+def _policy(inputs: LossInputs, *, current: bool) -> Tensor:
+    """Return log-probs of the policy that is compared with the engine, [M], without a gradient."""
+    return inputs.log_probs.detach() if current else inputs.old_log_probs
+
+
+def _log_ratios(inputs: LossInputs, *, current: bool = False) -> Tensor:
+    """Return log-ratios of policy over engine, [M]."""
+    return _policy(inputs, current=current) - inputs.rollout_log_probs
+
+
+def _binary_divergence(inputs: LossInputs, *, current: bool) -> Tensor:
+    """Return KPop's divergence of policy and engine, [M], nats."""
+    lowest, highest = PROBABILITY_EPS, 1.0 - PROBABILITY_EPS
+    p = torch.exp(_policy(inputs, current=current)).clamp(lowest, highest)
+    q = torch.exp(inputs.rollout_log_probs).clamp(lowest, highest)
+    chosen, rest = torch.log(p / q), torch.log((1.0 - p) / (1.0 - q))
+    return torch.maximum(p * chosen + (1.0 - p) * rest, -q * chosen - (1.0 - q) * rest).clamp(min=0.0)
+
+
+def _at_level(inputs: LossInputs, values: Tensor, level: Level) -> Tensor:
+    """Return the values of tokens, or the sum or mean over each token's sequence, [M]."""
     if level == "token":
-        return log_ratios
-    return inputs.sequences.sums(log_ratios) if level == "sequence" else inputs.sequences.means(log_ratios)
+        return values
+    return inputs.sequences.sums(values) if level == "sequence" else inputs.sequences.means(values)

@@ -50,6 +50,33 @@ def kl_divergence(
     return found.clamp(-LOW_VAR_KL_LIMIT, LOW_VAR_KL_LIMIT) if estimator == "low_var_kl" else found
 
 
+def kl_clamped(
+    log_probs: Tensor, ref_log_probs: Tensor, estimator: KlEstimator, *, max_log_ratio: float = math.inf
+) -> Tensor:
+    """Mark tokens whose estimate of the divergence is limited.
+
+    Args:
+        log_probs: As for `kl_divergence`, like the other arguments.
+        ref_log_probs: [M], of the reference.
+        estimator: k1 and k2 have no limit.
+        max_log_ratio: Limit of log-ratios, nats.
+
+    Returns:
+        [M], without a gradient: 1 where the log-ratio is beyond max_log_ratio, or low_var_kl without a factor beyond
+        10 nats; 0 elsewhere.
+
+    Source:
+        The limits are those of `kl_divergence`.
+    """
+    difference = (log_probs - ref_log_probs).detach()
+    if estimator in ("k1", "k2"):
+        return torch.zeros_like(difference)
+    limited = difference.abs() > max_log_ratio
+    if estimator == "low_var_kl":
+        limited |= _estimated(difference, "k3", max_log_ratio) > LOW_VAR_KL_LIMIT
+    return limited.to(difference.dtype)
+
+
 def _estimated(difference: Tensor, estimator: KlEstimator, max_log_ratio: float) -> Tensor:
     k2 = difference.square() / 2
     if estimator == "k1":

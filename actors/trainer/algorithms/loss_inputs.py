@@ -82,6 +82,10 @@ class LossInputs:
     entropy: Tensor  # of the policy being trained
     sequences: Sequences
     ref_log_probs: Tensor | None = None  # of the reference model; None: no term needs them
+    rewards: Tensor | None = None  # of each token's sample; None: no term needs them
+    trainer_log_probs: Tensor | None = (
+        None  # of the weights before the first optimizer step; None: no metric needs them
+    )
 
 
 class Terms(NamedTuple):

@@ -48,8 +48,9 @@ def ppo_loss(
         max_log_ratio: Limit of log-ratios, nats.
 
     Returns:
-        Metrics: pg_clipfrac, 1 where the clipped term is the larger one; ppo_kl, old minus new log-prob in nats;
-        ratio_clampfrac, 1 where the log-ratio is beyond its limit.
+        Metrics: pg_clipfrac, 1 where the clipped term is the larger one; with eps_clip_c pg_clipfrac_lower, 1 where it
+        lowers the loss; ppo_kl, old minus new log-prob in nats; ratio_clampfrac, 1 where the log-ratio is beyond its
+        limit.
 
     Source:
         PPO, arXiv 1707.06347; separate upper clip: DAPO, arXiv 2503.14476; dual clip: arXiv 1912.09729.
@@ -109,7 +110,8 @@ def decoupled_ppo_loss(
         max_log_ratio: Limit of both log-ratios, nats.
 
     Returns:
-        Metrics of `ppo_loss`; behave_imp_weight, the weight; behave_mask, 1 where the token is kept.
+        Metrics of `ppo_loss`, where ratio_clampfrac counts both log-ratios; behave_imp_weight, the weight; behave_mask,
+        1 where the token is kept.
 
     Source:
         arXiv 2110.00641; AReaL, arXiv 2505.24298, with its names.
@@ -121,11 +123,14 @@ def decoupled_ppo_loss(
         eps_clip_c=eps_clip_c,
         max_log_ratio=max_log_ratio,
     )
-    weights = torch.exp(bounded(inputs.old_log_probs - inputs.rollout_log_probs, max_log_ratio)).detach()
+    behind = inputs.old_log_probs - inputs.rollout_log_probs
+    weights = torch.exp(bounded(behind, max_log_ratio)).detach()
+    clamped = torch.maximum(metrics["train/ratio_clampfrac"], _clamped(behind, max_log_ratio))
     cap = math.inf if behav_imp_weight_cap is None else behav_imp_weight_cap
     kept = (weights <= cap).to(loss.dtype)
     weights = weights * kept
-    return Terms(loss * weights, {**metrics, "train/behave_imp_weight": weights, "train/behave_mask": kept})
+    more = {"train/behave_imp_weight": weights, "train/behave_mask": kept, "train/ratio_clampfrac": clamped}
+    return Terms(loss * weights, {**metrics, **more})
 
 
 def cispo_loss(
@@ -179,7 +184,8 @@ def dppo_loss(
         max_log_ratio: Limit of log-ratios, nats.
 
     Returns:
-        Metrics: pg_clipfrac, 1 where the token is dropped; ppo_kl and ratio_clampfrac as of `ppo_loss`.
+        Metrics: pg_clipfrac, 1 where the token is dropped; ppo_kl as of `ppo_loss`; ratio_clampfrac, 1 where the
+        log-ratio is beyond its limit or the ratio above eps_clip_c.
 
     Source:
         arXiv 2602.04879, as in verl.
@@ -193,9 +199,11 @@ def dppo_loss(
         moved = old * -log_ratios.detach() + (1.0 - old) * rest
     up, down = (moved > high) & (new > old), (moved > eps_clip) & (new < old)
     dropped = torch.where(inputs.advantages > 0, up, down).to(moved.dtype)
-    ratio = torch.exp(bounded(log_ratios, max_log_ratio)).detach().clamp(max=eps_clip_c)
-    loss = -inputs.advantages * ratio * inputs.log_probs * (1.0 - dropped)
-    return Terms(loss, _ratio_metrics(log_ratios, dropped, max_log_ratio))
+    ratio = torch.exp(bounded(log_ratios, max_log_ratio)).detach()
+    loss = -inputs.advantages * ratio.clamp(max=eps_clip_c) * inputs.log_probs * (1.0 - dropped)
+    metrics = _ratio_metrics(log_ratios, dropped, max_log_ratio)
+    capped = (ratio > eps_clip_c).to(ratio.dtype)
+    return Terms(loss, {**metrics, "train/ratio_clampfrac": torch.maximum(metrics["train/ratio_clampfrac"], capped)})
 
 
 def prime_rl_loss(
@@ -326,6 +334,24 @@ def gpg_loss(inputs: LossInputs) -> Terms:
     return Terms(-inputs.advantages * inputs.log_probs, {})
 
 
+def positive_nll_loss(inputs: LossInputs) -> Tensor:
+    """Negative log-likelihood of the tokens of good samples, to be averaged over these tokens alone.
+
+    -log_probs where the sample's reward is above 0, and 0 elsewhere.
+
+    Args:
+        inputs: Uses log_probs and rewards.
+
+    Returns:
+        [M], nats. Its sum is divided by the number of tokens of good samples, or by 1 if there are none. No limit.
+
+    Source:
+        VAPO, arXiv 2504.05118, equation 10; NeMo-RL at 7ea279ab, positive_example_nll_weight.
+    """
+    assert inputs.rewards is not None
+    return torch.where(inputs.rewards > 0, -inputs.log_probs, 0.0)
+
+
 def _clipped(
     log_ratios: Tensor,
     advantages: Tensor,
@@ -340,9 +366,12 @@ def _clipped(
     plain = -ratio * advantages
     clipped = -ratio.clamp(1.0 - eps_clip, 1.0 + high) * advantages
     loss = torch.maximum(plain, clipped)
+    metrics = _ratio_metrics(log_ratios, (clipped > plain).to(loss.dtype), max_log_ratio)
     if eps_clip_c is not None:
-        loss = torch.where(advantages < 0, torch.minimum(loss, -eps_clip_c * advantages), loss)
-    return Terms(loss, _ratio_metrics(log_ratios, (clipped > plain).to(loss.dtype), max_log_ratio))
+        lowered = torch.where(advantages < 0, torch.minimum(loss, -eps_clip_c * advantages), loss)
+        metrics["train/pg_clipfrac_lower"] = (lowered < loss).to(loss.dtype)
+        loss = lowered
+    return Terms(loss, metrics)
 
 
 def _over_engine(inputs: LossInputs, masked: Tensor, kl_tau: float, max_log_ratio: float) -> Terms:

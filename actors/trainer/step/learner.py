@@ -44,6 +44,7 @@ class OptimizerStep:
     reduction: Reduction  # over the step's samples on all replicas
     share_B: Ints  # the reduction's shares, by sample of the batch
     num_mtp_tokens: int  # tokens that the MTP layer predicts
+    num_positive: int  # trained tokens of samples with a reward above 0, on all replicas
 
     @property
     def num_shares(self) -> int:
@@ -59,6 +60,11 @@ class OptimizerStep:
     def shares_per_mtp_token(self) -> float:
         """Factor that turns a loss of the chosen reduction into the mean over tokens that the MTP layer predicts."""
         return self.num_shares / max(self.num_mtp_tokens, 1)
+
+    @property
+    def shares_per_positive_token(self) -> float:
+        """Factor that turns a sum of the chosen reduction into the mean over tokens of samples with a good reward."""
+        return self.num_shares / max(self.num_positive, 1)
 
 
 class Done(NamedTuple):
@@ -142,7 +148,8 @@ class Learner:
         share_B[samples] = reduced.shares
         num_tokens = int(np.maximum(batch.lengths_B[read] - 1, 0).sum())
         mtp = num_mtp_tokens(batch, samples) if self._has_mtp_layer else 0
-        return OptimizerStep(number, samples, micro_batches, num_tokens, reduced, share_B, mtp)
+        positive = int(batch.mask_sums_B[samples[batch.rewards_B[samples] > 0]].sum())
+        return OptimizerStep(number, samples, micro_batches, num_tokens, reduced, share_B, mtp, positive)
 
     def train(
         self, batch: TrainBatch, steps: Sequence[OptimizerStep], loss: StepLoss, weights_N: Tensor, timer: StepTimer

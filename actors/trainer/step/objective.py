@@ -6,8 +6,14 @@ from typing import Final
 
 import torch
 
-from actors.trainer.algorithms.corrections import Correction, importance_weights, off_policy_mask, rejections
-from actors.trainer.algorithms.kl import kl_divergence
+from actors.trainer.algorithms.corrections import (
+    Correction,
+    importance_weights,
+    mismatch_metrics,
+    off_policy_mask,
+    rejections,
+)
+from actors.trainer.algorithms.kl import kl_clamped, kl_divergence
 from actors.trainer.algorithms.loss_inputs import LossInputs, Sequences, Terms
 from actors.trainer.algorithms.policy_losses import (
     cispo_loss,
@@ -16,6 +22,7 @@ from actors.trainer.algorithms.policy_losses import (
     gmpo_loss,
     gpg_loss,
     gspo_loss,
+    positive_nll_loss,
     ppo_loss,
     prime_rl_ipo_loss,
     prime_rl_loss,
@@ -28,6 +35,7 @@ PolicyLoss = Callable[[LossInputs], Terms]
 Correct = Callable[[LossInputs], Correction]
 
 DPPO_CLIP_C: Final = 20.0  # verl's bound of the ratio if eps_clip_c is unset
+KPOP_THRESHOLD: Final = 0.1  # nats; the bound of KPop's authors if rs_upper_bound is unset
 
 
 def policy_loss(algorithm: AlgorithmConfig) -> PolicyLoss:
@@ -71,6 +79,7 @@ def weigh(algorithm: AlgorithmConfig) -> Correct:
         low=algorithm.tis_clip_low,
         high=algorithm.tis_clip,
         max_log_ratio=algorithm.max_log_ratio,
+        current=algorithm.bypass_mode,
     )
 
 
@@ -82,17 +91,29 @@ def corrections(algorithm: AlgorithmConfig) -> list[Correct]:
     if algorithm.use_tis:
         found.append(weigh(algorithm))
     if algorithm.use_rs:
-        high = algorithm.tis_clip if algorithm.rs_upper_bound is None else algorithm.rs_upper_bound
-        reject = partial(
-            rejections,
-            level=algorithm.rs_level,
-            low=1.0 / high if algorithm.rs_lower_bound is None else algorithm.rs_lower_bound,
-            high=high,
-            veto_threshold=algorithm.rs_veto_threshold,
-            max_log_ratio=algorithm.max_log_ratio,
-        )
-        found.append(reject)
+        found.append(_reject(algorithm))
     return found
+
+
+def _reject(algorithm: AlgorithmConfig) -> Correct:
+    """Return the rejection that the settings describe."""
+    is_ratio = algorithm.rs_metric == "ratio"
+    high = algorithm.rs_upper_bound
+    if high is None:
+        high = algorithm.tis_clip if is_ratio else KPOP_THRESHOLD
+    low = algorithm.rs_lower_bound
+    if low is None:
+        low = 1.0 / high if is_ratio else 0.0
+    return partial(
+        rejections,
+        level=algorithm.rs_level,
+        metric=algorithm.rs_metric,
+        low=low,
+        high=high,
+        veto_threshold=algorithm.rs_veto_threshold,
+        max_log_ratio=algorithm.max_log_ratio,
+        current=algorithm.bypass_mode,
+    )
 
 
 class Objective:
@@ -106,13 +127,22 @@ class Objective:
         self._corrections = corrections(algorithm)
         self.names: tuple[str, ...] = tuple(self(_no_tokens(), entropy_coef=0.0).metrics)
 
-    def __call__(self, inputs: LossInputs, *, entropy_coef: float, weight_scale: float = 1.0) -> Terms:
+    def __call__(
+        self,
+        inputs: LossInputs,
+        *,
+        entropy_coef: float,
+        weight_scale: float = 1.0,
+        positive_scale: float | torch.Tensor = 1.0,
+    ) -> Terms:
         """Compute the loss of each token, and the metrics: the loss first, all without gradients.
 
         Args:
             inputs: Columns of one micro-batch.
             entropy_coef: Weight of the entropy bonus. 0 computes no gradient of the entropy.
             weight_scale: The policy loss is divided by it: the mean importance weight of the batch.
+            positive_scale: Factor of the likelihood of good samples. With it, [M], the reduction of all terms takes
+                the mean of this term over the tokens of good samples alone.
         """
         if self._demonstrations:
             loss = sft_loss(inputs.log_probs)
@@ -131,6 +161,18 @@ class Objective:
             )
             total = total + algorithm.kl_loss_coef * divergence
             metrics["train/kl_loss"] = divergence
+            metrics["train/kl_clampfrac"] = kl_clamped(
+                inputs.log_probs,
+                inputs.ref_log_probs,
+                algorithm.kl_loss_type,
+                max_log_ratio=algorithm.max_log_ratio,
+            )
+        if algorithm.positive_example_nll_weight:
+            likelihood = positive_nll_loss(inputs) * positive_scale
+            total = total + algorithm.positive_example_nll_weight * likelihood
+            metrics["train/positive_nll_loss"] = likelihood
+        if algorithm.get_mismatch_metrics:
+            metrics |= mismatch_metrics(inputs)
         return _reported(total, Terms(policy.loss, metrics))
 
     def _corrected(self, inputs: LossInputs, weight_scale: float) -> Terms:
@@ -161,6 +203,8 @@ def _no_tokens() -> LossInputs:
         old_log_probs=none,
         rollout_log_probs=none,
         ref_log_probs=none,
+        rewards=none,
+        trainer_log_probs=none,
         advantages=none,
         entropy=none,
         sequences=Sequences(torch.empty(0, dtype=torch.int64), count=1),

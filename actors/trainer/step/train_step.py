@@ -65,6 +65,7 @@ class _Columns:
     rollout_log_probs_N: Tensor
     trainer_log_probs_N: Tensor  # under the weights before the first optimizer step; forward passes fill it in
     ref_log_probs_N: Tensor | None
+    rewards_N: Tensor  # of the token's sample
     weight_scale: float  # mean importance weight of the batch, or 1
 
 
@@ -223,18 +224,19 @@ class TrainStep:
             timer.lap("perf/ref_log_probs_time")
         weights_B = np.concatenate([step.reduction.token_weights for step in steps])
         device = self._replica.device
-        advantages_N, weights_N, rollout_N, trainer_N = (
+        advantages_N, weights_N, rollout_N, trainer_N, rewards_N = (
             torch.tensor(values_N, device=device)
             for values_N in (
                 advantages.astype(np.float32),
                 batch.spread(weights_B),
                 batch.rollout_log_probs_N,
                 trainer_log_probs_N,
+                batch.spread(batch.rewards_B),
             )
         )
         ref_N = None if ref_log_probs_N is None else torch.tensor(ref_log_probs_N, device=device)
         timer.lap("perf/plan_time")
-        return _Columns(advantages_N, weights_N, rollout_N, trainer_N, ref_N, weight_scale)
+        return _Columns(advantages_N, weights_N, rollout_N, trainer_N, ref_N, rewards_N, weight_scale)
 
     def _mean_weight(self, batch: TrainBatch, old_log_probs_N: Floats32) -> float:
         """Average the importance weights over the trained tokens of the batch. Every rank has all old log-probs."""
@@ -283,12 +285,15 @@ class TrainStep:
             old_log_probs=rollout_M if self._algorithm.use_rollout_logprobs else trainer_M,
             rollout_log_probs=rollout_M,
             ref_log_probs=None if columns.ref_log_probs_N is None else columns.ref_log_probs_N[where_M],
+            rewards=columns.rewards_N[where_M],
+            trainer_log_probs=trainer_M,
             advantages=columns.advantages_N[where_M],
             entropy=outputs.entropy,
             sequences=Sequences(torch.from_numpy(numbers).to(where_M.device), micro_batch.num_sequences, group),
         )
         coef = self._entropy_coef(train_step)
-        return self._objective(inputs, entropy_coef=coef, weight_scale=columns.weight_scale)
+        positive = step.shares_per_positive_token / columns.weights_N[where_M]  # the weights are never 0
+        return self._objective(inputs, entropy_coef=coef, weight_scale=columns.weight_scale, positive_scale=positive)
 
     @property
     def _planned_steps(self) -> int:

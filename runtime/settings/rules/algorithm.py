@@ -53,10 +53,7 @@ APPLIES: Final[Mapping[str, Applies]] = {
     "use_rs": Applies("loss_mode", CORRECTED),
     "use_opsm": Applies("loss_mode", CORRECTED),
     **{name: Applies("use_tis", (True,)) for name in ("tis_clip_low", "tis_level", "tis_mode", "tis_batch_normalize")},
-    **{
-        name: Applies("use_rs", (True,))
-        for name in ("rs_level", "rs_lower_bound", "rs_upper_bound", "rs_veto_threshold")
-    },
+    **{name: Applies("use_rs", (True,)) for name in ("rs_level", "rs_metric", "rs_upper_bound", "rs_veto_threshold")},
     "opsm_delta": Applies("use_opsm", (True,)),
     "loss_scale_factor": Applies("loss_agg_mode", ("seq-mean-token-sum-norm",)),
     "count_masked_rollouts": Applies(
@@ -117,13 +114,34 @@ def _estimators(algorithm: AlgorithmConfig) -> Iterator[Problem]:
 
 
 def _corrections(algorithm: AlgorithmConfig) -> Iterator[Problem]:
-    if algorithm.use_rollout_logprobs and (algorithm.use_tis or algorithm.use_rs):
+    if algorithm.use_rollout_logprobs and (algorithm.use_tis or algorithm.use_rs) and not algorithm.bypass_mode:
         key = "use_tis" if algorithm.use_tis else "use_rs"
         message = "compares old log-probs with the engine's, which algorithm.use_rollout_logprobs makes the same"
         yield Problem.of(f"algorithm.{key}", True, message)
     if algorithm.use_tis and algorithm.tis_clip_low >= algorithm.tis_clip:
         message = f"must be below algorithm.tis_clip = {algorithm.tis_clip:g}"
         yield Problem.of("algorithm.tis_clip_low", algorithm.tis_clip_low, message)
+    if algorithm.rs_lower_bound is not None and not (algorithm.use_rs and algorithm.rs_metric == "ratio"):
+        message = 'has no effect unless algorithm.use_rs = true and algorithm.rs_metric = "ratio"'
+        yield Problem.of("algorithm.rs_lower_bound", algorithm.rs_lower_bound, message)
+    if algorithm.bypass_mode:
+        yield from _bypass(algorithm)
+
+
+def _bypass(algorithm: AlgorithmConfig) -> Iterator[Problem]:
+    """Yield what weights and rejections of the policy being trained cannot be combined with."""
+    named, has_ratio = loss_mode(algorithm), loss_mode(algorithm) != "gpg"
+    if not (algorithm.use_tis or algorithm.use_rs):
+        message = "has no effect unless algorithm.use_tis or algorithm.use_rs is true"
+    elif algorithm.use_tis and has_ratio:
+        message = f'would count the ratio twice: algorithm.loss_mode = "{named}" has one, and algorithm.use_tis another'
+    elif has_ratio and not algorithm.use_rollout_logprobs:
+        message = f'needs algorithm.use_rollout_logprobs = true with algorithm.loss_mode = "{named}"'
+    elif algorithm.tis_batch_normalize:
+        message = "cannot be combined with algorithm.tis_batch_normalize: the weights change within the batch"
+    else:
+        return
+    yield Problem.of("algorithm.bypass_mode", True, message)
 
 
 def _reductions(algorithm: AlgorithmConfig) -> Iterator[Problem]:

@@ -58,6 +58,33 @@ from tests.runtime.settings.shipped import LAPTOP, problems
             "must be below algorithm.tis_clip = 2",
         ),
         (
+            ("algorithm.use_rs=true", "algorithm.rs_metric=binary_kl", "algorithm.rs_lower_bound=0.1"),
+            "algorithm.rs_lower_bound",
+            'unless algorithm.use_rs = true and algorithm.rs_metric = "ratio"',
+        ),
+        (("algorithm.bypass_mode=true",), "algorithm.bypass_mode", "unless algorithm.use_tis or algorithm.use_rs"),
+        (
+            ("algorithm.bypass_mode=true", "algorithm.use_tis=true"),
+            "algorithm.bypass_mode",
+            "would count the ratio twice",
+        ),
+        (
+            ("algorithm.bypass_mode=true", "algorithm.use_rs=true", "algorithm.use_rollout_logprobs=false"),
+            "algorithm.bypass_mode",
+            'needs algorithm.use_rollout_logprobs = true with algorithm.loss_mode = "ppo"',
+        ),
+        (
+            (
+                "algorithm.loss_mode=gpg",
+                "algorithm.use_rollout_logprobs=false",
+                "algorithm.bypass_mode=true",
+                "algorithm.use_tis=true",
+                "algorithm.tis_batch_normalize=true",
+            ),
+            "algorithm.bypass_mode",
+            "cannot be combined with algorithm.tis_batch_normalize",
+        ),
+        (
             ("algorithm.use_unbiased_kl=true",),
             "algorithm.use_unbiased_kl",
             "has no effect unless algorithm.kl_loss_coef is above 0",
@@ -106,6 +133,8 @@ def test_a_combination_without_meaning_is_refused(overrides: tuple[str, ...], ke
         ("algorithm.advantage_estimator=cispo", "algorithm.eps_clip=1.0"),
         ("algorithm.loss_mode=prime_rl", "algorithm.use_rollout_logprobs=false", "algorithm.eps_clip_high=none"),
         ("algorithm.use_tis=true", "algorithm.tis_mode=mask", "algorithm.use_rollout_logprobs=false"),
+        ("algorithm.use_rs=true", "algorithm.bypass_mode=true", "algorithm.use_rollout_logprobs=true"),
+        ("algorithm.use_rs=true", "algorithm.rs_metric=binary_kl", "algorithm.use_rollout_logprobs=false"),
         ("algorithm.group_of_one=reward", "rollout.n_samples_per_prompt=1"),
         (
             "algorithm.disable_grpo_std_normalization=true",

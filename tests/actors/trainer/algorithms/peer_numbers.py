@@ -1,6 +1,6 @@
-"""Writes peer_numbers.json: what functions of slime, verl and prime-rl return for one set of inputs, in float32.
+"""Writes peer_numbers.json: what functions of slime, verl, prime-rl and AReaL return for one set of inputs, in float32.
 
-    python -m tests.actors.trainer.algorithms.peer_numbers --verl DIR --slime GIT_DIR --prime-rl GIT_DIR
+    python -m tests.actors.trainer.algorithms.peer_numbers --verl DIR --slime GIT --prime-rl GIT --areal GIT
 
 DIR is an unpacked wheel of verl 0.9.1; the others are clones that have the commits below. Single functions are taken
 out of the files, so none of the packages' dependencies is needed. Only the numbers are committed.
@@ -21,6 +21,7 @@ import torch
 NUMBERS: Final = Path(__file__).with_suffix(".json")
 SLIME: Final = "624b824a"
 PRIME_RL: Final = "559b4477"
+AREAL: Final = "cbff54d6"
 LENGTHS: Final = (5, 3, 7, 1, 4, 6)
 GROUPS: Final = (0, 1, 0, 1, 0, 1)
 REWARDS: Final = (1.0, 0.25, 0.0, 0.75, 0.5, 0.25)
@@ -208,6 +209,14 @@ def of_prime_rl(git: Path, columns: dict[str, list[float]]) -> dict[str, Any]:
     return found
 
 
+def of_areal(git: Path, columns: dict[str, list[float]]) -> dict[str, Any]:
+    """The divergence of KPop per token, in both directions."""
+    peer = functions(shown(git, AREAL, "areal/utils/functional/functional.py"), ("compute_binary_kl_divergence",))
+    old, rollout = torch.tensor(columns["old"]), torch.tensor(columns["rollout"])
+    both = [peer.compute_binary_kl_divergence(*pair) for pair in ((old, rollout), (rollout, old))]
+    return {"kpop": torch.maximum(*both).tolist()}
+
+
 def with_gradient(loss: torch.Tensor, new: torch.Tensor) -> dict[str, Any]:
     """The loss, and its gradient by token."""
     (gradient,) = torch.autograd.grad(loss, new)
@@ -223,7 +232,7 @@ def shown(git: Path, commit: str, path: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    for name in ("--verl", "--slime", "--prime-rl"):
+    for name in ("--verl", "--slime", "--prime-rl", "--areal"):
         parser.add_argument(name, type=Path, required=True)
     given = parser.parse_args()
     columns = drawn()
@@ -235,6 +244,7 @@ def main() -> None:
         "verl 0.9.1": of_verl(given.verl, columns),
         f"slime {SLIME}": of_slime(given.slime, columns),
         f"prime-rl {PRIME_RL}": of_prime_rl(given.prime_rl, columns),
+        f"AReaL {AREAL}": of_areal(given.areal, columns),
     }
     NUMBERS.write_text(json.dumps(rounded(numbers)) + "\n")
 

@@ -10,11 +10,12 @@ from actors.trainer.algorithms.corrections import (
     Mode,
     importance_weights,
     mean_weight,
+    mismatch_metrics,
     off_policy_mask,
     rejections,
 )
 from actors.trainer.algorithms.loss_inputs import LossInputs
-from tests.actors.trainer.algorithms.peers import LENGTHS, SLIME, column
+from tests.actors.trainer.algorithms.peers import AREAL, LENGTHS, SLIME, column
 from tests.build.losses import inputs
 
 LEVELS = pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
@@ -37,6 +38,7 @@ def test_weights_of_tokens_by_hand(mode: Mode, expected: list[float]) -> None:
     assert weights.tolist() == pytest.approx(expected)
     assert metrics["train/tis"].tolist() == pytest.approx([4.0, 0.25, 1.0])
     assert metrics["train/tis_abs"].tolist() == pytest.approx([3.0, 0.75, 0.0])
+    assert metrics["train/tis_clampfrac"].tolist() == [0.0, 0.0, 0.0]
     assert metrics["train/tis_clipfrac"].tolist() == [1.0, 0.0 if mode == "truncate" else 1.0, 0.0]
 
 
@@ -85,6 +87,64 @@ def test_weights_and_rejections_are_those_of_slime(name: str) -> None:
     for key, values in SLIME["mis"][name].get("metrics", {}).items():
         if key.startswith("rs_"):
             assert more[f"train/mis_{key}"].tolist() == values
+
+
+def test_weights_and_rejections_of_the_current_policy_by_hand() -> None:
+    given = inputs([-1.0, -2.0], [-9.0, -9.0], rollout=[-1.0 - math.log(4), -2.0])
+    weights, metrics = importance_weights(given, level="token", mode="clip", low=0.5, high=2.0, current=True)
+    assert weights.tolist() == pytest.approx([2.0, 1.0])
+    assert "train/ois" not in metrics
+    assert rejections(given, level="token", low=0.5, high=2.0, current=True).factors.tolist() == [0.0, 1.0]
+
+
+def test_kpop_by_hand() -> None:
+    """D(0.5, 0.25) = 0.1438 nats and D(0.25, 0.5) = 0.1308 nats: the larger one decides."""
+    old, rollout = [math.log(0.5), math.log(0.25), math.log(0.5)], [math.log(0.25), math.log(0.5), math.log(0.5)]
+    given = inputs(old, old, rollout=rollout, lengths=[2, 1])
+    expected = 0.5 * math.log(2) + 0.5 * math.log(2 / 3)
+    for level, high, kept in (
+        ("token", expected + 1e-12, [1.0, 1.0, 1.0]),
+        ("token", expected - 1e-12, [0.0, 0.0, 1.0]),
+        ("sequence", 2 * expected - 1e-12, [0.0, 0.0, 1.0]),
+        ("geometric", expected + 1e-12, [1.0, 1.0, 1.0]),
+    ):
+        found = rejections(given, level=level, metric="binary_kl", low=0.0, high=high)  # type: ignore[arg-type]
+        assert found.factors.tolist() == kept
+        assert found.metrics["train/mis_rs_mask_fraction_low"].tolist() == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("token", range(sum(LENGTHS)))
+def test_the_divergence_of_kpop_is_that_of_areal(token: int) -> None:
+    value = AREAL["kpop"][token]
+    bounds = (value * (1 + 1e-5) + 1e-6, max(value * (1 - 1e-5) - 1e-6, -1.0))
+    kept = [
+        rejections(drawn(), level="token", metric="binary_kl", low=-1.0, high=high).factors[token].item()
+        for high in bounds
+    ]
+    assert kept == [1.0, 0.0]
+
+
+def test_the_mismatch_is_that_of_slime() -> None:
+    expected = SLIME["mis"]["token clip"]["metrics"]
+    names = [name for name in expected if not name.startswith(("tis_", "rs_", "is_"))]
+    found = mismatch_metrics(drawn())
+    assert {f"train/mis_{name}" for name in names} == set(found)
+    for name in names:
+        if name == "chi2_token":  # slime has a mean over the sequence at each token, which its reduction keeps
+            means = drawn().sequences.means(found["train/mis_chi2_token"]).tolist()
+            assert means == pytest.approx(expected[name], rel=1e-5)
+        else:
+            assert found[f"train/mis_{name}"].tolist() == pytest.approx(expected[name], rel=1e-5, abs=1e-6), name
+
+
+@pytest.mark.parametrize("log_ratio", [-90.0, 90.0])
+def test_the_mismatch_is_finite_at_any_log_ratio(log_ratio: float) -> None:
+    old, rollout = torch.tensor([min(log_ratio, -1e-3)] * 2), torch.tensor([min(-log_ratio, -1e-3), 0.0])
+    given = inputs(old, old, rollout=rollout)
+    assert all((values.abs() < 1e15).all() for values in mismatch_metrics(given).values())
+    for level in ("token", "sequence", "geometric"):
+        found = rejections(given, level=level, metric="binary_kl", low=0.0, high=0.1)  # type: ignore[arg-type]
+        assert found.factors.isfinite().all()
 
 
 def test_the_off_policy_mask_is_that_of_slime() -> None:

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from actors.trainer.algorithms.kl import kl_divergence
+from actors.trainer.algorithms.kl import kl_clamped, kl_divergence
 from tests.actors.trainer.algorithms.peers import SLIME, VERL, column
 
 
@@ -76,3 +76,17 @@ def test_the_ratio_to_the_old_policy_is_finite_at_any_log_ratio() -> None:
     assert found.isfinite().all()
     assert new.grad is not None
     assert new.grad.isfinite().all()
+
+
+def test_limited_estimates_are_counted() -> None:
+    """exp(3) - 1 - 3 is above 10 nats, exp(2) - 1 - 2 is not."""
+    new, ref = torch.tensor([-3.0, -2.0, -30.0, 0.0]), torch.tensor([0.0, 0.0, 0.0, 0.0])
+    expected = {
+        "k1": [0, 0, 0, 0],
+        "k2": [0, 0, 0, 0],
+        "k3": [0, 0, 1, 0],
+        "k3+": [0, 0, 1, 0],
+        "low_var_kl": [1, 0, 1, 0],
+    }
+    for estimator, counts in expected.items():
+        assert kl_clamped(new, ref, estimator, max_log_ratio=20.0).tolist() == counts  # type: ignore[arg-type]

@@ -16,6 +16,7 @@ from actors.trainer.algorithms.policy_losses import (
     gmpo_loss,
     gpg_loss,
     gspo_loss,
+    positive_nll_loss,
     ppo_loss,
     prime_rl_ipo_loss,
     prime_rl_loss,
@@ -238,3 +239,27 @@ def test_float64_stays_float64(name: str) -> None:
     loss, metrics = LOSSES[name](drawn(dtype=torch.float64))
     assert loss.dtype is torch.float64
     assert {values.dtype for values in metrics.values()} <= {torch.float64}
+
+
+def test_the_dual_clip_is_counted_apart() -> None:
+    given = inputs([math.log(9.0) - 9, math.log(2.0) - 9, math.log(9.0) - 9], [-9.0] * 3, [-1.0, -1.0, 1.0])
+    metrics = ppo_loss(given, eps_clip=0.2, eps_clip_c=3.0).metrics
+    assert metrics["train/pg_clipfrac_lower"].tolist() == [1.0, 0.0, 0.0]
+    assert "train/pg_clipfrac_lower" not in ppo_loss(given, eps_clip=0.2).metrics
+
+
+def test_ratios_at_a_cap_are_counted() -> None:
+    given = inputs([-1.0, -1.0], [-1.0 - math.log(30.0), -1.0], [1.0, 1.0], rollout=[-1.0, -31.0])
+    dropped_none = {"eps_clip": 1.0, "eps_clip_c": 20.0, "max_log_ratio": 20.0}
+    assert dppo_loss(given, divergence="tv", **dropped_none).metrics["train/ratio_clampfrac"].tolist() == [1.0, 0.0]
+    decoupled = decoupled_ppo_loss(given, eps_clip=0.2, max_log_ratio=20.0)
+    assert decoupled.metrics["train/ratio_clampfrac"].tolist() == [0.0, 1.0]
+
+
+def test_the_likelihood_of_good_samples_by_hand() -> None:
+    new = torch.tensor([-0.5, -2.0, -1.0], dtype=torch.float64, requires_grad=True)
+    loss = positive_nll_loss(inputs(new, rewards=[1.0, 0.0, -1.0]))
+    assert loss.tolist() == [0.5, 0.0, 0.0]
+    loss.sum().backward()
+    assert new.grad is not None
+    assert new.grad.tolist() == [-1.0, 0.0, 0.0]

@@ -102,17 +102,23 @@ class ReferenceTrainer:
         log_probs, entropy = self._outputs(self.model, sample)
         pg_loss = self._policy_loss(sample, log_probs)
         if algorithm.use_tis:
-            pg_loss = pg_loss * self._weight(sample) / self._mean_weight
+            pg_loss = pg_loss * self._weight(sample, log_probs.detach()) / self._mean_weight
+        if algorithm.use_rs:  # the denominators, the entropy and the divergence of rejected tokens stay
+            ratio = (sample["before"] - sample["engine"]).exp()
+            pg_loss = pg_loss * ((ratio >= algorithm.rs_lower_bound) & (ratio <= algorithm.rs_upper_bound))
         loss = pg_loss - algorithm.entropy_coef * entropy
         terms = {"pg_loss": pg_loss, "entropy_loss": entropy}
         if algorithm.kl_loss_coef:
             x = log_probs - sample["ref"]
             terms["kl_loss"] = (-x).exp() - 1 + x  # k3
             loss = loss + algorithm.kl_loss_coef * terms["kl_loss"]
+        if algorithm.positive_example_nll_weight:
+            terms["positive_nll_loss"] = -log_probs * (sample["reward"] > 0)
         return terms | {"loss": loss}
 
-    def _weight(self, sample: dict[str, Any]) -> torch.Tensor:
-        log_ratio = (sample["before"] - sample["engine"]) * sample["mask"]
+    def _weight(self, sample: dict[str, Any], current: torch.Tensor | None = None) -> torch.Tensor:
+        policy = current if self._topology.algorithm.bypass_mode else sample["before"]
+        log_ratio = (policy - sample["engine"]) * sample["mask"]
         if self._topology.algorithm.tis_level == "geometric":
             log_ratio = (log_ratio.sum() / sample["mask"].sum().clamp(min=1)).expand_as(log_ratio)
         return log_ratio.exp().clamp(self._topology.algorithm.tis_clip_low, self._topology.algorithm.tis_clip)
@@ -128,6 +134,8 @@ class ReferenceTrainer:
             moved = (log_probs.exp() - sample["engine"].exp()) * (1 if advantage > 0 else -1)
             kept = (moved <= 0.2).float().detach()
             return -advantage * over_engine.exp() * kept + 1e-3 * over_engine**2
+        if algorithm.loss_mode == "gpg":
+            return -advantage * log_probs
         ratio = log_ratio.exp()
         high = algorithm.eps_clip if algorithm.eps_clip_high is None else algorithm.eps_clip_high
         clipped = ratio.clamp(1 - algorithm.eps_clip, 1 + high)
@@ -139,10 +147,9 @@ class ReferenceTrainer:
         del train_step
         totals: dict[str, torch.Tensor] = {}
         num_tokens = sum(sample["mask"].sum() for sample in samples)
-        num_rollouts = len({sample["rollout"] for sample in samples})
+        num_rollouts, algorithm = len({sample["rollout"] for sample in samples}), self._topology.algorithm
         for sample in samples:
             siblings = [other["mask"].sum() for other in samples if other["rollout"] == sample["rollout"]]
-            algorithm = self._topology.algorithm
             weight = (
                 1 / num_tokens
                 if algorithm.calculate_per_token_loss
@@ -152,8 +159,12 @@ class ReferenceTrainer:
                 weight = 1 / (algorithm.loss_scale_factor * num_rollouts)
             if algorithm.loss_agg_mode == "seq-mean-token-mean":
                 weight = 1 / (sample["mask"].sum().clamp(min=1) * len(samples))
+            good = sum(other["mask"].sum() for other in samples if other["reward"] > 0)
             for name, values in self._token_losses(sample).items():
-                totals[name] = totals.get(name, torch.zeros(())) + (values * sample["mask"]).sum() * weight
+                share = 1 / max(good, 1) if name == "positive_nll_loss" else weight
+                totals[name] = totals.get(name, torch.zeros(())) + (values * sample["mask"]).sum() * share
+        if algorithm.positive_example_nll_weight:
+            totals["loss"] = totals["loss"] + algorithm.positive_example_nll_weight * totals["positive_nll_loss"]
         self._adam.zero_grad()
         totals["loss"].backward()
         norm = torch.nn.utils.clip_grad_norm_(self._parameters.values(), self._topology.optimizer.clip_grad)

@@ -44,7 +44,7 @@ def test_grpo_is_the_clipped_loss_minus_entropy_plus_divergence(algorithm: dict[
 
 def test_the_names_of_the_metrics_are_known_before_the_first_token() -> None:
     assert list(Objective(AlgorithmConfig()).names) == POLICY
-    assert list(Objective(AlgorithmConfig(kl_loss_coef=0.1)).names) == [*POLICY, "train/kl_loss"]
+    assert list(Objective(AlgorithmConfig(kl_loss_coef=0.1)).names) == [*POLICY, "train/kl_loss", "train/kl_clampfrac"]
     assert list(Objective(AlgorithmConfig(loss_type="sft_loss")).names) == [
         "train/loss",
         "train/sft_loss",
@@ -57,3 +57,42 @@ def test_metrics_have_no_gradient() -> None:
     loss, metrics = Objective(AlgorithmConfig())(inputs(new), entropy_coef=0.0)
     assert loss.requires_grad
     assert not any(values.requires_grad for values in metrics.values())
+
+
+def test_a_rejected_token_keeps_its_entropy_and_its_divergence() -> None:
+    """The engine is far from all tokens, so that all are rejected."""
+    config = AlgorithmConfig(use_rs=True, rs_upper_bound=1.1, kl_loss_coef=0.2, kl_loss_type="k2")
+    given = columns() | {"rollout": columns()["old"] - 3.0}
+    loss, metrics = Objective(config)(inputs(**given), entropy_coef=0.1)
+    divergence = (given["new"] - given["ref"]).square() / 2
+    assert torch.equal(metrics["train/pg_loss"].abs(), torch.zeros(64))
+    assert torch.equal(loss, metrics["train/pg_loss"] - 0.1 * given["entropy"] + 0.2 * divergence)
+
+
+def test_weights_of_the_current_policy_need_no_old_log_probs() -> None:
+    config = AlgorithmConfig(loss_mode="gpg", use_tis=True, bypass_mode=True, tis_clip=1.5)
+    given = columns()
+    expected = torch.exp(given["new"] - given["rollout"]).clamp(0.0, 1.5) * -given["advantages"] * given["new"]
+    for old in (given["old"], torch.full((64,), torch.nan)):
+        loss, metrics = Objective(config)(inputs(**given | {"old": old}), entropy_coef=0.0)
+        torch.testing.assert_close(loss, expected)
+        assert "train/ois" not in metrics
+
+
+def test_the_likelihood_of_good_samples_is_added_with_its_weight() -> None:
+    given = columns()
+    plain = Objective(AlgorithmConfig())(inputs(**given), entropy_coef=0.0).loss
+    config = AlgorithmConfig(positive_example_nll_weight=0.5)
+    rewards = torch.tensor([1.0, 0.0, -1.0, 0.1] * 16)
+    loss, metrics = Objective(config)(inputs(**given, rewards=rewards), entropy_coef=0.0, positive_scale=2.0)
+    expected = torch.where(rewards > 0, -2.0 * given["new"], 0.0)
+    torch.testing.assert_close(loss, plain + 0.5 * expected)
+    assert torch.equal(metrics["train/positive_nll_loss"], expected)
+
+
+def test_the_mismatch_is_measured_with_the_trainers_log_probs_also_if_the_engines_are_the_old_ones() -> None:
+    config, given = AlgorithmConfig(get_mismatch_metrics=True, use_rollout_logprobs=True), columns()
+    metrics = Objective(config)(
+        inputs(**given | {"old": given["rollout"]}, trainer=given["old"]), entropy_coef=0.0
+    ).metrics
+    assert torch.equal(metrics["train/mis_kl"], given["rollout"] - given["old"])

@@ -62,6 +62,20 @@ ALGORITHMS = {
     "truncated IS": {"use_tis": True, "tis_clip": 1.5, "tis_clip_low": 0.5},
     "normalised IS, one step": {"use_tis": True, "tis_batch_normalize": True, "num_steps_per_rollout": 1},
     "geometric IS": {"use_tis": True, "tis_level": "geometric", "num_steps_per_rollout": 4},
+    "weights of the current policy": {
+        "loss_mode": "gpg",
+        "use_tis": True,
+        "tis_clip": 1.3,
+        "bypass_mode": True,
+        "num_steps_per_rollout": 4,
+    },
+    "rejection, with entropy": {
+        "use_rs": True,
+        "rs_lower_bound": 0.7,
+        "rs_upper_bound": 1.4,
+        "entropy_coef": 0.1,
+    },
+    "likelihood of good samples": {"positive_example_nll_weight": 0.3},
     "MaxRL by sample": {"advantage_estimator": "maxrl", "loss_agg_mode": "seq-mean-token-mean"},
 }
 
