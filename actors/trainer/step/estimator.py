@@ -1,9 +1,14 @@
-"""Advantages of a batch's tokens, by the estimator that the recipe names."""
+"""Advantages of a batch's tokens, by the estimator that the recipe names. `ESTIMATORS` declares them all."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, Final, NamedTuple, cast
 
 import numpy as np
 import structlog
 from numpy.typing import NDArray
 
+from actors.trainer.algorithms.advantage_inputs import AdvantageInputs, Advantages, Flags, Floats
 from actors.trainer.algorithms.group_baselines import (
     GroupOfOne,
     gpg_advantages,
@@ -16,12 +21,71 @@ from actors.trainer.algorithms.group_baselines import (
 )
 from actors.trainer.algorithms.whitening import whiten
 from actors.trainer.data.batch import TrainBatch
-from runtime.settings.recipe import AlgorithmConfig, trains_demonstrations, uses_groups
+from runtime.settings.recipe import AlgorithmConfig, Estimator, trains_demonstrations, uses_groups
 from runtime.settings.topology import Topology
 
-Floats = NDArray[np.float64]
-
 log = structlog.get_logger()
+
+Options = dict[str, Any]
+
+
+class Estimate(NamedTuple):
+    """An estimator: a pure function, the inputs that it needs, and where its options come from."""
+
+    function: Callable[..., Floats | Advantages]  # one advantage per sample, [B], or Advantages per token
+    inputs: tuple[str, ...]  # names in AdvantageInputs, in the order of the function's arguments
+    options: Callable[[AlgorithmConfig, GroupOfOne], Options]  # keyword arguments; the latter for a group of one
+
+    def needs(self, name: str) -> bool:
+        """Whether the function reads this input."""
+        return name in self.inputs
+
+
+def _alone(algorithm: AlgorithmConfig, alone: GroupOfOne) -> Options:
+    del algorithm
+    return {"group_of_one": alone}
+
+
+def _normalized(algorithm: AlgorithmConfig, alone: GroupOfOne) -> Options:
+    return {"normalize": not algorithm.disable_rewards_normalization, **_alone(algorithm, alone)}
+
+
+def _grpo(algorithm: AlgorithmConfig, alone: GroupOfOne) -> Options:
+    return _normalized(algorithm, alone) | {"normalize_std": not algorithm.disable_grpo_std_normalization}
+
+
+def _passk(algorithm: AlgorithmConfig, alone: GroupOfOne) -> Options:
+    return _alone(algorithm, alone) | {"normalize_std": not algorithm.disable_grpo_std_normalization}
+
+
+def _centred(algorithm: AlgorithmConfig, alone: GroupOfOne) -> Options:
+    return _normalized(algorithm, alone) | {"normalize_std": False}
+
+
+def _reinforce(algorithm: AlgorithmConfig, alone: GroupOfOne) -> Options:
+    del alone
+    return {"baseline": not algorithm.disable_rewards_normalization}
+
+
+def _none(algorithm: AlgorithmConfig, alone: GroupOfOne) -> Options:
+    del algorithm, alone
+    return {}
+
+
+GROUPED: Final = ("rewards", "groups", "rollouts")
+
+ESTIMATORS: Final[Mapping[Estimator, Estimate]] = {
+    "grpo": Estimate(grpo_advantages, GROUPED, _grpo),
+    "gspo": Estimate(grpo_advantages, GROUPED, _grpo),
+    "cispo": Estimate(grpo_advantages, GROUPED, _grpo),
+    "reinforce_plus_plus_baseline": Estimate(grpo_advantages, GROUPED, _centred),
+    "rloo": Estimate(rloo_advantages, GROUPED, _alone),
+    "opo": Estimate(opo_advantages, (*GROUPED, "mask_sums"), _alone),
+    "gpg": Estimate(gpg_advantages, GROUPED, _alone),
+    "maxrl": Estimate(maxrl_advantages, GROUPED, _none),
+    "grpo_passk": Estimate(passk_advantages, GROUPED, _passk),
+    "reinforce": Estimate(reinforce_advantages, ("rewards", "rollouts"), _reinforce),
+}
 
 
 def group_of_one(topology: Topology) -> GroupOfOne:
@@ -35,36 +99,50 @@ def group_of_one(topology: Topology) -> GroupOfOne:
     return "reward"
 
 
-def token_advantages(batch: TrainBatch, algorithm: AlgorithmConfig, alone: GroupOfOne) -> Floats:
-    """Compute the advantage of each token, [N]. Every rank computes those of the whole batch.
+def advantage_inputs(batch: TrainBatch, **columns: Floats | None) -> AdvantageInputs:
+    """Return what estimators read of a batch.
 
     Args:
         batch: The whole batch.
+        columns: Further columns by their names in AdvantageInputs.
+    """
+    inputs = AdvantageInputs(
+        rewards=batch.rewards_B,
+        groups=batch.groups_B,
+        rollouts=batch.rollouts_B,
+        lengths=batch.lengths_B,
+        loss_mask=batch.loss_mask_N != 0,
+        response_mask=_response_mask(batch),
+    )
+    return replace(inputs, **cast(dict[str, Any], columns))
+
+
+def token_advantages(inputs: AdvantageInputs, algorithm: AlgorithmConfig, alone: GroupOfOne) -> Advantages:
+    """Compute the advantage of each token. Every rank computes those of the whole batch.
+
+    Args:
+        inputs: The whole batch.
         algorithm: Names the estimator.
         alone: Advantage of a group with a single rollout.
+
+    Raises:
+        ValueError: The estimator needs an input that is None.
     """
-    advantages_N = np.repeat(_sample_advantages(batch, algorithm, alone), batch.lengths_B)
-    return whiten(advantages_N, batch.loss_mask_N != 0) if algorithm.normalize_advantages else advantages_N
+    estimate = ESTIMATORS[algorithm.advantage_estimator]
+    given = {name: getattr(inputs, name) for name in estimate.inputs}
+    if missing := [name for name, values in given.items() if values is None]:
+        raise ValueError(f'the estimator "{algorithm.advantage_estimator}" needs {", ".join(missing)}')
+    found = estimate.function(*given.values(), **estimate.options(algorithm, alone))
+    if not isinstance(found, Advantages):
+        found = Advantages(inputs.spread(found))
+    if algorithm.normalize_advantages:
+        found = found._replace(advantages=whiten(found.advantages, inputs.loss_mask))
+    return found
 
 
-def _sample_advantages(batch: TrainBatch, algorithm: AlgorithmConfig, alone: GroupOfOne) -> Floats:
-    rewards_B, groups_B, rollouts_B = batch.rewards_B, batch.groups_B, batch.rollouts_B
-    grouped = rewards_B, groups_B, rollouts_B
-    normalize, std = not algorithm.disable_rewards_normalization, not algorithm.disable_grpo_std_normalization
-    match algorithm.advantage_estimator:
-        case "grpo" | "gspo" | "cispo":
-            return grpo_advantages(*grouped, normalize=normalize, normalize_std=std, group_of_one=alone)
-        case "reinforce_plus_plus_baseline":
-            return grpo_advantages(*grouped, normalize=normalize, normalize_std=False, group_of_one=alone)
-        case "rloo":
-            return rloo_advantages(*grouped, group_of_one=alone)
-        case "opo":
-            return opo_advantages(*grouped, batch.mask_sums_B, group_of_one=alone)
-        case "gpg":
-            return gpg_advantages(*grouped, group_of_one=alone)
-        case "maxrl":
-            return maxrl_advantages(*grouped)
-        case "grpo_passk":
-            return passk_advantages(*grouped, normalize_std=std, group_of_one=alone)
-        case "reinforce":
-            return reinforce_advantages(rewards_B, rollouts_B, baseline=normalize)
+def _response_mask(batch: TrainBatch) -> Flags:
+    """Return which tokens are from their sample's first sampled token to its end, [N]."""
+    sampled_N: NDArray[np.int64] = ((batch.staleness_N >= 0) | (batch.loss_mask_N != 0)).astype(np.int64)
+    seen_N = np.cumsum(sampled_N)
+    before_B = seen_N[batch.starts_B] - sampled_N[batch.starts_B]
+    return seen_N > np.repeat(before_B, batch.lengths_B)

@@ -31,7 +31,7 @@ from actors.trainer.data.skipped import with_masked
 from actors.trainer.megatron import groups as ranks
 from actors.trainer.megatron.rank_model import Replica, TokenOutputs
 from actors.trainer.step.by_group import GroupLogProbs, ReferenceModel
-from actors.trainer.step.estimator import group_of_one, token_advantages
+from actors.trainer.step.estimator import advantage_inputs, group_of_one, token_advantages
 from actors.trainer.step.layout import laid_out, shared
 from actors.trainer.step.learner import Learner, OptimizerStep
 from actors.trainer.step.metrics import (
@@ -206,7 +206,7 @@ class TrainStep:
 
     def _prepare(self, batch: TrainBatch, steps: list[OptimizerStep], timer: StepTimer) -> _Columns:
         """Compute all inputs of the loss except the policy's own forward pass."""
-        advantages = token_advantages(batch, self._algorithm, self._group_of_one)
+        advantages = token_advantages(advantage_inputs(batch), self._algorithm, self._group_of_one).advantages
         timer.lap("perf/plan_time")
         trainer_log_probs_N = self._old_log_probs(batch, steps if self._needs_all_old else steps[1:])
         weight_scale = 1.0

@@ -1,0 +1,77 @@
+"""What an estimator of advantages gets and returns: columns of one whole batch. B samples, N tokens of all samples."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Flags = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdvantageInputs:
+    """Rewards, groups and tokens of one batch. Columns of tokens hold the samples one after the other.
+
+    Optional columns are None unless the recipe's estimator or its settings need them.
+    """
+
+    rewards: Floats  # [B], reward units; one that is not finite in float32 is excluded
+    groups: Ints  # [B], prompt group, in any order
+    rollouts: Ints  # [B], equal for the parts of one rollout
+    lengths: Ints  # [B], tokens of prompt and response, N in total
+    loss_mask: Flags  # [N], true where the token trains
+    response_mask: Flags  # [N], true from a sample's first sampled token to its end, tool output included
+    named_rewards: Mapping[str, Floats] = field(default_factory=dict[str, Floats])  # [B] each, by the grader's name
+    baseline_rewards: Floats | None = None  # [B], of the greedy response to the same prompt
+    kl: Floats | None = None  # [N], divergence of the old policy from the reference, nats; 0 where no token trains
+    values: Floats | None = None  # [N], of the critic, before the token
+    old_log_probs: Floats | None = None  # [N], nats; 0 where the token does not train
+    ref_log_probs: Floats | None = None  # [N], nats; 0 where the token does not train
+
+    def __post_init__(self) -> None:
+        num_samples, num_tokens = len(self.lengths), int(self.lengths.sum())
+        sizes = {"rewards": num_samples, "groups": num_samples, "rollouts": num_samples, "loss_mask": num_tokens}
+        sizes |= {"response_mask": num_tokens, "baseline_rewards": num_samples, "kl": num_tokens, "values": num_tokens}
+        sizes |= {"old_log_probs": num_tokens, "ref_log_probs": num_tokens}
+        for name, size in sizes.items():
+            values = getattr(self, name)
+            if values is not None and values.shape != (size,):
+                raise ValueError(f"{name} has shape {values.shape}, expected ({size},)")
+        for name, values in self.named_rewards.items():
+            if values.shape != (num_samples,):
+                raise ValueError(f"named_rewards[{name!r}] has shape {values.shape}, expected ({num_samples},)")
+
+    @cached_property
+    def mask_sums(self) -> Ints:
+        """Trained tokens of each sample, [B]."""
+        return sample_sums(self.loss_mask.astype(np.int64), self.lengths)
+
+    def spread(self, values: Floats) -> Floats:
+        """Expand one number per sample to a column, [N]."""
+        return np.repeat(values, self.lengths)
+
+
+class Advantages(NamedTuple):
+    """Result of an estimator."""
+
+    advantages: Floats  # [N], before whitening; NaN for samples without a usable reward
+    returns: Floats | None = None  # [N], goal of the critic; None: the estimator has none
+
+
+def sample_sums(values: NDArray[Any], lengths: Ints) -> NDArray[Any]:
+    """Sum a column over each sample, [B]. A sample without tokens has the sum 0.
+
+    Args:
+        values: [N], int64 or float64.
+        lengths: [B], tokens of each sample.
+    """
+    found = np.zeros(len(lengths), dtype=values.dtype)
+    has_tokens = lengths > 0
+    if has_tokens.any():
+        found[has_tokens] = np.add.reduceat(values, (np.cumsum(lengths) - lengths)[has_tokens])
+    return found

@@ -1,0 +1,63 @@
+"""The table of estimators: it is complete, and its inputs are those of the functions."""
+
+import inspect
+from dataclasses import fields, replace
+from typing import get_args
+
+import numpy as np
+import pytest
+
+from actors.trainer.algorithms.advantage_inputs import AdvantageInputs
+from actors.trainer.step import estimator
+from actors.trainer.step.estimator import ESTIMATORS, Estimate, advantage_inputs, token_advantages
+from runtime.settings.recipe import AlgorithmConfig, Estimator
+from tests.actors.trainer.tiny import random_batch
+
+
+def test_every_estimator_of_the_settings_is_declared() -> None:
+    assert set(ESTIMATORS) == set(get_args(Estimator))
+
+
+@pytest.mark.parametrize("estimate", ESTIMATORS.values(), ids=ESTIMATORS)
+def test_its_inputs_are_arguments_in_order_and_its_options_keywords(estimate: Estimate) -> None:
+    known = {field.name for field in fields(AdvantageInputs)} | {"mask_sums"}
+    assert set(estimate.inputs) <= known
+    parameters = inspect.signature(estimate.function).parameters
+    positional = [name for name, one in parameters.items() if one.kind is one.POSITIONAL_OR_KEYWORD]
+    keywords = {name for name, one in parameters.items() if one.kind is one.KEYWORD_ONLY}
+    assert len(positional) == len(estimate.inputs)
+    assert set(estimate.options(AlgorithmConfig(), "zero")) == keywords
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_samples_that_are_reordered_keep_their_advantages(name: Estimator) -> None:
+    """Groups form by id, wherever their samples are."""
+    batch, algorithm = random_batch(), AlgorithmConfig(advantage_estimator=name)
+    inputs = advantage_inputs(batch)
+    order = np.random.default_rng(0).permutation(len(batch.lengths_B))
+    where = batch.tokens_of(order)
+    moved = replace(
+        inputs,
+        **{part: getattr(inputs, part)[order] for part in ("rewards", "groups", "rollouts", "lengths")},
+        **{part: getattr(inputs, part)[where] for part in ("loss_mask", "response_mask")},
+    )
+    expected = token_advantages(inputs, algorithm, "zero").advantages
+    np.testing.assert_allclose(token_advantages(moved, algorithm, "zero").advantages, expected[where], atol=1e-12)
+
+
+def test_the_response_begins_with_the_first_sampled_token() -> None:
+    batch = random_batch()
+    masked = batch.loss_mask_N.copy()
+    masked[:] = 0
+    found = advantage_inputs(replace(batch, loss_mask_N=masked)).response_mask
+    for start, length in zip(batch.starts_B.tolist(), batch.lengths_B.tolist(), strict=True):
+        sampled = np.flatnonzero(batch.staleness_N[start : start + length] >= 0)
+        first = sampled[0] if len(sampled) else length
+        assert found[start : start + length].tolist() == [place >= first for place in range(length)]
+
+
+def test_a_missing_input_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    needs_values = ESTIMATORS["rloo"]._replace(inputs=("rewards", "values"))
+    monkeypatch.setattr(estimator, "ESTIMATORS", {"rloo": needs_values})
+    with pytest.raises(ValueError, match='the estimator "rloo" needs values'):
+        token_advantages(advantage_inputs(random_batch()), AlgorithmConfig(advantage_estimator="rloo"), "zero")
