@@ -16,10 +16,12 @@ from actors.reward.graders.builtin import BUILT_IN_GRADERS
 from actors.reward.graders.calling import resolve_grader
 from actors.rollout.sessions.functions import find_generate_function
 from runtime.node.checks.apart import Doing, unlimited
+from runtime.process.actor import InputError
 from runtime.settings.load import places
 from runtime.settings.plugins import PluginError, is_plugin
 from runtime.settings.reading.config import Problem
 from runtime.settings.reading.toml import Loaded
+from runtime.settings.recipe import trainer_functions
 from runtime.settings.topology import Topology
 from runtime.util.formatting import show
 
@@ -36,8 +38,10 @@ def check_hooks(topology: Topology, loaded: Loaded | None = None, doing: Doing =
         doing: called before each check with the key, the value and a description.
     """
     problems: list[Problem] = []
+    tried = dict(trainer_functions(topology))
     for key, value, find in _hooks(topology):
-        doing(key, value, "importing it" if is_plugin(value) else "trying it")
+        importing = "importing it and trying it on two samples" if key in tried else "importing it"
+        doing(key, value, importing if is_plugin(value) else "trying it")
         problem = _problem(key, value, partial(find, places(loaded, key) if loaded else (Path.cwd(),)))
         if problem is not None:
             problems.append(msgspec.structs.replace(problem, file=loaded.origin(key)) if loaded else problem)
@@ -56,11 +60,22 @@ def _hooks(topology: Topology) -> Iterator[tuple[str, str, Find]]:
     custom = topology.rollout.custom_generate
     if custom is not None:
         yield "rollout.custom_generate", custom, partial(find_generate_function, custom)
+    for key, value in trainer_functions(topology):
+        yield key, value, partial(_try_in_trainer, topology, key, value)
     selections: dict[Kind, str | None] = {"over_sampling_filter": topology.rollout.over_sampling_filter}
     selections["buffer_filter"] = topology.rollout.buffer_filter
     for kind, selection in selections.items():
         if selection is not None:
             yield f"rollout.{kind}", selection, partial(find_selection, kind, selection)
+
+
+def _try_in_trainer(topology: Topology, key: str, value: str, base_dirs: Sequence[Path]) -> None:
+    from actors.trainer.plugins.dry_run import try_plugin  # imports torch, which most checks do not need
+
+    try:
+        try_plugin(topology, key, value, base_dirs=tuple(base_dirs))
+    except InputError as error:
+        raise ValueError(str(error).removeprefix(f"{key} = {value!r}: ")) from error
 
 
 def _graders(topology: Topology) -> Iterator[tuple[str, str, Find]]:

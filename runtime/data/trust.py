@@ -10,6 +10,7 @@ from runtime.settings.load import LoadedTopology
 from runtime.settings.plugins import is_plugin
 from runtime.settings.reading.config import Problem
 from runtime.settings.reading.toml import SET
+from runtime.settings.recipe import trainer_functions
 from runtime.settings.topology import Topology
 from runtime.util.formatting import show
 
@@ -65,6 +66,7 @@ def _code_of(topology: Topology, target: Target) -> Iterator[tuple[str, str]]:
         named["rollout.custom_generate"] = rollout.custom_generate
         for index, data in enumerate(topology.data):
             named |= {f"data.{index}.source": data.source, f"data.{index}.rm_type": data.rm_type}
+        named |= dict(trainer_functions(topology))
         named |= {f"eval.{index}.rm_type": item.rm_type for index, item in enumerate(topology.eval)}
         named |= {f"reward.graders.{name}": value for name, value in topology.reward.graders.items()}
     yield from ((key, show(value)) for key, value in named.items() if value is not None and is_plugin(value))

@@ -3,19 +3,20 @@
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeVar
 
 import msgspec
 
 from runtime.settings.halves import half_of
 from runtime.settings.reading.config import Problem, TopologyError
 from runtime.settings.reading.toml import SET, Loaded, convert, load_tables
-from runtime.settings.recipe import RolloutConfig
+from runtime.settings.recipe import TRAINER_FUNCTIONS, RolloutConfig
 from runtime.settings.rules.validate import validate
 from runtime.settings.slices import split_slice
 from runtime.settings.topology import RewardConfig, Topology, TrainerConfig
 from runtime.util.secrets import Login, split_login
 
+T = TypeVar("T", bound=msgspec.Struct)
 IMPORT_PATH: Final = "PYTHONPATH"
 
 
@@ -147,6 +148,7 @@ def _find_paths(topology: Topology, loaded: Loaded) -> Topology:
             for index, item in enumerate(topology.eval)
         ),
         rollout=_functions_found(topology.rollout, finder),
+        algorithm=_trainer_functions_found("algorithm", topology.algorithm, finder),
         trainer=msgspec.structs.replace(topology.trainer, load=finder.optional("trainer.load", topology.trainer.load)),
         reward=_graders_found(topology.reward, finder),
         run=msgspec.structs.replace(
@@ -178,6 +180,13 @@ def _functions_found(rollout: RolloutConfig, finder: "_Finder") -> RolloutConfig
         custom_generate=finder.plug_in("rollout.custom_generate", rollout.custom_generate),
         over_sampling_filter=finder.plug_in("rollout.over_sampling_filter", rollout.over_sampling_filter),
         buffer_filter=finder.plug_in("rollout.buffer_filter", rollout.buffer_filter) or "fifo",
+    )
+
+
+def _trainer_functions_found(table: str, config: T, finder: "_Finder") -> T:
+    names = TRAINER_FUNCTIONS[table]
+    return msgspec.structs.replace(
+        config, **{name: finder.plug_in(f"{table}.{name}", getattr(config, name)) for name in names}
     )
 
 

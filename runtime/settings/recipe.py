@@ -1,6 +1,7 @@
 """Recipe settings: model, prompts, rollout, algorithm, evaluation. Keys that exist in slime keep slime's name."""
 
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
@@ -46,6 +47,7 @@ LossMode = Literal[
     "gpg",
 ]
 Level = Literal["token", "sequence", "geometric"]
+Custom = Literal["custom"]  # a function of the user in place of a named choice
 AggMode = Literal["rollout-mean", "token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 
 
@@ -194,6 +196,9 @@ class AlgorithmConfig(Config, frozen=True, kw_only=True):
     # Policy loss. "prime_rl" and "prime_rl_ipo" compare with the engine and need no old log-probs. By default "ppo", or
     # the loss of `advantage_estimator` "gspo" or "cispo".
     loss_mode: LossMode | None = None
+    # Policy loss of your own in place of `loss_mode`: "module:function" or "path/file.py:function". It is tried on two
+    # samples at the start.
+    custom_loss: Text | None = None
     # Lower clip range of the probability ratio: it is clipped at 1 - `eps_clip`. With "dppo_tv" and "dppo_kl" the
     # largest divergence, with "gmpo" the largest change of a log-prob.
     eps_clip: Annotated[float, msgspec.Meta(gt=0)] = 0.2
@@ -229,6 +234,9 @@ class AlgorithmConfig(Config, frozen=True, kw_only=True):
     # What to do with importance weights out of bounds: lower those above ("truncate"), move them to the bound ("clip"),
     # or set them to 0 ("mask": IcePop, masked importance sampling).
     tis_mode: Literal["truncate", "clip", "mask"] = "clip"
+    # Function that computes the importance weights, in place of `tis_level`, `tis_mode` and their bounds. It needs
+    # `use_tis`, and is tried on two samples at the start.
+    custom_tis: Text | None = None
     # Divide the importance weights by their mean over the batch. This needs old log-probs before the first optimizer
     # step, which is one forward pass more.
     tis_batch_normalize: bool = False
@@ -280,6 +288,9 @@ class AlgorithmConfig(Config, frozen=True, kw_only=True):
     # rollouts of their token sums divided by `loss_scale_factor` ("seq-mean-token-sum-norm"). By default
     # "rollout-mean", or "token-mean" with `calculate_per_token_loss`.
     loss_agg_mode: AggMode | None = None
+    # Function that decides how token losses become one loss, in place of `loss_agg_mode`. It is tried on two samples
+    # at the start.
+    custom_pg_loss_reducer: Text | None = None
     # Constant length in tokens for "seq-mean-token-sum-norm". By default `rollout.max_response_len`.
     loss_scale_factor: Positive | None = None
     # Count a rollout whose tokens are all masked in the denominator of means over rollouts or samples.
@@ -411,14 +422,29 @@ class Recipe(Config, frozen=True, kw_only=True):
     eval: tuple[EvalConfig, ...] = ()
 
 
+TRAINER_FUNCTIONS: Final = {  # keys of user functions that the trainer calls, by table
+    "algorithm": ("custom_loss", "custom_tis", "custom_pg_loss_reducer"),
+}
+
+
+def trainer_functions(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """Yield the key and the name of each user function that the trainer calls."""
+    for table, names in TRAINER_FUNCTIONS.items():
+        for name in names:
+            if (value := getattr(getattr(recipe, table), name)) is not None:
+                yield f"{table}.{name}", value
+
+
 def trains_demonstrations(recipe: Recipe) -> bool:
     """Return whether training uses demonstrations, so that nothing is generated and nothing is graded."""
     return recipe.algorithm.loss_type == "sft_loss"
 
 
-def loss_mode(algorithm: AlgorithmConfig) -> LossMode:
-    """Return the policy loss."""
+def loss_mode(algorithm: AlgorithmConfig) -> LossMode | Custom:
+    """Return the policy loss, or "custom" for a function of the user."""
     named = algorithm.advantage_estimator
+    if algorithm.custom_loss is not None:
+        return "custom"
     return algorithm.loss_mode or (named if named == "gspo" or named == "cispo" else "ppo")
 
 
@@ -439,8 +465,10 @@ def uses_groups(algorithm: AlgorithmConfig) -> bool:
     return algorithm.advantage_estimator != "reinforce"
 
 
-def agg_mode(algorithm: AlgorithmConfig) -> AggMode:
-    """Return how token losses become one loss."""
+def agg_mode(algorithm: AlgorithmConfig) -> AggMode | Custom:
+    """Return how token losses become one loss, or "custom" for a function of the user."""
+    if algorithm.custom_pg_loss_reducer is not None:
+        return "custom"
     return algorithm.loss_agg_mode or ("token-mean" if algorithm.calculate_per_token_loss else "rollout-mean")
 
 

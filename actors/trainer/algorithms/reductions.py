@@ -1,5 +1,6 @@
 """Reductions of token losses to the loss of one optimizer step. B is the number of its samples."""
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -9,6 +10,15 @@ from runtime.settings.recipe import AggMode
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class ReductionInputs:
+    """Samples of one optimizer step, on all replicas: what a reduction of a user gets."""
+
+    mask_sums: Ints  # [B], trained tokens of each sample
+    rollouts: Ints  # [B], equal for the parts of one rollout
+    groups: Ints  # [B], equal for the samples of one prompt
 
 
 class Reduction(NamedTuple):

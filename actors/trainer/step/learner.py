@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 
 from actors.trainer.algorithms.loss_inputs import Terms
-from actors.trainer.algorithms.reductions import Reduction, reduction
+from actors.trainer.algorithms.reductions import Reduction, ReductionInputs
 from actors.trainer.algorithms.schedules import learning_rate
 from actors.trainer.data.batch import Ints, MicroBatch, TrainBatch, num_mtp_tokens
 from actors.trainer.data.skipped import Flags, names_of, samples_with, with_masked, without
 from actors.trainer.megatron import groups as ranks
 from actors.trainer.megatron.rank_model import Replica, TokenOutputs
 from actors.trainer.step.metrics import MTP_LOSS, StepTimer, reduced_sums
+from actors.trainer.step.objective import reducer
 from actors.trainer.step.skips import too_many
 from runtime.process.actor import InputError
-from runtime.settings.recipe import agg_mode
 from runtime.settings.topology import Topology
 
 log = structlog.get_logger()
@@ -113,6 +113,7 @@ class Learner:
         self._topology = topology
         self._replica = replica
         self._metrics = tuple(metrics)
+        self._reduce = reducer(topology)
         self._has_mtp_layer = replica.hf.num_mtp_layers > 0
         self._sums = self._metrics + ((MTP_LOSS,) if self._has_mtp_layer else ())
         self._first_step = first_step
@@ -135,14 +136,9 @@ class Learner:
             micro_batches: Micro-batches of this replica.
             masked_B: Samples whose tokens are no inputs either.
         """
-        algorithm = self._topology.algorithm
         read = samples[~masked_B[samples]]
-        reduced = reduction(
-            batch.mask_sums_B[samples],
-            batch.rollouts_B[samples],
-            mode=agg_mode(algorithm),
-            scale=algorithm.loss_scale_factor or self._topology.rollout.max_response_len,
-            count_masked=algorithm.count_masked_rollouts,
+        reduced = self._reduce(
+            ReductionInputs(batch.mask_sums_B[samples], batch.rollouts_B[samples], batch.groups_B[samples])
         )
         share_B = np.zeros(len(batch.lengths_B), dtype=np.int64)
         share_B[samples] = reduced.shares

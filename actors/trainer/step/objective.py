@@ -29,7 +29,10 @@ from actors.trainer.algorithms.policy_losses import (
     sapo_loss,
     sft_loss,
 )
-from runtime.settings.recipe import AlgorithmConfig, loss_mode
+from actors.trainer.algorithms.reductions import Reduction, ReductionInputs, reduction
+from actors.trainer.plugins.functions import custom_loss, custom_reducer, custom_weights
+from runtime.settings.recipe import AlgorithmConfig, agg_mode, loss_mode
+from runtime.settings.topology import Topology
 
 PolicyLoss = Callable[[LossInputs], Terms]
 Correct = Callable[[LossInputs], Correction]
@@ -68,10 +71,14 @@ def policy_loss(algorithm: AlgorithmConfig) -> PolicyLoss:
             return partial(gmpo_loss, **clip)
         case "gpg":
             return gpg_loss
+        case "custom":
+            return custom_loss(algorithm.custom_loss or "")
 
 
 def weigh(algorithm: AlgorithmConfig) -> Correct:
     """Return the importance weights of old policy over engine that the settings describe."""
+    if algorithm.custom_tis is not None:
+        return custom_weights(algorithm.custom_tis)
     return partial(
         importance_weights,
         level=algorithm.tis_level,
@@ -81,6 +88,21 @@ def weigh(algorithm: AlgorithmConfig) -> Correct:
         max_log_ratio=algorithm.max_log_ratio,
         current=algorithm.bypass_mode,
     )
+
+
+def reducer(topology: Topology) -> Callable[[ReductionInputs], Reduction]:
+    """Return the reduction of an optimizer step's token losses that the settings name."""
+    algorithm = topology.algorithm
+    if algorithm.custom_pg_loss_reducer is not None:
+        return custom_reducer(algorithm.custom_pg_loss_reducer)
+    mode, scale = agg_mode(algorithm), algorithm.loss_scale_factor or topology.rollout.max_response_len
+    assert mode != "custom"
+
+    def reduce(inputs: ReductionInputs) -> Reduction:
+        counts = algorithm.count_masked_rollouts
+        return reduction(inputs.mask_sums, inputs.rollouts, mode=mode, scale=scale, count_masked=counts)
+
+    return reduce
 
 
 def corrections(algorithm: AlgorithmConfig) -> list[Correct]:

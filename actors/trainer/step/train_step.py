@@ -30,6 +30,7 @@ from actors.trainer.data.precomputed import LogProbs
 from actors.trainer.data.skipped import with_masked
 from actors.trainer.megatron import groups as ranks
 from actors.trainer.megatron.rank_model import Replica, TokenOutputs
+from actors.trainer.plugins.dry_run import try_plugins
 from actors.trainer.step.by_group import GroupLogProbs, ReferenceModel
 from actors.trainer.step.estimator import advantage_inputs, group_of_one, token_advantages
 from actors.trainer.step.layout import laid_out, shared
@@ -97,6 +98,7 @@ class TrainStep:
 
         Raises:
             ValueError, OSError: The reference model cannot be used.
+            InputError: A function of the user cannot be used.
         """
         self._replica = replica
         self._topology = topology
@@ -105,6 +107,7 @@ class TrainStep:
         self._measures_all = measures_all(topology)
         self._replays_experts = not self._demonstrations and replays_experts(self._algorithm)
         self._has_mtp_layer = replica.hf.num_mtp_layers > 0
+        try_plugins(topology, replica.device)
         self._objective = Objective(self._algorithm)
         self._learner = Learner(topology, replica, self._objective.names)
         self._needs_all_old = not self._demonstrations and needs_all_old_log_probs(self._algorithm)

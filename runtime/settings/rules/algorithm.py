@@ -19,6 +19,7 @@ CORRECTED: Final = (
     "sapo",
     "gmpo",
     "gpg",
+    "custom",
 )  # others compare with the engine
 WITH_OLD: Final = (*CLIPPED, "cispo", "dppo_tv", "dppo_kl", "gmpo")
 
@@ -41,7 +42,9 @@ APPLIES: Final[Mapping[str, Applies]] = {
     "eps_clip": Applies("loss_mode", WITH_OLD),
     "eps_clip_high": Applies("loss_mode", WITH_OLD),
     "eps_clip_c": Applies("loss_mode", (*CLIPPED, "dppo_tv", "dppo_kl")),
-    "use_rollout_logprobs": Applies("loss_mode", (*(mode for mode in WITH_OLD if mode != "decoupled_ppo"), "sapo")),
+    "use_rollout_logprobs": Applies(
+        "loss_mode", (*(mode for mode in WITH_OLD if mode != "decoupled_ppo"), "sapo", "custom")
+    ),
     "behav_imp_weight_cap": Applies("loss_mode", ("decoupled_ppo",)),
     "dppo_mask_low": Applies("loss_mode", ("prime_rl",)),
     "dppo_mask_high": Applies("loss_mode", ("prime_rl",)),
@@ -52,13 +55,23 @@ APPLIES: Final[Mapping[str, Applies]] = {
     "use_tis": Applies("loss_mode", CORRECTED),
     "use_rs": Applies("loss_mode", CORRECTED),
     "use_opsm": Applies("loss_mode", CORRECTED),
-    **{name: Applies("use_tis", (True,)) for name in ("tis_clip_low", "tis_level", "tis_mode", "tis_batch_normalize")},
+    **{
+        name: Applies("use_tis", (True,))
+        for name in ("tis_clip_low", "tis_level", "tis_mode", "tis_batch_normalize", "custom_tis")
+    },
     **{name: Applies("use_rs", (True,)) for name in ("rs_level", "rs_metric", "rs_upper_bound", "rs_veto_threshold")},
     "opsm_delta": Applies("use_opsm", (True,)),
     "loss_scale_factor": Applies("loss_agg_mode", ("seq-mean-token-sum-norm",)),
     "count_masked_rollouts": Applies(
         "loss_agg_mode", ("rollout-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm")
     ),
+}
+
+CUSTOM: Final = {"loss_mode": "custom_loss", "loss_agg_mode": "custom_pg_loss_reducer"}  # in place of these choices
+REPLACED: Final[Mapping[str, tuple[str, ...]]] = {  # what a function of the user takes the place of
+    "custom_loss": ("loss_mode",),
+    "custom_tis": ("tis_clip", "tis_clip_low", "tis_level", "tis_mode", "tis_batch_normalize", "bypass_mode"),
+    "custom_pg_loss_reducer": ("loss_agg_mode", "calculate_per_token_loss"),
 }
 
 
@@ -69,6 +82,7 @@ def algorithm_problems(recipe: Recipe) -> Iterator[Problem]:
         yield from _groups_of_one(recipe)
         yield from _estimators(recipe.algorithm)
         yield from _corrections(recipe.algorithm)
+    yield from _custom(recipe)
     yield from _reductions(recipe.algorithm)
     yield from _terms(recipe)
 
@@ -82,8 +96,10 @@ def _without_effect(algorithm: AlgorithmConfig) -> Iterator[Problem]:
         chosen = resolved.get(applies.key, getattr(algorithm, applies.key))
         if chosen in applies.choices:
             continue
-        needs = ", ".join(str(choice) for choice in applies.choices)
+        needs = ", ".join(str(choice) for choice in applies.choices if choice != "custom")
         message = f'has no effect with algorithm.{applies.key} = "{chosen}"; it applies to {needs}'
+        if chosen == "custom":
+            message = f"has no effect with algorithm.{CUSTOM[applies.key]}; it applies to {needs}"
         if applies.choices == (True,):
             message = f"has no effect unless algorithm.{applies.key} = true"
         yield Problem.of(f"algorithm.{field.name}", value, message)
@@ -142,6 +158,24 @@ def _bypass(algorithm: AlgorithmConfig) -> Iterator[Problem]:
     else:
         return
     yield Problem.of("algorithm.bypass_mode", True, message)
+
+
+def _custom(recipe: Recipe) -> Iterator[Problem]:
+    """Yield functions of the user without effect, and named choices that such a function takes the place of."""
+    algorithm = recipe.algorithm
+    if algorithm.custom_loss is not None and algorithm.advantage_estimator in ("gspo", "cispo"):
+        message = 'names a loss, which algorithm.custom_loss takes the place of; use "grpo" for the same advantages'
+        yield Problem.of("algorithm.advantage_estimator", algorithm.advantage_estimator, message)
+    for function, names in REPLACED.items():
+        if (named := getattr(algorithm, function)) is None:
+            continue
+        if trains_demonstrations(recipe) and function != "custom_pg_loss_reducer":
+            yield Problem.of(f"algorithm.{function}", named, 'has no effect with algorithm.loss_type = "sft_loss"')
+        for field in msgspec.structs.fields(AlgorithmConfig):
+            value = getattr(algorithm, field.name)
+            if field.name in names and value != field.default:
+                message = f"contradicts algorithm.{function}, which takes its place; set one of them"
+                yield Problem.of(f"algorithm.{field.name}", value, message)
 
 
 def _reductions(algorithm: AlgorithmConfig) -> Iterator[Problem]:

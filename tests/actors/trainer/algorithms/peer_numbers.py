@@ -119,9 +119,28 @@ def of_verl(directory: Path, columns: dict[str, list[float]]) -> dict[str, Any]:
         given |= {"advantages": padded(columns["advantages"]), "config": settings}
         loss, _ = getattr(peer, function)(**given, loss_agg_mode="seq-mean-token-mean")
         found["losses"][name] = with_gradient(loss, new)
+    found["own_losses"] = own_losses_of_verl(directory, columns, masked, config)
     for name in ("k1", "k2", "low_var_kl", "k3+"):
         new = torch.tensor(columns["new"], requires_grad=True)
         found["kl"][name] = with_gradient(peer.kl_penalty(new, torch.tensor(columns["ref"]), name).sum(), new)
+    return found
+
+
+def own_losses_of_verl(directory: Path, columns: dict[str, list[float]], masked: Any, config: Any) -> dict[str, Any]:
+    """Losses that a page has as examples. All tokens between the bounds are chosen, so that nothing is random."""
+    names = ("compute_policy_loss_clip_cov", "compute_policy_loss_kl_cov")
+    source = (directory / "verl/trainer/ppo/core_algos.py").read_text()
+    peer = functions(source, ("agg_loss", *names), verl_F=masked, ActorConfig=config, AlgoConfig=type("A", (), {}))
+    policy_loss = Options(clip_cov_ratio=1.0, clip_cov_lb=0.2, clip_cov_ub=1.0, kl_cov_ratio=0.2, ppo_kl_coef=1.0)
+    settings = config(clip_ratio=0.2, clip_ratio_low=0.2, clip_ratio_high=0.2, policy_loss=policy_loss)
+    settings.global_batch_info = {"loss_scale_factor": None}
+    found: dict[str, Any] = {}
+    for name in names:
+        new = torch.tensor(columns["new"], requires_grad=True)
+        given = {"old_log_prob": padded(columns["old"]), "log_prob": padded(new), "response_mask": MASK}
+        given |= {"advantages": padded(columns["advantages"]), "config": settings}
+        loss, metrics = getattr(peer, name)(**given, loss_agg_mode="seq-mean-token-mean")
+        found[name.removeprefix("compute_policy_loss_")] = with_gradient(loss, new) | {"metrics": metrics}
     return found
 
 

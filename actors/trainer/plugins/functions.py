@@ -1,0 +1,199 @@
+"""User functions of the trainer: how each is called, and the check of what it returns.
+
+M is the number of trained tokens of one micro-batch on this rank, B the number of samples of an optimizer step.
+"""
+
+import re
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final, NoReturn, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from actors.trainer.algorithms.corrections import Correction
+from actors.trainer.algorithms.loss_inputs import LossInputs, Terms
+from actors.trainer.algorithms.reductions import Reduction, ReductionInputs
+from runtime.process.actor import InputError
+from runtime.settings.plugins import load_plugin
+
+PARAMETERS: Final[Mapping[str, tuple[str, ...]]] = {  # by key: what each function is called with
+    "algorithm.custom_loss": ("inputs",),
+    "algorithm.custom_tis": ("inputs",),
+    "algorithm.custom_pg_loss_reducer": ("inputs",),
+}
+METRIC: Final = re.compile(r"train/[A-Za-z0-9][A-Za-z0-9_.@/-]{0,99}")
+TAKEN: Final = frozenset(  # metrics of the trainer itself
+    (
+        "train/loss",
+        "train/pg_loss",
+        "train/entropy_loss",
+        "train/kl_loss",
+        "train/entropy_coef",
+        "train/mtp_loss",
+        "train/grad_norm",
+        "train/lr-pg_0",
+        "train/num_skipped_steps",
+        "train/num_lost_groups",
+        "train/num_untrained_samples",
+    )
+)
+MAX_METRICS: Final = 64  # of one function
+
+
+class TrainerPlugin:
+    """A user function of the trainer, called by its key. Its faults are errors of the user's input."""
+
+    def __init__(self, key: str, value: str, base_dirs: tuple[Path, ...] = ()) -> None:
+        """Load the function.
+
+        Args:
+            key: Its setting, one of `PARAMETERS`.
+            value: "module:function" or "path/file.py:function".
+            base_dirs: Directories of relative files. Empty: the current directory.
+
+        Raises:
+            PluginError: It cannot be found, or cannot be called with its parameters.
+        """
+        self.key, self.value = key, value
+        self._function = load_plugin(key, value, parameters=PARAMETERS[key], base_dirs=base_dirs).function
+        self._metrics: frozenset[str] | None = None  # names that its first call returned
+
+    def call(self, *arguments: Any) -> Any:
+        """Call the function.
+
+        Raises:
+            InputError: It raised an exception.
+        """
+        try:
+            return self._function(*arguments)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's function may raise anything
+            self.refuse(f"raised {type(error).__name__}{_place(error, self.value)}: {error}", cause=error)
+
+    def refuse(self, problem: str, cause: BaseException | None = None) -> NoReturn:
+        """Raise InputError with the key, the function and the problem."""
+        raise InputError(f"{self.key} = {self.value!r}: {problem}") from cause
+
+    def pair(self, answer: Any, expected: str) -> tuple[Any, Any]:
+        """Return both parts of an answer that must be a pair."""
+        if not isinstance(answer, tuple) or len(cast("tuple[Any, ...]", answer)) != 2:
+            self.refuse(f"returned {shown(answer)}; expected {expected}")
+        return cast("tuple[Any, Any]", answer)
+
+    def column(self, what: str, value: Any, like: Tensor) -> Tensor:
+        """Return a column of one number per trained token, as `like` is."""
+        expected = f"one number per trained token, a {_name(like.dtype)} tensor {list(like.shape)}"
+        if not isinstance(value, Tensor) or value.shape != like.shape or value.dtype != like.dtype:
+            self.refuse(f"{what} is {shown(value)}; expected {expected}")
+        if value.device != like.device:
+            self.refuse(f"{what} is on {value.device}; expected {like.device}, as the inputs are")
+        return value
+
+    def metrics(self, found: Any, like: Tensor) -> dict[str, Tensor]:
+        """Return metrics per token, with the names that the first call returned."""
+        if not isinstance(found, Mapping):
+            self.refuse(f"its metrics are {shown(found)}; expected a dictionary of tensors by name")
+        given = cast("Mapping[Any, Any]", found)
+        columns: dict[str, Tensor] = {}
+        for name, values in given.items():
+            if not isinstance(name, str) or not METRIC.fullmatch(name) or name in TAKEN:
+                why = "is a metric of the trainer" if name in TAKEN else 'must begin with "train/"'
+                self.refuse(f"its metric {name!r:.120} {why}; choose another name")
+            if isinstance(values, Tensor) and values.dtype != like.dtype and not values.is_complex():
+                values = values.to(like.dtype)
+            columns[name] = self.column(f"its metric {name}", values, like).detach()
+        if len(columns) > MAX_METRICS:
+            self.refuse(f"returned {len(columns)} metrics; at most {MAX_METRICS}")
+        names = frozenset(columns)
+        self._metrics = names if self._metrics is None else self._metrics
+        if names != self._metrics:
+            raised = ", ".join(sorted(names ^ self._metrics))
+            self.refuse(f"its metrics must have the same names in every call; not always there: {raised}")
+        return columns
+
+
+class CustomLoss(TrainerPlugin):
+    """A policy loss: gets `LossInputs`, returns `Terms`, or a pair of loss and metrics."""
+
+    def __call__(self, inputs: LossInputs) -> Terms:
+        """Compute the loss per token."""
+        loss, metrics = self.pair(self.call(inputs), "Terms(loss, metrics)")
+        return Terms(self.column("the loss", loss, inputs.log_probs), self.metrics(metrics, inputs.log_probs))
+
+
+class CustomWeights(TrainerPlugin):
+    """Importance weights: gets `LossInputs`, returns `Correction`, or a pair of factors and metrics."""
+
+    def __call__(self, inputs: LossInputs) -> Correction:
+        """Compute the factor of each token's policy loss."""
+        factors, metrics = self.pair(self.call(inputs), "Correction(factors, metrics)")
+        factors = self.column("the tensor of factors", factors, inputs.log_probs)
+        if factors.requires_grad:
+            self.refuse("the factors have a gradient; a correction must not: use log_probs.detach()")
+        return Correction(factors, self.metrics(metrics, inputs.log_probs))
+
+
+class CustomReducer(TrainerPlugin):
+    """A reduction: gets `ReductionInputs`, returns `Reduction`, or a pair of token weights and shares."""
+
+    def __call__(self, inputs: ReductionInputs) -> Reduction:
+        """Compute the weights of token losses, and the denominator."""
+        weights, shares = self.pair(self.call(inputs), "Reduction(token_weights, shares)")
+        return Reduction(
+            self.per_sample("token_weights", weights, inputs, np.float64),
+            self.per_sample("shares", shares, inputs, np.int64),
+        )
+
+    def per_sample(self, what: str, values: Any, inputs: ReductionInputs, dtype: type[np.generic]) -> Any:
+        """Return a column of one finite number >= 0 per sample."""
+        kind, count = ("integer " if dtype is np.int64 else ""), len(inputs.mask_sums)
+        expected = f"an {kind}array [{count}] of one number >= 0 per sample"
+        right = isinstance(values, np.ndarray) and values.shape == (count,) and values.dtype.kind in "iuf"
+        if not right or (dtype is np.int64 and values.dtype.kind == "f"):
+            self.refuse(f"{what} is {shown(values)}; expected {expected}")
+        if not np.isfinite(values).all() or (values < 0).any():
+            self.refuse(
+                f"{what} has the value {values[~(np.isfinite(values) & (values >= 0))][0]}; expected {expected}"
+            )
+        return values.astype(dtype)
+
+
+def custom_loss(value: str, base_dirs: tuple[Path, ...] = ()) -> CustomLoss:
+    """Load `algorithm.custom_loss`."""
+    return CustomLoss("algorithm.custom_loss", value, base_dirs)
+
+
+def custom_weights(value: str, base_dirs: tuple[Path, ...] = ()) -> CustomWeights:
+    """Load `algorithm.custom_tis`."""
+    return CustomWeights("algorithm.custom_tis", value, base_dirs)
+
+
+def custom_reducer(value: str, base_dirs: tuple[Path, ...] = ()) -> CustomReducer:
+    """Load `algorithm.custom_pg_loss_reducer`."""
+    return CustomReducer("algorithm.custom_pg_loss_reducer", value, base_dirs)
+
+
+def shown(value: Any) -> str:
+    """Describe a value in an error: type and shape of an array, or its beginning."""
+    if isinstance(value, Tensor):
+        return f"a {_name(value.dtype)} tensor {list(value.shape)}"
+    if isinstance(value, np.ndarray):
+        array = cast("np.ndarray[Any, Any]", value)
+        return f"a {array.dtype} array {list(array.shape)}"
+    if isinstance(value, tuple | list):
+        items = cast("tuple[Any, ...]", value)
+        return f"a {type(value).__name__} of {len(items)}: {', '.join(shown(item) for item in items[:3])}"
+    return f"{value!r:.120}"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _place(error: BaseException, value: str) -> str:
+    """Line of the user's function that raised, if it is in a file."""
+    file = value.rpartition(":")[0]
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename.endswith(file)]
+    return f" in line {lines[-1]}" if file.endswith(".py") and lines else ""

@@ -1,0 +1,94 @@
+"""docs/train/own-losses.md: its functions pass the dry run, compute what the page says, and train."""
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from actors.trainer.algorithms.corrections import importance_weights
+from actors.trainer.algorithms.loss_inputs import LossInputs
+from actors.trainer.algorithms.reductions import ReductionInputs
+from actors.trainer.plugins.dry_run import try_plugin
+from actors.trainer.plugins.functions import custom_loss, custom_reducer, custom_weights
+from runtime.settings.recipe import trainer_functions
+from tests.actors.trainer.algorithms.peers import LENGTHS, VERL, column
+from tests.build.losses import inputs
+from tests.build.topology import topology_with
+from tests.docs.snippets import snippets
+
+PAGES = [Path(__file__).parents[2] / "docs" / "train" / "own-losses.md"]
+torch.set_num_threads(1)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The pages' files; each block names its own in the first line."""
+    for page in PAGES:
+        for block in snippets(page, "python"):
+            (tmp_path / block.splitlines()[0].removeprefix("# ")).write_text(block)
+    return tmp_path
+
+
+def of_verl() -> LossInputs:
+    """The inputs that verl's numbers are of."""
+    return inputs(column("new", gradient=True), column("old"), column("advantages"), lengths=LENGTHS)
+
+
+def test_the_settings_of_the_pages_pass_the_dry_run(folder: Path) -> None:
+    tables = [tomllib.loads(block) for page in PAGES for block in snippets(page, "toml")]
+    named = [pair for tables in tables for pair in trainer_functions(topology_with(**tables))]
+    assert [key.partition(".")[2] for key, _ in named] == ["custom_loss", "custom_tis", "custom_pg_loss_reducer"]
+    for key, value in [*named, ("algorithm.custom_loss", "my_losses.py:kl_cov")]:
+        try_plugin(topology_with(), key, value, base_dirs=(folder,))
+
+
+@pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
+def test_the_losses_are_those_of_verl(folder: Path, name: str) -> None:
+    """All tokens between the bounds are left out there, so that nothing is random."""
+    settings: dict[str, Any] = {"clip_cov_ratio": 1.0, "clip_cov_lb": 0.2, "clip_cov_ub": 1.0}
+    settings = settings if name == "clip_cov" else {"kl_cov_ratio": 0.2}
+    scope: dict[str, Any] = {}
+    exec((folder / "my_losses.py").read_text(), scope)
+    given, peer = of_verl(), VERL["own_losses"][name]
+    loss, metrics = scope[name](given, **settings)
+    mean = torch.stack([row.mean() for row in loss.split(LENGTHS)]).mean()
+    mean.backward()
+    assert mean.item() == pytest.approx(peer["loss"], abs=1e-6)
+    assert given.log_probs.grad is not None
+    assert given.log_probs.grad.tolist() == pytest.approx(peer["gradient"], abs=1e-6)
+    reported = {f"actor/{key.partition('/')[2]}": values.mean().item() for key, values in metrics.items()}
+    assert {key: reported[key] for key in peer["metrics"]} == pytest.approx(peer["metrics"], abs=1e-6)
+    chosen = metrics["train/pg_clipfrac" if name == "clip_cov" else "train/kl_cov_frac"]
+    assert 0 < chosen.sum() < len(chosen)
+
+
+def test_random_tokens_of_clip_cov_are_few(folder: Path) -> None:
+    loss = custom_loss("my_losses.py:clip_cov", (folder,))
+    advantages = torch.tensor([4.0, -4.0] * 10)
+    given = inputs(torch.tensor([-0.1, -3.0] * 10, requires_grad=True), torch.tensor([-0.1, -3.0] * 10), advantages)
+    assert loss(given).metrics["train/pg_clipfrac"].sum() == 0.0  # the covariances of 5.8 are beyond the bounds
+    given = inputs(torch.tensor([-0.1, -1.0] * 10, requires_grad=True), torch.tensor([-0.1, -1.0] * 10), advantages)
+    assert loss(given).metrics["train/pg_clipfrac"].sum() == 1.0
+
+
+def test_the_weights_are_icepop_with_a_bound_by_sign(folder: Path) -> None:
+    weights = custom_weights("my_weights.py:by_sign", (folder,))
+    olds, rollouts = torch.zeros(6), torch.log(torch.tensor([2.5, 1.0, 0.75, 0.6, 0.4, 0.75]))
+    given = inputs(olds, olds, torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0, -1.0]), rollout=rollouts)
+    factors, metrics = weights(given)
+    expected = importance_weights(given, level="token", mode="mask", low=0.5, high=2.0).factors
+    assert torch.equal(factors[:5], expected[:5])
+    assert factors[5] == 0.0  # 1 / 0.75 is above 1.25
+    assert expected[5] > 0.0
+    assert metrics["train/tis_clipfrac"].tolist() == [1.0, 0.0, 0.0, 0.0, 1.0, 1.0]
+
+
+def test_the_reduction_is_a_mean_over_prompts(folder: Path) -> None:
+    reduce = custom_reducer("my_reduction.py:prompt_mean", (folder,))
+    groups = np.array([7, 7, 9, 9])
+    reduced = reduce(ReductionInputs(np.array([1, 3, 0, 2]), np.arange(4), groups))
+    assert reduced.token_weights.tolist() == [0.25, 0.25, 0.5, 0.5]
+    assert reduced.shares.tolist() == [1, 0, 1, 0]
