@@ -1,7 +1,35 @@
 """Corrections of a policy loss for tokens that another policy sampled: the engine, or an older one.
 
 M is the number of trained tokens of one micro-batch. A correction multiplies the policy loss of a token. Denominators,
-entropy and KL divergence of rejected tokens stay. No correction has a gradient.
+entropy and KL divergence of rejected tokens stay. No correction has a gradient. Names of metrics begin with `train/`.
+Without tokens all tensors are empty.
+
+Example:
+    ```python
+    import math
+
+    import torch
+
+    from actors.trainer.algorithms.corrections import importance_weights, mean_weight, rejections
+    from actors.trainer.algorithms.loss_inputs import LossInputs, Sequences
+
+    old = torch.tensor([-1.0, -0.5, -2.0], dtype=torch.float64)
+    ratios = torch.tensor([4.0, 1.0, 0.25], dtype=torch.float64)  # of old policy over engine
+    zeros = torch.zeros(3, dtype=torch.float64)
+    inputs = LossInputs(
+        log_probs=old,
+        old_log_probs=old,
+        rollout_log_probs=old - ratios.log(),
+        advantages=zeros,
+        entropy=zeros,
+        sequences=Sequences(torch.tensor([0, 0, 1]), count=2),
+    )
+    factors, metrics = importance_weights(inputs, mode="mask", low=0.5, high=2.0)
+    assert torch.allclose(factors, torch.tensor([0.0, 1.0, 0.0], dtype=torch.float64))
+    assert metrics["train/tis_clipfrac"].tolist() == [1.0, 0.0, 1.0]
+    assert rejections(inputs, level="sequence", high=5.0).factors.tolist() == [1.0, 1.0, 1.0]  # 4 and 0.25
+    assert math.isclose(mean_weight(inputs, ratios, level="token"), 1.75)
+    ```
 """
 
 import math
@@ -10,7 +38,7 @@ from typing import Final, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from actors.trainer.algorithms.loss_inputs import LossInputs, bounded
+from actors.trainer.algorithms.loss_inputs import MAX_LOG_RATIO, LossInputs, bounded
 
 Level = Literal["token", "sequence", "geometric"]
 Mode = Literal["truncate", "clip", "mask"]
@@ -30,11 +58,11 @@ class Correction(NamedTuple):
 def importance_weights(
     inputs: LossInputs,
     *,
-    level: Level,
-    mode: Mode,
-    low: float,
-    high: float,
-    max_log_ratio: float = 20.0,
+    level: Level = "token",
+    mode: Mode = "clip",
+    low: float = 0.0,
+    high: float = 2.0,
+    max_log_ratio: float = MAX_LOG_RATIO,
     current: bool = False,
 ) -> Correction:
     """Importance weights of old policy over engine, limited: truncated IS, IcePop, masked IS.
@@ -54,8 +82,13 @@ def importance_weights(
         current: Compare the policy being trained with the engine, not the old policy.
 
     Returns:
-        Metrics: tis, the weight before the bounds; tis_clipfrac, 1 where a bound changes it; tis_clampfrac, 1 where the
-        log-ratio is beyond its limit; tis_abs, |tis - 1|; ois, policy over old policy, unless `current`.
+        Factors, [M]: the weights after the bounds. Metrics, [M]: tis, the weight before the bounds; tis_clipfrac, 1
+        where a bound changes it; tis_clampfrac, 1 where the log-ratio is beyond its limit; tis_abs, |tis - 1|; ois,
+        policy over old policy, unless `current`.
+
+    Edges:
+        A weight equal to a bound is inside. With "truncate" the lower bound has no effect. If all weights are rejected,
+        all factors are 0. At +-90 nats the weight before the bounds is exp(+-max_log_ratio).
 
     Source:
         Truncated IS: Yao et al., "Your efficient RL framework secretly brings you off-policy RL training", 2025, and
@@ -82,12 +115,12 @@ def importance_weights(
 def rejections(
     inputs: LossInputs,
     *,
-    level: Level,
-    low: float,
-    high: float,
+    level: Level = "token",
+    low: float | None = None,
+    high: float = 2.0,
     metric: Metric = "ratio",
     veto_threshold: float | None = None,
-    max_log_ratio: float = 20.0,
+    max_log_ratio: float = MAX_LOG_RATIO,
     current: bool = False,
 ) -> Correction:
     """Reject tokens whose old policy is too far from the engine, and sequences with a catastrophic token.
@@ -96,10 +129,12 @@ def rejections(
     p of the policy and q of the engine, that is the larger one of D(p, q) and D(q, p), where
     D(p, q) = p log(p / q) + (1 - p) log((1 - p) / (1 - q)). A sequence has the sum or the mean over its tokens.
 
+    A token is kept if low <= distance <= high, and if no token of its sequence has a ratio below veto_threshold.
+
     Args:
         inputs: Uses log_probs or old_log_probs, rollout_log_probs and sequences.
         level: Of the distance, as for `importance_weights`.
-        low: Lower bound of the distance. A divergence is never below 0.
+        low: Lower bound of the distance. None: 1 / high for a ratio, 0 for a divergence, which is never below 0.
         high: Upper bound of the distance: a ratio, or nats.
         metric: "ratio" or "binary_kl".
         veto_threshold: A token's ratio below this rejects its whole sequence. None: no veto.
@@ -108,8 +143,12 @@ def rejections(
         current: As for `importance_weights`.
 
     Returns:
-        1 for kept tokens, 0 for rejected ones. Metrics: mis_rs_mask_fraction_low and _high, 1 below and above the
-        bounds; with a veto mis_rs_catastrophic_token_fraction and mis_rs_catastrophic_seq_fraction.
+        Factors, [M]: 1 for kept tokens, 0 for rejected ones. Metrics, [M]: mis_rs_mask_fraction_low and _high, 1 below
+        and above the bounds; with a veto mis_rs_catastrophic_token_fraction and mis_rs_catastrophic_seq_fraction.
+
+    Edges:
+        A distance equal to a bound is kept. All tokens may be rejected. A token without a neighbour has the same
+        distance at all levels. The veto compares log-ratios that are not limited.
 
     Source:
         slime at 624b824a, examples/train_infer_mismatch_helper. KPop: Guo et al., ringtech.notion.site/kpop, 2026, and
@@ -120,6 +159,8 @@ def rejections(
         distance = torch.exp(bounded(_at_level(inputs, log_ratios, level), max_log_ratio))
     else:
         distance = _at_level(inputs, _binary_divergence(inputs, current=current), level)
+    if low is None:
+        low = 1.0 / high if metric == "ratio" else 0.0
     below, above = (distance < low).to(distance.dtype), (distance > high).to(distance.dtype)
     kept = 1.0 - below - above
     metrics = {"train/mis_rs_mask_fraction_low": below, "train/mis_rs_mask_fraction_high": above}
@@ -132,7 +173,7 @@ def rejections(
     return Correction(kept, metrics)
 
 
-def off_policy_mask(inputs: LossInputs, *, delta: float) -> Correction:
+def off_policy_mask(inputs: LossInputs, *, delta: float = 1e-4) -> Correction:
     """OPSM: reject tokens with a negative advantage in sequences that the policy has moved away from.
 
     A token is rejected if A < 0 and the mean over its sequence of old_log_probs - log_probs is above delta.
@@ -142,8 +183,12 @@ def off_policy_mask(inputs: LossInputs, *, delta: float) -> Correction:
         delta: Threshold, nats.
 
     Returns:
-        1 for kept tokens, 0 for rejected ones. Metric: opsm_clipfrac, 1 where the token is rejected. slime's metric is
-        a sum over sequences, and may exceed 1.
+        Factors, [M]: 1 for kept tokens, 0 for rejected ones. Metrics, [M]: opsm_clipfrac, 1 where the token is
+        rejected. slime's metric is a sum over sequences, and may exceed 1.
+
+    Edges:
+        A distance equal to delta is kept. An advantage of 0 is kept. Nothing is clamped, since nothing is
+        exponentiated.
 
     Source:
         DeepSeek-V3.2, arXiv 2512.02556, as in slime.
@@ -153,8 +198,10 @@ def off_policy_mask(inputs: LossInputs, *, delta: float) -> Correction:
     return Correction(1.0 - rejected, {"train/opsm_clipfrac": rejected})
 
 
-def mean_weight(inputs: LossInputs, weights: Tensor, *, level: Level) -> float:
+def mean_weight(inputs: LossInputs, weights: Tensor, *, level: Level = "token") -> float:
     """Average importance weights: over tokens, or over the sequences that have tokens if the level is not "token".
+
+    sum(share weight) / sum(share), with shares of 1 per token, or 1 / (trained tokens of its sequence).
 
     Args:
         inputs: All trained tokens of a batch. Uses sequences.
@@ -163,6 +210,9 @@ def mean_weight(inputs: LossInputs, weights: Tensor, *, level: Level) -> float:
 
     Returns:
         The mean; 1 if it is 1e-8 or less, so that nothing is divided by it.
+
+    Edges:
+        No tokens: 1.
 
     Source:
         slime at 624b824a, examples/train_infer_mismatch_helper.

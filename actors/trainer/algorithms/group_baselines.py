@@ -2,14 +2,28 @@
 
 Every function works on the whole batch: groups and rollouts form by id, wherever their samples are. The parts of one
 rollout count once, with their mean reward. Rewards that are not finite in float32 are excluded: they count nowhere, and
-their advantage is NaN. Every token of a sample gets the sample's advantage.
+their advantage is NaN. Every token of a sample gets the sample's advantage. Whether tokens train changes nothing, but
+for OPO's lengths. Without `rollouts` every sample is a rollout. No samples: an empty array.
+
+Example:
+    ```python
+    import numpy as np
+
+    from actors.trainer.algorithms.group_baselines import grpo_advantages, rloo_advantages
+
+    rewards, groups = np.array([1.0, 5.0, 0.0, 5.0]), np.array([7, 8, 7, 8])  # two groups of two samples
+    assert np.allclose(grpo_advantages(rewards, groups), [0.5**0.5, 0.0, -(0.5**0.5), 0.0], atol=1e-5)
+    assert np.allclose(rloo_advantages(rewards, groups), [1.0, 0.0, -1.0, 0.0])
+    parts = np.array([0, 1, 0, 2])  # samples 0 and 2 are parts of one rollout, alone in its group
+    assert rloo_advantages(rewards, groups, parts).tolist() == [0.0, 0.0, 0.0, 0.0]
+    ```
 """
 
 from dataclasses import dataclass
 from typing import Final, Literal
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -54,19 +68,33 @@ class _Votes:
         return np.where(lone, rewards if group_of_one == "reward" else 0.0, advantages)
 
 
-def usable_rewards(rewards: Floats) -> NDArray[np.bool_]:
-    """Return which rewards are finite in float32, [B]."""
+def usable_rewards(rewards: ArrayLike) -> NDArray[np.bool_]:
+    """Return which rewards count: those that are finite in float32, |reward| < 3.4e38.
+
+    Args:
+        rewards: [B], reward units.
+
+    Returns:
+        [B], bool.
+
+    Edges:
+        NaN, infinite values and numbers beyond float32 are excluded.
+
+    Source:
+        Rewards are stored and trained with in float32. The rule is ours.
+    """
     with np.errstate(over="ignore"):
-        return np.isfinite(rewards.astype(np.float32))
+        return np.isfinite(np.asarray(rewards).astype(np.float32))
 
 
-def _votes(rewards: Floats, groups: Ints, rollouts: Ints) -> _Votes:
-    usable = usable_rewards(rewards)
+def _votes(rewards: Floats, groups: ArrayLike, rollouts: ArrayLike | None) -> _Votes:
+    usable, rollouts = usable_rewards(rewards), np.arange(len(rewards)) if rollouts is None else rollouts
     _, group_of = np.unique(groups, return_inverse=True)
     _, rollout_of = np.unique(rollouts, return_inverse=True)
-    pairs, vote_of = np.unique(group_of * (rollout_of.max() + 1) + rollout_of, return_inverse=True)
-    voters = pairs // (rollout_of.max() + 1)
-    lowest = np.full(group_of.max() + 1, np.inf)
+    size = rollout_of.max(initial=0) + 1
+    pairs, vote_of = np.unique(group_of * size + rollout_of, return_inverse=True)
+    voters = pairs // size
+    lowest = np.full(group_of.max(initial=-1) + 1, np.inf)
     np.minimum.at(lowest, group_of[usable], rewards[usable])
     raised = np.subtract(rewards, lowest[group_of], out=np.zeros(len(rewards)), where=usable)
     num_parts = np.bincount(vote_of, weights=usable)
@@ -77,9 +105,9 @@ def _votes(rewards: Floats, groups: Ints, rollouts: Ints) -> _Votes:
 
 
 def grpo_advantages(
-    rewards: Floats,
-    groups: Ints,
-    rollouts: Ints,
+    rewards: ArrayLike,
+    groups: ArrayLike,
+    rollouts: ArrayLike | None = None,
     *,
     normalize: bool = True,
     normalize_std: bool = True,
@@ -91,19 +119,23 @@ def grpo_advantages(
 
     Args:
         rewards: [B], reward units.
-        groups: [B], the prompt group of each sample, in any order.
-        rollouts: [B], equal for samples that are parts of one rollout.
+        groups: [B], integers, the prompt group of each sample, in any order.
+        rollouts: [B], integers, equal for samples that are parts of one rollout. None: no sample has parts.
         normalize: Centre the rewards. False returns the rewards themselves.
         normalize_std: Divide the centred rewards by the group's standard deviation. False: Dr. GRPO.
         group_of_one: Advantage of a group with a single rollout: 0, or its reward.
 
     Returns:
-        Advantages, [B]: exactly 0 where a group's rewards are equal.
+        Advantages, [B], float64: exactly 0 where a group's rewards are equal.
+
+    Edges:
+        No spread: exactly 0. A group of one: `group_of_one`. With normalize = False neither applies.
 
     Source:
         DeepSeekMath, arXiv 2402.03300, outcome supervision. The paper leaves the standard deviation open. Here it
         divides by G - 1, like the default of torch.std and like slime. Without it: Dr. GRPO, arXiv 2503.20783.
     """
+    rewards = np.asarray(rewards, dtype=np.float64)
     if not normalize:
         return np.where(usable_rewards(rewards), rewards, np.nan)
     votes = _votes(rewards, groups, rollouts)
@@ -113,30 +145,41 @@ def grpo_advantages(
     return votes.alone(rewards, centred, group_of_one)
 
 
-def rloo_advantages(rewards: Floats, groups: Ints, rollouts: Ints, *, group_of_one: GroupOfOne = "zero") -> Floats:
+def rloo_advantages(
+    rewards: ArrayLike, groups: ArrayLike, rollouts: ArrayLike | None = None, *, group_of_one: GroupOfOne = "zero"
+) -> Floats:
     """RLOO: subtract the mean reward of the group's other rollouts.
 
     (reward - mean) n / (n - 1), with the mean over all n rollouts of the group.
 
     Args:
         rewards: [B], reward units.
-        groups: [B], prompt groups.
-        rollouts: [B], equal for the parts of one rollout.
+        groups: [B], integers, prompt groups, in any order.
+        rollouts: [B], integers, equal for the parts of one rollout.
         group_of_one: Advantage of a group with a single rollout: 0 (verl's vectorised variant), or its reward (verl).
 
     Returns:
-        Advantages, [B]: exactly 0 where a group's rewards are equal.
+        Advantages, [B], float64: exactly 0 where a group's rewards are equal.
+
+    Edges:
+        No spread: exactly 0. A group of one: `group_of_one`.
 
     Source:
         Back to Basics, arXiv 2402.14740.
     """
+    rewards = np.asarray(rewards, dtype=np.float64)
     votes = _votes(rewards, groups, rollouts)
     factors = votes.counts / np.maximum(votes.counts - 1, 1)
     return votes.alone(rewards, factors[votes.group_of] * votes.centred, group_of_one)
 
 
 def opo_advantages(
-    rewards: Floats, groups: Ints, rollouts: Ints, lengths: Ints, *, group_of_one: GroupOfOne = "zero"
+    rewards: ArrayLike,
+    groups: ArrayLike,
+    rollouts: ArrayLike | None,
+    lengths: ArrayLike,
+    *,
+    group_of_one: GroupOfOne = "zero",
 ) -> Floats:
     """OPO: subtract the group's mean reward, weighted by the lengths of the rollouts.
 
@@ -144,17 +187,21 @@ def opo_advantages(
 
     Args:
         rewards: [B], reward units.
-        groups: [B], prompt groups.
-        rollouts: [B], equal for the parts of one rollout, whose lengths are added.
-        lengths: [B], trained tokens.
+        groups: [B], integers, prompt groups, in any order.
+        rollouts: [B], integers, equal for the parts of one rollout, whose lengths are added.
+        lengths: [B], integers, trained tokens of each sample.
         group_of_one: Advantage of a group with a single rollout: 0, or its reward (verl).
 
     Returns:
-        Advantages, [B]: exactly 0 where a group's rewards are equal. A group without trained tokens has the plain mean.
+        Advantages, [B], float64: exactly 0 where a group's rewards are equal.
+
+    Edges:
+        No spread: exactly 0. A group of one: `group_of_one`. A group without trained tokens has the plain mean.
 
     Source:
         On-Policy RL with Optimal Reward Baseline, arXiv 2505.23585.
     """
+    rewards = np.asarray(rewards, dtype=np.float64)
     votes = _votes(rewards, groups, rollouts)
     weights = np.bincount(votes.vote_of, weights=np.where(votes.usable, lengths, 0))
     totals = np.bincount(votes.voters, weights=weights)
@@ -164,45 +211,55 @@ def opo_advantages(
     return votes.alone(rewards, advantages, group_of_one)
 
 
-def gpg_advantages(rewards: Floats, groups: Ints, rollouts: Ints, *, group_of_one: GroupOfOne = "zero") -> Floats:
+def gpg_advantages(
+    rewards: ArrayLike, groups: ArrayLike, rollouts: ArrayLike | None = None, *, group_of_one: GroupOfOne = "zero"
+) -> Floats:
     """GPG: centre rewards within each group, and scale them by the share of rewards that are not 0 in the batch.
 
     alpha (reward - mean), with alpha = rollouts of the batch / rollouts with a reward other than 0.
 
     Args:
         rewards: [B], reward units.
-        groups: [B], prompt groups.
-        rollouts: [B], equal for the parts of one rollout.
+        groups: [B], integers, prompt groups, in any order.
+        rollouts: [B], integers, equal for the parts of one rollout.
         group_of_one: Advantage of a group with a single rollout: 0, or alpha times its reward (verl).
 
     Returns:
-        Advantages, [B]: exactly 0 where a group's rewards are equal. alpha is the number of rollouts if all are 0.
+        Advantages, [B], float64: exactly 0 where a group's rewards are equal.
+
+    Edges:
+        No spread: exactly 0. A group of one: `group_of_one`. alpha is the number of rollouts if all rewards are 0.
 
     Source:
         GPG, arXiv 2504.02546; alpha and its bound as in verl.
     """
+    rewards = np.asarray(rewards, dtype=np.float64)
     votes = _votes(rewards, groups, rollouts)
     is_zero = votes.votes + np.where(np.isfinite(votes.lowest), votes.lowest, 0.0)[votes.voters] == 0
     alpha = votes.is_cast.sum() / max(int((votes.is_cast & ~is_zero).sum()), 1)
     return votes.alone(alpha * rewards, alpha * votes.centred, group_of_one)
 
 
-def maxrl_advantages(rewards: Floats, groups: Ints, rollouts: Ints) -> Floats:
+def maxrl_advantages(rewards: ArrayLike, groups: ArrayLike, rollouts: ArrayLike | None = None) -> Floats:
     """MaxRL: centre rewards within each group and divide them by the group's mean.
 
     (reward - mean) / mean. Rewards should not be negative.
 
     Args:
         rewards: [B], reward units.
-        groups: [B], prompt groups.
-        rollouts: [B], equal for the parts of one rollout.
+        groups: [B], integers, prompt groups, in any order.
+        rollouts: [B], integers, equal for the parts of one rollout.
 
     Returns:
-        Advantages, [B]: exactly 0 where a group's rewards are equal or their mean is not positive.
+        Advantages, [B], float64: exactly 0 where a group's rewards are equal or their mean is not positive.
+
+    Edges:
+        No spread, a group of one, or a mean of 0 or less: exactly 0.
 
     Source:
         Maximum likelihood reinforcement learning, arXiv 2602.02710; a mean of 0 or less as in prime-rl.
     """
+    rewards = np.asarray(rewards, dtype=np.float64)
     votes = _votes(rewards, groups, rollouts)
     means = np.where(np.isfinite(votes.lowest), votes.lowest, 0.0) + votes.means
     factors = np.where(means > 0, 1.0 / np.where(means > 0, means, 1.0), 0.0)
@@ -210,9 +267,9 @@ def maxrl_advantages(rewards: Floats, groups: Ints, rollouts: Ints) -> Floats:
 
 
 def passk_advantages(
-    rewards: Floats,
-    groups: Ints,
-    rollouts: Ints,
+    rewards: ArrayLike,
+    groups: ArrayLike,
+    rollouts: ArrayLike | None = None,
     *,
     normalize_std: bool = True,
     group_of_one: GroupOfOne = "zero",
@@ -223,17 +280,21 @@ def passk_advantages(
 
     Args:
         rewards: [B], reward units.
-        groups: [B], prompt groups.
-        rollouts: [B], equal for the parts of one rollout.
+        groups: [B], integers, prompt groups, in any order.
+        rollouts: [B], integers, equal for the parts of one rollout.
         normalize_std: Divide by the standard deviation of the group's rollouts.
         group_of_one: Advantage of a group with a single rollout: 0, or its reward.
 
     Returns:
-        Advantages, [B]: exactly 0 where the two best rewards of a group are equal.
+        Advantages, [B], float64: exactly 0 where the two best rewards of a group are equal.
+
+    Edges:
+        Equal best rewards or no spread: exactly 0. A group of one: `group_of_one`; verl raises.
 
     Source:
         Pass@k policy optimization, arXiv 2505.15201, as in verl.
     """
+    rewards = np.asarray(rewards, dtype=np.float64)
     votes = _votes(rewards, groups, rollouts)
     cast = np.flatnonzero(votes.is_cast)
     order = cast[np.lexsort((votes.votes[cast], votes.voters[cast]))]  # rising within each group
@@ -247,18 +308,24 @@ def passk_advantages(
     return votes.alone(rewards, advantages, group_of_one)
 
 
-def reinforce_advantages(rewards: Floats, rollouts: Ints, *, baseline: bool = True) -> Floats:
+def reinforce_advantages(rewards: ArrayLike, rollouts: ArrayLike | None = None, *, baseline: bool = True) -> Floats:
     """REINFORCE: subtract the mean reward of the batch, or nothing.
+
+    reward - mean over all rollouts of the batch, or the reward.
 
     Args:
         rewards: [B], reward units.
-        rollouts: [B], equal for the parts of one rollout.
+        rollouts: [B], integers, equal for the parts of one rollout.
         baseline: Subtract the mean over the batch's rollouts. False returns the rewards themselves.
 
     Returns:
-        Advantages, [B]: exactly 0 where all rewards are equal and the baseline is subtracted.
+        Advantages, [B], float64: exactly 0 where all rewards are equal and the baseline is subtracted.
+
+    Edges:
+        One rollout: 0 with the baseline, its reward without.
 
     Source:
         Williams, Simple statistical gradient-following algorithms, 1992.
     """
-    return grpo_advantages(rewards, np.zeros_like(rollouts), rollouts, normalize=baseline, normalize_std=False)
+    groups = np.zeros(len(np.asarray(rewards)), dtype=np.int64)
+    return grpo_advantages(rewards, groups, rollouts, normalize=baseline, normalize_std=False)

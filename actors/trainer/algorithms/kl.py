@@ -1,12 +1,27 @@
-"""Estimators of the KL divergence from sampled tokens. M is the number of trained tokens."""
+"""Estimators of the KL divergence from sampled tokens. M is the number of trained tokens.
 
-import math
+Example:
+    ```python
+    import math
+
+    import torch
+
+    from actors.trainer.algorithms.kl import kl_divergence
+
+    policy = torch.tensor([-1.5, -1.0], dtype=torch.float64, requires_grad=True)
+    reference = torch.tensor([-1.0, -1.0], dtype=torch.float64)
+    found = kl_divergence(policy, reference, "k3")
+    assert torch.allclose(found, torch.tensor([math.exp(0.5) - 1.5, 0.0], dtype=torch.float64))
+    assert kl_divergence(policy, reference, "k1").tolist() == [-0.5, 0.0]
+    ```
+"""
+
 from typing import Final, Literal
 
 import torch
 from torch import Tensor
 
-from actors.trainer.algorithms.loss_inputs import bounded
+from actors.trainer.algorithms.loss_inputs import MAX_LOG_RATIO, bounded
 
 KlEstimator = Literal["k1", "k2", "k3", "low_var_kl", "k3+"]
 
@@ -16,10 +31,10 @@ LOW_VAR_KL_LIMIT: Final = 10.0  # nats
 def kl_divergence(
     log_probs: Tensor,
     ref_log_probs: Tensor,
-    estimator: KlEstimator,
+    estimator: KlEstimator = "k1",
     *,
     old_log_probs: Tensor | None = None,
-    max_log_ratio: float = math.inf,
+    max_log_ratio: float = MAX_LOG_RATIO,
 ) -> Tensor:
     """Estimate KL(policy || reference) per token from the sampled token alone.
 
@@ -40,6 +55,10 @@ def kl_divergence(
     Returns:
         [M], nats.
 
+    Edges:
+        k3, low_var_kl and k3+ limit d to +-max_log_ratio before the exponential, and beyond it k3 and low_var_kl have
+        no gradient. low_var_kl is limited to +-10 after the factor. k1 and k2 are not limited. Equal log-probs give 0.
+
     Source:
         Schulman, "Approximating KL divergence", 2020. The limit of 10 nats is that of verl and slime. The factor:
         DeepSeek-V3.2, arXiv 2512.02556, as in slime. k3+: verl.
@@ -51,7 +70,7 @@ def kl_divergence(
 
 
 def kl_clamped(
-    log_probs: Tensor, ref_log_probs: Tensor, estimator: KlEstimator, *, max_log_ratio: float = math.inf
+    log_probs: Tensor, ref_log_probs: Tensor, estimator: KlEstimator, *, max_log_ratio: float = MAX_LOG_RATIO
 ) -> Tensor:
     """Mark tokens whose estimate of the divergence is limited.
 

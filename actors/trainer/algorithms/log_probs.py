@@ -1,6 +1,21 @@
 """Log-probs and entropies of target tokens, from hidden states and an output weight, vocabulary-parallel or whole.
 
 M is the number of requested positions, H the hidden size, V the number of vocabulary entries on this rank.
+
+Example:
+    ```python
+    import torch
+
+    from actors.trainer.algorithms.log_probs import log_probs_and_entropy
+
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(3, 4, generator=generator), torch.randn(5, 4, generator=generator)
+    targets = torch.tensor([0, 4, 2])
+    log_probs, entropy = log_probs_and_entropy(hidden, weight, targets, temperature=0.8)
+    whole = torch.log_softmax(hidden @ weight.T / 0.8, dim=1)
+    assert torch.allclose(log_probs, whole[torch.arange(3), targets], atol=1e-6)
+    assert torch.allclose(entropy, -(whole.exp() * whole).sum(dim=1), atol=1e-6)
+    ```
 """
 
 from collections.abc import Iterator
@@ -28,16 +43,19 @@ def log_probs_and_entropy(
     With logits z = hidden weight^T / temperature and p = softmax(z): log p of the target, and -sum p log p.
 
     Args:
-        hidden_MH: Hidden states, any float dtype.
-        weight_VH: This rank's slice of the output weight.
-        targets_M: Token ids in the whole vocabulary.
+        hidden_MH: [M, H], hidden states, any float dtype.
+        weight_VH: [V, H], this rank's slice of the output weight.
+        targets_M: [M], int64, token ids in the whole vocabulary.
         temperature: Sampling temperature; the logits are divided by it.
         group: Torch process group that shares the vocabulary, in vocabulary order. None: this rank has all of it.
-        into_VH: Float32 buffer that accumulates the weight's gradient. Autograd then gets an uninitialised gradient for
-            the weight, or none.
+        into_VH: [V, H], float32 buffer that accumulates the weight's gradient. Autograd then gets an uninitialised
+            gradient for the weight, or none.
 
     Returns:
         Log-probs [M] and entropies [M], nats, float32.
+
+    Edges:
+        No positions: two empty tensors. float64 inputs are computed in float32, as in training.
 
     Source:
         The vocabulary-parallel softmax is that of Megatron-LM, arXiv 1909.08053. Its chunks are ours.

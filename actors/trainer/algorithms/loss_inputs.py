@@ -1,16 +1,39 @@
 """What a loss gets and returns: columns of one micro-batch, and sums over its sequences.
 
-M is the number of trained tokens that this rank has of one micro-batch, S the number of its sequences.
+M is the number of trained tokens that this rank has of one micro-batch, S the number of its sequences. Tokens that do
+not train are in no column, so a loss has no mask. A sequence is one sample, and its tokens may stand anywhere.
+
+Example:
+    ```python
+    import torch
+
+    from actors.trainer.algorithms.loss_inputs import LossInputs, Sequences
+
+    old = torch.tensor([-1.0, -0.5, -2.0], dtype=torch.float64)
+    inputs = LossInputs(
+        log_probs=torch.tensor([-0.9, -0.6, -2.0], dtype=torch.float64, requires_grad=True),
+        old_log_probs=old,
+        rollout_log_probs=old,  # of the engine
+        advantages=torch.tensor([1.0, 1.0, -0.5], dtype=torch.float64),
+        entropy=torch.zeros(3, dtype=torch.float64),
+        sequences=Sequences(torch.tensor([0, 0, 1]), count=2),  # two tokens, then one
+    )
+    assert inputs.sequences.lengths.tolist() == [2, 2, 1]
+    assert inputs.sequences.sums(inputs.advantages).tolist() == [2.0, 2.0, -0.5]
+    assert inputs.sequences.means(inputs.advantages).tolist() == [1.0, 1.0, -0.5]
+    ```
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+MAX_LOG_RATIO: Final = 20.0  # nats; the default of the setting of that name
 
 
 class Sequences:
@@ -72,7 +95,8 @@ def _summed(values: Tensor, group: Any) -> Tensor:
 class LossInputs:
     """Per-token inputs of a loss, [M] each, float32 or float64, nats. Log-probs are at the rollout temperature.
 
-    Gradients flow through `log_probs` and `entropy` alone.
+    Gradients flow through `log_probs` and `entropy` alone. A function names the columns that it uses; the others may
+    have any values of the same shape. Results have the dtype of the columns.
     """
 
     log_probs: Tensor  # of the policy being trained
@@ -95,11 +119,22 @@ class Terms(NamedTuple):
     metrics: Mapping[str, Tensor]
 
 
-def bounded(log_ratios: Tensor, limit: float) -> Tensor:
-    """Clamp log-ratios, [M], to +-limit. Clamped elements have no gradient.
+def bounded(log_ratios: Tensor, limit: float = MAX_LOG_RATIO) -> Tensor:
+    """Clamp log-ratios to +-limit. Clamped elements have no gradient.
 
-    Without a limit the exponential overflows float32 from 88 on, and the gradient behind a clip is 0 * inf. NaN stays
-    NaN, in the gradient too, so that the optimizer step is skipped instead of trained without these tokens.
+    min(max(log-ratio, -limit), limit). Without a limit the exponential overflows float32 from 88 on, and the gradient
+    behind a clip is 0 * inf.
+
+    Args:
+        log_ratios: [M], nats.
+        limit: Largest absolute value, nats. Infinity: no limit.
+
+    Returns:
+        [M], nats.
+
+    Edges:
+        NaN stays NaN, in the gradient too, so that the optimizer step is skipped instead of trained without these
+        tokens. An element exactly at the limit keeps its gradient.
 
     Source:
         The limit of 20 is verl's.

@@ -1,4 +1,35 @@
-"""Policy losses and the loss of demonstrations, per token. M is the number of trained tokens of one micro-batch."""
+"""Policy losses and the loss of demonstrations, per token. M is the number of trained tokens of one micro-batch.
+
+A policy loss takes `LossInputs` and returns `Terms`: the loss of each token, which a reduction adds, and metrics of
+each token. Names of metrics begin with `train/`. Without tokens a loss returns empty tensors. A sequence without
+trained tokens changes no other sequence. With an advantage of 0 the policy term has no gradient.
+
+Example:
+    ```python
+    import math
+
+    import torch
+
+    from actors.trainer.algorithms.loss_inputs import LossInputs, Sequences
+    from actors.trainer.algorithms.policy_losses import gspo_loss, ppo_loss
+
+    old = torch.tensor([-1.0, -0.5, -2.0], dtype=torch.float64)
+    inputs = LossInputs(
+        log_probs=(old + torch.tensor([0.5, 0.1, 0.0])).requires_grad_(),
+        old_log_probs=old,
+        rollout_log_probs=old,
+        advantages=torch.tensor([2.0, 2.0, -1.0], dtype=torch.float64),
+        entropy=torch.zeros(3, dtype=torch.float64),
+        sequences=Sequences(torch.tensor([0, 0, 1]), count=2),
+    )
+    loss, metrics = ppo_loss(inputs, eps_clip=0.2, eps_clip_high=0.28)
+    assert torch.allclose(loss, -torch.tensor([2 * 1.28, 2 * math.exp(0.1), -1.0], dtype=torch.float64))
+    assert metrics["train/pg_clipfrac"].tolist() == [1.0, 0.0, 0.0]
+    loss.sum().backward()
+    assert inputs.log_probs.grad[0] == 0  # a clipped token has no gradient
+    assert gspo_loss(inputs, eps_clip=0.2).loss[0].item() == -2 * 1.2  # exp(0.3) is clipped
+    ```
+"""
 
 import math
 from typing import Literal
@@ -6,7 +37,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from actors.trainer.algorithms.loss_inputs import LossInputs, Terms, bounded
+from actors.trainer.algorithms.loss_inputs import MAX_LOG_RATIO, LossInputs, Terms, bounded
 
 
 def sft_loss(log_probs: Tensor) -> Tensor:
@@ -18,6 +49,9 @@ def sft_loss(log_probs: Tensor) -> Tensor:
     Returns:
         [M], nats.
 
+    Edges:
+        Nothing is clamped. No tokens: an empty tensor.
+
     Source:
         Negative log-likelihood, as torch.nn.functional.cross_entropy has it per token.
     """
@@ -27,10 +61,10 @@ def sft_loss(log_probs: Tensor) -> Tensor:
 def ppo_loss(
     inputs: LossInputs,
     *,
-    eps_clip: float,
+    eps_clip: float = 0.2,
     eps_clip_high: float | None = None,
     eps_clip_c: float | None = None,
-    max_log_ratio: float = math.inf,
+    max_log_ratio: float = MAX_LOG_RATIO,
 ) -> Terms:
     """PPO clipped surrogate loss, with a separate upper clip and dual clip for negative advantages.
 
@@ -52,6 +86,11 @@ def ppo_loss(
         lowers the loss; ppo_kl, old minus new log-prob in nats; ratio_clampfrac, 1 where the log-ratio is beyond its
         limit.
 
+    Edges:
+        Log-ratios are limited to +-max_log_ratio before the exponential; beyond it the token has no gradient. With
+        eps_clip_c the bound applies after the clip, and tokens that it bounds have no gradient. pg_clipfrac does not
+        count them.
+
     Source:
         PPO, arXiv 1707.06347; separate upper clip: DAPO, arXiv 2503.14476; dual clip: arXiv 1912.09729.
     """
@@ -62,10 +101,10 @@ def ppo_loss(
 def gspo_loss(
     inputs: LossInputs,
     *,
-    eps_clip: float,
+    eps_clip: float = 0.2,
     eps_clip_high: float | None = None,
     eps_clip_c: float | None = None,
-    max_log_ratio: float = math.inf,
+    max_log_ratio: float = MAX_LOG_RATIO,
 ) -> Terms:
     """GSPO: the clipped loss of PPO with one ratio for each sequence, the geometric mean over its trained tokens.
 
@@ -81,6 +120,10 @@ def gspo_loss(
     Returns:
         Metrics as of `ppo_loss`, the same for all tokens of a sequence with one advantage.
 
+    Edges:
+        The mean is limited to +-max_log_ratio, not the tokens' log-ratios. A sequence of one token is as in
+        `ppo_loss`. The gradient of a token is 1 / (trained tokens of its sequence) of that of the mean.
+
     Source:
         GSPO, arXiv 2507.18071, as in slime. verl's gradient is the same if the tokens of a sequence share an advantage.
     """
@@ -91,11 +134,11 @@ def gspo_loss(
 def decoupled_ppo_loss(
     inputs: LossInputs,
     *,
-    eps_clip: float,
+    eps_clip: float = 0.2,
     eps_clip_high: float | None = None,
     eps_clip_c: float | None = None,
     behav_imp_weight_cap: float | None = None,
-    max_log_ratio: float = math.inf,
+    max_log_ratio: float = MAX_LOG_RATIO,
 ) -> Terms:
     """Decoupled PPO: PPO around the old policy, weighted by old policy / engine, which sampled the tokens.
 
@@ -112,6 +155,10 @@ def decoupled_ppo_loss(
     Returns:
         Metrics of `ppo_loss`, where ratio_clampfrac counts both log-ratios; behave_imp_weight, the weight; behave_mask,
         1 where the token is kept.
+
+    Edges:
+        A weight equal to the cap is kept. behave_imp_weight is 0 where the token is not kept. Both log-ratios are
+        limited to +-max_log_ratio.
 
     Source:
         arXiv 2110.00641; AReaL, arXiv 2505.24298, with its names.
@@ -134,7 +181,11 @@ def decoupled_ppo_loss(
 
 
 def cispo_loss(
-    inputs: LossInputs, *, eps_clip: float, eps_clip_high: float | None = None, max_log_ratio: float = math.inf
+    inputs: LossInputs,
+    *,
+    eps_clip: float = 0.2,
+    eps_clip_high: float | None = None,
+    max_log_ratio: float = MAX_LOG_RATIO,
 ) -> Terms:
     """CISPO: policy gradient weighted by the clipped ratio, which has no gradient, so that no token loses its gradient.
 
@@ -149,6 +200,9 @@ def cispo_loss(
     Returns:
         Metrics: pg_clipfrac, 1 where the ratio is clipped; ppo_kl and ratio_clampfrac as of `ppo_loss`.
 
+    Edges:
+        The ratio is limited before the clip. Every token keeps the gradient of its log-prob.
+
     Source:
         MiniMax-M1, arXiv 2506.13585, equations 4 and 5.
     """
@@ -162,11 +216,11 @@ def cispo_loss(
 def dppo_loss(
     inputs: LossInputs,
     *,
-    divergence: Literal["tv", "kl"],
-    eps_clip: float,
+    divergence: Literal["tv", "kl"] = "tv",
+    eps_clip: float = 0.2,
     eps_clip_high: float | None = None,
     eps_clip_c: float = 20.0,
-    max_log_ratio: float = math.inf,
+    max_log_ratio: float = MAX_LOG_RATIO,
 ) -> Terms:
     """DPPO: drop tokens whose probability has moved too far in the direction of their advantage.
 
@@ -186,6 +240,10 @@ def dppo_loss(
     Returns:
         Metrics: pg_clipfrac, 1 where the token is dropped; ppo_kl as of `ppo_loss`; ratio_clampfrac, 1 where the
         log-ratio is beyond its limit or the ratio above eps_clip_c.
+
+    Edges:
+        A divergence equal to its threshold is kept. An advantage of 0 counts as negative. The divergence is computed
+        from log-probs that are not limited.
 
     Source:
         arXiv 2602.04879, as in verl.
@@ -212,7 +270,7 @@ def prime_rl_loss(
     dppo_mask_low: float = 0.2,
     dppo_mask_high: float = 0.2,
     kl_tau: float = 1e-3,
-    max_log_ratio: float = math.inf,
+    max_log_ratio: float = MAX_LOG_RATIO,
 ) -> Terms:
     """prime-rl's default loss: policy over engine, without tokens whose probability has moved too far.
 
@@ -229,6 +287,10 @@ def prime_rl_loss(
     Returns:
         Metrics: is_masked, is_masked_low, is_masked_high; mismatch_kl, r - log r - 1; ratio_clampfrac.
 
+    Edges:
+        A change equal to its threshold is kept. The squared log-ratio is not limited: at 90 nats it is 8,100 kl_tau.
+        is_masked counts tokens with an advantage of 0 that became less likely, is_masked_low does not.
+
     Source:
         prime-rl at 559b4477, prime_rl.trainer.rl.loss; arXiv 2602.04879 and 2602.02276.
     """
@@ -241,7 +303,7 @@ def prime_rl_loss(
 
 
 def prime_rl_ipo_loss(
-    inputs: LossInputs, *, ipo_threshold: float = 0.1, kl_tau: float = 1e-3, max_log_ratio: float = math.inf
+    inputs: LossInputs, *, ipo_threshold: float = 0.1, kl_tau: float = 1e-3, max_log_ratio: float = MAX_LOG_RATIO
 ) -> Terms:
     """prime-rl's loss with the mask that it calls IPO: tokens whose probability has moved too far in any direction.
 
@@ -256,6 +318,9 @@ def prime_rl_ipo_loss(
     Returns:
         Metrics: is_masked; mismatch_kl, r - log r - 1; ratio_clampfrac.
 
+    Edges:
+        A change equal to the threshold is kept. The squared log-ratio is not limited. Metrics have no sides.
+
     Source:
         prime-rl at 559b4477, prime_rl.trainer.rl.loss. It is not the preference loss of that name.
     """
@@ -264,7 +329,7 @@ def prime_rl_ipo_loss(
 
 
 def sapo_loss(
-    inputs: LossInputs, *, tau_pos: float = 1.0, tau_neg: float = 1.05, max_log_ratio: float = math.inf
+    inputs: LossInputs, *, tau_pos: float = 1.0, tau_neg: float = 1.05, max_log_ratio: float = MAX_LOG_RATIO
 ) -> Terms:
     """SAPO: a smooth gate instead of a clip.
 
@@ -279,6 +344,9 @@ def sapo_loss(
     Returns:
         Metrics: ppo_kl and ratio_clampfrac as of `ppo_loss`; pg_clipfrac is 0.
 
+    Edges:
+        An advantage of 0 has tau_neg. Log-ratios are limited to +-max_log_ratio; beyond it the token has no gradient.
+
     Source:
         arXiv 2511.20347, as in verl.
     """
@@ -290,7 +358,11 @@ def sapo_loss(
 
 
 def gmpo_loss(
-    inputs: LossInputs, *, eps_clip: float, eps_clip_high: float | None = None, max_log_ratio: float = math.inf
+    inputs: LossInputs,
+    *,
+    eps_clip: float = 0.2,
+    eps_clip_high: float | None = None,
+    max_log_ratio: float = MAX_LOG_RATIO,
 ) -> Terms:
     """GMPO: one ratio for each sequence, the geometric mean of its tokens' clipped ratios.
 
@@ -305,6 +377,10 @@ def gmpo_loss(
 
     Returns:
         Metrics: pg_clipfrac, 1 where the token's log-ratio is limited; ppo_kl and ratio_clampfrac as of `ppo_loss`.
+
+    Edges:
+        With A = 0 the log-ratio counts as 0 in the mean. The limits apply to tokens, max_log_ratio to their mean.
+        A token whose log-ratio is limited has no gradient.
 
     Source:
         GMPO, arXiv 2507.20673, as in verl, which takes the mean over samples.
@@ -327,6 +403,9 @@ def gpg_loss(inputs: LossInputs) -> Terms:
 
     Returns:
         No metrics.
+
+    Edges:
+        Nothing is clamped, since there is no ratio.
 
     Source:
         GPG, arXiv 2504.02546; with any baseline it is REINFORCE.

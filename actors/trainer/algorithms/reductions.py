@@ -1,10 +1,25 @@
-"""Reductions of token losses to the loss of one optimizer step. B is the number of its samples."""
+"""Reductions of token losses to the loss of one optimizer step. B is the number of its samples.
+
+Example:
+    ```python
+    import numpy as np
+
+    from actors.trainer.algorithms.reductions import reduction
+
+    token_losses = [np.array([1.0, 3.0]), np.array([2.0]), np.array([])]  # of three samples; the last one is masked
+    weights, shares = reduction([2, 1, 0], [0, 1, 2], mode="rollout-mean")
+    loss = sum(w * losses.sum() for w, losses in zip(weights, token_losses)) / shares.sum()
+    assert np.isclose(loss, (2.0 + 2.0 + 0.0) / 3)
+    weights, shares = reduction([2, 1, 0], [0, 1, 2], mode="token-mean")
+    assert np.isclose(sum(w * losses.sum() for w, losses in zip(weights, token_losses)) / shares.sum(), 6.0 / 3)
+    ```
+"""
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from runtime.settings.recipe import AggMode
 
@@ -29,7 +44,12 @@ class Reduction(NamedTuple):
 
 
 def reduction(
-    mask_sums: Ints, rollouts: Ints, *, mode: AggMode, scale: int = 1, count_masked: bool = True
+    mask_sums: ArrayLike,
+    rollouts: ArrayLike,
+    *,
+    mode: AggMode = "rollout-mean",
+    scale: int = 1,
+    count_masked: bool = True,
 ) -> Reduction:
     """Compute how the token losses of one optimizer step are reduced to its loss.
 
@@ -38,17 +58,27 @@ def reduction(
     - "seq-mean-token-mean": the mean over samples of each sample's mean over its tokens.
     - "seq-mean-token-sum-norm": the mean over rollouts of each rollout's sum over its tokens, divided by a constant.
 
+    The loss is sum(token weight * token loss) / max(sum(shares), 1).
+
     Args:
-        mask_sums: [B], trained tokens of each sample.
-        rollouts: [B], equal for the parts of one rollout.
+        mask_sums: [B], integers, trained tokens of each sample.
+        rollouts: [B], integers, equal for the parts of one rollout.
         mode: One of the above.
         scale: Constant of "seq-mean-token-sum-norm", in tokens.
         count_masked: Whether a rollout (or sample) without trained tokens counts in the denominator.
+
+    Returns:
+        Token weights, [B], float64, one for all tokens of a sample; and shares, [B], int64.
+
+    Edges:
+        A sample without trained tokens has no token to weigh. All masked: with count_masked the loss is 0 over the
+        number of rollouts, without it 0 / 1. No samples: empty arrays.
 
     Source:
         token-mean: DAPO, arXiv 2503.14476. rollout-mean: GRPO, arXiv 2402.03300, as in slime, which counts rollouts
         without tokens; verl does not. A constant length: Dr. GRPO, arXiv 2503.20783. The names are verl's.
     """
+    mask_sums, rollouts = np.asarray(mask_sums, dtype=np.int64), np.asarray(rollouts, dtype=np.int64)
     if mode == "token-mean":
         return Reduction(np.ones(len(mask_sums)), mask_sums)
     votes = np.arange(len(rollouts)) if mode == "seq-mean-token-mean" else rollouts

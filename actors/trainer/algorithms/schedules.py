@@ -1,4 +1,15 @@
-"""Schedules of coefficients. They depend on progress alone, so that a resumed run continues them exactly."""
+"""Schedules of coefficients. They depend on progress alone, so that a resumed run continues them exactly.
+
+Example:
+    ```python
+    from actors.trainer.algorithms.schedules import learning_rate
+    from runtime.settings.recipe import OptimizerConfig
+
+    config = OptimizerConfig(lr=1.0, lr_warmup_iters=4, lr_decay_style="linear", lr_decay_iters=14)
+    rates = [learning_rate(config, step, num_steps=20) for step in (0, 3, 4, 9, 14, 19)]
+    assert rates == [0.25, 1.0, 1.0, 0.5, 0.0, 0.0]
+    ```
+"""
 
 import math
 
@@ -15,6 +26,12 @@ def learning_rate(config: OptimizerConfig, step: int, *, num_steps: int) -> floa
         config: The recipe's optimizer table.
         step: Optimizer steps completed before this one. The first step of a warm-up over w steps already has lr / w.
         num_steps: Planned optimizer steps. The rate decays over them unless lr_decay_iters is set.
+
+    Returns:
+        The learning rate of the step, a float.
+
+    Edges:
+        After the decay the rate stays min_lr. A decay that ends within the warm-up takes one step.
 
     Source:
         Megatron-LM's OptimizerParamScheduler; the cosine: SGDR, arXiv 1608.03983.
@@ -37,6 +54,12 @@ def entropy_coef(config: AlgorithmConfig, step: int, *, num_steps: int) -> float
         config: The recipe's algorithm table.
         step: Number of the train step, from 0.
         num_steps: Planned train steps.
+
+    Returns:
+        The coefficient of the step, a float.
+
+    Edges:
+        Without entropy_coef_end it is constant. After the last planned step it stays. A single step has entropy_coef.
 
     Source:
         Plain linear interpolation: entropy_coef + (entropy_coef_end - entropy_coef) step / (num_steps - 1).

@@ -1,16 +1,27 @@
-"""Whitening of advantages over the trained tokens of a batch. N is the number of tokens of all samples."""
+"""Whitening of advantages over the trained tokens of a batch. N is the number of tokens of all samples.
 
-from typing import Any, Final
+Example:
+    ```python
+    import numpy as np
+
+    from actors.trainer.algorithms.whitening import whiten
+
+    found = whiten(np.array([1.0, 2.0, 3.0, 10.0]), np.array([True, True, True, False]))
+    assert np.allclose(found, [-1.0, 0.0, 1.0, 8.0])
+    ```
+"""
+
+from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 Floats = NDArray[np.float64]
 
 VARIANCE_EPS: Final = 1e-8
 
 
-def whiten(values: NDArray[np.floating[Any]], mask: NDArray[np.bool_]) -> Floats:
+def whiten(values: ArrayLike, mask: ArrayLike) -> Floats:
     """Shift and scale values to mean 0 and variance 1 over the masked tokens.
 
     (value - mean) / sqrt(variance + 1e-8), the variance with n - 1. It is computed in float64 and in two passes: the
@@ -21,14 +32,17 @@ def whiten(values: NDArray[np.floating[Any]], mask: NDArray[np.bool_]) -> Floats
         mask: [N], true where the token trains. Other tokens count in neither mean nor variance, but are transformed.
 
     Returns:
-        [N], float64: exactly 0 where all masked values are equal. Excluded values stay as they are. With no masked
-        token the values are returned as they are; with one the variance is 0.
+        [N], float64: exactly 0 where all masked values are equal.
+
+    Edges:
+        Excluded values stay as they are. With no masked token the values are returned as they are; with one the
+        variance is 0, so that its value is 0.
 
     Source:
         REINFORCE++, arXiv 2501.03262; epsilon and n - 1 as in slime and verl.
     """
-    found = values.astype(np.float64)
-    counted = mask & np.isfinite(found)
+    found = np.array(values, dtype=np.float64)
+    counted = np.asarray(mask, dtype=bool) & np.isfinite(found)
     if not counted.any():
         return found
     raised = found - found[counted].min()  # equal values then have a mean of exactly 0

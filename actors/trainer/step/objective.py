@@ -123,14 +123,11 @@ def _reject(algorithm: AlgorithmConfig) -> Correct:
     high = algorithm.rs_upper_bound
     if high is None:
         high = algorithm.tis_clip if is_ratio else KPOP_THRESHOLD
-    low = algorithm.rs_lower_bound
-    if low is None:
-        low = 1.0 / high if is_ratio else 0.0
     return partial(
         rejections,
         level=algorithm.rs_level,
         metric=algorithm.rs_metric,
-        low=low,
+        low=algorithm.rs_lower_bound,
         high=high,
         veto_threshold=algorithm.rs_veto_threshold,
         max_log_ratio=algorithm.max_log_ratio,
