@@ -156,6 +156,12 @@ def _of_model(
     yield from _memory(topology, shape)
     if model.ref_load is not None and "model.ref_load" not in broken and (roles.trains or roles.is_home):
         yield from _weights("model.ref_load", model.ref_load, shape)
+    if (
+        model.opd_teacher_load is not None
+        and "model.opd_teacher_load" not in broken
+        and (roles.trains or roles.is_home)
+    ):
+        yield from _weights("model.opd_teacher_load", model.opd_teacher_load, shape)
     if roles.trains:
         yield from _load(topology, shape)
         yield from _resumed(topology, shape) if not fresh else ()

@@ -129,6 +129,7 @@ def _find_paths(topology: Topology, loaded: Loaded) -> Topology:
             topology.model,
             hf_checkpoint=finder.path("model.hf_checkpoint", topology.model.hf_checkpoint),
             ref_load=finder.optional("model.ref_load", topology.model.ref_load),
+            opd_teacher_load=finder.optional("model.opd_teacher_load", topology.model.opd_teacher_load),
         ),
         data=tuple(
             msgspec.structs.replace(

@@ -121,6 +121,8 @@ def _head(topology: Topology, plan: Plan) -> Iterator[str]:
         use = f"graded by {data.rm_type or 'the grader that each row names'}"
         if trains_demonstrations(topology):
             use = "demonstrations"
+        elif data.rm_type is None and topology.algorithm.use_opd:
+            use = "reward 0, unless a row names a grader"
         elif data.rm_type in topology.reward.external:
             use += " of external workers"
         yield f"  data     {data.name}: {data.path or data.source}, {use}"

@@ -65,6 +65,9 @@ class ModelConfig(Config, frozen=True, kw_only=True):
     dtype: Literal["float32", "bfloat16"] = "float32"
     # Reference model of the KL loss. By default the weights that training starts from.
     ref_load: Text | None = None
+    # Teacher that the trainer keeps with `algorithm.opd_type = "megatron"`: the directory of a model with the same
+    # architecture.
+    opd_teacher_load: Text | None = None
 
 
 class DataConfig(Config, frozen=True, kw_only=True):
@@ -90,7 +93,7 @@ class DataConfig(Config, frozen=True, kw_only=True):
     # Extra arguments of the chat template.
     apply_chat_template_kwargs: dict[str, Any] = {}
     # Grader of the samples: a built-in, a name in `reward.graders` or `reward.external`, "module:function" or
-    # "path/file.py:function".
+    # "path/file.py:function". With `algorithm.use_opd` it may be left out: rewards are 0 then.
     rm_type: Text | None = None
     # Size limit of a row's prompt, label and metadata in bytes. A larger row ends the start with its file and line.
     max_row_bytes: RowBytes = 16 << 20  # expert
@@ -273,6 +276,14 @@ class AlgorithmConfig(Config, frozen=True, kw_only=True):
     # Weight of the negative log-likelihood of samples with a reward above 0, as in VAPO. It is a mean over the tokens
     # of these samples alone. 0 turns it off.
     positive_example_nll_weight: NonNegative = 0.0
+    # On-policy distillation: subtract the reverse KL to a teacher from the advantage of each token. Without a grader
+    # all rewards are 0, and the teacher alone is followed.
+    use_opd: bool = False
+    # Where the teacher computes log-probs, with `use_opd`: in an engine pool ("sglang"), or in the trainer
+    # ("megatron").
+    opd_type: Literal["sglang", "megatron"] | None = None
+    # Weight of the reverse KL to the teacher.
+    opd_kl_coef: NonNegative = 1.0
     # Weight of the entropy bonus.
     entropy_coef: NonNegative = 0.0
     # Weight of the entropy bonus at the last planned train step, reached linearly. By default the weight is constant.
@@ -449,15 +460,25 @@ def loss_mode(algorithm: AlgorithmConfig) -> LossMode | Custom:
 
 
 def reads_old_log_probs(algorithm: AlgorithmConfig) -> bool:
-    """Return whether the loss or a correction of it compares with the old policy."""
+    """Return whether the loss, a correction of it or the advantages compare with the old policy."""
     weighs = (algorithm.use_tis or algorithm.use_rs) and not algorithm.bypass_mode
     corrects = weighs or algorithm.use_opsm or algorithm.use_unbiased_kl
-    return corrects or loss_mode(algorithm) not in ("prime_rl", "prime_rl_ipo", "gpg")
+    return corrects or algorithm.use_opd or loss_mode(algorithm) not in ("prime_rl", "prime_rl_ipo", "gpg")
 
 
 def needs_all_old_log_probs(algorithm: AlgorithmConfig) -> bool:
     """Return whether old log-probs of all samples are needed before the first optimizer step of a batch."""
-    return algorithm.tis_batch_normalize
+    return algorithm.tis_batch_normalize or (algorithm.use_opd and not algorithm.use_rollout_logprobs)
+
+
+def keeps_teacher(algorithm: AlgorithmConfig) -> bool:
+    """Return whether the trainer keeps the weights of a teacher."""
+    return algorithm.use_opd and algorithm.opd_type == "megatron"
+
+
+def asks_teachers(algorithm: AlgorithmConfig) -> bool:
+    """Return whether teachers in engine pools compute log-probs of the samples."""
+    return algorithm.use_opd and algorithm.opd_type == "sglang"
 
 
 def uses_groups(algorithm: AlgorithmConfig) -> bool:

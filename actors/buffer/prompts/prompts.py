@@ -53,9 +53,17 @@ class Reader(Protocol):
 class PromptReader:
     """Builds prompts for generation and grading."""
 
-    def __init__(self, tokenizing: Tokenizing, limit: int | None) -> None:
+    def __init__(self, tokenizing: Tokenizing, limit: int | None, *, is_graded: bool = True) -> None:
+        """Build prompts.
+
+        Args:
+            tokenizing: the tokenizer.
+            limit: maximum length of a prompt in tokens; None: no limit.
+            is_graded: each row needs a grader.
+        """
         self._tokenizing = tokenizing
         self._limit = limit
+        self._is_graded = is_graded
 
     def read(self, rows: Sequence[Row], data: DataConfig) -> list[Prompt]:
         """Render and tokenize rows, in their order.
@@ -66,7 +74,8 @@ class PromptReader:
         texts = [_render(row, data, self._tokenizing) for row in rows]
         unread = ["" if row.prompt_ids else text for row, text in zip(rows, texts, strict=True)]  # others have ids
         all_ids = encode([row.place for row in rows], unread, self._tokenizing)
-        return [_prompt(row, text, ids, data) for row, text, ids in zip(rows, texts, all_ids, strict=True)]
+        graders = [_rm_type(row, data, is_needed=self._is_graded) for row in rows]
+        return [_prompt(*row, data) for row in zip(rows, texts, all_ids, graders, strict=True)]
 
     def too_long(self, prompt: Prompt) -> str | None:
         """Describe the prompt limit that a prompt exceeds; None if it fits."""
@@ -79,7 +88,7 @@ class PromptReader:
         )
 
 
-def _prompt(row: Row, text: str, ids: Int32Array, data: DataConfig) -> Prompt:
+def _prompt(row: Row, text: str, ids: Int32Array, rm_type: str | None, data: DataConfig) -> Prompt:
     if row.prompt_ids is not None:
         ids = Int32Array(np.asarray(row.prompt_ids, dtype=np.int32))
     if not len(ids):
@@ -91,7 +100,7 @@ def _prompt(row: Row, text: str, ids: Int32Array, data: DataConfig) -> Prompt:
         prompt_ids=ids,
         label=row.label,
         metadata=row.metadata,
-        rm_type=_rm_type(row, data),
+        rm_type=rm_type,
     )
 
 
@@ -143,10 +152,12 @@ def encode(places: Sequence[str], texts: Sequence[str], tokenizing: Tokenizing) 
     raise DataError(f"cannot be tokenised: {reason}")
 
 
-def _rm_type(row: Row, data: DataConfig) -> str:
+def _rm_type(row: Row, data: DataConfig, *, is_needed: bool) -> str | None:
     """The row's own grader, or the source's. A row may only give a name: data must not choose code."""
     own = row.metadata.get("rm_type")
     rm_type = own or data.rm_type
+    if rm_type is None and not is_needed:
+        return None
     if not isinstance(rm_type, str):
         raise DataError(f"{row.place}: no grader: set rm_type for {data.name}, or in the row's metadata")
     if own and ":" in rm_type:

@@ -113,7 +113,7 @@ def training_reader(recipe: Recipe, tokenizing: Tokenizing) -> Reader:
     """The reader of training rows: for prompts, or for demonstrations."""
     if trains_demonstrations(recipe):
         return DemonstrationReader(tokenizing, recipe.rollout)
-    return PromptReader(tokenizing, max_prompt_len(recipe.rollout))
+    return PromptReader(tokenizing, max_prompt_len(recipe.rollout), is_graded=not recipe.algorithm.use_opd)
 
 
 def read_in_parts(data: DataConfig, reader: Reader) -> Iterator[list[Prompt]]:

@@ -88,7 +88,8 @@ class Scorer:
     async def score(self, task: GroupTask, items: Sequence[ScoreItem]) -> Sequence[Score]:
         """Return the scores of the items in order; after the last try, errors in place of rewards."""
         rm_type = task.prompt.rm_type
-        assert rm_type is not None, "the recipe's rules ask for a reward"
+        if rm_type is None:  # pure distillation
+            return [Score(index=item.index, part=item.part, reward=0.0) for item in items]
         own, num_tries = rm_type not in self._graders, 0
         while num_tries < self._max_tries:
             answer = await self._ask(task, items, rm_type, own=own)

@@ -32,12 +32,13 @@ class AdvantageInputs:
     values: Floats | None = None  # [N], of the critic, before the token
     old_log_probs: Floats | None = None  # [N], nats; 0 where the token does not train
     ref_log_probs: Floats | None = None  # [N], nats; 0 where the token does not train
+    teacher_log_probs: Floats | None = None  # [N], nats; 0 where the token does not train
 
     def __post_init__(self) -> None:
         num_samples, num_tokens = len(self.lengths), int(self.lengths.sum())
         sizes = {"rewards": num_samples, "groups": num_samples, "rollouts": num_samples, "loss_mask": num_tokens}
         sizes |= {"response_mask": num_tokens, "baseline_rewards": num_samples, "kl": num_tokens, "values": num_tokens}
-        sizes |= {"old_log_probs": num_tokens, "ref_log_probs": num_tokens}
+        sizes |= {"old_log_probs": num_tokens, "ref_log_probs": num_tokens, "teacher_log_probs": num_tokens}
         for name, size in sizes.items():
             values = getattr(self, name)
             if values is not None and values.shape != (size,):

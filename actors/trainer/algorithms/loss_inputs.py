@@ -110,6 +110,7 @@ class LossInputs:
     trainer_log_probs: Tensor | None = (
         None  # of the weights before the first optimizer step; None: no metric needs them
     )
+    teacher_log_probs: Tensor | None = None  # of the teacher of a distillation; None: there is none
 
 
 class Terms(NamedTuple):

@@ -63,6 +63,7 @@ class TrainBatch:
     staleness_N: NDArray[np.int32]  # train steps; 0: sampled by the weights that this step starts from; -1: not sampled
     routed_experts_N: ExpertIds | None = None  # [N, E], E experts per input token over all layers; on rank 0 alone
     ref_log_probs_N: Floats32 | None = None  # of the reference, precomputed; NaN for groups without precomputed values
+    teacher_log_probs_N: Floats32 | None = None  # of teachers in engine pools; 0 where the token does not train
     old_log_probs_N: Floats32 | None = None  # of the weights that this step starts from; NaN as above
 
     def __post_init__(self) -> None:

@@ -13,14 +13,17 @@ from actors.trainer.megatron.rank_model import Replica
 from actors.trainer.models.files import file_source
 from actors.trainer.models.shapes import check_weights
 from actors.trainer.step.layout import group_by_group
+from runtime.settings.recipe import keeps_teacher
+from runtime.settings.topology import Topology
 
 Compute = Callable[[TrainBatch, Sequence[MicroBatch]], Floats32]
 
 
 class ReferenceModel:
-    """Reference weights of this rank, kept in host memory and swapped with the policy's to compute log-probs.
+    """Frozen weights of this rank, kept in host memory and swapped with the policy's to compute log-probs.
 
-    Only one such copy exists besides the model. A swap needs GPU memory for one parameter at a time.
+    A run has one such copy for the reference, and one for a teacher. A swap needs GPU memory for one parameter at a
+    time. The policy's weights are bit-equal before and after.
     """
 
     def __init__(self, replica: Replica, ref_load: str | None) -> None:
@@ -48,6 +51,17 @@ class ReferenceModel:
         self._replica.fill_log_probs(micro_batches, column)
         self._replica.exchange_weights(self._weights)
         return column
+
+
+def teacher_of(topology: Topology, replica: Replica) -> ReferenceModel | None:
+    """Load the teacher that the trainer keeps. None: there is none, or engines serve it.
+
+    Raises:
+        ValueError, OSError: Its directory cannot be used.
+    """
+    if not keeps_teacher(topology.algorithm):
+        return None
+    return ReferenceModel(replica, topology.model.opd_teacher_load)
 
 
 class GroupLogProbs:

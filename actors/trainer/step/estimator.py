@@ -9,6 +9,7 @@ import structlog
 from numpy.typing import NDArray
 
 from actors.trainer.algorithms.advantage_inputs import AdvantageInputs, Advantages, Flags, Floats
+from actors.trainer.algorithms.distillation import opd_advantages
 from actors.trainer.algorithms.group_baselines import (
     GroupOfOne,
     gpg_advantages,
@@ -94,7 +95,7 @@ def group_of_one(topology: Topology) -> GroupOfOne:
     alone = topology.rollout.n_samples_per_prompt == 1 and uses_groups(algorithm)
     if algorithm.group_of_one == "reward" or not alone or trains_demonstrations(topology):
         return algorithm.group_of_one
-    if not algorithm.disable_rewards_normalization:
+    if not algorithm.disable_rewards_normalization and not algorithm.use_opd:
         log.warning("rewards_not_normalized", reason="rollout.n_samples_per_prompt = 1: every advantage would be 0")
     return "reward"
 
@@ -135,9 +136,18 @@ def token_advantages(inputs: AdvantageInputs, algorithm: AlgorithmConfig, alone:
     found = estimate.function(*given.values(), **estimate.options(algorithm, alone))
     if not isinstance(found, Advantages):
         found = Advantages(inputs.spread(found))
+    if inputs.teacher_log_probs is not None:
+        found = found._replace(advantages=_distilled(inputs, found.advantages, algorithm.opd_kl_coef))
     if algorithm.normalize_advantages:
         found = found._replace(advantages=whiten(found.advantages, inputs.loss_mask))
     return found
+
+
+def _distilled(inputs: AdvantageInputs, advantages: Floats, coef: float) -> Floats:
+    log_probs, teacher = inputs.old_log_probs, inputs.teacher_log_probs
+    assert log_probs is not None
+    assert teacher is not None
+    return opd_advantages(advantages, log_probs, teacher, inputs.loss_mask, opd_kl_coef=coef)
 
 
 def _response_mask(batch: TrainBatch) -> Flags:

@@ -192,6 +192,9 @@ class Objective:
             metrics["train/positive_nll_loss"] = likelihood
         if algorithm.get_mismatch_metrics:
             metrics |= mismatch_metrics(inputs)
+        if algorithm.use_opd:
+            assert inputs.teacher_log_probs is not None
+            metrics["train/opd_reverse_kl"] = inputs.old_log_probs - inputs.teacher_log_probs
         return _reported(total, Terms(policy.loss, metrics))
 
     def _corrected(self, inputs: LossInputs, weight_scale: float) -> Terms:
@@ -224,6 +227,7 @@ def _no_tokens() -> LossInputs:
         ref_log_probs=none,
         rewards=none,
         trainer_log_probs=none,
+        teacher_log_probs=none,
         advantages=none,
         entropy=none,
         sequences=Sequences(torch.empty(0, dtype=torch.int64), count=1),

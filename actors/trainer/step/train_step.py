@@ -31,7 +31,7 @@ from actors.trainer.data.skipped import with_masked
 from actors.trainer.megatron import groups as ranks
 from actors.trainer.megatron.rank_model import Replica, TokenOutputs
 from actors.trainer.plugins.dry_run import try_plugins
-from actors.trainer.step.by_group import GroupLogProbs, ReferenceModel
+from actors.trainer.step.by_group import GroupLogProbs, ReferenceModel, teacher_of
 from actors.trainer.step.estimator import advantage_inputs, group_of_one, token_advantages
 from actors.trainer.step.layout import laid_out, shared
 from actors.trainer.step.learner import Learner, OptimizerStep
@@ -66,6 +66,7 @@ class _Columns:
     rollout_log_probs_N: Tensor
     trainer_log_probs_N: Tensor  # under the weights before the first optimizer step; forward passes fill it in
     ref_log_probs_N: Tensor | None
+    teacher_log_probs_N: Tensor | None
     rewards_N: Tensor  # of the token's sample
     weight_scale: float  # mean importance weight of the batch, or 1
 
@@ -114,6 +115,7 @@ class TrainStep:
         self._group_of_one: GroupOfOne = group_of_one(topology)
         ref_load = topology.model.ref_load
         self._reference = ReferenceModel(replica, ref_load) if self._algorithm.kl_loss_coef > 0 else None
+        self._teacher = teacher_of(topology, replica)
         self._max_tokens = max_sample_tokens(topology)
         self._by_group: GroupLogProbs | None = None
         if topology.trainer.log_probs_ahead:
@@ -209,13 +211,20 @@ class TrainStep:
 
     def _prepare(self, batch: TrainBatch, steps: list[OptimizerStep], timer: StepTimer) -> _Columns:
         """Compute all inputs of the loss except the policy's own forward pass."""
-        advantages = token_advantages(advantage_inputs(batch), self._algorithm, self._group_of_one).advantages
-        timer.lap("perf/plan_time")
         trainer_log_probs_N = self._old_log_probs(batch, steps if self._needs_all_old else steps[1:])
         weight_scale = 1.0
         if self._algorithm.tis_batch_normalize:
             weight_scale = self._mean_weight(batch, trainer_log_probs_N)
         timer.lap("perf/log_probs_time")
+        teacher_log_probs_N = self._teacher_log_probs(batch, steps)
+        timer.lap("perf/teacher_log_probs_time")
+        inputs = advantage_inputs(batch)
+        if teacher_log_probs_N is not None:
+            old_N = batch.rollout_log_probs_N if self._algorithm.use_rollout_logprobs else trainer_log_probs_N
+            columns = {"old_log_probs": old_N, "teacher_log_probs": teacher_log_probs_N}
+            inputs = replace(inputs, **{name: column.astype(np.float64) for name, column in columns.items()})
+        advantages = token_advantages(inputs, self._algorithm, self._group_of_one).advantages
+        timer.lap("perf/plan_time")
         ref_log_probs_N = None
         if self._reference is not None:
             by_group = self._by_group
@@ -238,8 +247,26 @@ class TrainStep:
             )
         )
         ref_N = None if ref_log_probs_N is None else torch.tensor(ref_log_probs_N, device=device)
+        teacher_N = None if teacher_log_probs_N is None else torch.tensor(teacher_log_probs_N, device=device)
         timer.lap("perf/plan_time")
-        return _Columns(advantages_N, weights_N, rollout_N, trainer_N, ref_N, rewards_N, weight_scale)
+        return _Columns(advantages_N, weights_N, rollout_N, trainer_N, ref_N, teacher_N, rewards_N, weight_scale)
+
+    def _teacher_log_probs(self, batch: TrainBatch, steps: Sequence[OptimizerStep]) -> Floats32 | None:
+        """Return the teacher's log-probs of all trained tokens, complete on every rank. None: there is no teacher.
+
+        Raises:
+            ValueError: The samples came without the log-probs of a teacher in an engine pool.
+        """
+        if self._teacher is not None:
+            own_N = self._teacher.log_probs(batch, _micro_batches(steps))
+            return ranks.sum_over_replicas(torch.from_numpy(own_N)).numpy()
+        if not self._algorithm.use_opd:
+            return None
+        if batch.teacher_log_probs_N is None:
+            raise ValueError(
+                f"step {batch.step}: samples have no log-probs of a teacher, which algorithm.use_opd needs"
+            )
+        return batch.teacher_log_probs_N
 
     def _mean_weight(self, batch: TrainBatch, old_log_probs_N: Floats32) -> float:
         """Average the importance weights over the trained tokens of the batch. Every rank has all old log-probs."""
@@ -290,6 +317,7 @@ class TrainStep:
             ref_log_probs=None if columns.ref_log_probs_N is None else columns.ref_log_probs_N[where_M],
             rewards=columns.rewards_N[where_M],
             trainer_log_probs=trainer_M,
+            teacher_log_probs=None if columns.teacher_log_probs_N is None else columns.teacher_log_probs_N[where_M],
             advantages=columns.advantages_N[where_M],
             entropy=outputs.entropy,
             sequences=Sequences(torch.from_numpy(numbers).to(where_M.device), micro_batch.num_sequences, group),

@@ -30,6 +30,8 @@ def check_paths(findings: Findings, node: str) -> None:
         _model(findings, "model.hf_checkpoint", topology.model.hf_checkpoint, weights=not topology.model.random_init)
     if topology.model.ref_load is not None and (roles.trains or roles.is_home):
         _model(findings, "model.ref_load", topology.model.ref_load, weights=True)
+    if topology.model.opd_teacher_load is not None and (roles.trains or roles.is_home):
+        _model(findings, "model.opd_teacher_load", topology.model.opd_teacher_load, weights=True)
     if roles.is_home or topology.train.num_epoch is not None:  # epochs are counted on every node
         for index, data in enumerate(topology.data):
             _data(findings, f"data.{index}", data)
@@ -43,7 +45,9 @@ def check_paths(findings: Findings, node: str) -> None:
 
 def paths_of(topology: Topology) -> Iterator[str]:
     """Yield the keys of the paths that must exist."""
-    named = {"model.hf_checkpoint": topology.model.hf_checkpoint, "model.ref_load": topology.model.ref_load}
+    model = topology.model
+    named = {"model.hf_checkpoint": model.hf_checkpoint, "model.ref_load": model.ref_load}
+    named |= {"model.opd_teacher_load": model.opd_teacher_load}
     named |= {f"data.{index}.path": item.path for index, item in enumerate(topology.data)}
     named |= {f"eval.{index}.path": item.path for index, item in enumerate(topology.eval)}
     named |= {"run.load": topology.run.load, "run.dir": topology.run.dir, "bus.credentials": topology.bus.credentials}

@@ -43,6 +43,7 @@ def hub_models(loaded: LoadedTopology) -> Iterator[HubModel]:
     named = (
         ("model.hf_checkpoint", model.hf_checkpoint, not model.random_init),
         ("model.ref_load", model.ref_load, True),
+        ("model.opd_teacher_load", model.opd_teacher_load, True),
     )
     for key, value, weights in named:
         if value is not None and not Path(value).is_dir() and is_hub_name(loaded, key, value):

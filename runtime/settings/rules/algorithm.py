@@ -6,7 +6,16 @@ from typing import Final, NamedTuple
 import msgspec
 
 from runtime.settings.reading.config import Problem
-from runtime.settings.recipe import AlgorithmConfig, Recipe, agg_mode, loss_mode, trains_demonstrations, uses_groups
+from runtime.settings.recipe import (
+    AlgorithmConfig,
+    Recipe,
+    agg_mode,
+    asks_teachers,
+    keeps_teacher,
+    loss_mode,
+    trains_demonstrations,
+    uses_groups,
+)
 
 GRPO: Final = ("grpo", "gspo", "cispo")  # the same advantages
 CLIPPED: Final = ("ppo", "gspo", "decoupled_ppo")
@@ -61,6 +70,8 @@ APPLIES: Final[Mapping[str, Applies]] = {
     },
     **{name: Applies("use_rs", (True,)) for name in ("rs_level", "rs_metric", "rs_upper_bound", "rs_veto_threshold")},
     "opsm_delta": Applies("use_opsm", (True,)),
+    "opd_type": Applies("use_opd", (True,)),
+    "opd_kl_coef": Applies("use_opd", (True,)),
     "loss_scale_factor": Applies("loss_agg_mode", ("seq-mean-token-sum-norm",)),
     "count_masked_rollouts": Applies(
         "loss_agg_mode", ("rollout-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm")
@@ -82,6 +93,7 @@ def algorithm_problems(recipe: Recipe) -> Iterator[Problem]:
         yield from _groups_of_one(recipe)
         yield from _estimators(recipe.algorithm)
         yield from _corrections(recipe.algorithm)
+        yield from _distillation(recipe)
     yield from _custom(recipe)
     yield from _reductions(recipe.algorithm)
     yield from _terms(recipe)
@@ -108,7 +120,7 @@ def _without_effect(algorithm: AlgorithmConfig) -> Iterator[Problem]:
 def _groups_of_one(recipe: Recipe) -> Iterator[Problem]:
     algorithm, samples = recipe.algorithm, recipe.rollout.n_samples_per_prompt
     kept = algorithm.disable_rewards_normalization or algorithm.group_of_one == "reward"
-    if samples > 1 or kept or not uses_groups(algorithm):
+    if samples > 1 or kept or not uses_groups(algorithm) or algorithm.use_opd:
         return
     centred = algorithm.advantage_estimator in APPLIES["disable_rewards_normalization"].choices
     how = "algorithm.disable_rewards_normalization = true" if centred else 'algorithm.group_of_one = "reward"'
@@ -176,6 +188,25 @@ def _custom(recipe: Recipe) -> Iterator[Problem]:
             if field.name in names and value != field.default:
                 message = f"contradicts algorithm.{function}, which takes its place; set one of them"
                 yield Problem.of(f"algorithm.{field.name}", value, message)
+
+
+def _distillation(recipe: Recipe) -> Iterator[Problem]:
+    algorithm, teacher = recipe.algorithm, recipe.model.opd_teacher_load
+    if algorithm.use_opd and algorithm.opd_type is None:
+        message = 'missing: where the teacher is; allowed: "sglang" (an engine pool), "megatron" (the trainer)'
+        yield Problem(key="algorithm.opd_type", message=message)
+    if keeps_teacher(algorithm) and teacher is None:
+        message = 'missing: the model of the teacher, which algorithm.opd_type = "megatron" needs'
+        yield Problem(key="model.opd_teacher_load", message=message)
+    if teacher is not None and not keeps_teacher(algorithm):
+        message = 'has no effect without algorithm.use_opd = true and algorithm.opd_type = "megatron"'
+        yield Problem.of("model.opd_teacher_load", teacher, message)
+    if asks_teachers(algorithm) and recipe.rollout.temperature != 1:
+        message = (
+            'must be 1 with algorithm.opd_type = "sglang": engines compute log-probs of given tokens at temperature 1; '
+            'a teacher in the trainer ("megatron") computes them at any'
+        )
+        yield Problem.of("rollout.temperature", recipe.rollout.temperature, message)
 
 
 def _reductions(algorithm: AlgorithmConfig) -> Iterator[Problem]:

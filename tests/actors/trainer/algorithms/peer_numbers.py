@@ -1,9 +1,9 @@
-"""Writes peer_numbers.json: what functions of slime, verl, prime-rl and AReaL return for one set of inputs, in float32.
+"""Writes peer_numbers.json: what functions of slime, verl, prime-rl, AReaL and NeMo-RL return, in float32.
 
-    python -m tests.actors.trainer.algorithms.peer_numbers --verl DIR --slime GIT --prime-rl GIT --areal GIT
+    python -m tests.actors.trainer.algorithms.peer_numbers --verl DIR --slime GIT --prime-rl GIT ...
 
-DIR is an unpacked wheel of verl 0.9.1; the others are clones that have the commits below. Single functions are taken
-out of the files, so none of the packages' dependencies is needed. Only the numbers are committed.
+All get the same inputs. DIR is an unpacked wheel of verl 0.9.1; GIT are clones that have the commits below. Single
+functions are taken out of the files, so none of the packages' dependencies is needed. Only the numbers are committed.
 """
 
 import argparse
@@ -22,6 +22,7 @@ NUMBERS: Final = Path(__file__).with_suffix(".json")
 SLIME: Final = "624b824a"
 PRIME_RL: Final = "559b4477"
 AREAL: Final = "cbff54d6"
+NEMO_RL: Final = "7ea279ab"
 LENGTHS: Final = (5, 3, 7, 1, 4, 6)
 GROUPS: Final = (0, 1, 0, 1, 0, 1)
 REWARDS: Final = (1.0, 0.25, 0.0, 0.75, 0.5, 0.25)
@@ -174,6 +175,14 @@ def of_slime(git: Path, columns: dict[str, list[float]]) -> dict[str, Any]:
             loss = peer.compute_approx_kl(new, torch.tensor(columns["ref"]), name, ratio)
             found["kl"][f"{name} unbiased" if unbiased else name] = with_gradient(loss.sum(), new)
     found["mis"] = mis_of_slime(git, columns)
+    distilled = functions(shown(git, SLIME, "slime/backends/megatron_utils/loss.py"), ("apply_opd_kl_to_advantages",))
+    found["opd"] = {}
+    for coef in (0.5, 1.0):
+        rows = [torch.tensor(columns["advantages"])]
+        data = {"teacher_log_probs": [torch.tensor(columns["ref"])]}
+        settings = SimpleNamespace(opd_kl_coef=coef, opd_type="sglang")
+        distilled.apply_opd_kl_to_advantages(settings, data, rows, [torch.tensor(columns["new"])])
+        found["opd"][str(coef)] = rows[0].tolist()
     return found
 
 
@@ -236,6 +245,32 @@ def of_areal(git: Path, columns: dict[str, list[float]]) -> dict[str, Any]:
     return {"kpop": torch.maximum(*both).tolist()}
 
 
+def of_nemo_rl(git: Path) -> dict[str, Any]:
+    """Divergences over the teacher's four likeliest of nine tokens, as means over tokens with gradients."""
+    peer = functions(
+        shown(git, NEMO_RL, "nemo_rl/algorithms/loss/loss_functions.py"),
+        ("DistillationLossFn",),
+        LossFunction=object,
+        LossType=SimpleNamespace(TOKEN_LEVEL=None),
+        LossInputType=SimpleNamespace(DISTILLATION=None),
+    )
+    draw = torch.Generator().manual_seed(5)
+    policy, teacher = (torch.randn(6, 9, generator=draw).log_softmax(-1) for _ in range(2))
+    highest, ids = teacher.topk(4)
+    own, minus_entropy = policy.gather(1, ids), (policy.exp() * policy).sum(-1)
+    topk = {"policy": own.tolist(), "teacher": highest.tolist(), "entropy": (-minus_entropy).tolist()}
+    found: dict[str, Any] = {"topk": topk, "distillation": {}}
+    for kind in ("forward", "reverse", "mixed"):
+        for outside in (False, True):
+            loss = peer.DistillationLossFn(
+                SimpleNamespace(kl_type=kind, mixed_kl_weight=0.3, zero_outside_topk=outside)
+            )
+            new = own.clone().requires_grad_()
+            value, _ = loss(new, highest, minus_entropy, {"input_ids": own}, None, None)
+            found["distillation"][f"{kind} outside" if outside else kind] = with_gradient(value, new)
+    return found
+
+
 def with_gradient(loss: torch.Tensor, new: torch.Tensor) -> dict[str, Any]:
     """The loss, and its gradient by token."""
     (gradient,) = torch.autograd.grad(loss, new)
@@ -251,7 +286,7 @@ def shown(git: Path, commit: str, path: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    for name in ("--verl", "--slime", "--prime-rl", "--areal"):
+    for name in ("--verl", "--slime", "--prime-rl", "--areal", "--nemo-rl"):
         parser.add_argument(name, type=Path, required=True)
     given = parser.parse_args()
     columns = drawn()
@@ -264,6 +299,7 @@ def main() -> None:
         f"slime {SLIME}": of_slime(given.slime, columns),
         f"prime-rl {PRIME_RL}": of_prime_rl(given.prime_rl, columns),
         f"AReaL {AREAL}": of_areal(given.areal, columns),
+        f"NeMo-RL {NEMO_RL}": of_nemo_rl(given.nemo_rl),
     }
     NUMBERS.write_text(json.dumps(rounded(numbers)) + "\n")
 

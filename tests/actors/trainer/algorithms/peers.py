@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 PEERS: Final[dict[str, Any]] = json.loads(Path(__file__).with_name("peer_numbers.json").read_text())
-VERL, SLIME, PRIME_RL, AREAL = (PEERS[name] for name in PEERS if " " in name)
+VERL, SLIME, PRIME_RL, AREAL, NEMO_RL = (PEERS[name] for name in PEERS if " " in name)
 LENGTHS: Final[list[int]] = PEERS["lengths"]
 GROUPS, REWARDS = np.array(PEERS["groups"]), np.array(PEERS["rewards"])
 

@@ -12,9 +12,10 @@ from runtime.settings.topology import Topology
 class ReferenceTrainer:
     """Trains a transformers model; shares no code with the trainer."""
 
-    def __init__(self, topology: Topology, model: Any, reference_model: Any = None) -> None:
+    def __init__(self, topology: Topology, model: Any, reference_model: Any = None, teacher: Any = None) -> None:
         self.model = model
         self._reference_model = reference_model
+        self._teacher = teacher
         self._topology = topology
         self._mean_weight = 1.0
         config = topology.optimizer
@@ -38,6 +39,10 @@ class ReferenceTrainer:
                 before = self._outputs(self.model, sample)[0]
                 sample["before"] = before
                 sample["old"] = sample["engine"] if algorithm.use_rollout_logprobs else before
+                if algorithm.use_opd:
+                    sample["teacher"] = self._outputs(self._teacher, sample)[0]
+                    gap = sample["old"] - sample["teacher"]
+                    sample["advantage"] = sample["advantage"] - algorithm.opd_kl_coef * gap
                 if algorithm.kl_loss_coef:
                     sample["ref"] = self._outputs(self._reference_model, sample)[0]
         if algorithm.tis_batch_normalize:
@@ -114,6 +119,8 @@ class ReferenceTrainer:
             loss = loss + algorithm.kl_loss_coef * terms["kl_loss"]
         if algorithm.positive_example_nll_weight:
             terms["positive_nll_loss"] = -log_probs * (sample["reward"] > 0)
+        if algorithm.use_opd:
+            terms["opd_reverse_kl"] = sample["old"] - sample["teacher"]
         return terms | {"loss": loss}
 
     def _weight(self, sample: dict[str, Any], current: torch.Tensor | None = None) -> torch.Tensor:

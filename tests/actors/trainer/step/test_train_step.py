@@ -10,7 +10,7 @@ import structlog
 import torch
 from safetensors.torch import load_file
 
-from actors.trainer.data.batch import TrainBatch
+from actors.trainer.data.batch import TrainBatch, make_micro_batch
 from actors.trainer.megatron.rank_model import Replica
 from actors.trainer.step.metrics import DIFF, DIFF_MAX
 from actors.trainer.step.train_step import TrainStep
@@ -28,10 +28,10 @@ def trainer(topology: Topology) -> tuple[TrainStep, Replica]:
     return TrainStep(topology, replica), replica
 
 
-def compared(topology: Topology, model: Any, batches: list[TrainBatch], *, reference_model: Any = None) -> None:
+def compared(topology: Topology, model: Any, batches: list[TrainBatch], **others: Any) -> None:
     """Train both ways; metrics and weights agree after every train step."""
     step, replica = trainer(topology)
-    reference = ReferenceTrainer(topology, model, reference_model)
+    reference = ReferenceTrainer(topology, model, **others)
     for batch in batches:
         metrics = step(batch).metrics
         expected = reference.train(batch)
@@ -118,6 +118,41 @@ def test_the_divergence_from_a_reference_model_equals_that_of_an_independent_loo
         algorithm={"kl_loss_coef": 0.2, "kl_loss_type": "k3"},
     )
     compared(topology, model, [random_batch(step) for step in range(2)], reference_model=reference_model)
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("use_rollout_logprobs", [False, True])
+def test_distillation_from_a_teacher_in_the_trainer_equals_an_independent_loop(
+    make_topology: MakeTopology, tmp_path: Path, steps: int, use_rollout_logprobs: bool
+) -> None:
+    directories = [tmp_path / "weights", tmp_path / "teacher"]
+    model, teacher = write_model(directories[0]), write_model(directories[1], initializer_range=0.1)
+    topology = make_topology(
+        model={"hf_checkpoint": str(directories[0]), "random_init": False, "opd_teacher_load": str(directories[1])},
+        algorithm={"use_opd": True, "opd_type": "megatron", "opd_kl_coef": 0.5, "num_steps_per_rollout": steps}
+        | {"use_rollout_logprobs": use_rollout_logprobs},
+        rollout={"temperature": 0.8},
+    )
+    compared(topology, model, [random_batch(step) for step in range(2)], teacher=teacher)
+
+
+def test_the_policy_is_bit_equal_before_and_after_a_pass_of_the_teacher(
+    make_topology: MakeTopology, tmp_path: Path
+) -> None:
+    write_model(tmp_path / "teacher", initializer_range=0.1)
+    model = {"opd_teacher_load": str(tmp_path / "teacher")}
+    step, replica = trainer(make_topology(model=model, algorithm={"use_opd": True, "opd_type": "megatron"}))
+    batch = random_batch(0)
+    micro_batches = [make_micro_batch(batch, np.arange(len(batch.lengths_B)), packed=False)]
+    before = {name: weight.clone() for name, weight in whole_weights(replica.complete_chunks(), replica.hf).items()}
+    assert step._teacher is not None
+    first, second = (step._teacher.log_probs(batch, micro_batches) for _ in range(2))
+    own = np.zeros_like(first)
+    replica.fill_log_probs(micro_batches, own)
+    assert np.array_equal(first, second)
+    assert np.abs(first - own).max() > 0.1
+    for name, weight in whole_weights(replica.complete_chunks(), replica.hf).items():
+        assert torch.equal(weight, before[name]), name
 
 
 def test_the_reference_is_the_first_weights_unless_another_is_named(make_topology: MakeTopology) -> None:

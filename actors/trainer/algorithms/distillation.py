@@ -1,0 +1,104 @@
+"""On-policy distillation: losses and advantages that follow a teacher. N tokens of a batch, M trained tokens, K ids."""
+
+from typing import Any, Final, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from actors.trainer.algorithms.loss_inputs import Terms
+
+Floats = NDArray[np.float64]
+TopkKl = Literal["forward", "reverse", "mixed"]
+
+LOG_INFINITESIMAL: Final = -100.0  # nats: the teacher's log-prob outside of its top k
+
+
+def opd_advantages(
+    advantages: NDArray[np.floating[Any]],
+    log_probs: NDArray[np.floating[Any]],
+    teacher_log_probs: NDArray[np.floating[Any]],
+    loss_mask: NDArray[np.bool_],
+    *,
+    opd_kl_coef: float = 1.0,
+) -> Floats:
+    """Subtract the reverse KL to a teacher from the advantage of each token.
+
+    advantage - opd_kl_coef (log_probs - teacher_log_probs), before the advantages are whitened. The expectation of the
+    difference over the policy's tokens is KL(policy || teacher).
+
+    Args:
+        advantages: [N], of any estimator. All 0: pure distillation.
+        log_probs: [N], of the policy before the first optimizer step of the batch.
+        teacher_log_probs: [N], of the teacher for the same tokens, at the same temperature.
+        loss_mask: [N], true where the token trains. Other tokens keep their advantage, whatever their log-probs are.
+        opd_kl_coef: Weight of the reverse KL.
+
+    Returns:
+        [N], float64. The difference is not clamped. A teacher log-prob of minus infinity or NaN gives an advantage
+        that is not finite, and the sample is masked.
+
+    Source:
+        Lu, "On-Policy Distillation", Thinking Machines Lab, 2025; order of operations and default as in slime.
+    """
+    found = advantages.astype(np.float64)
+    reverse_kl = log_probs[loss_mask].astype(np.float64) - teacher_log_probs[loss_mask].astype(np.float64)
+    found[loss_mask] -= opd_kl_coef * reverse_kl
+    return found
+
+
+def topk_distillation_loss(
+    topk_log_probs: Tensor,
+    teacher_topk_log_probs: Tensor,
+    entropy: Tensor | None = None,
+    *,
+    kl_type: TopkKl = "forward",
+    mixed_kl_weight: float = 0.5,
+    zero_outside_topk: bool = False,
+) -> Terms:
+    """Compute a KL divergence per token over the teacher's K likeliest tokens.
+
+    With p of the teacher and q of the policy, each over these K tokens: forward is sum p (log p - log q), reverse is
+    sum q (log q - log p), and mixed is w forward + (1 - w) reverse. The probabilities are those over the whole
+    vocabulary; they are not renormalised.
+
+    With `zero_outside_topk` the teacher's log-prob of all other tokens is -100. Reverse then also gets their sum of
+    q (log q + 100), which follows from the policy's entropy.
+
+    Args:
+        topk_log_probs: [M, K], of the policy, with its gradient.
+        teacher_topk_log_probs: [M, K], of the teacher for the same token ids.
+        entropy: [M], of the policy, with its gradient. Needed with `zero_outside_topk`, unless `kl_type` is "forward".
+        kl_type: forward, reverse or mixed.
+        mixed_kl_weight: Weight w of the forward divergence in "mixed", from 0 to 1.
+        zero_outside_topk: Count the policy's other tokens. No effect on "forward", to which they contribute nothing.
+
+    Returns:
+        The divergence, [M], nats, as loss and as the metric train/distillation_kl. Nothing is clamped: a teacher
+        log-prob of minus infinity adds nothing to forward, and makes reverse infinite.
+
+    Raises:
+        ValueError: The entropy is missing.
+
+    Source:
+        NeMo-RL, DistillationLossFn at 7ea279ab.
+    """
+    ratios = teacher_topk_log_probs - topk_log_probs
+    probs, teacher_probs = topk_log_probs.exp(), teacher_topk_log_probs.exp()
+    forward = torch.where(teacher_probs > 0, teacher_probs * ratios, 0.0).sum(dim=-1)
+    if kl_type == "forward":
+        return _reported(forward)
+    reverse = -(probs * ratios).sum(dim=-1)
+    if zero_outside_topk:
+        if entropy is None:
+            raise ValueError("zero_outside_topk needs the entropy of the policy")
+        rest = -entropy - (probs * topk_log_probs).sum(dim=-1)  # q log q, summed over the other tokens
+        reverse = reverse + rest - LOG_INFINITESIMAL * (1 - probs.sum(dim=-1))
+    if kl_type == "reverse":
+        return _reported(reverse)
+    return _reported(mixed_kl_weight * forward + (1 - mixed_kl_weight) * reverse)
+
+
+def _reported(divergence: Tensor) -> Terms:
+    return Terms(divergence, {"train/distillation_kl": divergence.detach()})
