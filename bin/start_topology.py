@@ -93,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
         help="Check whether the run can start on this machine, and exit. With --node on all nodes, compare them.",
     )
     add("--elsewhere", action="store_true", help="With --check: skip the checks that need the machine of the run.")
-    add("--plan", action="store_true", help="Print the processes of each node and the sizes of the streams, and exit.")
+    add("--plan", action="store_true", help="Print objective, processes of each node and sizes of streams, and exit.")
     add(
         "--node",
         metavar="NAME",

@@ -1,4 +1,4 @@
-"""The plan of a run (`--plan`): processes per node, ranks and stream sizes, as data and as text."""
+"""The plan of a run (`--plan`): objective, processes per node, ranks and stream sizes, as data and as text."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
@@ -7,6 +7,7 @@ import msgspec
 
 from runtime.settings.devices import NVIDIA
 from runtime.settings.gpus import Gpu, show_gpus
+from runtime.settings.objective import PlannedTerm, objective_of
 from runtime.settings.placement import address_setting, bus_node, bus_port, data_parallel_size, home_node, num_ranks
 from runtime.settings.processes import ProcessSpec
 from runtime.settings.recipe import RolloutConfig, over_sampling_batch_size, trains_demonstrations
@@ -25,6 +26,7 @@ from runtime.settings.topology import Topology, answers_are_recorded
 
 __all__ = ["Plan", "PlannedNode", "PlannedProcess", "draw", "plan_of", "stream_limits", "stream_sizes"]
 WIDTH = 18  # of a process name
+TERM_WIDTH = 11  # of a term's name
 
 
 class PlannedProcess(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,6 +61,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     needed: StreamSizes  # the most that the recipe can need
     kept_batches: int
     group_bytes: int
+    objective: tuple[PlannedTerm, ...] = ()
 
 
 def plan_of(topology: Topology, specs: Mapping[str, Sequence[ProcessSpec]]) -> Plan:
@@ -79,6 +82,7 @@ def plan_of(topology: Topology, specs: Mapping[str, Sequence[ProcessSpec]]) -> P
         needed=needed_sizes(topology),
         kept_batches=kept_batches(topology),
         group_bytes=group_bytes(topology),
+        objective=() if topology.run.only == "rollout" else objective_of(topology),
     )
 
 
@@ -108,8 +112,8 @@ def _process(spec: ProcessSpec, address: str) -> PlannedProcess:
 
 
 def draw(topology: Topology, plan: Plan) -> str:
-    """Format the plan as text: recipe, nodes with their processes, streams with their sizes."""
-    return "\n".join([*_head(topology, plan), *_nodes(plan), *_streams(topology, plan)])
+    """Format the plan as text: recipe, objective, nodes with their processes, streams with their sizes."""
+    return "\n".join([*_head(topology, plan), *_objective(plan), *_nodes(plan), *_streams(topology, plan)])
 
 
 def _head(topology: Topology, plan: Plan) -> Iterator[str]:
@@ -173,6 +177,13 @@ def _parallel(topology: Topology, plan: Plan) -> str:
         "data": plan.data_parallel_size,
     }
     return ", ".join(f"{size} {name}" for name, size in sizes.items() if size > 1)
+
+
+def _objective(plan: Plan) -> Iterator[str]:
+    if plan.objective:
+        yield "objective"
+    for term in plan.objective:
+        yield f"  {term.name:{TERM_WIDTH}} {term.formula}  [{term.source}]"
 
 
 def _nodes(plan: Plan) -> Iterator[str]:

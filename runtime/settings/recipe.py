@@ -48,6 +48,7 @@ LossMode = Literal[
 ]
 Level = Literal["token", "sequence", "geometric"]
 Custom = Literal["custom"]  # a function of the user in place of a named choice
+KPOP_THRESHOLD = 0.1  # nats; the bound of KPop's authors
 AggMode = Literal["rollout-mean", "token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 
 
@@ -464,6 +465,15 @@ def reads_old_log_probs(algorithm: AlgorithmConfig) -> bool:
     weighs = (algorithm.use_tis or algorithm.use_rs) and not algorithm.bypass_mode
     corrects = weighs or algorithm.use_opsm or algorithm.use_unbiased_kl
     return corrects or algorithm.use_opd or loss_mode(algorithm) not in ("prime_rl", "prime_rl_ipo", "gpg")
+
+
+def rejection_bounds(algorithm: AlgorithmConfig) -> tuple[float, float]:
+    """Return the lower and upper bound of `use_rs`: as set, or the defaults of its metric."""
+    is_ratio, high = algorithm.rs_metric == "ratio", algorithm.rs_upper_bound
+    if high is None:
+        high = algorithm.tis_clip if is_ratio else KPOP_THRESHOLD
+    low = 1.0 / high if is_ratio else 0.0
+    return low if algorithm.rs_lower_bound is None else algorithm.rs_lower_bound, high
 
 
 def needs_all_old_log_probs(algorithm: AlgorithmConfig) -> bool:

@@ -31,14 +31,13 @@ from actors.trainer.algorithms.policy_losses import (
 )
 from actors.trainer.algorithms.reductions import Reduction, ReductionInputs, reduction
 from actors.trainer.plugins.functions import custom_loss, custom_reducer, custom_weights
-from runtime.settings.recipe import AlgorithmConfig, agg_mode, loss_mode
+from runtime.settings.recipe import AlgorithmConfig, agg_mode, loss_mode, rejection_bounds
 from runtime.settings.topology import Topology
 
 PolicyLoss = Callable[[LossInputs], Terms]
 Correct = Callable[[LossInputs], Correction]
 
 DPPO_CLIP_C: Final = 20.0  # verl's bound of the ratio if eps_clip_c is unset
-KPOP_THRESHOLD: Final = 0.1  # nats; the bound of KPop's authors if rs_upper_bound is unset
 
 
 def policy_loss(algorithm: AlgorithmConfig) -> PolicyLoss:
@@ -119,15 +118,12 @@ def corrections(algorithm: AlgorithmConfig) -> list[Correct]:
 
 def _reject(algorithm: AlgorithmConfig) -> Correct:
     """Return the rejection that the settings describe."""
-    is_ratio = algorithm.rs_metric == "ratio"
-    high = algorithm.rs_upper_bound
-    if high is None:
-        high = algorithm.tis_clip if is_ratio else KPOP_THRESHOLD
+    low, high = rejection_bounds(algorithm)
     return partial(
         rejections,
         level=algorithm.rs_level,
         metric=algorithm.rs_metric,
-        low=algorithm.rs_lower_bound,
+        low=low,
         high=high,
         veto_threshold=algorithm.rs_veto_threshold,
         max_log_ratio=algorithm.max_log_ratio,

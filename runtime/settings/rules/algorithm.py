@@ -1,13 +1,16 @@
 """What combines in [algorithm]: the one declaration of which setting applies to which estimator, loss or reduction."""
 
 from collections.abc import Iterator, Mapping
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, get_args
 
 import msgspec
 
 from runtime.settings.reading.config import Problem
 from runtime.settings.recipe import (
     AlgorithmConfig,
+    Custom,
+    Estimator,
+    LossMode,
     Recipe,
     agg_mode,
     asks_teachers,
@@ -86,6 +89,30 @@ REPLACED: Final[Mapping[str, tuple[str, ...]]] = {  # what a function of the use
 }
 
 
+class Refusal(NamedTuple):
+    """Estimators and losses that cannot be combined, with the reason."""
+
+    estimators: tuple[Estimator, ...]
+    losses: tuple[LossMode, ...]
+    reason: str
+
+
+REFUSALS: Final[tuple[Refusal, ...]] = tuple(
+    Refusal(
+        (named,),
+        tuple(loss for loss in get_args(LossMode) if loss != named),
+        f'contradicts algorithm.advantage_estimator = "{named}", which names its loss; use "grpo" there',
+    )
+    for named in ("gspo", "cispo")
+)  # all other pairs are allowed
+
+
+def refusal(estimator: Estimator, loss: LossMode | Custom) -> str:
+    """Return why an estimator cannot be combined with a loss. Empty if it can."""
+    found = (item.reason for item in REFUSALS if estimator in item.estimators and loss in item.losses)
+    return next(found, "")
+
+
 def algorithm_problems(recipe: Recipe) -> Iterator[Problem]:
     """Yield combinations of algorithm settings that have no effect or no meaning."""
     if not trains_demonstrations(recipe):
@@ -132,10 +159,8 @@ def _groups_of_one(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _estimators(algorithm: AlgorithmConfig) -> Iterator[Problem]:
-    named = algorithm.advantage_estimator
-    if named in ("gspo", "cispo") and algorithm.loss_mode not in (None, named):
-        message = f'contradicts algorithm.advantage_estimator = "{named}", which names its loss; use "grpo" there'
-        yield Problem.of("algorithm.loss_mode", algorithm.loss_mode, message)
+    if reason := refusal(algorithm.advantage_estimator, loss_mode(algorithm)):
+        yield Problem.of("algorithm.loss_mode", loss_mode(algorithm), reason)
     if algorithm.advantage_estimator.startswith("reinforce_plus_plus") and not algorithm.normalize_advantages:
         message = "REINFORCE++ whitens its advantages: set algorithm.normalize_advantages = true"
         yield Problem.of("algorithm.advantage_estimator", algorithm.advantage_estimator, message)

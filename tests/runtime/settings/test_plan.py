@@ -75,6 +75,11 @@ def test_a_grader_of_external_workers_is_drawn_as_theirs() -> None:
     assert "external" not in drawn(LAPTOP)
 
 
+def test_the_objective_is_drawn_where_the_run_trains() -> None:
+    assert "  advantage   A = (R - mean of group)" in drawn(LAPTOP)
+    assert "[PPO, arXiv 1707.06347]" in drawn(LAPTOP)
+
+
 def test_a_plan_is_also_json() -> None:
     plan = planned(load(LAPTOP))
     assert msgspec.json.decode(msgspec.json.encode(plan), type=Plan) == plan

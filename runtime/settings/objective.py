@@ -1,0 +1,181 @@
+"""The objective of a recipe as formulas, with its values and sources: what `--plan` shows. Pure."""
+
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+import msgspec
+
+from runtime.settings.recipe import (
+    AlgorithmConfig,
+    Estimator,
+    LossMode,
+    Recipe,
+    agg_mode,
+    loss_mode,
+    rejection_bounds,
+    trains_demonstrations,
+)
+
+
+class PlannedTerm(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of the objective."""
+
+    name: str
+    formula: str
+    source: str  # a paper, a project, or the setting that the term comes from
+
+
+ADVANTAGES: Final[Mapping[Estimator, tuple[str, str]]] = {  # without normalisation of rewards where it is off
+    "grpo": ("(R - mean of group) / (std of group + 1e-6)", "GRPO, arXiv 2402.03300"),
+    "gspo": ("(R - mean of group) / (std of group + 1e-6)", "GRPO, arXiv 2402.03300"),
+    "cispo": ("(R - mean of group) / (std of group + 1e-6)", "GRPO, arXiv 2402.03300"),
+    "rloo": ("R - mean of the group's others", "RLOO, arXiv 2402.14740"),
+    "reinforce": ("R - mean of batch", "REINFORCE, Williams 1992"),
+    "reinforce_plus_plus_baseline": ("R - mean of group", "REINFORCE++, arXiv 2501.03262"),
+    "opo": ("R - mean of group weighted by length", "OPO, arXiv 2505.23585"),
+    "gpg": ("(R - mean of group) samples / samples with R other than 0", "GPG, arXiv 2504.02546"),
+    "maxrl": ("(R - mean of group) / mean of group", "MaxRL, arXiv 2602.02710"),
+    "grpo_passk": ("(best R - second best R) / (std of group + 1e-6) for the best sample, else 0", "arXiv 2505.15201"),
+}
+LOSSES: Final[Mapping[LossMode, tuple[str, str]]] = {
+    "ppo": ("max(-r A, -clip(r, {low}, {high}) A){dual}, {ratio}", "PPO, arXiv 1707.06347"),
+    "gspo": ("max(-s A, -clip(s, {low}, {high}) A){dual}, {sequence}", "GSPO, arXiv 2507.18071"),
+    "cispo": ("-sg(clip(r, {low}, {high})) A log p, {ratio}", "CISPO, arXiv 2506.13585"),
+    "dppo_tv": ("-A sg(min(r, {cap})) log p unless |p - p_old| > {below} (up: {above})", "DPPO, arXiv 2602.04879"),
+    "dppo_kl": ("-A sg(min(r, {cap})) log p unless KL(p_old, p) > {below} (up: {above})", "DPPO, arXiv 2602.04879"),
+    "prime_rl": (
+        "-A r + {kl_tau} (log r)^2, A = 0 where p - q > {mask_high} or < -{mask_low}, r = policy p / engine q",
+        "prime-rl's default; arXiv 2602.04879",
+    ),
+    "prime_rl_ipo": ("-A r + {kl_tau} (log r)^2, A = 0 where |p - q| > {ipo}, r = policy p / engine q", "prime-rl"),
+    "sapo": ("-A sigmoid(t (r - 1)) 4 / t, t = {tau_pos} for A > 0, else {tau_neg}, {ratio}", "SAPO, arXiv 2511.20347"),
+    "gmpo": ("-mean(A) exp(mean(log r limited to [-{below}, {above}])), {ratio}", "GMPO, arXiv 2507.20673"),
+    "decoupled_ppo": (
+        "sg(old policy / engine) max(-r A, -clip(r, {low}, {high}) A){dual}, {ratio}",
+        "decoupled PPO, arXiv 2505.24298",
+    ),
+    "gpg": ("-A log p", "GPG, arXiv 2504.02546"),
+}
+LEVELS: Final = {"token": "", "sequence": " of the sample's product", "geometric": " of the sample's geometric mean"}
+REDUCTIONS: Final = {
+    "rollout-mean": "mean over rollouts of their means over tokens",
+    "token-mean": "mean over tokens",
+    "seq-mean-token-mean": "mean over samples of their means over tokens",
+    "seq-mean-token-sum-norm": "mean over rollouts of their sums over tokens / {scale}",
+}
+
+
+def objective_of(recipe: Recipe) -> tuple[PlannedTerm, ...]:
+    """Describe the loss that a recipe minimises, term by term."""
+    if trains_demonstrations(recipe):
+        return (
+            _term("loss", "-log p", "cross-entropy"),
+            _term("reduction", _reduction(recipe), _reduction_source(recipe.algorithm)),
+        )
+    return tuple(_terms(recipe))
+
+
+def _terms(recipe: Recipe) -> Iterator[PlannedTerm]:
+    algorithm = recipe.algorithm
+    yield _advantage(algorithm)
+    yield _policy_loss(algorithm)
+    yield from _corrections(algorithm)
+    if algorithm.kl_loss_coef:
+        factor = " x policy / old policy" if algorithm.use_unbiased_kl else ""
+        divergence = f"+ {algorithm.kl_loss_coef:g} {algorithm.kl_loss_type}(policy, reference){factor}"
+        yield _term("divergence", divergence, "algorithm.kl_loss_coef, kl_loss_type")
+    if algorithm.entropy_coef or algorithm.entropy_coef_end:
+        end = algorithm.entropy_coef_end
+        until = "" if end is None else f", {end:g} at the last step"
+        yield _term("entropy", f"- {algorithm.entropy_coef:g} entropy{until}", "algorithm.entropy_coef")
+    if algorithm.positive_example_nll_weight:
+        likelihood = f"+ {algorithm.positive_example_nll_weight:g} mean of -log p over tokens of samples with R > 0"
+        yield _term("likelihood", likelihood, "VAPO, arXiv 2504.05118")
+    yield _term("reduction", _reduction(recipe), _reduction_source(algorithm))
+
+
+def _advantage(algorithm: AlgorithmConfig) -> PlannedTerm:
+    formula, source = ADVANTAGES[algorithm.advantage_estimator]
+    if algorithm.disable_grpo_std_normalization:
+        formula = formula.replace("(R - mean of group) / (std of group + 1e-6)", "R - mean of group")
+        formula = formula.replace(" / (std of group + 1e-6)", "")
+    if algorithm.disable_rewards_normalization:
+        formula = "R"
+    whitened = ", whitened over the batch's tokens" if algorithm.normalize_advantages else ""
+    return _term("advantage", f"A = {formula}{whitened}", source)
+
+
+def _policy_loss(algorithm: AlgorithmConfig) -> PlannedTerm:
+    mode = loss_mode(algorithm)
+    if mode == "custom":
+        return _term("policy loss", f"{algorithm.custom_loss}", "algorithm.custom_loss")
+    formula, source = LOSSES[mode]
+    return _term("policy loss", formula.format_map(_values(algorithm)), source)
+
+
+def _values(algorithm: AlgorithmConfig) -> Mapping[str, str]:
+    below, above = algorithm.eps_clip, algorithm.eps_clip_high
+    above, dual = below if above is None else above, algorithm.eps_clip_c
+    old = "engine" if algorithm.use_rollout_logprobs else "old policy"
+    shared = {"ratio": f"r = policy / {old}", "sequence": f"s = geometric mean of policy / {old} over the sample"}
+    numbers = {
+        "low": 1 - below,
+        "high": 1 + above,
+        "below": below,
+        "above": above,
+        "cap": dual or 20.0,
+        "kl_tau": algorithm.kl_tau,
+        "mask_low": algorithm.dppo_mask_low,
+        "mask_high": algorithm.dppo_mask_high,
+        "ipo": algorithm.ipo_threshold,
+        "tau_pos": algorithm.tau_pos,
+        "tau_neg": algorithm.tau_neg,
+    }
+    bound = "" if dual is None else f", at most -{dual:g} A for A < 0"
+    return {**shared, **{name: f"{value:g}" for name, value in numbers.items()}, "dual": bound}
+
+
+def _corrections(algorithm: AlgorithmConfig) -> Iterator[PlannedTerm]:
+    ratio = f"{'policy' if algorithm.bypass_mode else 'old policy'} / engine"
+    if algorithm.custom_tis is not None:
+        yield _term("weight", f"x {algorithm.custom_tis}", "algorithm.custom_tis")
+    elif algorithm.use_tis:
+        low, high = algorithm.tis_clip_low, algorithm.tis_clip
+        weights = {
+            "truncate": f"min(w, {high:g})",
+            "clip": f"clip(w, {low:g}, {high:g})",
+            "mask": f"w, or 0 outside of [{low:g}, {high:g}]",
+        }[algorithm.tis_mode]
+        mean = ", divided by its mean" if algorithm.tis_batch_normalize else ""
+        yield _term("weight", f"x {weights}{mean}, w = {ratio}{LEVELS[algorithm.tis_level]}", "algorithm.use_tis")
+    if algorithm.use_rs:
+        yield _term("rejection", f"x 0 where {_rejected(algorithm, ratio)}", "algorithm.use_rs")
+    if algorithm.use_opsm:
+        opsm = f"x 0 where A < 0 and mean of log(old policy / policy) over the sample > {algorithm.opsm_delta:g}"
+        yield _term("rejection", opsm, "DeepSeek-V3.2, arXiv 2512.02556")
+
+
+def _rejected(algorithm: AlgorithmConfig, ratio: str) -> str:
+    level, (low, high) = LEVELS[algorithm.rs_level], rejection_bounds(algorithm)
+    if algorithm.rs_metric == "ratio":
+        rejected = f"{ratio}{level} is outside of [{low:g}, {high:g}]"
+    else:
+        rejected = f"the binary divergence{level} of {ratio.replace(' /', ' and')} is above {high:g}"
+    veto = algorithm.rs_veto_threshold
+    return rejected if veto is None else f"{rejected}, or any token of the sample has a ratio below {veto:g}"
+
+
+def _reduction(recipe: Recipe) -> str:
+    scale = recipe.algorithm.loss_scale_factor or recipe.rollout.max_response_len
+    mode = agg_mode(recipe.algorithm)
+    return f"{recipe.algorithm.custom_pg_loss_reducer}" if mode == "custom" else REDUCTIONS[mode].format(scale=scale)
+
+
+def _reduction_source(algorithm: AlgorithmConfig) -> str:
+    if algorithm.custom_pg_loss_reducer is not None:
+        return "algorithm.custom_pg_loss_reducer"
+    return "algorithm.calculate_per_token_loss" if algorithm.calculate_per_token_loss else "algorithm.loss_agg_mode"
+
+
+def _term(name: str, formula: str, source: str) -> PlannedTerm:
+    return PlannedTerm(name=name, formula=formula, source=source)

@@ -1,0 +1,94 @@
+"""The objective that --plan shows: the recipe's terms with their values, and nothing else."""
+
+from typing import Any, get_args
+
+import msgspec
+import pytest
+
+from runtime.settings.load import load_topology
+from runtime.settings.objective import ADVANTAGES, LEVELS, LOSSES, REDUCTIONS, objective_of
+from runtime.settings.recipe import AggMode, AlgorithmConfig, Estimator, Level, LossMode, Recipe
+from tests.runtime.settings.shipped import LAPTOP
+
+RECIPE: Recipe = load_topology(LAPTOP, ("rollout.max_response_len=32",)).topology
+
+
+def shown(**algorithm: Any) -> dict[str, list[str]]:
+    """The formulas by name of the term."""
+    found: dict[str, list[str]] = {}
+    for term in objective_of(msgspec.structs.replace(RECIPE, algorithm=AlgorithmConfig(**algorithm))):
+        assert term.source
+        found.setdefault(term.name, []).append(term.formula)
+    return found
+
+
+def test_every_choice_has_a_formula() -> None:
+    for choices, formulas in ((Estimator, ADVANTAGES), (LossMode, LOSSES), (Level, LEVELS), (AggMode, REDUCTIONS)):
+        assert set(get_args(choices)) == set(formulas)
+    for mode in get_args(LossMode):
+        (formula,) = shown(loss_mode=mode)["policy loss"]
+        assert "{" not in formula
+
+
+def test_the_default_is_grpo_without_other_terms() -> None:
+    assert shown() == {
+        "advantage": ["A = (R - mean of group) / (std of group + 1e-6)"],
+        "policy loss": ["max(-r A, -clip(r, 0.8, 1.2) A), r = policy / old policy"],
+        "reduction": ["mean over rollouts of their means over tokens"],
+    }
+
+
+def test_demonstrations_have_a_likelihood_alone() -> None:
+    assert shown(loss_type="sft_loss", kl_loss_coef=0.1)["loss"] == ["-log p"]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "name", "formula"),
+    [
+        ({"disable_grpo_std_normalization": True}, "advantage", "A = R - mean of group"),
+        ({"disable_rewards_normalization": True}, "advantage", "A = R"),
+        (
+            {"advantage_estimator": "rloo", "normalize_advantages": True},
+            "advantage",
+            "A = R - mean of the group's others, whitened over the batch's tokens",
+        ),
+        (
+            {"eps_clip_high": 0.28, "eps_clip_c": 3.0, "use_rollout_logprobs": True},
+            "policy loss",
+            "max(-r A, -clip(r, 0.8, 1.28) A), at most -3 A for A < 0, r = policy / engine",
+        ),
+        ({"custom_loss": "mine.py:loss"}, "policy loss", "mine.py:loss"),
+        ({"use_tis": True, "custom_tis": "mine.py:weights"}, "weight", "x mine.py:weights"),
+        ({"custom_pg_loss_reducer": "mine.py:reduce"}, "reduction", "mine.py:reduce"),
+        ({"use_tis": True}, "weight", "x clip(w, 0, 2), w = old policy / engine"),
+        (
+            {"use_tis": True, "tis_mode": "mask", "tis_clip_low": 0.5, "tis_level": "geometric"},
+            "weight",
+            "x w, or 0 outside of [0.5, 2], w = old policy / engine of the sample's geometric mean",
+        ),
+        ({"use_rs": True}, "rejection", "x 0 where old policy / engine is outside of [0.5, 2]"),
+        (
+            {"use_rs": True, "rs_metric": "binary_kl", "bypass_mode": True, "loss_mode": "gpg"},
+            "rejection",
+            "x 0 where the binary divergence of policy and engine is above 0.1",
+        ),
+        (
+            {"kl_loss_coef": 0.01, "kl_loss_type": "k3", "use_unbiased_kl": True},
+            "divergence",
+            "+ 0.01 k3(policy, reference) x policy / old policy",
+        ),
+        ({"entropy_coef": 0.1, "entropy_coef_end": 0.0}, "entropy", "- 0.1 entropy, 0 at the last step"),
+        (
+            {"positive_example_nll_weight": 0.1},
+            "likelihood",
+            "+ 0.1 mean of -log p over tokens of samples with R > 0",
+        ),
+        (
+            {"loss_agg_mode": "seq-mean-token-sum-norm"},
+            "reduction",
+            "mean over rollouts of their sums over tokens / 32",
+        ),
+    ],
+)
+def test_a_term_has_the_values_of_the_recipe(algorithm: dict[str, Any], name: str, formula: str) -> None:
+    assert shown(**algorithm)[name] == [formula]
