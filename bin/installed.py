@@ -49,6 +49,11 @@ def describe_settings() -> None:
     _run("describe_settings")
 
 
+def describe_algorithms() -> None:
+    """Write the reference pages of losses and advantages."""
+    _run("describe_algorithms")
+
+
 def describe_messages() -> None:
     """Write the message catalogue."""
     _run("describe_messages")

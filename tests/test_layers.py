@@ -19,8 +19,8 @@ WORDS_OF_NATS = re.compile(  # of JetStream's API and of what it stores, in any 
     r"\$(JS|KV|G)\b|\bNats-[A-Z]|\bKV_|^[+-](ACK|NAK|TERM|WPI|NXT)\b|\b(STREAM|CONSUMER|DIRECT)\.[A-Z]|\bjetstream\b"
     r"|^(ack_policy|deliver_policy|durable_name|filter_subjects?|opt_start_(seq|time)|replay_policy|inactive_threshold)$"
 )
-MAX_FUNCTION_LINES = 60
-MAX_FUNCTION_LINES_P90 = 20
+MAX_FUNCTION_LINES = 55  # without the docstring: those of losses and estimators are the reference pages
+MAX_FUNCTION_LINES_P90 = 17
 MAX_LINES = 1000
 WHY_ONE_FILE = "Why one file:"  # a longer file says this in its docstring
 MIN_LINES_OF_ONE_IMPORTER = 60  # a shorter module that one module imports belongs inside of that
@@ -121,6 +121,13 @@ def words_of_nats(source: Source) -> Iterator[tuple[int, str]]:
                 yield node.lineno, text
 
 
+def code_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """The lines of a function without its docstring."""
+    documented = function.body[0] if ast.get_docstring(function) is not None else None
+    docstring = (documented.end_lineno or 0) - documented.lineno + 1 if documented is not None else 0
+    return (function.end_lineno or 0) - function.lineno + 1 - docstring
+
+
 def long_functions(sources: dict[str, Source]) -> Iterator[str]:
     """The functions that are too long, and the ninetieth percentile if it is."""
     functions = (
@@ -129,7 +136,7 @@ def long_functions(sources: dict[str, Source]) -> Iterator[str]:
         for node in source.nodes
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     )
-    sizes = sorted(((node.end_lineno or 0) - node.lineno + 1, f"{name}.{node.name}") for name, node in functions)
+    sizes = sorted((code_lines(node), f"{name}.{node.name}") for name, node in functions)
     for size, name in sizes:
         if size > MAX_FUNCTION_LINES:
             yield f"{name}: {size} lines; a function has at most {MAX_FUNCTION_LINES}"
@@ -256,8 +263,8 @@ EXPECTED = {
     "runtime/bus/kv.py:7: 'KV_' is a word of NATS, for runtime.bus.nats",
     "runtime/settings/toml.py:1: 'ack_policy' is a word of NATS, for runtime.bus.nats",
     "runtime/settings/toml.py:1: '+ACK' is a word of NATS, for runtime.bus.nats",
-    "actors.filter.lengths.longest: 61 lines; a function has at most 60",
-    "one function of ten has 61 lines or more; at most 20",
+    "actors.filter.lengths.longest: 61 lines; a function has at most 55",
+    "one function of ten has 61 lines or more; at most 17",
     "runtime/long.py:1: 1001 lines; over 1000 a docstring says 'Why one file: ...'",
     "import cycle: actors.filter.actor -> actors.registry -> actors.filter.actor",
     "import cycle: runtime.one -> runtime.two -> runtime.one",

@@ -1,4 +1,25 @@
-"""What an estimator of advantages gets and returns: columns of one whole batch. B samples, N tokens of all samples."""
+"""What an estimator of advantages gets and returns: columns of one whole batch. B samples, N tokens of all samples.
+
+Example:
+    ```python
+    import numpy as np
+
+    from actors.trainer.algorithms.advantage_inputs import AdvantageInputs
+    from actors.trainer.algorithms.group_baselines import opo_advantages
+
+    inputs = AdvantageInputs(
+        rewards=np.array([1.0, 0.0]),
+        groups=np.array([0, 0]),
+        rollouts=np.array([0, 1]),
+        lengths=np.array([3, 2]),  # tokens of prompt and response
+        loss_mask=np.array([False, True, True, False, True]),
+        response_mask=np.array([False, True, True, False, True]),
+    )
+    assert inputs.mask_sums.tolist() == [2, 1]
+    found = opo_advantages(inputs.rewards, inputs.groups, inputs.rollouts, inputs.mask_sums)
+    assert np.allclose(inputs.spread(found), [1 / 3, 1 / 3, 1 / 3, -2 / 3, -2 / 3])
+    ```
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -65,11 +86,20 @@ class Advantages(NamedTuple):
 
 
 def sample_sums(values: NDArray[Any], lengths: Ints) -> NDArray[Any]:
-    """Sum a column over each sample, [B]. A sample without tokens has the sum 0.
+    """Sum a column over each sample: sum of values[start : start + length].
 
     Args:
         values: [N], int64 or float64.
-        lengths: [B], tokens of each sample.
+        lengths: [B], tokens of each sample, which follow each other.
+
+    Returns:
+        [B], of the same dtype.
+
+    Edges:
+        A sample without tokens has the sum 0.
+
+    Source:
+        Plain sums.
     """
     found = np.zeros(len(lengths), dtype=values.dtype)
     has_tokens = lengths > 0

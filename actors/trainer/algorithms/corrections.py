@@ -237,6 +237,9 @@ def mismatch_metrics(inputs: LossInputs) -> dict[str, Tensor]:
         Chi-squared divergence: mis_chi2_token, exp(2 d) - 1, and mis_chi2_seq, exp(2 sum(d)) - 1. Every exponent is
         limited to +-20.
 
+    Edges:
+        Equal log-probs: ratios and perplexity ratio 1, all others but the perplexities 0. No tokens: empty tensors.
+
     Source:
         slime at 624b824a, examples/train_infer_mismatch_helper, with its names; verl 0.9.1, rollout_corr_helper, has
         the same as rollout_corr/. Both limit d, not 2 d, in the chi-squared divergences.

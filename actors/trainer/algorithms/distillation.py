@@ -1,4 +1,22 @@
-"""On-policy distillation: losses and advantages that follow a teacher. N tokens of a batch, M trained tokens, K ids."""
+"""On-policy distillation: losses and advantages that follow a teacher. N tokens of a batch, M trained tokens, K ids.
+
+Example:
+    ```python
+    import math
+
+    import numpy as np
+    import torch
+
+    from actors.trainer.algorithms.distillation import opd_advantages, topk_distillation_loss
+
+    mask, teacher = np.array([False, True, True]), np.array([0.0, -1.5, -1.0])
+    found = opd_advantages(np.array([0.5, 0.5, 0.5]), np.array([0.0, -1.0, -1.0]), teacher, mask)
+    assert found.tolist() == [0.5, 0.0, 0.5]
+    policy = torch.tensor([[0.5, 0.25]], dtype=torch.float64).log()  # two of the ids, for one token
+    loss, _ = topk_distillation_loss(policy, torch.tensor([[0.5, 0.5]], dtype=torch.float64).log())
+    assert math.isclose(loss.item(), 0.5 * math.log(2))
+    ```
+"""
 
 from typing import Any, Final, Literal
 
@@ -36,8 +54,11 @@ def opd_advantages(
         opd_kl_coef: Weight of the reverse KL.
 
     Returns:
-        [N], float64. The difference is not clamped. A teacher log-prob of minus infinity or NaN gives an advantage
-        that is not finite, and the sample is masked.
+        [N], float64.
+
+    Edges:
+        The difference is not clamped. A teacher log-prob of minus infinity or NaN gives an advantage that is not
+        finite, and the sample is masked.
 
     Source:
         Lu, "On-Policy Distillation", Thinking Machines Lab, 2025; order of operations and default as in slime.
@@ -75,8 +96,10 @@ def topk_distillation_loss(
         zero_outside_topk: Count the policy's other tokens. No effect on "forward", to which they contribute nothing.
 
     Returns:
-        The divergence, [M], nats, as loss and as the metric train/distillation_kl. Nothing is clamped: a teacher
-        log-prob of minus infinity adds nothing to forward, and makes reverse infinite.
+        The divergence, [M], nats, as loss and as the metric train/distillation_kl.
+
+    Edges:
+        Nothing is clamped: a teacher log-prob of minus infinity adds nothing to forward, and makes reverse infinite.
 
     Raises:
         ValueError: The entropy is missing.

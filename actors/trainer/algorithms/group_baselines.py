@@ -69,7 +69,7 @@ class _Votes:
 
 
 def usable_rewards(rewards: ArrayLike) -> NDArray[np.bool_]:
-    """Return which rewards count: those that are finite in float32, |reward| < 3.4e38.
+    """Return which rewards count: those that are finite in float32, |reward| <= 3.4e38.
 
     Args:
         rewards: [B], reward units.

@@ -74,15 +74,19 @@ def kl_clamped(
 ) -> Tensor:
     """Mark tokens whose estimate of the divergence is limited.
 
+    1 where |log_probs - ref_log_probs| > max_log_ratio, or low_var_kl without a factor is above 10 nats.
+
     Args:
-        log_probs: As for `kl_divergence`, like the other arguments.
+        log_probs: [M], of the policy.
         ref_log_probs: [M], of the reference.
         estimator: k1 and k2 have no limit.
         max_log_ratio: Limit of log-ratios, nats.
 
     Returns:
-        [M], without a gradient: 1 where the log-ratio is beyond max_log_ratio, or low_var_kl without a factor beyond
-        10 nats; 0 elsewhere.
+        [M], without a gradient, 0 or 1.
+
+    Edges:
+        A log-ratio equal to the limit is not limited. NaN gives 0.
 
     Source:
         The limits are those of `kl_divergence`.

@@ -82,9 +82,9 @@ def ppo_loss(
         max_log_ratio: Limit of log-ratios, nats.
 
     Returns:
-        Metrics: pg_clipfrac, 1 where the clipped term is the larger one; with eps_clip_c pg_clipfrac_lower, 1 where it
-        lowers the loss; ppo_kl, old minus new log-prob in nats; ratio_clampfrac, 1 where the log-ratio is beyond its
-        limit.
+        The loss, [M], and metrics, [M] each: pg_clipfrac, 1 where the clipped term is the larger one; with eps_clip_c
+        pg_clipfrac_lower, 1 where it lowers the loss; ppo_kl, old minus new log-prob in nats; ratio_clampfrac, 1 where
+        the log-ratio is beyond its limit.
 
     Edges:
         Log-ratios are limited to +-max_log_ratio before the exponential; beyond it the token has no gradient. With
@@ -118,7 +118,7 @@ def gspo_loss(
         max_log_ratio: Limit of the sequence's log-ratio, nats.
 
     Returns:
-        Metrics as of `ppo_loss`, the same for all tokens of a sequence with one advantage.
+        The loss, [M], and metrics as of `ppo_loss`, the same for all tokens of a sequence with one advantage.
 
     Edges:
         The mean is limited to +-max_log_ratio, not the tokens' log-ratios. A sequence of one token is as in
@@ -153,8 +153,8 @@ def decoupled_ppo_loss(
         max_log_ratio: Limit of both log-ratios, nats.
 
     Returns:
-        Metrics of `ppo_loss`, where ratio_clampfrac counts both log-ratios; behave_imp_weight, the weight; behave_mask,
-        1 where the token is kept.
+        The loss, [M], and metrics of `ppo_loss`, where ratio_clampfrac counts both log-ratios; behave_imp_weight, the
+        weight; behave_mask, 1 where the token is kept.
 
     Edges:
         A weight equal to the cap is kept. behave_imp_weight is 0 where the token is not kept. Both log-ratios are
@@ -198,7 +198,8 @@ def cispo_loss(
         max_log_ratio: Limit of log-ratios, nats.
 
     Returns:
-        Metrics: pg_clipfrac, 1 where the ratio is clipped; ppo_kl and ratio_clampfrac as of `ppo_loss`.
+        The loss, [M], and metrics, [M] each: pg_clipfrac, 1 where the ratio is clipped; ppo_kl and ratio_clampfrac as
+        of `ppo_loss`.
 
     Edges:
         The ratio is limited before the clip. Every token keeps the gradient of its log-prob.
@@ -238,8 +239,8 @@ def dppo_loss(
         max_log_ratio: Limit of log-ratios, nats.
 
     Returns:
-        Metrics: pg_clipfrac, 1 where the token is dropped; ppo_kl as of `ppo_loss`; ratio_clampfrac, 1 where the
-        log-ratio is beyond its limit or the ratio above eps_clip_c.
+        The loss, [M], and metrics, [M] each: pg_clipfrac, 1 where the token is dropped; ppo_kl as of `ppo_loss`;
+        ratio_clampfrac, 1 where the log-ratio is beyond its limit or the ratio above eps_clip_c.
 
     Edges:
         A divergence equal to its threshold is kept. An advantage of 0 counts as negative. The divergence is computed
@@ -285,7 +286,8 @@ def prime_rl_loss(
         max_log_ratio: Limit of the log-ratio in r, nats.
 
     Returns:
-        Metrics: is_masked, is_masked_low, is_masked_high; mismatch_kl, r - log r - 1; ratio_clampfrac.
+        The loss, [M], and metrics, [M] each: is_masked, is_masked_low, is_masked_high; mismatch_kl, r - log r - 1;
+        ratio_clampfrac.
 
     Edges:
         A change equal to its threshold is kept. The squared log-ratio is not limited: at 90 nats it is 8,100 kl_tau.
@@ -316,7 +318,7 @@ def prime_rl_ipo_loss(
         max_log_ratio: Limit of the log-ratio in r, nats.
 
     Returns:
-        Metrics: is_masked; mismatch_kl, r - log r - 1; ratio_clampfrac.
+        The loss, [M], and metrics, [M] each: is_masked; mismatch_kl, r - log r - 1; ratio_clampfrac.
 
     Edges:
         A change equal to the threshold is kept. The squared log-ratio is not limited. Metrics have no sides.
@@ -342,7 +344,7 @@ def sapo_loss(
         max_log_ratio: Limit of log-ratios, nats.
 
     Returns:
-        Metrics: ppo_kl and ratio_clampfrac as of `ppo_loss`; pg_clipfrac is 0.
+        The loss, [M], and metrics, [M] each: ppo_kl and ratio_clampfrac as of `ppo_loss`; pg_clipfrac is 0.
 
     Edges:
         An advantage of 0 has tau_neg. Log-ratios are limited to +-max_log_ratio; beyond it the token has no gradient.
@@ -376,7 +378,8 @@ def gmpo_loss(
         max_log_ratio: Limit of the sequence's log-ratio, nats.
 
     Returns:
-        Metrics: pg_clipfrac, 1 where the token's log-ratio is limited; ppo_kl and ratio_clampfrac as of `ppo_loss`.
+        The loss, [M], and metrics, [M] each: pg_clipfrac, 1 where the token's log-ratio is limited; ppo_kl and
+        ratio_clampfrac as of `ppo_loss`.
 
     Edges:
         With A = 0 the log-ratio counts as 0 in the mean. The limits apply to tokens, max_log_ratio to their mean.
@@ -402,7 +405,7 @@ def gpg_loss(inputs: LossInputs) -> Terms:
         inputs: Uses log_probs and advantages; no old log-probs.
 
     Returns:
-        No metrics.
+        The loss, [M], and no metrics.
 
     Edges:
         Nothing is clamped, since there is no ratio.
@@ -422,7 +425,10 @@ def positive_nll_loss(inputs: LossInputs) -> Tensor:
         inputs: Uses log_probs and rewards.
 
     Returns:
-        [M], nats. Its sum is divided by the number of tokens of good samples, or by 1 if there are none. No limit.
+        [M], nats. Its sum is divided by the number of tokens of good samples, or by 1 if there are none.
+
+    Edges:
+        A reward of 0 is not good. Nothing is clamped.
 
     Source:
         VAPO, arXiv 2504.05118, equation 10; NeMo-RL at 7ea279ab, positive_example_nll_weight.

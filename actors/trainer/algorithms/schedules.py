@@ -50,6 +50,8 @@ def learning_rate(config: OptimizerConfig, step: int, *, num_steps: int) -> floa
 def entropy_coef(config: AlgorithmConfig, step: int, *, num_steps: int) -> float:
     """Entropy coefficient: linear from entropy_coef at the first train step to entropy_coef_end at the last one.
 
+    entropy_coef + (entropy_coef_end - entropy_coef) min(step / (num_steps - 1), 1).
+
     Args:
         config: The recipe's algorithm table.
         step: Number of the train step, from 0.
@@ -62,7 +64,7 @@ def entropy_coef(config: AlgorithmConfig, step: int, *, num_steps: int) -> float
         Without entropy_coef_end it is constant. After the last planned step it stays. A single step has entropy_coef.
 
     Source:
-        Plain linear interpolation: entropy_coef + (entropy_coef_end - entropy_coef) step / (num_steps - 1).
+        Plain linear interpolation.
     """
     if config.entropy_coef_end is None:
         return config.entropy_coef

@@ -1,0 +1,117 @@
+"""docs/reference/algorithms is what the code says, and says all that a caller needs."""
+
+import ast
+import importlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bin import describe_algorithms
+from bin.describe_algorithms import Source, entries_of, page, sections_of, sources
+from tests.docs.snippets import snippets
+
+DOCS = Path(__file__).parents[2] / "docs" / "reference" / "algorithms"
+ARRAYS = re.compile(r"\b(Tensor|ArrayLike|NDArray|Floats|Floats32|Ints|Flags)\b")
+SHAPED = re.compile(r"\[[A-Z]")
+SOURCES = {source.name.rpartition(".")[2]: source for source in sources()}
+
+
+def faults(source: Source) -> Iterator[str]:
+    """What the docstrings of a module lack."""
+    if "assert " not in sections_of(source.docstring).get("Example", ""):
+        yield "the module has no example with assertions"
+    for node in source.functions:
+        parts = sections_of(ast.get_docstring(node) or "")
+        given, arguments = node.args, entries_of(parts.get("Args", ""))
+        for argument in [*given.posonlyargs, *given.args, *given.kwonlyargs]:
+            kind, text = ast.unparse(argument.annotation) if argument.annotation else "", arguments.get(argument.arg)
+            if text is None:
+                yield f"{node.name}: {argument.arg} is not described"
+            elif ARRAYS.search(kind) and not SHAPED.search(text):
+                yield f"{node.name}: {argument.arg} has no shape"
+        if not re.search(r"[-+*/=]|exp|mean", parts["text"] + parts["summary"]):
+            yield f"{node.name}: no formula"
+        for section in ("Returns", "Edges", "Source"):
+            if not parts.get(section, "").strip():
+                yield f"{node.name}: no {section}"
+
+
+def test_the_committed_pages_are_current() -> None:
+    assert describe_algorithms.main(["--check"]) == 0
+
+
+def test_stale_and_superfluous_pages_are_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert describe_algorithms.main(["--docs", str(tmp_path)]) == 0
+    assert describe_algorithms.main(["--docs", str(tmp_path), "--check"]) == 0
+    (tmp_path / "algorithms" / "kl.md").write_text("old")
+    (tmp_path / "algorithms" / "gone.md").write_text("of a module that is gone")
+    assert describe_algorithms.main(["--docs", str(tmp_path), "--check"]) == 1
+    named = capsys.readouterr().err
+    assert ("kl.md" in named, "gone.md" in named, "whitening.md" in named) == (True, True, False)
+    assert describe_algorithms.main(["--docs", str(tmp_path)]) == 0
+    assert describe_algorithms.main(["--docs", str(tmp_path), "--check"]) == 0
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_every_function_has_a_formula_shapes_edges_and_a_source(name: str) -> None:
+    assert list(faults(SOURCES[name])) == []
+
+
+def test_a_function_without_them_is_found() -> None:
+    text = '''"""A module."""
+
+def bare(values: Tensor, size: int) -> Tensor:
+    """Do.
+
+    Args:
+        values: Any.
+    """
+'''
+    assert list(faults(Source("bare", text))) == [
+        "the module has no example with assertions",
+        "bare: values has no shape",
+        "bare: size is not described",
+        "bare: no formula",
+        "bare: no Returns",
+        "bare: no Edges",
+        "bare: no Source",
+    ]
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_the_example_of_a_page_runs(name: str) -> None:
+    example = snippets(DOCS / f"{name}.md", "python")[0]
+    assert "assert " in example
+    exec(compile(example, f"{name}.md", "exec"), {})
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_every_import_path_of_a_page_exists(name: str) -> None:
+    found = re.findall(r"^from (\S+) import (\w+)$", page(SOURCES[name]), re.MULTILINE)
+    public = [node.name for node in (*SOURCES[name].classes, *SOURCES[name].functions)]
+    assert {imported for _, imported in found} >= set(public)
+    assert [pair for pair in found if not hasattr(importlib.import_module(pair[0]), pair[1])] == []
+
+
+def test_signatures_have_defaults_and_types_and_a_class_its_fields() -> None:
+    text = '''"""A module."""
+
+from typing import Final
+
+LIMIT: Final = 3.0
+
+class Pair(NamedTuple):
+    """Two numbers."""
+
+    one: float  # nats
+    other: float = LIMIT
+
+def halves(pair: Pair, *, by: float = LIMIT, deep: bool = False) -> float:
+    """Divide."""
+'''
+    found = page(Source("made.up", text))
+    assert "halves(\n    pair: Pair,\n    *,\n    by: float = LIMIT,\n    deep: bool = False,\n) -> float\n" in found
+    assert "| `LIMIT` | `3.0` |" in found
+    assert "- `one: float`: nats\n- `other: float = LIMIT`\n" in found
