@@ -190,6 +190,9 @@ class AlgorithmConfig(Config, frozen=True, kw_only=True):
     # "opo" weights that mean by length; "grpo_passk" rewards the best sample of a group alone. "gspo" and "cispo" are
     # "grpo" with the loss of that name.
     advantage_estimator: Estimator = "grpo"
+    # Function that computes the advantages, in place of `advantage_estimator`: "module:function" or
+    # "path/file.py:function". It is tried on two samples at the start.
+    custom_advantage: Text | None = None
     # Advantage of a sample without others in its group, for estimators that compare a group's samples: 0 ("zero"), or
     # its reward ("reward").
     group_of_one: Literal["zero", "reward"] = "zero"
@@ -435,7 +438,7 @@ class Recipe(Config, frozen=True, kw_only=True):
 
 
 TRAINER_FUNCTIONS: Final = {  # keys of user functions that the trainer calls, by table
-    "algorithm": ("custom_loss", "custom_tis", "custom_pg_loss_reducer"),
+    "algorithm": ("custom_advantage", "custom_loss", "custom_tis", "custom_pg_loss_reducer"),
 }
 
 
@@ -450,6 +453,11 @@ def trainer_functions(recipe: Recipe) -> Iterator[tuple[str, str]]:
 def trains_demonstrations(recipe: Recipe) -> bool:
     """Return whether training uses demonstrations, so that nothing is generated and nothing is graded."""
     return recipe.algorithm.loss_type == "sft_loss"
+
+
+def estimator(algorithm: AlgorithmConfig) -> Estimator | Custom:
+    """Return the estimator of advantages, or "custom" for a function of the user."""
+    return algorithm.advantage_estimator if algorithm.custom_advantage is None else "custom"
 
 
 def loss_mode(algorithm: AlgorithmConfig) -> LossMode | Custom:
@@ -493,7 +501,7 @@ def asks_teachers(algorithm: AlgorithmConfig) -> bool:
 
 def uses_groups(algorithm: AlgorithmConfig) -> bool:
     """Return whether the estimator compares the samples of a group."""
-    return algorithm.advantage_estimator != "reinforce"
+    return estimator(algorithm) not in ("reinforce", "custom")
 
 
 def agg_mode(algorithm: AlgorithmConfig) -> AggMode | Custom:

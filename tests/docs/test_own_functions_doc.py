@@ -1,4 +1,4 @@
-"""docs/train/own-losses.md: its functions pass the dry run, compute what the page says, and train."""
+"""docs/train/own-losses.md and own-hooks.md: their functions pass the dry run, compute what the pages say, and train."""
 
 import tomllib
 from pathlib import Path
@@ -12,14 +12,15 @@ from actors.trainer.algorithms.corrections import importance_weights
 from actors.trainer.algorithms.loss_inputs import LossInputs
 from actors.trainer.algorithms.reductions import ReductionInputs
 from actors.trainer.plugins.dry_run import try_plugin
-from actors.trainer.plugins.functions import custom_loss, custom_reducer, custom_weights
+from actors.trainer.plugins.functions import custom_advantage, custom_loss, custom_reducer, custom_weights
 from runtime.settings.recipe import trainer_functions
 from tests.actors.trainer.algorithms.peers import LENGTHS, VERL, column
+from tests.build.advantages import advantage_inputs
 from tests.build.losses import inputs
 from tests.build.topology import topology_with
 from tests.docs.snippets import snippets
 
-PAGES = [Path(__file__).parents[2] / "docs" / "train" / "own-losses.md"]
+PAGES = [Path(__file__).parents[2] / "docs" / "train" / f"own-{name}.md" for name in ("losses", "hooks")]
 torch.set_num_threads(1)
 
 
@@ -40,7 +41,12 @@ def of_verl() -> LossInputs:
 def test_the_settings_of_the_pages_pass_the_dry_run(folder: Path) -> None:
     tables = [tomllib.loads(block) for page in PAGES for block in snippets(page, "toml")]
     named = [pair for tables in tables for pair in trainer_functions(topology_with(**tables))]
-    assert [key.partition(".")[2] for key, _ in named] == ["custom_loss", "custom_tis", "custom_pg_loss_reducer"]
+    assert [key.partition(".")[2] for key, _ in named] == [
+        "custom_loss",
+        "custom_tis",
+        "custom_pg_loss_reducer",
+        "custom_advantage",
+    ]
     for key, value in [*named, ("algorithm.custom_loss", "my_losses.py:kl_cov")]:
         try_plugin(topology_with(), key, value, base_dirs=(folder,))
 
@@ -84,6 +90,13 @@ def test_the_weights_are_icepop_with_a_bound_by_sign(folder: Path) -> None:
     assert factors[5] == 0.0  # 1 / 0.75 is above 1.25
     assert expected[5] > 0.0
     assert metrics["train/tis_clipfrac"].tolist() == [1.0, 0.0, 0.0, 0.0, 1.0, 1.0]
+
+
+def test_the_advantages_are_above_the_median_of_a_prompt(folder: Path) -> None:
+    estimate = custom_advantage("my_advantages.py:above_median", (folder,))
+    rewards, groups = np.array([1.0, 4.0, 0.5, 0.25, 5.0]), np.array([3, 1, 3, 3, 1])
+    found = estimate(advantage_inputs([1] * 5, rewards=rewards, groups=groups))
+    assert found.advantages.tolist() == [0.5, -0.5, 0.0, -0.25, 0.5]
 
 
 def test_the_reduction_is_a_mean_over_prompts(folder: Path) -> None:

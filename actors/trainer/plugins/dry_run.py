@@ -13,13 +13,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from actors.trainer.algorithms.advantage_inputs import AdvantageInputs
 from actors.trainer.algorithms.loss_inputs import LossInputs, Sequences
 from actors.trainer.algorithms.reductions import ReductionInputs
 from actors.trainer.plugins.functions import (
+    CustomAdvantage,
     CustomLoss,
     CustomReducer,
     CustomWeights,
     TrainerPlugin,
+    custom_advantage,
     custom_loss,
     custom_reducer,
     custom_weights,
@@ -66,6 +69,8 @@ def try_plugin(
     """
     with_ref = topology.algorithm.kl_loss_coef > 0
     match key:
+        case "algorithm.custom_advantage":
+            try_advantage(custom_advantage(value, base_dirs))
         case "algorithm.custom_loss":
             try_loss(custom_loss(value, base_dirs), with_ref=with_ref, device=device)
         case "algorithm.custom_tis":
@@ -74,6 +79,53 @@ def try_plugin(
             try_reducer(custom_reducer(value, base_dirs))
         case _:
             raise AssertionError(key)
+
+
+def try_advantage(advantage: CustomAdvantage) -> None:
+    """Try an estimator on two samples of one prompt: different rewards, equal rewards, and one of them fully masked.
+
+    Raises:
+        InputError: The estimator cannot be used; names its key, the function, and what is allowed.
+    """
+    for where, inputs in {
+        ON: rewarded((1.0, 0.25)),
+        f"{ON} with equal rewards": rewarded((0.5, 0.5)),
+        f"{ON}, one fully masked": rewarded((1.0, 0.25), masked=True),
+    }.items():
+        with _explained(advantage, where), same_random_numbers(CPU):
+            before = {name: np.copy(value) for name, value in _arrays(inputs).items()}
+            found = advantage(inputs)
+            for name, value in _arrays(inputs).items():
+                if not np.array_equal(value, before[name]):
+                    advantage.refuse(f"changes inputs.{name} in place; compute a new array")
+            if not np.isfinite(found.advantages).all():
+                wrong = found.advantages[~np.isfinite(found.advantages)][0]
+                advantage.refuse(f"the advantages have the value {wrong}; expected finite numbers")
+
+
+def rewarded(rewards: tuple[float, float], *, masked: bool = False) -> AdvantageInputs:
+    """Inputs of an estimator: two samples of one prompt, each with a prompt of two tokens.
+
+    Args:
+        rewards: Of the two samples.
+        masked: Whether no token of the first sample trains.
+    """
+    lengths = np.array(LENGTHS, dtype=np.int64) + 2
+    trains = np.concatenate([np.arange(length) >= 2 for length in lengths])
+    ours = np.repeat([False, True], lengths)
+    return AdvantageInputs(
+        rewards=np.array(rewards),
+        groups=np.array([7, 7]),
+        rollouts=np.array([0, 1]),
+        lengths=lengths,
+        loss_mask=trains & ours if masked else trains,
+        response_mask=trains,
+    )
+
+
+def _arrays(inputs: AdvantageInputs) -> dict[str, Any]:
+    found = {field.name: getattr(inputs, field.name) for field in fields(inputs)}
+    return {name: value for name, value in found.items() if isinstance(value, np.ndarray)}
 
 
 def try_loss(loss: CustomLoss, *, with_ref: bool, device: torch.device = CPU) -> None:
@@ -155,6 +207,8 @@ def two_samples(*, with_ref: bool, device: torch.device = CPU) -> LossInputs:
         entropy=(0.5 + 0.1 * torch.cos(place)).to(device).requires_grad_(),
         sequences=Sequences(torch.repeat_interleave(torch.arange(2), torch.tensor(LENGTHS)).to(device), 2),
         ref_log_probs=near(3.0) if with_ref else None,
+        rewards=torch.where(place < first, 1.0, 0.0).to(device),
+        trainer_log_probs=near(1.0),
     )
 
 
@@ -213,6 +267,8 @@ def _no_tokens(*, with_ref: bool, device: torch.device) -> LossInputs:
         entropy=none.clone().requires_grad_(),
         sequences=Sequences(torch.empty(0, dtype=torch.int64, device=device), 1),
         ref_log_probs=none if with_ref else None,
+        rewards=none,
+        trainer_log_probs=none,
     )
 
 

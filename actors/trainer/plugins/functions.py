@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from actors.trainer.algorithms.advantage_inputs import AdvantageInputs, Advantages
 from actors.trainer.algorithms.corrections import Correction
 from actors.trainer.algorithms.loss_inputs import LossInputs, Terms
 from actors.trainer.algorithms.reductions import Reduction, ReductionInputs
@@ -20,6 +21,7 @@ from runtime.process.actor import InputError
 from runtime.settings.plugins import load_plugin
 
 PARAMETERS: Final[Mapping[str, tuple[str, ...]]] = {  # by key: what each function is called with
+    "algorithm.custom_advantage": ("inputs",),
     "algorithm.custom_loss": ("inputs",),
     "algorithm.custom_tis": ("inputs",),
     "algorithm.custom_pg_loss_reducer": ("inputs",),
@@ -114,6 +116,28 @@ class TrainerPlugin:
         return columns
 
 
+class CustomAdvantage(TrainerPlugin):
+    """An estimator: gets `AdvantageInputs`, returns `Advantages`, or one advantage per sample or per token."""
+
+    def __call__(self, inputs: AdvantageInputs) -> Advantages:
+        """Compute the advantage of each token."""
+        answer = self.call(inputs)
+        found, returns = answer if isinstance(answer, Advantages) else (answer, None)
+        advantages = self.per_token("the advantages", found, inputs)
+        return Advantages(advantages, None if returns is None else self.per_token("the returns", returns, inputs))
+
+    def per_token(self, what: str, values: Any, inputs: AdvantageInputs) -> Any:
+        """Return a column of one number per token; one number per sample is spread over its tokens."""
+        num_samples, num_tokens = len(inputs.lengths), len(inputs.loss_mask)
+        expected = f"a float array of one number per sample [{num_samples}] or per token [{num_tokens}]"
+        if not isinstance(values, np.ndarray) or values.dtype.kind != "f" or values.ndim != 1:
+            self.refuse(f"returned {shown(values)} for {what}; expected {expected}")
+        if len(values) not in (num_samples, num_tokens):
+            self.refuse(f"returned {shown(values)} for {what}; expected {expected}")
+        column = values.astype(np.float64)
+        return column if len(column) == num_tokens else inputs.spread(column)
+
+
 class CustomLoss(TrainerPlugin):
     """A policy loss: gets `LossInputs`, returns `Terms`, or a pair of loss and metrics."""
 
@@ -160,6 +184,11 @@ class CustomReducer(TrainerPlugin):
         return values.astype(dtype)
 
 
+def custom_advantage(value: str, base_dirs: tuple[Path, ...] = ()) -> CustomAdvantage:
+    """Load `algorithm.custom_advantage`."""
+    return CustomAdvantage("algorithm.custom_advantage", value, base_dirs)
+
+
 def custom_loss(value: str, base_dirs: tuple[Path, ...] = ()) -> CustomLoss:
     """Load `algorithm.custom_loss`."""
     return CustomLoss("algorithm.custom_loss", value, base_dirs)
@@ -181,7 +210,7 @@ def shown(value: Any) -> str:
         return f"a {_name(value.dtype)} tensor {list(value.shape)}"
     if isinstance(value, np.ndarray):
         array = cast("np.ndarray[Any, Any]", value)
-        return f"a {array.dtype} array {list(array.shape)}"
+        return f"{'an' if array.dtype.kind == 'i' else 'a'} {array.dtype} array {list(array.shape)}"
     if isinstance(value, tuple | list):
         items = cast("tuple[Any, ...]", value)
         return f"a {type(value).__name__} of {len(items)}: {', '.join(shown(item) for item in items[:3])}"

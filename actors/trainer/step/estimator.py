@@ -22,6 +22,7 @@ from actors.trainer.algorithms.group_baselines import (
 )
 from actors.trainer.algorithms.whitening import whiten
 from actors.trainer.data.batch import TrainBatch
+from actors.trainer.plugins.functions import custom_advantage
 from runtime.settings.recipe import AlgorithmConfig, Estimator, trains_demonstrations, uses_groups
 from runtime.settings.topology import Topology
 
@@ -129,11 +130,7 @@ def token_advantages(inputs: AdvantageInputs, algorithm: AlgorithmConfig, alone:
     Raises:
         ValueError: The estimator needs an input that is None.
     """
-    estimate = ESTIMATORS[algorithm.advantage_estimator]
-    given = {name: getattr(inputs, name) for name in estimate.inputs}
-    if missing := [name for name, values in given.items() if values is None]:
-        raise ValueError(f'the estimator "{algorithm.advantage_estimator}" needs {", ".join(missing)}')
-    found = estimate.function(*given.values(), **estimate.options(algorithm, alone))
+    found = _estimated(inputs, algorithm, alone)
     if not isinstance(found, Advantages):
         found = Advantages(inputs.spread(found))
     if inputs.teacher_log_probs is not None:
@@ -141,6 +138,17 @@ def token_advantages(inputs: AdvantageInputs, algorithm: AlgorithmConfig, alone:
     if algorithm.normalize_advantages:
         found = found._replace(advantages=whiten(found.advantages, inputs.loss_mask))
     return found
+
+
+def _estimated(inputs: AdvantageInputs, algorithm: AlgorithmConfig, alone: GroupOfOne) -> Floats | Advantages:
+    """Call the estimator: the named one, or the user's."""
+    if algorithm.custom_advantage is not None:
+        return custom_advantage(algorithm.custom_advantage)(inputs)
+    estimate = ESTIMATORS[algorithm.advantage_estimator]
+    given = {name: getattr(inputs, name) for name in estimate.inputs}
+    if missing := [name for name, values in given.items() if values is None]:
+        raise ValueError(f'the estimator "{algorithm.advantage_estimator}" needs {", ".join(missing)}')
+    return estimate.function(*given.values(), **estimate.options(algorithm, alone))
 
 
 def _distilled(inputs: AdvantageInputs, advantages: Floats, coef: float) -> Floats:

@@ -14,6 +14,7 @@ from runtime.settings.recipe import (
     Recipe,
     agg_mode,
     asks_teachers,
+    estimator,
     keeps_teacher,
     loss_mode,
     trains_demonstrations,
@@ -81,8 +82,13 @@ APPLIES: Final[Mapping[str, Applies]] = {
     ),
 }
 
-CUSTOM: Final = {"loss_mode": "custom_loss", "loss_agg_mode": "custom_pg_loss_reducer"}  # in place of these choices
+CUSTOM: Final = {  # function of the user in place of a named choice
+    "advantage_estimator": "custom_advantage",
+    "loss_mode": "custom_loss",
+    "loss_agg_mode": "custom_pg_loss_reducer",
+}
 REPLACED: Final[Mapping[str, tuple[str, ...]]] = {  # what a function of the user takes the place of
+    "custom_advantage": ("advantage_estimator",),
     "custom_loss": ("loss_mode",),
     "custom_tis": ("tis_clip", "tis_clip_low", "tis_level", "tis_mode", "tis_batch_normalize", "bypass_mode"),
     "custom_pg_loss_reducer": ("loss_agg_mode", "calculate_per_token_loss"),
@@ -127,7 +133,11 @@ def algorithm_problems(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _without_effect(algorithm: AlgorithmConfig) -> Iterator[Problem]:
-    resolved = {"loss_mode": loss_mode(algorithm), "loss_agg_mode": agg_mode(algorithm)}
+    resolved = {
+        "advantage_estimator": estimator(algorithm),
+        "loss_mode": loss_mode(algorithm),
+        "loss_agg_mode": agg_mode(algorithm),
+    }
     for field in msgspec.structs.fields(AlgorithmConfig):
         applies, value = APPLIES.get(field.name), getattr(algorithm, field.name)
         if applies is None or value == field.default:
@@ -203,6 +213,9 @@ def _custom(recipe: Recipe) -> Iterator[Problem]:
     if algorithm.custom_loss is not None and algorithm.advantage_estimator in ("gspo", "cispo"):
         message = 'names a loss, which algorithm.custom_loss takes the place of; use "grpo" for the same advantages'
         yield Problem.of("algorithm.advantage_estimator", algorithm.advantage_estimator, message)
+    if algorithm.custom_pg_loss_reducer is not None and algorithm.positive_example_nll_weight:
+        message = "cannot be combined with algorithm.custom_pg_loss_reducer, whose weights may be 0"
+        yield Problem.of("algorithm.positive_example_nll_weight", algorithm.positive_example_nll_weight, message)
     for function, names in REPLACED.items():
         if (named := getattr(algorithm, function)) is None:
             continue

@@ -115,6 +115,21 @@ from tests.runtime.settings.shipped import LAPTOP, problems
             "set algorithm.normalize_advantages = true",
         ),
         (
+            ("algorithm.custom_advantage=a.py:f", "algorithm.advantage_estimator=rloo"),
+            "algorithm.advantage_estimator",
+            "contradicts algorithm.custom_advantage, which takes its place",
+        ),
+        (
+            ("algorithm.custom_advantage=a.py:f", "algorithm.disable_grpo_std_normalization=true"),
+            "algorithm.disable_grpo_std_normalization",
+            "has no effect with algorithm.custom_advantage; it applies to grpo",
+        ),
+        (
+            ("algorithm.custom_pg_loss_reducer=a.py:f", "algorithm.positive_example_nll_weight=0.1"),
+            "algorithm.positive_example_nll_weight",
+            "cannot be combined with algorithm.custom_pg_loss_reducer",
+        ),
+        (
             ("algorithm.custom_loss=a.py:f", "algorithm.loss_mode=gpg"),
             "algorithm.loss_mode",
             "contradicts algorithm.custom_loss, which takes its place",
@@ -167,6 +182,7 @@ def test_a_combination_without_meaning_is_refused(overrides: tuple[str, ...], ke
         ("algorithm.use_rs=true", "algorithm.bypass_mode=true", "algorithm.use_rollout_logprobs=true"),
         ("algorithm.use_rs=true", "algorithm.rs_metric=binary_kl", "algorithm.use_rollout_logprobs=false"),
         ("algorithm.group_of_one=reward", "rollout.n_samples_per_prompt=1"),
+        ("algorithm.custom_advantage=a.py:f", "rollout.n_samples_per_prompt=1"),
         (
             "algorithm.custom_loss=a.py:f",
             "algorithm.eps_clip_high=none",

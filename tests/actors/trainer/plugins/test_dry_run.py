@@ -21,6 +21,8 @@ import random
 import numpy as np
 import torch
 
+from actors.trainer.algorithms.advantage_inputs import Advantages
+
 
 def ratio(inputs):
     return torch.exp(inputs.log_probs - inputs.old_log_probs)
@@ -59,6 +61,23 @@ def with_ref(inputs): return inputs.log_probs - inputs.ref_log_probs, {}
 def steep(inputs): return ratio(inputs), {}
 
 
+def centred(inputs): return inputs.rewards - inputs.rewards.mean()
+def by_token(inputs): return Advantages(inputs.spread(centred(inputs)) * inputs.loss_mask)
+def scaled(inputs):
+    with np.errstate(invalid="ignore"):
+        return centred(inputs) / inputs.rewards.std()
+def of_mask(inputs):
+    with np.errstate(divide="ignore"):
+        return centred(inputs) / inputs.mask_sums
+def in_place(inputs):
+    rewards = inputs.rewards
+    rewards -= rewards.mean()
+    return rewards
+def integers(inputs): return inputs.groups
+def too_few(inputs): return inputs.rewards[:1]
+def tensors(inputs): return torch.from_numpy(inputs.rewards)
+
+
 def by_sample(inputs): return 1.0 / np.maximum(inputs.mask_sums, 1), np.ones(len(inputs.groups), dtype=int)
 def shares_float(inputs): return np.ones(2), np.ones(2)
 def short(inputs): return np.ones(1), np.ones(2, dtype=int)
@@ -69,6 +88,7 @@ def no_shares(inputs): return np.ones(2), np.zeros(2, dtype=int)
 def two(a, b): return None
 """
 LOSS, WEIGHTS, REDUCER = (f"algorithm.custom_{name}" for name in ("loss", "tis", "pg_loss_reducer"))
+ADVANTAGE = "algorithm.custom_advantage"
 NONE = "(in the dry run on a micro-batch without trained tokens)"
 MASKED = "(in the dry run on two samples, one fully masked)"
 FAULTS = [
@@ -79,8 +99,8 @@ FAULTS = [
     (LOSS, "detached", "the loss has no gradient: compute it from inputs.log_probs"),
     (LOSS, "flat", "the gradient of the loss is 0 for every token"),
     (LOSS, "infinite_slope", "the gradient of log_probs has the value"),
-    (LOSS, "raises", "raised KeyError in line 31: 'x' (in the dry run on two samples)"),
-    (LOSS, "exits", "raised SystemExit in line 32: 3"),
+    (LOSS, "raises", "raised KeyError in line 33: 'x' (in the dry run on two samples)"),
+    (LOSS, "exits", "raised SystemExit in line 34: 3"),
     (LOSS, "changes", "raised RuntimeError"),
     (LOSS, "unnamed", "its metric 'ratio' must begin with \"train/\"; choose another name"),
     (LOSS, "taken", "its metric 'train/grad_norm' is a metric of the trainer; choose another name"),
@@ -93,6 +113,16 @@ FAULTS = [
     (WEIGHTS, "steep", "the factors have a gradient; a correction must not: use log_probs.detach()"),
     (WEIGHTS, "mean", "the tensor of factors is a float32 tensor []"),
     (WEIGHTS, "double", "the tensor of factors is a float64 tensor [8]"),
+    (
+        ADVANTAGE,
+        "scaled",
+        "the advantages have the value nan; expected finite numbers (in the dry run on two samples with",
+    ),
+    (ADVANTAGE, "of_mask", f"expected finite numbers {MASKED}"),
+    (ADVANTAGE, "in_place", "changes inputs.rewards in place; compute a new array"),
+    (ADVANTAGE, "integers", "returned an int64 array [2] for the advantages; expected a float array of one number per"),
+    (ADVANTAGE, "too_few", "expected a float array of one number per sample [2] or per token [12]"),
+    (ADVANTAGE, "tensors", "returned a float64 tensor [2] for the advantages"),
     (REDUCER, "shares_float", "shares is a float64 array [2]; expected an integer array [2] of one number >= 0 per"),
     (REDUCER, "short", "token_weights is a float64 array [1]; expected an array [2]"),
     (REDUCER, "negative", "token_weights has the value -1.0; expected"),
@@ -118,7 +148,15 @@ def states() -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize(
-    ("key", "name"), [(LOSS, "good"), (LOSS, "draws"), (WEIGHTS, "weights"), (REDUCER, "by_sample")]
+    ("key", "name"),
+    [
+        (ADVANTAGE, "centred"),
+        (ADVANTAGE, "by_token"),
+        (LOSS, "good"),
+        (LOSS, "draws"),
+        (WEIGHTS, "weights"),
+        (REDUCER, "by_sample"),
+    ],
 )
 def test_a_good_function_passes_and_random_numbers_continue(file: Path, key: str, name: str) -> None:
     before = states()

@@ -17,9 +17,14 @@ FUNCTIONS = """
 import numpy as np
 import torch
 
+from actors.trainer.algorithms.group_baselines import rloo_advantages
 from actors.trainer.algorithms.corrections import importance_weights
 from actors.trainer.algorithms.policy_losses import ppo_loss
 from actors.trainer.algorithms.reductions import reduction
+
+
+def advantages(inputs):
+    return rloo_advantages(inputs.rewards, inputs.groups, inputs.rollouts, group_of_one="zero")
 
 
 def loss(inputs):
@@ -44,7 +49,13 @@ def nan(inputs):  # for one sample
     wrong = (inputs.sequences.lengths == 5) & (len(terms.loss) > 8)
     return torch.where(wrong, torch.nan, terms.loss), {}
 """
-NAMED = {"use_tis": True, "tis_clip": 1.5, "tis_clip_low": 0.5, "loss_agg_mode": "seq-mean-token-mean"}
+NAMED = {
+    "advantage_estimator": "rloo",
+    "use_tis": True,
+    "tis_clip": 1.5,
+    "tis_clip_low": 0.5,
+    "loss_agg_mode": "seq-mean-token-mean",
+}
 
 
 @pytest.fixture
@@ -65,7 +76,12 @@ def trained(make_topology: MakeTopology, **algorithm: Any) -> tuple[dict[str, to
 
 
 def test_functions_of_the_user_train_what_the_named_ones_train(make_topology: MakeTopology, file: Path) -> None:
-    own = {"custom_loss": f"{file}:loss", "custom_tis": f"{file}:weights", "custom_pg_loss_reducer": f"{file}:reduce"}
+    own = {
+        "custom_advantage": f"{file}:advantages",
+        "custom_loss": f"{file}:loss",
+        "custom_tis": f"{file}:weights",
+        "custom_pg_loss_reducer": f"{file}:reduce",
+    }
     weights, metrics = trained(make_topology, **NAMED)
     torch.manual_seed(3)
     own_weights, own_metrics = trained(make_topology, use_tis=True, **own)
