@@ -1,4 +1,4 @@
-"""docs/train/own-losses.md and own-hooks.md: their functions pass the dry run, compute what the pages say, and train."""
+"""docs/train/own-losses.md and own-hooks.md: their functions pass the dry run and compute what the pages say."""
 
 import tomllib
 from pathlib import Path
