@@ -169,6 +169,19 @@ def step_line(
     return " | ".join([*fields, *_not_finite_field(row)])
 
 
+def masked_line(metrics: Mapping[str, float]) -> str | None:
+    """Return the line of the first train step about the tokens that each rule masked. None: they were not counted."""
+    if "train/num_response_tokens" not in metrics:
+        return None
+    total = f"{metrics['train/num_response_tokens']:,.0f} response tokens"
+    rules = {name.removeprefix("train/").partition("/"): count for name, count in metrics.items() if count}
+    found = {rule: count for (family, _, rule), count in rules.items() if family == "masked_tokens"}
+    if not found:
+        return f"first train step: no rule masked any of {total}"
+    counts = ", ".join(f"{rule} {count:,.0f}" for rule, count in found.items())
+    return f"first train step: masked or limited of {total}: {counts}"
+
+
 def _not_finite_field(row: Mapping[str, Any]) -> list[str]:
     """Return a field with the NaN or infinite metrics of a step, if there are any."""
     wrong = [f"{name} {value}" for name, value in row.items() if isinstance(value, float) and not math.isfinite(value)]

@@ -23,7 +23,7 @@ from runtime.ledger.changes import AttemptEnded, Closed
 from runtime.ledger.fold import LEDGER_EVENTS, LedgerState, fold
 from runtime.ledger.steps import Settled, TakenBack
 from runtime.report.group_numbers import CompletedNumbers, EqualScores, is_left_out, is_ungraded
-from runtime.report.lines import Failures, failure_in, line_of, step_line
+from runtime.report.lines import Failures, failure_in, line_of, masked_line, step_line
 from runtime.report.progress import StepProgress
 from runtime.report.rows import MetricRow, drop_metrics, eval_means, group_metrics, mean_of, rewards_of
 from runtime.report.summary import Result, summary_lines
@@ -233,7 +233,9 @@ class Report:
         row |= {"train/num_tokens": event.num_tokens, "weights/version": self.version}
         row |= {f"groups/{name}": count for name, count in msgspec.structs.asdict(self._ledger.books()).items()}
         self._row, self._dropped = row, dict(self._ledger.dropped)
-        return [*notices, Line(self._step_line(row)), *self._untrained(event)]
+        masked = masked_line(metrics)
+        lines = [Line(masked)] if masked is not None else []
+        return [*notices, Line(self._step_line(row)), *lines, *self._untrained(event)]
 
     def _untrained(self, event: BatchTrained) -> list[Notice]:
         reasons = sorted({item.reason for item in event.untrained})

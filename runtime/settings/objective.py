@@ -78,6 +78,8 @@ def objective_of(recipe: Recipe) -> tuple[PlannedTerm, ...]:
 def _terms(recipe: Recipe) -> Iterator[PlannedTerm]:
     algorithm = recipe.algorithm
     yield _advantage(algorithm)
+    if algorithm.use_opd:
+        yield _term("teacher", f"A - {algorithm.opd_kl_coef:g} log(old policy / teacher)", "algorithm.use_opd")
     yield _policy_loss(algorithm)
     yield from _corrections(algorithm)
     if algorithm.kl_loss_coef:

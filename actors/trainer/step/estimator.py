@@ -114,7 +114,7 @@ def advantage_inputs(batch: TrainBatch, **columns: Floats | None) -> AdvantageIn
         rollouts=batch.rollouts_B,
         lengths=batch.lengths_B,
         loss_mask=batch.loss_mask_N != 0,
-        response_mask=_response_mask(batch),
+        response_mask=response_mask(batch),
     )
     return replace(inputs, **cast(dict[str, Any], columns))
 
@@ -158,7 +158,7 @@ def _distilled(inputs: AdvantageInputs, advantages: Floats, coef: float) -> Floa
     return opd_advantages(advantages, log_probs, teacher, inputs.loss_mask, opd_kl_coef=coef)
 
 
-def _response_mask(batch: TrainBatch) -> Flags:
+def response_mask(batch: TrainBatch) -> Flags:
     """Return which tokens are from their sample's first sampled token to its end, [N]."""
     sampled_N: NDArray[np.int64] = ((batch.staleness_N >= 0) | (batch.loss_mask_N != 0)).astype(np.int64)
     seen_N = np.cumsum(sampled_N)

@@ -32,9 +32,10 @@ from actors.trainer.megatron import groups as ranks
 from actors.trainer.megatron.rank_model import Replica, TokenOutputs
 from actors.trainer.plugins.dry_run import try_plugins
 from actors.trainer.step.by_group import GroupLogProbs, ReferenceModel, teacher_of
-from actors.trainer.step.estimator import advantage_inputs, group_of_one, token_advantages
+from actors.trainer.step.estimator import advantage_inputs, group_of_one, response_mask, token_advantages
 from actors.trainer.step.layout import laid_out, shared
 from actors.trainer.step.learner import Learner, OptimizerStep
+from actors.trainer.step.masked_tokens import MaskedTokens
 from actors.trainer.step.metrics import (
     StepTimer,
     difference_metrics,
@@ -137,8 +138,9 @@ class TrainStep:
         with memory.phase("prepare"):
             columns = self._prepare(batch, steps, timer)
         before = timer.total
+        counted = self._first_counts(batch)
         with memory.phase("train"):
-            loss = partial(self._loss_terms, batch.step, columns)
+            loss = partial(self._loss_terms, batch.step, columns, counted)
             done = self._learner.train(batch, steps, loss, columns.weights_N, timer)
         steps, taken = [one.step for one in done], [one for one in done if one.is_taken]
         masked_B = np.logical_or.reduce([one.masked_B for one in done])
@@ -148,7 +150,10 @@ class TrainStep:
         if not self._demonstrations:
             measured = _micro_batches(steps if self._measures_all else steps[:1])
             metrics |= difference_metrics(batch, measured, columns.trainer_log_probs_N.cpu().numpy())
-            metrics |= sampling_metrics(with_masked(batch, masked_B), columns.advantages_N.cpu().numpy())
+            trained, advantages_N = with_masked(batch, masked_B), columns.advantages_N.cpu().numpy()
+            metrics |= sampling_metrics(trained, advantages_N)
+            if counted is not None:
+                metrics |= counted.counts(batch, trained, advantages_N, response_mask(batch))
             metrics["train/entropy_coef"] = self._entropy_coef(batch.step)
         metrics["train/num_skipped_steps"] = len(done) - len(taken)
         metrics["train/grad_norm"] = float(np.mean([one.norm for one in taken or done]))
@@ -157,6 +162,12 @@ class TrainStep:
         metrics |= timer.metrics() | {"perf/actor_train_time": timer.total - before, "perf/train_time": timer.total}
         skipped = np.concatenate([NO_SAMPLES, *(one.step.samples for one in done if not one.is_taken)])
         return Trained(metrics, skipped, np.flatnonzero(masked_B))
+
+    def _first_counts(self, batch: TrainBatch) -> MaskedTokens | None:
+        """Return what counts masked tokens by rule: in the run's first train step alone."""
+        if batch.step or self._demonstrations:
+            return None
+        return MaskedTokens(self._objective.names, len(batch.tokens_N), self._replica.device)
 
     def precompute(self, batch: TrainBatch) -> LogProbs:
         """Precompute log-probs of groups that are in no batch yet. A collective of all ranks."""
@@ -301,7 +312,13 @@ class TrainStep:
         return ranks.sum_over_replicas(torch.from_numpy(column_N)).numpy() if self._needs_all_old else column_N
 
     def _loss_terms(
-        self, train_step: int, columns: _Columns, step: OptimizerStep, micro_batch: MicroBatch, outputs: TokenOutputs
+        self,
+        train_step: int,
+        columns: _Columns,
+        counted: MaskedTokens | None,
+        step: OptimizerStep,
+        micro_batch: MicroBatch,
+        outputs: TokenOutputs,
     ) -> Terms:
         """Compute the loss of a micro-batch's tokens."""
         where_M = outputs.columns_M
@@ -323,8 +340,13 @@ class TrainStep:
             sequences=Sequences(torch.from_numpy(numbers).to(where_M.device), micro_batch.num_sequences, group),
         )
         coef = self._entropy_coef(train_step)
-        positive = step.shares_per_positive_token / columns.weights_N[where_M]  # the weights are never 0
-        return self._objective(inputs, entropy_coef=coef, weight_scale=columns.weight_scale, positive_scale=positive)
+        positive = 1.0
+        if self._algorithm.positive_example_nll_weight:
+            positive = step.shares_per_positive_token / columns.weights_N[where_M]  # the weights are never 0
+        terms = self._objective(inputs, entropy_coef=coef, weight_scale=columns.weight_scale, positive_scale=positive)
+        if counted is not None:
+            counted.add(where_M, terms.metrics)
+        return terms
 
     @property
     def _planned_steps(self) -> int:

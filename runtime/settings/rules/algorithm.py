@@ -258,6 +258,9 @@ def _terms(recipe: Recipe) -> Iterator[Problem]:
     if recipe.model.ref_load is not None and algorithm.kl_loss_coef == 0:
         message = "has no effect unless algorithm.kl_loss_coef is above 0"
         yield Problem.of("model.ref_load", recipe.model.ref_load, message)
+    if algorithm.positive_example_nll_weight and algorithm.custom_pg_loss_reducer is not None:
+        message = "cannot be combined with algorithm.custom_pg_loss_reducer: it may give a token no weight"
+        yield Problem.of("algorithm.positive_example_nll_weight", algorithm.positive_example_nll_weight, message)
     if algorithm.use_unbiased_kl and (algorithm.kl_loss_coef == 0 or algorithm.kl_loss_type == "k3+"):
         message = "has no effect unless algorithm.kl_loss_coef is above 0"
         if algorithm.kl_loss_coef:

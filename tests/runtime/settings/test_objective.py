@@ -60,6 +60,7 @@ def test_demonstrations_have_a_likelihood_alone() -> None:
         ({"custom_loss": "mine.py:loss"}, "policy loss", "mine.py:loss"),
         ({"use_tis": True, "custom_tis": "mine.py:weights"}, "weight", "x mine.py:weights"),
         ({"custom_pg_loss_reducer": "mine.py:reduce"}, "reduction", "mine.py:reduce"),
+        ({"use_opd": True, "opd_type": "megatron"}, "teacher", "A - 1 log(old policy / teacher)"),
         ({"use_tis": True}, "weight", "x clip(w, 0, 2), w = old policy / engine"),
         (
             {"use_tis": True, "tis_mode": "mask", "tis_clip_low": 0.5, "tis_level": "geometric"},

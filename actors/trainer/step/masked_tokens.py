@@ -1,0 +1,76 @@
+"""How many tokens each rule masks or limits in one batch: of the batch itself, and of the terms of the loss."""
+
+from collections.abc import Mapping
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from actors.trainer.algorithms.advantage_inputs import Flags
+from actors.trainer.data.batch import Floats32, LeftOut, TrainBatch
+from actors.trainer.data.staleness import NOT_SAMPLED
+from actors.trainer.megatron import groups as ranks
+
+RULES: Final[Mapping[str, str]] = {  # metric that is not 0 where the rule applies to a token
+    "train/pg_clipfrac": "clip",
+    "train/pg_clipfrac_lower": "dual_clip",
+    "train/is_masked": "probability",
+    "train/opsm_clipfrac": "opsm",
+    "train/tis_clipfrac": "weight_bounds",
+    "train/mis_rs_mask_fraction_low": "rejected_low",
+    "train/mis_rs_mask_fraction_high": "rejected_high",
+    "train/mis_rs_catastrophic_seq_fraction": "veto",
+    "train/behave_mask": "weight_cap",
+    "train/ratio_clampfrac": "log_ratio",
+    "train/kl_clampfrac": "divergence",
+}
+KEPT: Final = ("train/behave_mask",)  # metrics that are 0 where the rule applies
+
+
+class MaskedTokens:
+    """Counts tokens by rule. Each token counts once per rule, also if its optimizer step is computed again."""
+
+    def __init__(self, metrics: tuple[str, ...], num_tokens: int, device: torch.device) -> None:
+        """Count nothing yet.
+
+        Args:
+            metrics: Names of the loss's metrics.
+            num_tokens: Tokens of the batch.
+            device: Device of the metrics.
+        """
+        self._flags = {
+            name: torch.zeros(num_tokens, dtype=torch.bool, device=device) for name in RULES if name in metrics
+        }
+
+    def add(self, where_M: Tensor, metrics: Mapping[str, Tensor]) -> None:
+        """Record the tokens at these positions of the batch's columns."""
+        for name, flags_N in self._flags.items():
+            flags_N[where_M] = metrics[name] == 0 if name in KEPT else metrics[name] != 0
+
+    def counts(
+        self, batch: TrainBatch, trained: TrainBatch, advantages_N: Floats32, responses_N: Flags
+    ) -> dict[str, float]:
+        """Count the tokens of each rule as metrics. A collective of all replicas.
+
+        Args:
+            batch: The whole batch.
+            trained: The same without the samples whose loss was not finite.
+            advantages_N: Advantages.
+            responses_N: True from a sample's first sampled token to its end.
+        """
+        trains_N = trained.loss_mask_N != 0
+        sampled_N = batch.staleness_N != NOT_SAMPLED
+        own = [float((flags.cpu().numpy() & trains_N).sum()) for flags in self._flags.values()]
+        sums = ranks.sum_over_replicas(torch.tensor(own, dtype=torch.float64)).tolist()
+        found: dict[str, int] = {
+            "loss_mask": int((responses_N & ~sampled_N).sum()),
+            "stale": int((sampled_N & (batch.loss_mask_N == 0)).sum()),
+            "not_finite": int(batch.mask_sums_B.sum() - trained.mask_sums_B.sum()),
+            "zero_advantage": int((trains_N & (advantages_N == 0)).sum()),
+            "too_long_samples": int((batch.left_out_B == LeftOut.TOO_LONG).sum()),
+            "invalid_samples": int((batch.left_out_B == LeftOut.INVALID).sum()),
+            **{RULES[name]: int(count) for name, count in zip(self._flags, sums, strict=True)},
+        }
+        counts = {f"train/masked_tokens/{rule}": float(count) for rule, count in found.items()}
+        return {"train/num_response_tokens": float(np.count_nonzero(responses_N)), **counts}

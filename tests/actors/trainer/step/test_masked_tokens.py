@@ -1,0 +1,55 @@
+"""The first train step counts the tokens that each rule masks."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from actors.trainer.data.batch import LeftOut
+from runtime.report.lines import masked_line
+from tests.actors.trainer.step.test_train_step import own_log_probs, trainer
+from tests.actors.trainer.tiny import random_batch
+from tests.build.topology import MakeTopology
+
+PREFIX = "train/masked_tokens/"
+
+
+def test_tokens_are_counted_by_rule_in_the_first_train_step_alone(make_topology: MakeTopology) -> None:
+    topology = make_topology(algorithm={"use_rs": True, "rs_upper_bound": 2.0, "rs_veto_threshold": 1e-3})
+    batch, step = random_batch(), trainer(topology)[0]
+    trains = np.flatnonzero(batch.loss_mask_N)
+    mask, staleness = batch.loss_mask_N.copy(), np.where(batch.loss_mask_N, 0, -1).astype(np.int32)
+    mask[trains[:2]] = 0  # two tokens are masked for their staleness
+    engine = own_log_probs(topology, batch)
+    engine[trains[2:5]] -= 1.0  # three are likelier for the trainer than for the engine
+    engine[trains[-1]] += 9.0  # and one takes its whole sample out
+    left_out = batch.left_out_B.copy()
+    left_out[3] = LeftOut.TOO_LONG
+    batch = replace(batch, loss_mask_N=mask, staleness_N=staleness, rollout_log_probs_N=engine, left_out_B=left_out)
+    rewards = batch.rewards_B.copy()
+    rewards[batch.groups_B == 3] = 1.0  # a group without spread
+    metrics = step(replace(batch, rewards_B=rewards)).metrics
+    found = {name.removeprefix(PREFIX): count for name, count in metrics.items() if name.startswith(PREFIX)}
+    veto = int(batch.mask_sums_B[np.flatnonzero(batch.mask_sums_B)[-1]])
+    equal = int(batch.mask_sums_B[batch.groups_B == 3].sum())
+    assert (found["stale"], found["rejected_high"], found["rejected_low"], found["veto"]) == (2, 3, 1, veto)
+    assert (found["not_finite"], found["too_long_samples"], found["invalid_samples"]) == (0, 1, 0)
+    assert found["zero_advantage"] >= equal
+    assert 0 < found["loss_mask"] < metrics["train/num_response_tokens"]
+    again = step(replace(batch, step=1)).metrics
+    assert not any(name.startswith(PREFIX) for name in again)
+
+
+def test_the_tokens_of_a_sample_without_a_finite_loss_are_counted_as_such(make_topology: MakeTopology) -> None:
+    batch, topology = random_batch(), make_topology(algorithm={"disable_rewards_normalization": True})
+    sample, rewards = int(np.argmax(batch.mask_sums_B)), batch.rewards_B.copy()
+    rewards[sample] = np.nan
+    metrics = trainer(topology)[0](replace(batch, rewards_B=rewards)).metrics
+    assert metrics[f"{PREFIX}not_finite"] == float(batch.mask_sums_B[sample]) != 0.0
+
+
+def test_the_terminal_has_one_line_of_them() -> None:
+    assert masked_line({"train/loss": 1.0}) is None
+    nothing = {"train/num_response_tokens": 1200.0, f"{PREFIX}clip": 0.0}
+    assert masked_line(nothing) == "first train step: no rule masked any of 1,200 response tokens"
+    some = nothing | {f"{PREFIX}clip": 1010.0, f"{PREFIX}veto": 3.0}
+    assert masked_line(some) == "first train step: masked or limited of 1,200 response tokens: clip 1,010, veto 3"
