@@ -97,7 +97,7 @@ from messages.samples import (
     SegmentRef,
     WeightSpan,
 )
-from messages.work import EvalRequested, Prompt, RolloutRequested, ScoreItem, ScoreRequested
+from messages.work import Demonstration, EvalRequested, Prompt, RolloutRequested, ScoreItem, ScoreRequested
 
 __all__ = [
     "ActorDescribed",
@@ -114,6 +114,7 @@ __all__ = [
     "ColumnPublished",
     "DeadLetter",
     "DecodeError",
+    "Demonstration",
     "DescribeRequested",
     "EncodeError",
     "EngineLayout",

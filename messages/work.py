@@ -10,6 +10,14 @@ from messages.samples import SampleStatus, SampleSummary, SamplingParams
 from messages.subjects import OWN_GRADERS, grader_token
 
 
+class Demonstration(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """A response to train on as it is."""
+
+    response_ids: Int32Array  # [T]
+    loss_mask: UInt8Array  # [T]
+    text: str = ""  # response_ids as text
+
+
 class Prompt(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """A prompt, rendered and tokenised once, with the data that graders need."""
 
@@ -23,6 +31,7 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     response_ids: Int32Array | None = None  # [T], of a demonstration (SFT), trained as it is
     loss_mask: UInt8Array | None = None  # [T], of a demonstration
     response: str = ""  # response_ids as text
+    rejected: Demonstration | None = None  # the worse response of a preference pair; response_ids is the better one
     parts: tuple[int, ...] = ()  # data messages that hold the prompt, if it is too large for tasks and events
     keys: tuple[str, ...] = ()  # keys of those messages, by which reward workers fetch them
 

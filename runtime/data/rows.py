@@ -24,6 +24,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     prompt: str | list[dict[str, Any]]  # text, or chat messages
     prompt_ids: tuple[int, ...] | None = None  # used instead of tokenizing the prompt; only from functions
     label: Any = None
+    chosen: str | list[dict[str, Any]] | None = None  # of a preference pair
+    rejected: str | list[dict[str, Any]] | None = None
     metadata: dict[str, Any] = {}  # with "tools", if the row has tools
 
 
@@ -58,9 +60,11 @@ def row_of(record: Record, data: DataConfig) -> Row:
         row = Row(
             number=record.number,
             place=record.place,
-            prompt="" if ids and data.input_key not in columns else _prompt(columns, data),
+            prompt=_prompt(columns, data, is_optional=bool(ids)),
             prompt_ids=ids,
             label=None if data.label_key is None else _column(columns, data.label_key, "label_key"),
+            chosen=_response(columns, data.chosen_key, "chosen_key"),
+            rejected=_response(columns, data.rejected_key, "rejected_key"),
             metadata=metadata,
         )
         _check_value(row, data)
@@ -71,8 +75,9 @@ def row_of(record: Record, data: DataConfig) -> Row:
 
 def _check_value(row: Row, data: DataConfig) -> None:
     """Refuse values that messages cannot carry, while the row's place is known."""
-    check_plain([row.prompt, row.label, row.metadata])
-    size = len(msgspec.msgpack.encode((row.prompt, row.label, row.metadata)))
+    values = [row.prompt, row.label, row.metadata, row.chosen, row.rejected]
+    check_plain(values)
+    size = len(msgspec.msgpack.encode(values))
     if size > data.max_row_bytes:
         raise ValueError(
             f"prompt, label and metadata have {size} bytes, over the limit of {data.max_row_bytes} (data.max_row_bytes)"
@@ -94,7 +99,22 @@ def _column(columns: Mapping[str, Any], key: str, setting: str) -> Any:
     return columns[key]
 
 
-def _prompt(columns: Mapping[str, Any], data: DataConfig) -> str | list[dict[str, Any]]:
+def _response(columns: Mapping[str, Any], key: str | None, setting: str) -> str | list[dict[str, Any]] | None:
+    if key is None:
+        return None
+    value = _column(columns, key, setting)
+    try:
+        response = msgspec.convert(value, str | list[dict[str, Any]])
+    except msgspec.ValidationError:
+        raise ValueError(f"{key} = {show(value)}: expected a string or a list of chat messages") from None
+    if not response:
+        raise ValueError(f"{key} is empty")
+    return response
+
+
+def _prompt(columns: Mapping[str, Any], data: DataConfig, *, is_optional: bool) -> str | list[dict[str, Any]]:
+    if data.input_key not in columns and (is_optional or data.chosen_key is not None):
+        return ""
     value = _column(columns, data.input_key, "input_key")
     try:
         prompt = msgspec.convert(value, str | list[dict[str, Any]])

@@ -46,6 +46,7 @@ LossMode = Literal[
     "decoupled_ppo",
     "gpg",
 ]
+LossType = Literal["policy_loss", "sft_loss", "dpo_loss"]
 Level = Literal["token", "sequence", "geometric"]
 Custom = Literal["custom"]  # a function of the user in place of a named choice
 KPOP_THRESHOLD = 0.1  # nats; the bound of KPop's authors
@@ -64,7 +65,7 @@ class ModelConfig(Config, frozen=True, kw_only=True):
     random_init: bool = False
     # Dtype of weights and activations. If it is unset and the trainer uses GPUs, the checkpoint's dtype applies.
     dtype: Literal["float32", "bfloat16"] = "float32"
-    # Reference model of the KL loss. By default the weights that training starts from.
+    # Reference model of the KL loss and of DPO. By default the weights that training starts from.
     ref_load: Text | None = None
     # Teacher that the trainer keeps with `algorithm.opd_type = "megatron"`: the directory of a model with the same
     # architecture.
@@ -85,6 +86,11 @@ class DataConfig(Config, frozen=True, kw_only=True):
     input_key: Text = "input"
     # Column of the label that graders compare with. By default there is no label.
     label_key: Text | None = None
+    # Column of the better response of a preference pair, with "dpo_loss": a text, a list of chat messages that follow
+    # the prompt, or a whole conversation in a row without the column `input_key`.
+    chosen_key: Text | None = None
+    # Column of the worse response of a preference pair, in the same form.
+    rejected_key: Text | None = None
     # Column of metadata for graders: an object, or a string of JSON.
     metadata_key: Text = "metadata"
     # Column of tools for the chat template: a list, or a string of JSON.
@@ -183,8 +189,14 @@ class RolloutConfig(Config, frozen=True, kw_only=True):
 class AlgorithmConfig(Config, frozen=True, kw_only=True):
     """Settings of advantages, loss and KL."""
 
-    # Loss to train with. "sft_loss" trains on demonstrations and runs no engines.
-    loss_type: Literal["policy_loss", "sft_loss"] = "policy_loss"
+    # Loss to train with. "sft_loss" trains on demonstrations, "dpo_loss" on preference pairs; neither runs engines.
+    loss_type: LossType = "policy_loss"
+    # Loss of preference pairs with "dpo_loss": DPO ("sigmoid") or IPO ("ipo").
+    preference_loss: Literal["sigmoid", "ipo"] = "sigmoid"
+    # Weight of the distance from the reference model, with "dpo_loss".
+    dpo_beta: Annotated[float, msgspec.Meta(gt=0)] = 0.1
+    # Probability that the responses of a preference pair are swapped, with "sigmoid".
+    label_smoothing: Annotated[float, msgspec.Meta(ge=0, lt=0.5)] = 0.0
     # Estimator that turns rewards into advantages.
     # "reinforce" subtracts the mean of the batch; "gpg" and "maxrl" scale differences from the group's mean;
     # "opo" weights that mean by length; "grpo_passk" rewards the best sample of a group alone. "gspo" and "cispo" are
@@ -451,8 +463,18 @@ def trainer_functions(recipe: Recipe) -> Iterator[tuple[str, str]]:
 
 
 def trains_demonstrations(recipe: Recipe) -> bool:
-    """Return whether training uses demonstrations, so that nothing is generated and nothing is graded."""
-    return recipe.algorithm.loss_type == "sft_loss"
+    """Return whether training uses demonstrations or preference pairs, so that nothing is generated and graded."""
+    return recipe.algorithm.loss_type != "policy_loss"
+
+
+def trains_pairs(recipe: Recipe) -> bool:
+    """Return whether training uses preference pairs: each is a rollout with two parts, chosen and rejected."""
+    return recipe.algorithm.loss_type == "dpo_loss"
+
+
+def uses_reference(algorithm: AlgorithmConfig) -> bool:
+    """Return whether the trainer computes log-probs of the reference model."""
+    return algorithm.kl_loss_coef > 0 or algorithm.loss_type == "dpo_loss"
 
 
 def estimator(algorithm: AlgorithmConfig) -> Estimator | Custom:

@@ -6,7 +6,13 @@ import msgspec
 
 from runtime.bus.limits import StreamLimits
 from runtime.settings.placement import num_engines
-from runtime.settings.recipe import Recipe, max_prompt_len, over_sampling_batch_size, trains_demonstrations
+from runtime.settings.recipe import (
+    Recipe,
+    max_prompt_len,
+    over_sampling_batch_size,
+    trains_demonstrations,
+    trains_pairs,
+)
 from runtime.settings.topology import EngineConfig, Topology
 
 KIB: Final = 1024
@@ -184,7 +190,8 @@ def _count(engine: EngineConfig) -> int:
 
 def _text_bytes(recipe: Recipe) -> int:
     token_bytes = TEXT_TOKEN_BYTES + (DEMONSTRATED_TOKEN_BYTES if trains_demonstrations(recipe) else 0)
-    return token_bytes * (prompt_len_bound(recipe) + recipe.rollout.max_response_len)
+    num_responses = 2 if trains_pairs(recipe) else 1
+    return token_bytes * (prompt_len_bound(recipe) + num_responses * recipe.rollout.max_response_len)
 
 
 def _derived(needed: StreamSizes, name: str) -> int:

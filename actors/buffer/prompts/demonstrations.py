@@ -1,13 +1,14 @@
-"""Demonstrations (SFT): conversations as token ids with a loss mask over the assistant's turns."""
+"""Demonstrations (SFT) and preference pairs: conversations as token ids with a loss mask over the assistant's turns."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple, cast
 
+import msgspec
 import numpy as np
 
 from actors.buffer.prompts.prompts import encode
 from actors.buffer.prompts.tokenizing import Messages, Tokenizing
-from messages import Int32Array, Prompt, UInt8Array
+from messages import Demonstration, Int32Array, Prompt, UInt8Array
 from runtime.data.data_files import DataError
 from runtime.data.rows import Row
 from runtime.settings.recipe import DataConfig, RolloutConfig, max_prompt_len
@@ -25,7 +26,7 @@ class Piece(NamedTuple):
 
 
 class DemonstrationReader:
-    """Builds demonstrations from rows. A text and its label form a conversation of two turns."""
+    """Builds demonstrations or preference pairs from rows. A text and its response form a conversation of two turns."""
 
     def __init__(self, tokenizing: Tokenizing, rollout: RolloutConfig) -> None:
         self._tokenizing = tokenizing
@@ -38,19 +39,20 @@ class DemonstrationReader:
         Raises:
             DataError: a row has no turn to train, or the chat template or the tokenizer refuses it.
         """
-        conversations = [self._pieces(row, data) for row in rows]
-        places = [row.place for row, pieces in zip(rows, conversations, strict=True) for _ in pieces]
-        texts = [piece.text for pieces in conversations for piece in pieces]
-        ids = iter(encode(places, texts, self._tokenizing))
-        return [
-            _demonstration(row, data, pieces, [next(ids) for _ in pieces])
-            for row, pieces in zip(rows, conversations, strict=True)
-        ]
+        if data.chosen_key is None:
+            return self._tokenize([(row, self._pieces(row, row.prompt, row.label, data)) for row in rows], data)
+        chosen, rejected = (
+            self._tokenize([(row, self._continued(row, getattr(row, kind), kind, data)) for row in rows], data)
+            for kind in ("chosen", "rejected")
+        )
+        return [_pair(row, *pair) for row, *pair in zip(rows, chosen, rejected, strict=True)]
 
     def too_long(self, prompt: Prompt) -> str | None:
         """Describe the limit that a demonstration exceeds: of the prompt, the response or both. None if it fits."""
         num_prompt = len(prompt.prompt_ids)
         num_response = 0 if prompt.response_ids is None else len(prompt.response_ids)
+        if prompt.rejected is not None:
+            num_response = max(num_response, len(prompt.rejected.response_ids))
         rollout = self._rollout
         for what, length, limit, key in (
             ("prompt", num_prompt, self._prompt_limit, "rollout.max_prompt_len"),
@@ -61,10 +63,32 @@ class DemonstrationReader:
                 return f"the {what} has {length} tokens, over the limit of {limit} tokens ({key})"
         return None
 
-    def _pieces(self, row: Row, data: DataConfig) -> list[Piece]:
-        turns = row.prompt
+    def _tokenize(self, conversations: Sequence[tuple[Row, list[Piece]]], data: DataConfig) -> list[Prompt]:
+        places = [row.place for row, pieces in conversations for _ in pieces]
+        texts = [piece.text for _, pieces in conversations for piece in pieces]
+        ids = iter(encode(places, texts, self._tokenizing))
+        return [_demonstration(row, data, pieces, [next(ids) for _ in pieces]) for row, pieces in conversations]
+
+    def _continued(self, row: Row, response: str | Messages | None, kind: str, data: DataConfig) -> list[Piece]:
+        """Return the pieces of the prompt continued by a response of a preference pair."""
+        key = getattr(data, f"{kind}_key")
+        if isinstance(response, str):
+            if not row.prompt:
+                raise DataError(f"{row.place}: {key} is a text, so the row needs the column {data.input_key!r}")
+            if not isinstance(row.prompt, str):
+                turns = [*_untrained(row.prompt), {"role": TRAINED, "content": response}]
+                return self._pieces(row, turns, None, data)
+            return self._pieces(row, row.prompt, response, data)
+        if response is None or not data.apply_chat_template:
+            raise DataError(f"{row.place}: {key} is a list of chat messages: set apply_chat_template = true")
+        if not row.prompt:
+            last = response[-1:] if response[-1].get("role") == TRAINED else []
+            return self._pieces(row, [*_untrained(response[: len(response) - len(last)]), *last], None, data)
+        turns = [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else row.prompt
+        return self._pieces(row, [*_untrained(turns), *response], None, data)
+
+    def _pieces(self, row: Row, turns: str | Messages, answer: Any, data: DataConfig) -> list[Piece]:
         if isinstance(turns, str):
-            answer = row.label
             if not isinstance(answer, str) or not answer:
                 raise DataError(
                     f"{row.place}: no response to train on: set data.label_key to a column with the response text, "
@@ -79,6 +103,10 @@ class DemonstrationReader:
             )
         except ValueError as error:
             raise DataError(f"{row.place}: {error}") from None
+
+
+def _untrained(turns: Messages) -> list[dict[str, Any]]:
+    return [{**turn, MASKED[0]: 0} if turn.get("role") == TRAINED else dict(turn) for turn in turns]
 
 
 def pieces_of(turns: Messages, tokenizing: Tokenizing, **options: Any) -> list[Piece]:
@@ -128,6 +156,18 @@ def _trains(turn: Mapping[str, Any], index: int) -> bool:
         if key in turn and turn[key] not in (0, 1):
             raise ValueError(f"message {index} has {key} = {show(turn[key])}; allowed: 0 and 1")
     return turn.get("role") == TRAINED and all(turn.get(key, 1) for key in MASKED)
+
+
+def _pair(row: Row, chosen: Prompt, rejected: Prompt) -> Prompt:
+    """Join two demonstrations of a row to a preference pair."""
+    if not np.array_equal(chosen.prompt_ids, rejected.prompt_ids):
+        raise DataError(f"{row.place}: the chosen and the rejected response follow different prompts")
+    assert rejected.response_ids is not None
+    assert rejected.loss_mask is not None
+    worse = Demonstration(response_ids=rejected.response_ids, loss_mask=rejected.loss_mask, text=rejected.response)
+    if chosen.response == worse.text:
+        raise DataError(f"{row.place}: the chosen and the rejected response are the same")
+    return msgspec.structs.replace(chosen, rejected=worse)
 
 
 def _demonstration(row: Row, data: DataConfig, pieces: Sequence[Piece], ids: Sequence[Int32Array]) -> Prompt:

@@ -113,6 +113,8 @@ def fingerprint_of(prompts: Iterable[Prompt]) -> str:
         digest.update(prompt.prompt_ids.tobytes())
         if prompt.response_ids is not None and prompt.loss_mask is not None:
             digest.update(prompt.response_ids.tobytes() + prompt.loss_mask.tobytes())
+        if prompt.rejected is not None:
+            digest.update(prompt.rejected.response_ids.tobytes() + prompt.rejected.loss_mask.tobytes())
     return digest.hexdigest()[:16]
 
 

@@ -105,6 +105,7 @@ class LossInputs:
     advantages: Tensor
     entropy: Tensor  # of the policy being trained
     sequences: Sequences
+    rollouts: Sequences | None = None  # sums over rollouts, where a micro-batch has them whole: preference pairs
     ref_log_probs: Tensor | None = None  # of the reference model; None: no term needs them
     rewards: Tensor | None = None  # of each token's sample; None: no term needs them
     trainer_log_probs: Tensor | None = (

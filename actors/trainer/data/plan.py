@@ -53,6 +53,7 @@ def plan_micro_batches(
     packed: bool,
     cost: int = 0,
     attention: float = 0.0,
+    rollouts_B: Ints | None = None,
 ) -> list[list[Ints]]:
     """Distribute samples over replicas, with the same number of micro-batches each.
 
@@ -64,11 +65,17 @@ def plan_micro_batches(
         packed: True: one row of concatenated sequences. False: padded rows of similar length.
         cost: Overhead of a micro-batch, in tokens. A further micro-batch must save more padding than this.
         attention: Attention cost of each position that a token may see, in tokens.
+        rollouts_B: Rollout of every sample of the batch: samples of one rollout share a micro-batch. It may exceed
+            `max_tokens` then. None: each sample is placed by itself.
 
     Returns:
         For each replica its micro-batches, each as the samples in it. Micro-batches are empty where there are too few
         samples. Replicas have about equal amounts of computation.
     """
+    if rollouts_B is not None:
+        return _plan_rollouts(
+            lengths_B, samples, rollouts_B[samples], max_tokens, num_replicas, packed, cost, attention
+        )
     order = samples[np.argsort(-lengths_B[samples], kind="stable")]
     bins = _first_fit(lengths_B, order, max_tokens) if packed else _by_length(lengths_B, order, max_tokens, cost)
     while len(bins) % num_replicas:
@@ -79,6 +86,33 @@ def plan_micro_batches(
     bins.sort(key=lambda members: -int(lengths_B[members].sum()))
     costs = [_operations(lengths_B[members], attention, packed=packed) for members in bins]
     return [[bins[index] for index in sorted(share)] for share in shared_out(costs, num_replicas)]
+
+
+def _plan_rollouts(
+    lengths_B: Ints,
+    samples: Ints,
+    rollouts: Ints,
+    max_tokens: int,
+    num_replicas: int,
+    packed: bool,
+    cost: int,
+    attention: float,
+) -> list[list[Ints]]:
+    """Plan whole rollouts as if each were one sample: as long as its parts together, with padding."""
+    order = np.argsort(rollouts, kind="stable")
+    parts = np.split(samples[order], np.flatnonzero(np.diff(rollouts[order])) + 1)
+    lengths = [lengths_B[part].sum() if packed else len(part) * lengths_B[part].max() for part in parts]
+    planned = plan_micro_batches(
+        np.array(lengths, dtype=np.int64),
+        np.arange(len(parts)),
+        max_tokens=max_tokens,
+        num_replicas=num_replicas,
+        packed=packed,
+        cost=cost,
+        attention=attention,
+    )
+    none = np.empty(0, dtype=np.int64)
+    return [[np.concatenate([none, *(parts[unit] for unit in units.tolist())]) for units in share] for share in planned]
 
 
 def _operations(lengths: Ints, attention: float, *, packed: bool) -> float:

@@ -130,6 +130,8 @@ def token_advantages(inputs: AdvantageInputs, algorithm: AlgorithmConfig, alone:
     Raises:
         ValueError: The estimator needs an input that is None.
     """
+    if algorithm.loss_type == "dpo_loss":
+        return Advantages(inputs.spread(np.where(inputs.rewards > 0, 1.0, -1.0)))  # chosen or rejected
     found = _estimated(inputs, algorithm, alone)
     if not isinstance(found, Advantages):
         found = Advantages(inputs.spread(found))

@@ -11,7 +11,9 @@ from actors.trainer.megatron import groups as ranks
 from actors.trainer.megatron.rank_model import Replica
 
 
-def shared(replica: Replica, batch: TrainBatch, samples: Ints, *, max_tokens: int) -> list[list[Ints]]:
+def shared(
+    replica: Replica, batch: TrainBatch, samples: Ints, *, max_tokens: int, whole_rollouts: bool = False
+) -> list[list[Ints]]:
     """Distribute samples of a batch over the replicas; return what `plan_micro_batches` returns."""
     hf = replica.hf
     return plan_micro_batches(
@@ -22,6 +24,7 @@ def shared(replica: Replica, batch: TrainBatch, samples: Ints, *, max_tokens: in
         packed=replica.packed,
         cost=micro_batch_cost(replica.layer_weights),
         attention=attention_cost(hf.num_attention_heads * hf.head_dim, replica.layer_weights),
+        rollouts_B=batch.rollouts_B if whole_rollouts else None,
     )
 
 

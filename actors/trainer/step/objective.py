@@ -29,6 +29,7 @@ from actors.trainer.algorithms.policy_losses import (
     sapo_loss,
     sft_loss,
 )
+from actors.trainer.algorithms.preference import dpo_loss
 from actors.trainer.algorithms.reductions import Reduction, ReductionInputs, reduction
 from actors.trainer.plugins.functions import custom_loss, custom_reducer, custom_weights
 from runtime.settings.recipe import AlgorithmConfig, agg_mode, loss_mode, rejection_bounds
@@ -137,7 +138,6 @@ class Objective:
     def __init__(self, algorithm: AlgorithmConfig) -> None:
         """Choose the terms."""
         self._algorithm = algorithm
-        self._demonstrations = algorithm.loss_type == "sft_loss"
         self._policy_loss = policy_loss(algorithm)
         self._corrections = corrections(algorithm)
         self.names: tuple[str, ...] = tuple(self(_no_tokens(), entropy_coef=0.0).metrics)
@@ -159,10 +159,15 @@ class Objective:
             positive_scale: Factor of the likelihood of good samples. With it, [M], the reduction of all terms takes
                 the mean of this term over the tokens of good samples alone.
         """
-        if self._demonstrations:
+        algorithm = self._algorithm
+        if algorithm.loss_type == "sft_loss":
             loss = sft_loss(inputs.log_probs)
             return _reported(loss, Terms(loss, {"train/sft_loss": loss, "train/entropy_loss": inputs.entropy}))
-        algorithm, policy = self._algorithm, self._corrected(inputs, weight_scale)
+        if algorithm.loss_type == "dpo_loss":
+            kind, beta, smoothing = algorithm.preference_loss, algorithm.dpo_beta, algorithm.label_smoothing
+            loss, metrics = dpo_loss(inputs, beta=beta, label_smoothing=smoothing, kind=kind)
+            return _reported(loss, Terms(loss, {"train/preference_loss": loss, **metrics}))
+        policy = self._corrected(inputs, weight_scale)
         total = policy.loss - entropy_coef * inputs.entropy if entropy_coef else policy.loss
         metrics = {"train/pg_loss": policy.loss, "train/entropy_loss": inputs.entropy, **policy.metrics}
         if algorithm.kl_loss_coef:
@@ -216,6 +221,7 @@ def _reported(total: torch.Tensor, terms: Terms) -> Terms:
 def _no_tokens() -> LossInputs:
     """Inputs without tokens: what a loss makes of them has the names of its metrics."""
     none = torch.empty(0)
+    sequences = Sequences(torch.empty(0, dtype=torch.int64), count=1)
     return LossInputs(
         log_probs=none,
         old_log_probs=none,
@@ -226,5 +232,6 @@ def _no_tokens() -> LossInputs:
         teacher_log_probs=none,
         advantages=none,
         entropy=none,
-        sequences=Sequences(torch.empty(0, dtype=torch.int64), count=1),
+        sequences=sequences,
+        rollouts=sequences,
     )

@@ -52,6 +52,8 @@ from runtime.settings.recipe import (
     precomputes_old_log_probs,
     replays_experts,
     trains_demonstrations,
+    trains_pairs,
+    uses_reference,
 )
 from runtime.settings.topology import Topology
 
@@ -70,6 +72,7 @@ class _Columns:
     teacher_log_probs_N: Tensor | None
     rewards_N: Tensor  # of the token's sample
     weight_scale: float  # mean importance weight of the batch, or 1
+    rollouts_B: Ints | None  # rollout of each sample, where micro-batches have rollouts whole
 
 
 class _Routed(NamedTuple):
@@ -106,6 +109,7 @@ class TrainStep:
         self._topology = topology
         self._algorithm = topology.algorithm
         self._demonstrations = trains_demonstrations(topology)
+        self._pairs = trains_pairs(topology)
         self._measures_all = measures_all(topology)
         self._replays_experts = not self._demonstrations and replays_experts(self._algorithm)
         self._has_mtp_layer = replica.hf.num_mtp_layers > 0
@@ -115,7 +119,7 @@ class TrainStep:
         self._needs_all_old = not self._demonstrations and needs_all_old_log_probs(self._algorithm)
         self._group_of_one: GroupOfOne = group_of_one(topology)
         ref_load = topology.model.ref_load
-        self._reference = ReferenceModel(replica, ref_load) if self._algorithm.kl_loss_coef > 0 else None
+        self._reference = ReferenceModel(replica, ref_load) if uses_reference(self._algorithm) else None
         self._teacher = teacher_of(topology, replica)
         self._max_tokens = max_sample_tokens(topology)
         self._by_group: GroupLogProbs | None = None
@@ -179,7 +183,7 @@ class TrainStep:
         replica, none_B = self._replica, np.zeros(len(batch.lengths_B), dtype=bool)
         planned: list[tuple[Ints, list[list[Ints]]]] = []
         for samples in split_steps(batch, self._algorithm.num_steps_per_rollout):
-            shares = shared(replica, batch, samples, max_tokens=self._max_tokens)
+            shares = shared(replica, batch, samples, max_tokens=self._max_tokens, whole_rollouts=self._pairs)
             missing = replica.num_micro_batches(len(shares[0])) - len(shares[0])
             planned.append((samples, [[*members, *([NO_SAMPLES] * missing)] for members in shares]))
         routed = self._routed_experts(batch, [shares for _, shares in planned])
@@ -260,7 +264,10 @@ class TrainStep:
         ref_N = None if ref_log_probs_N is None else torch.tensor(ref_log_probs_N, device=device)
         teacher_N = None if teacher_log_probs_N is None else torch.tensor(teacher_log_probs_N, device=device)
         timer.lap("perf/plan_time")
-        return _Columns(advantages_N, weights_N, rollout_N, trainer_N, ref_N, teacher_N, rewards_N, weight_scale)
+        rollouts_B = batch.rollouts_B if self._pairs else None
+        return _Columns(
+            advantages_N, weights_N, rollout_N, trainer_N, ref_N, teacher_N, rewards_N, weight_scale, rollouts_B
+        )
 
     def _teacher_log_probs(self, batch: TrainBatch, steps: Sequence[OptimizerStep]) -> Floats32 | None:
         """Return the teacher's log-probs of all trained tokens, complete on every rank. None: there is no teacher.
@@ -327,6 +334,11 @@ class TrainStep:
         numbers = micro_batch.sequences.ravel()[micro_batch.rows_M]
         group = ranks.context_parallel_group() if self._replica.context.size > 1 else None
         trainer_M, rollout_M = columns.trainer_log_probs_N[where_M], columns.rollout_log_probs_N[where_M]
+        rollouts = None
+        if columns.rollouts_B is not None:
+            _, rollout_of = np.unique(columns.rollouts_B[micro_batch.samples], return_inverse=True)
+            own = torch.from_numpy(rollout_of[numbers]).to(where_M.device)
+            rollouts = Sequences(own, micro_batch.num_sequences, group)
         inputs = LossInputs(
             log_probs=outputs.log_probs,
             old_log_probs=rollout_M if self._algorithm.use_rollout_logprobs else trainer_M,
@@ -338,6 +350,7 @@ class TrainStep:
             advantages=columns.advantages_N[where_M],
             entropy=outputs.entropy,
             sequences=Sequences(torch.from_numpy(numbers).to(where_M.device), micro_batch.num_sequences, group),
+            rollouts=rollouts,
         )
         coef = self._entropy_coef(train_step)
         positive = 1.0

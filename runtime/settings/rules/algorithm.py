@@ -19,6 +19,7 @@ from runtime.settings.recipe import (
     loss_mode,
     trains_demonstrations,
     uses_groups,
+    uses_reference,
 )
 
 GRPO: Final = ("grpo", "gspo", "cispo")  # the same advantages
@@ -45,6 +46,9 @@ class Applies(NamedTuple):
 
 
 APPLIES: Final[Mapping[str, Applies]] = {
+    "preference_loss": Applies("loss_type", ("dpo_loss",)),
+    "dpo_beta": Applies("loss_type", ("dpo_loss",)),
+    "label_smoothing": Applies("preference_loss", ("sigmoid",)),
     "disable_rewards_normalization": Applies(
         "advantage_estimator", (*GRPO, "reinforce_plus_plus_baseline", "reinforce")
     ),
@@ -121,8 +125,8 @@ def refusal(estimator: Estimator, loss: LossMode | Custom) -> str:
 
 def algorithm_problems(recipe: Recipe) -> Iterator[Problem]:
     """Yield combinations of algorithm settings that have no effect or no meaning."""
+    yield from _without_effect(recipe.algorithm)
     if not trains_demonstrations(recipe):
-        yield from _without_effect(recipe.algorithm)
         yield from _groups_of_one(recipe)
         yield from _estimators(recipe.algorithm)
         yield from _corrections(recipe.algorithm)
@@ -255,7 +259,7 @@ def _reductions(algorithm: AlgorithmConfig) -> Iterator[Problem]:
 
 def _terms(recipe: Recipe) -> Iterator[Problem]:
     algorithm = recipe.algorithm
-    if recipe.model.ref_load is not None and algorithm.kl_loss_coef == 0:
+    if recipe.model.ref_load is not None and not uses_reference(algorithm):
         message = "has no effect unless algorithm.kl_loss_coef is above 0"
         yield Problem.of("model.ref_load", recipe.model.ref_load, message)
     if algorithm.positive_example_nll_weight and algorithm.custom_pg_loss_reducer is not None:

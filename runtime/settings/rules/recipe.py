@@ -4,7 +4,15 @@ from collections.abc import Iterator
 
 from runtime.bus.limits import MAX_EVENT_BYTES
 from runtime.settings.reading.config import Problem
-from runtime.settings.recipe import EvalConfig, Recipe, max_prompt_len, over_sampling_batch_size, trains_demonstrations
+from runtime.settings.recipe import (
+    EvalConfig,
+    Recipe,
+    agg_mode,
+    max_prompt_len,
+    over_sampling_batch_size,
+    trains_demonstrations,
+    trains_pairs,
+)
 from runtime.settings.rules.algorithm import algorithm_problems
 from runtime.settings.sizes import growing_events, show_bytes
 
@@ -21,6 +29,7 @@ def recipe_problems(recipe: Recipe) -> Iterator[Problem]:
         _sampling,
         algorithm_problems,
         _demonstrations,
+        _pairs,
         _masks,
         _weight_updates,
         _schedule,
@@ -107,7 +116,8 @@ def _sampling(recipe: Recipe) -> Iterator[Problem]:
 def _demonstrations(recipe: Recipe) -> Iterator[Problem]:
     if not trains_demonstrations(recipe):
         return
-    rollout, algorithm, why = recipe.rollout, recipe.algorithm, 'with algorithm.loss_type = "sft_loss"'
+    rollout, algorithm = recipe.rollout, recipe.algorithm
+    why = f'with algorithm.loss_type = "{algorithm.loss_type}"'
     if rollout.n_samples_per_prompt > 1:
         message = f"must be 1 {why}: a demonstration is one sample"
         yield Problem.of("rollout.n_samples_per_prompt", rollout.n_samples_per_prompt, message)
@@ -127,9 +137,27 @@ def _demonstrations(recipe: Recipe) -> Iterator[Problem]:
     for key in without_effect:
         if value := getattr(algorithm, key):
             yield Problem.of(f"algorithm.{key}", value, f"has no effect {why}")
+    if trains_pairs(recipe):
+        if agg_mode(algorithm) != "rollout-mean":
+            message = f"must be unset {why}: the loss is the mean over pairs"
+            key = "loss_agg_mode" if algorithm.loss_agg_mode is not None else "calculate_per_token_loss"
+            yield Problem.of(f"algorithm.{key}", getattr(algorithm, key), message)
     for index, item in enumerate(recipe.eval):
         message = f"not possible {why}, which runs no engine: evaluate the exported model (train.save_hf)"
         yield Problem.of(f"eval.{index}.name", item.name, message)
+
+
+def _pairs(recipe: Recipe) -> Iterator[Problem]:
+    """Yield problems of the columns of preference pairs."""
+    for index, data in enumerate(recipe.data):
+        for key in ("chosen_key", "rejected_key"):
+            value = getattr(data, key)
+            if trains_pairs(recipe) and value is None:
+                message = 'is needed with algorithm.loss_type = "dpo_loss": the column of a response of each pair'
+                yield Problem(key=f"data.{index}.{key}", message=message)
+            elif not trains_pairs(recipe) and value is not None:
+                message = 'has no effect unless algorithm.loss_type = "dpo_loss"'
+                yield Problem.of(f"data.{index}.{key}", value, message)
 
 
 def _masks(recipe: Recipe) -> Iterator[Problem]:
