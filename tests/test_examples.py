@@ -53,6 +53,12 @@ def run(name: str, place: Path) -> Done:
     return Done(json.loads(done.stdout), metrics, place / "dump", run_dir)
 
 
+def dpo(done: Done) -> None:
+    assert [row["train/preference_loss"] > 0 for row in done.metrics if "train/preference_loss" in row] == [True] * 2
+    assert (done.run_dir / "hf" / "model.safetensors").is_file()
+    assert sorted({(sample["part"], sample["reward"]) for sample in done.samples()}) == [(0, 1.0), (1, 0.0)]
+
+
 def own_recipe(done: Done) -> None:
     samples = done.samples()
     assert len(samples) == NUM_STEPS * 8 * 16
@@ -133,6 +139,7 @@ def sft(done: Done) -> None:
 
 CHECKS: dict[str, Callable[[Done], None]] = {
     "own-filter": own_filter,
+    "dpo": dpo,
     "own-recipe": own_recipe,
     "own-reward": own_reward,
     "sft": sft,
@@ -147,7 +154,7 @@ def test_an_example_trains_with_its_own_functions(name: str, tmp_path: Path) -> 
     done = run(name, tmp_path)
     groups = done.result["groups"]
     assert done.result["steps"] == NUM_STEPS
-    assert groups["trained"] == NUM_STEPS * {"sft": 16, "tool-use": 4}.get(name, 8)
+    assert groups["trained"] == NUM_STEPS * {"sft": 16, "dpo": 128, "tool-use": 4}.get(name, 8)
     assert groups["issued"] == sum(count for state, count in groups.items() if state != "issued")
     CHECKS[name](done)
 

@@ -36,7 +36,7 @@ REASONS_UNTRAINED = {
     "too_long": "they are over train.max_tokens_per_gpu",
     "invalid": "their token ids, log-probs or counts cannot be true (sample_invalid in the trainer's log)",
 }
-SFT_LOSS = "train/sft_loss"  # only steps on demonstrations have this metric
+LOSSES = ("train/sft_loss", "train/preference_loss")  # only steps on demonstrations and pairs have one of them
 
 
 class Line(msgspec.Struct, frozen=True):
@@ -224,8 +224,7 @@ class Report:
             self._earlier_steps = self.steps
         self.tokens += event.num_tokens
         metrics = event.metrics | not_finite_in(event)
-        if SFT_LOSS in metrics:
-            self.losses.append(metrics[SFT_LOSS])
+        self.losses += [metrics[name] for name in LOSSES if name in metrics]
         self.rewards.append(mean_of(rewards_of(groups)) or 0.0)
         row: MetricRow = {"step": event.step + 1, "time": time, "rollout/step": event.step}
         row |= group_metrics(groups, graded=not self.losses) | drop_metrics(self._ledger.dropped, self._dropped)

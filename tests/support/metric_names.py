@@ -13,6 +13,7 @@ READ = {  # metrics that the report reads from the trainer
     ("report", "rollout/staleness_max"),
     ("report", "rollout/staleness_mean"),
     ("report", "train/num_response_tokens"),
+    ("report", "train/preference_loss"),
     ("report", "train/sft_loss"),
 }
 NAME = re.compile(r"(train|rollout|perf|eval|multi_turn|groups|weights)/[\w<>@.-][\w<>@./-]*")

@@ -102,6 +102,78 @@ def test_a_text_and_its_label_are_two_turns_or_laid_end_to_end(tmp_path: Path, t
     assert columns(plain) == ([7, 8], [9, 10], [1, 1])
 
 
+PAIR: dict[str, Any] = {"input_key": "q", "chosen_key": "good", "rejected_key": "bad"}
+
+
+def responses(prompt: Prompt) -> tuple[list[int], list[int], list[int]]:
+    given, chosen, _ = columns(prompt)
+    assert prompt.rejected is not None
+    assert prompt.rejected.loss_mask.tolist() == [1] * len(prompt.rejected.response_ids)
+    return given, chosen, prompt.rejected.response_ids.tolist()
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"q": "12", "good": "34", "bad": "5"},
+        {"q": [{"role": "user", "content": "12"}], "good": "34", "bad": "5"},
+        {
+            "q": "12",
+            "good": [{"role": "assistant", "content": "34"}],
+            "bad": [{"role": "assistant", "content": "5"}],
+        },
+        {
+            "good": [{"role": "user", "content": "12"}, {"role": "assistant", "content": "34"}],
+            "bad": [{"role": "user", "content": "12"}, {"role": "assistant", "content": "5"}],
+        },
+    ],
+    ids=["texts", "a conversation and texts", "messages", "whole conversations"],
+)
+def test_a_preference_pair_has_two_responses_to_one_prompt(
+    tmp_path: Path, tokenizing: Tokenizing, row: dict[str, Any]
+) -> None:
+    (prompt,) = load(tmp_path, tokenizing, row, settings=PAIR).prompts
+    assert responses(prompt) == ([USER, 7, 8, ASSISTANT], [9, 10, END], [11, END])
+    assert prompt.response == "34<end>"
+
+
+def test_earlier_turns_of_the_assistant_belong_to_the_prompt_of_a_pair(tmp_path: Path, tokenizing: Tokenizing) -> None:
+    (prompt,) = load(tmp_path, tokenizing, {"q": TALK[:3], "good": "5", "bad": "4"}, settings=PAIR).prompts
+    given, chosen, rejected = responses(prompt)
+    assert (given[3:], chosen, rejected) == ([8, 9, END, USER, 10, ASSISTANT], [11, END], [10, END])
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"q": "1", "good": "2", "bad": "2"}, ":1: the chosen and the rejected response are the same"),
+        ({"q": "1", "good": "2"}, ":1: no column 'bad' (rejected_key); there are: q, good"),
+        ({"q": "1", "good": "", "bad": "2"}, ":1: good is empty"),
+        ({"q": "1", "good": 3, "bad": "2"}, ":1: good = 3: expected a string or a list of chat messages"),
+        ({"good": "3", "bad": "2"}, ":1: good is a text, so the row needs the column 'q'"),
+        (
+            {
+                "good": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "3"}],
+                "bad": [{"role": "user", "content": "2"}, {"role": "assistant", "content": "4"}],
+            },
+            ":1: the chosen and the rejected response follow different prompts",
+        ),
+    ],
+)
+def test_a_row_that_is_no_preference_pair_is_refused(
+    tmp_path: Path, tokenizing: Tokenizing, row: dict[str, Any], said: str
+) -> None:
+    assert error(tmp_path, tokenizing, row, **PAIR) == said
+
+
+def test_a_pair_with_a_long_rejected_response_is_left_out(tmp_path: Path, tokenizing: Tokenizing) -> None:
+    rows = {"q": "1", "good": "2", "bad": "34567"}, {"q": "1", "good": "2", "bad": "3"}
+    loaded = load(tmp_path, tokenizing, *rows, settings=PAIR, max_response_len=4)
+    assert (len(loaded.prompts), loaded.num_too_long) == (1, 1)
+    both = load(tmp_path, tokenizing, *rows, settings=PAIR)
+    assert fingerprint_of(both.prompts[:1]) != fingerprint_of(both.prompts[1:])
+
+
 def test_the_first_token_of_all_is_never_trained(tmp_path: Path) -> None:
     tokenizing = FastTokenizing(model_with(tmp_path, "{% for m in messages %}{{ m.content }}{% endfor %}"))
     (prompt,) = load(tmp_path, tokenizing, {"messages": [{"role": "assistant", "content": "123"}]}).prompts

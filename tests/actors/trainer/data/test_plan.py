@@ -30,6 +30,26 @@ def test_every_sample_is_in_one_micro_batch_within_the_limit_and_replicas_have_e
             assert size <= max_tokens
 
 
+@given(LENGTHS, st.integers(1, 100), st.integers(1, 4), st.booleans())
+def test_samples_of_a_rollout_share_a_micro_batch_if_they_must(
+    lengths: np.ndarray, max_tokens: int, num_replicas: int, packed: bool
+) -> None:
+    lengths = np.append(lengths, 1)
+    samples, rollouts = np.arange(1, len(lengths)), np.arange(len(lengths)) // 2
+    plan = plan_micro_batches(
+        lengths, samples, max_tokens=max_tokens, num_replicas=num_replicas, packed=packed, rollouts_B=rollouts
+    )
+    assert len({len(own) for own in plan}) == 1
+    micro_batches = [members for own in plan for members in own]
+    assert sorted(np.concatenate(micro_batches).tolist()) == samples.tolist()
+    homes = [set(rollouts[members].tolist()) for members in micro_batches]
+    assert sum(map(len, homes)) == len(set(rollouts[samples].tolist()))
+    for members, home in zip(micro_batches, homes, strict=True):
+        if len(home) > 1:
+            size = lengths[members].sum() if packed else lengths[members].max() * len(members)
+            assert size <= max_tokens
+
+
 def test_packing_fills_the_limit() -> None:
     """The example of slime's manual: lengths 100, 200, 300 under a limit of 300."""
     lengths = np.array([100, 200, 300])
