@@ -1,4 +1,30 @@
-"""Losses of preference pairs. M is the number of trained tokens of one micro-batch, which has pairs whole."""
+"""Losses of preference pairs. M is the number of trained tokens of one micro-batch, which has pairs whole.
+
+Example:
+    ```python
+    import math
+
+    import torch
+
+    from actors.trainer.algorithms.loss_inputs import LossInputs, Sequences
+    from actors.trainer.algorithms.preference import dpo_loss
+
+    none = torch.zeros(3, dtype=torch.float64)
+    inputs = LossInputs(
+        log_probs=torch.tensor([-1.0, -2.0, -1.5], dtype=torch.float64),
+        old_log_probs=none,
+        rollout_log_probs=none,
+        ref_log_probs=torch.tensor([-1.5, -2.5, -1.0], dtype=torch.float64),
+        advantages=torch.tensor([1.0, 1.0, -1.0], dtype=torch.float64),  # two tokens chosen, one rejected
+        entropy=none,
+        sequences=Sequences(torch.tensor([0, 0, 1]), 2),  # the two responses
+        rollouts=Sequences(torch.tensor([0, 0, 0]), 1),  # the pair
+    )
+    found = dpo_loss(inputs, beta=0.4)  # h = 1.0 - (-0.5)
+    assert torch.allclose(found.loss, torch.full((3,), math.log1p(math.exp(-0.4 * 1.5)), dtype=torch.float64))
+    assert found.metrics["train/rewards_accuracies"].tolist() == [1.0, 1.0, 1.0]
+    ```
+"""
 
 from typing import Literal
 
@@ -28,10 +54,13 @@ def dpo_loss(
         kind: "sigmoid" is DPO, "ipo" is IPO.
 
     Returns:
-        Every token has the loss of its pair, so the mean over rollouts is the mean over pairs. A pair with a response
-        without trained tokens has loss 0. Metrics, of the pair: rewards_chosen and rewards_rejected, beta times the
-        sums; rewards_margins, their difference; rewards_accuracies, 1 if the chosen one is the larger. Nothing is
-        clamped: both losses are finite for finite log-probs.
+        Every token has the loss of its pair, so the mean over rollouts is the mean over pairs.
+        Metrics, of the pair: rewards_chosen and rewards_rejected, beta times the
+        sums; rewards_margins, their difference; rewards_accuracies, 1 if the chosen one is the larger.
+
+    Edges:
+        A pair with a response without trained tokens has loss 0 and metrics 0. Without tokens everything is empty.
+        Nothing is clamped: loss and gradient are finite for finite log-probs.
 
     Source:
         DPO, arXiv 2305.18290; label smoothing, cDPO; IPO, arXiv 2310.12036, averaged as in TRL. Not prime-rl's "IPO".
