@@ -13,7 +13,7 @@ from actors.rollout.sglang.model_support import dense_layers_refusal, fp8_refusa
 from actors.rollout.sglang.served_model import ServedModel
 from actors.rollout.sglang.server_arguments import engine_problems
 from actors.trainer.checkpoints import beginning_of, newest_of_run
-from actors.trainer.models.config import HfConfig, read_hf_config
+from actors.trainer.models.config import HfConfig, read_hf_config, with_value_head
 from actors.trainer.models.layout import check_layout
 from actors.trainer.models.shapes import check_weights, hf_shapes, num_weights
 from runtime.data.dump_files import RUN_FILE, DumpedRun
@@ -27,8 +27,9 @@ from runtime.settings.load import LoadedTopology
 from runtime.settings.placement import NodeRoles, data_parallel_size, home_node, roles_of
 from runtime.settings.plugins import is_plugin
 from runtime.settings.reading.config import Problem
+from runtime.settings.recipe import has_critic
 from runtime.settings.sizes import show_bytes
-from runtime.settings.topology import Topology, answers_are_recorded
+from runtime.settings.topology import Topology, answers_are_recorded, critic_topology
 from runtime.util.formatting import count_of
 
 WIDEST: Final = 1 << 17  # largest hidden_size; at 2^19, engine and trainer log-probs differed by 0.011 (measured)
@@ -153,7 +154,14 @@ def _of_model(
     if shape.hidden_size > WIDEST:
         message = f"hidden_size = {shape.hidden_size}: at most {WIDEST}; wider models round too much to verify weights"
         yield Problem.of(MODEL, model.hf_checkpoint, message)
-    yield from _memory(topology, shape)
+    critic = None
+    if has_critic(topology) and "critic.hf_checkpoint" not in broken:
+        try:
+            critic = with_value_head(read_hf_config(Path(critic_topology(topology).model.hf_checkpoint)))
+            yield from _critic(topology, shape, critic, roles)
+        except (OSError, ValueError) as error:
+            yield Problem.of("critic.hf_checkpoint", topology.critic.hf_checkpoint, str(error))
+    yield from _memory(topology, shape, critic)
     if model.ref_load is not None and "model.ref_load" not in broken and (roles.trains or roles.is_home):
         yield from _weights("model.ref_load", model.ref_load, shape)
     if (
@@ -174,18 +182,34 @@ def _of_model(
     yield from found
 
 
-def _memory(topology: Topology, shape: HfConfig) -> Iterator[Problem]:
+def _critic(topology: Topology, actor: HfConfig, shape: HfConfig, roles: NodeRoles) -> Iterator[Problem]:
+    """Check the critic's vocabulary and parallel layout, which are the actor's, and its files."""
+    directory = topology.critic.hf_checkpoint
+    if shape.vocab_size != actor.vocab_size:
+        message = f"reads a vocabulary of {shape.vocab_size} tokens, and the actor's has {actor.vocab_size}"
+        yield Problem.of("critic.hf_checkpoint", directory, message)
+    try:
+        check_layout(shape, critic_topology(topology).trainer.megatron)
+    except ValueError as error:
+        yield Problem.of("critic.hf_checkpoint", directory, f"the critic has the layout of trainer.megatron: {error}")
+    if directory is not None and (roles.trains or roles.is_home):
+        yield from _weights("critic.hf_checkpoint", directory, shape)
+
+
+def _memory(topology: Topology, shape: HfConfig, critic: HfConfig | None) -> Iterator[Problem]:
     """Check that weights trained or served on the CPU fit this machine's memory."""
     weights, replicas = num_weights(shape), data_parallel_size(topology.trainer)
     trains = topology.run.only != "rollout" and topology.trainer.device == "cpu"
-    needed = weights * replicas * BYTES_TRAINED if trains else 0
+    trained = weights + (0 if critic is None else num_weights(critic))
+    needed = trained * replicas * BYTES_TRAINED if trains else 0
     engines = sum(topology.engines[name].num_engines for name in _tiny_pools(topology))
     needed += weights * engines * BYTES_SERVED
     free = free_memory_bytes()
     if needed > free:
         message = (
-            f"its {weights:,} weights need {show_bytes(needed)} of memory in {count_of(replicas, 'replica')} of the "
-            f"trainer and {count_of(engines, 'engine')}, but this machine has only {show_bytes(free)} free"
+            f"its {weights:,} weights{' and the critic' if critic else ''} need {show_bytes(needed)} of memory in "
+            f"{count_of(replicas, 'replica')} of the trainer and {count_of(engines, 'engine')}, "
+            f"but this machine has only {show_bytes(free)} free"
         )
         yield Problem.of(MODEL, topology.model.hf_checkpoint, message)
 

@@ -131,6 +131,9 @@ def _find_paths(topology: Topology, loaded: Loaded) -> Topology:
             ref_load=finder.optional("model.ref_load", topology.model.ref_load),
             opd_teacher_load=finder.optional("model.opd_teacher_load", topology.model.opd_teacher_load),
         ),
+        critic=msgspec.structs.replace(
+            topology.critic, hf_checkpoint=finder.optional("critic.hf_checkpoint", topology.critic.hf_checkpoint)
+        ),
         data=tuple(
             msgspec.structs.replace(
                 item,

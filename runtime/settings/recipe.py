@@ -331,6 +331,13 @@ class AlgorithmConfig(Config, frozen=True, kw_only=True):
     use_rollout_routing_replay: bool = False
     # Use the engines' log-probs as those of the old policy. This saves a forward pass.
     use_rollout_logprobs: bool = False
+    # Largest change of a value that lowers the critic's loss, in reward units.
+    value_clip: Annotated[float, msgspec.Meta(gt=0)] = 0.2
+    # Factor of the critic's squared error: 1 as in slime; verl and NeMo-RL have 0.5.
+    value_loss_coef: Annotated[float, msgspec.Meta(gt=0)] = 1.0
+    # Number of first train steps that train the critic alone. The actor keeps its weights, and its learning rate's
+    # schedule begins after them. With all train steps or more the actor is never trained.
+    num_critic_only_steps: Count = 0
     # Compute trainer log-probs for all samples, and report the trainer/engine mismatch as `train/mis_kl`, perplexities
     # and other metrics. With `use_rollout_logprobs` they are otherwise computed only for the first optimizer step.
     get_mismatch_metrics: bool = False
@@ -359,6 +366,36 @@ class OptimizerConfig(Config, frozen=True, kw_only=True):
     adam_eps: Annotated[float, msgspec.Meta(gt=0)] = 1e-8
     # Maximum gradient norm; larger gradients are scaled down to it. 0 turns clipping off.
     clip_grad: NonNegative = 1.0
+
+
+class CriticConfig(Config, frozen=True, kw_only=True):
+    """The critic of `algorithm.advantage_estimator` = "ppo". It has the parallel layout and the ranks of the actor."""
+
+    # Model directory or hub name that the critic starts from: a policy, or a model with a value head. By default
+    # `model.hf_checkpoint`.
+    hf_checkpoint: Text | None = None
+    # Standard deviation of a new value head's weight. Its bias starts at 0.
+    init_method_std: NonNegative = 0.02
+    # Learning rate after the warm-up. By default `optimizer.lr`.
+    lr: NonNegative | None = None
+    # Learning rate at the end of the decay. By default `optimizer.min_lr`.
+    min_lr: NonNegative | None = None
+    # How the learning rate decays. By default `optimizer.lr_decay_style`.
+    lr_decay_style: Literal["constant", "linear", "cosine"] | None = None
+    # Number of optimizer steps of linear warm-up. By default `optimizer.lr_warmup_iters`.
+    lr_warmup_iters: Count | None = None
+    # Optimizer step at which the learning rate reaches `min_lr`. By default `optimizer.lr_decay_iters`.
+    lr_decay_iters: Positive | None = None
+    # Weight decay. By default `optimizer.weight_decay`.
+    weight_decay: NonNegative | None = None
+    # Decay of the gradients' moving average. By default `optimizer.adam_beta1`.
+    adam_beta1: Beta | None = None
+    # Decay of the squared gradients' moving average. By default `optimizer.adam_beta2`.
+    adam_beta2: Beta | None = None
+    # Constant added to the denominator. By default `optimizer.adam_eps`.
+    adam_eps: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    # Maximum gradient norm. 0 turns clipping off. By default `optimizer.clip_grad`.
+    clip_grad: NonNegative | None = None
 
 
 class TrainConfig(Config, frozen=True, kw_only=True):
@@ -445,6 +482,7 @@ class Recipe(Config, frozen=True, kw_only=True):
     rollout: RolloutConfig
     algorithm: AlgorithmConfig = AlgorithmConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
+    critic: CriticConfig = CriticConfig()
     train: TrainConfig
     eval: tuple[EvalConfig, ...] = ()
 
@@ -519,6 +557,18 @@ def keeps_teacher(algorithm: AlgorithmConfig) -> bool:
 def asks_teachers(algorithm: AlgorithmConfig) -> bool:
     """Return whether teachers in engine pools compute log-probs of the samples."""
     return algorithm.use_opd and algorithm.opd_type == "sglang"
+
+
+def has_critic(recipe: Recipe) -> bool:
+    """Return whether a critic estimates values."""
+    return str(recipe.algorithm.advantage_estimator) == "ppo" and not trains_demonstrations(recipe)
+
+
+def critic_optimizer(recipe: Recipe) -> OptimizerConfig:
+    """Return the critic's optimizer table: its own keys, completed by the actor's."""
+    own = {name: getattr(recipe.critic, name) for name in OptimizerConfig.__struct_fields__}
+    given = {name: value for name, value in own.items() if value is not None}
+    return msgspec.structs.replace(recipe.optimizer, **given)
 
 
 def uses_groups(algorithm: AlgorithmConfig) -> bool:

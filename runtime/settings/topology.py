@@ -5,7 +5,16 @@ from typing import Annotated, Any, Final, Literal, NamedTuple
 import msgspec
 
 from runtime.settings.reading.config import Config
-from runtime.settings.recipe import Count, Name, NonNegative, Positive, Recipe, Text, trains_demonstrations
+from runtime.settings.recipe import (
+    Count,
+    Name,
+    NonNegative,
+    Positive,
+    Recipe,
+    Text,
+    critic_optimizer,
+    trains_demonstrations,
+)
 
 _SERVER = r"(nats|tls|ws|wss)://[^@,]*"
 BusUrl = Annotated[str, msgspec.Meta(pattern=f"^{_SERVER}(,{_SERVER})*$")]  # a login is cut out before
@@ -386,6 +395,25 @@ def grader_names(topology: Topology) -> tuple[str, ...]:
     if answers_are_recorded(topology):
         return ()
     return (*own_graders(topology), *topology.reward.external)
+
+
+def critic_topology(topology: Topology) -> Topology:
+    """Return the topology with the critic's model and optimizer in place of the actor's, on the same ranks."""
+    replace, own = msgspec.structs.replace, topology.critic.hf_checkpoint
+    model = replace(
+        topology.model,
+        hf_checkpoint=own or topology.model.hf_checkpoint,
+        random_init=topology.model.random_init and own is None,
+        ref_load=None,
+    )
+    megatron = replace(topology.trainer.megatron, mtp_num_layers=None)  # MTP layers predict tokens
+    return replace(
+        topology,
+        model=model,
+        optimizer=critic_optimizer(topology),
+        algorithm=replace(topology.algorithm, use_routing_replay=False, use_rollout_routing_replay=False),
+        trainer=replace(topology.trainer, megatron=megatron),
+    )
 
 
 def has_filter(topology: Topology) -> bool:

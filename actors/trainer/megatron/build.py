@@ -19,7 +19,7 @@ from actors.trainer.megatron.imports import (
 from actors.trainer.megatron.layers.attention import CoreAttention, MlaAttention
 from actors.trainer.megatron.layers.experts import GroupedExperts
 from actors.trainer.megatron.layers.fused import rms_norm
-from actors.trainer.megatron.layers.head import Model, MtpLayer
+from actors.trainer.megatron.layers.head import Model, MtpLayer, ValueHead
 from actors.trainer.megatron.layers.router import Router
 from actors.trainer.models.config import HfConfig
 from runtime.models.attention import Rope
@@ -79,6 +79,8 @@ def _build(model: HfConfig, config: Any, virtual_stage: int | None) -> Any:
         parallel_output=True,
         vp_stage=virtual_stage,
     )
+    if model.has_value_head and built.post_process:
+        built.output_layer = ValueHead(config)
     if model.rope.factor != 1.0:
         _stretch(built.rotary_pos_emb, model.rope)
     built.to(config.params_dtype)

@@ -28,11 +28,12 @@ from actors.trainer.megatron.layers.head import HeadRequest, MtpRequest
 from actors.trainer.megatron.layers.router import Routers
 from actors.trainer.megatron.layers.rows import own_context, packing
 from actors.trainer.megatron.memory import Offloaded, PeakMemory, host_copy
-from actors.trainer.models.config import HfConfig, read_hf_config
-from actors.trainer.models.files import WeightSource, file_source, random_source
+from actors.trainer.models.config import HfConfig, read_hf_config, with_value_head
+from actors.trainer.models.files import WeightSource, file_source, random_source, value_head_source
 from actors.trainer.models.shapes import check_weights, hf_shapes
 from actors.trainer.models.sharding import load_weights, tensors_of
 from actors.trainer.step.skips import Skips
+from runtime.models.safetensors import read_tensors
 from runtime.settings.recipe import replays_experts
 from runtime.settings.topology import Topology
 
@@ -47,29 +48,50 @@ class TokenOutputs:
     mtp: Tensor | None = None  # log-probs [F] by the MTP layer
 
 
-TokenLoss = Callable[[MicroBatch, TokenOutputs], Tensor]  # loss summed over the tokens of a micro-batch
+@dataclass(frozen=True)
+class TokenValues:
+    """Outputs of a model with a value head for the trained tokens of a micro-batch, [M], float32.
+
+    The value of a token is computed before it: at the position that predicts it.
+    """
+
+    values: Tensor
+    columns_M: Tensor  # as in `TokenOutputs`
+
+
+TokenLoss = Callable[[MicroBatch, Any], Tensor]  # loss summed over the tokens of a micro-batch, from the outputs
 
 
 class Replica:
     """The model on this rank. Every method is a collective of all ranks that share the model or its gradients."""
 
-    def __init__(self, topology: Topology, device: torch.device) -> None:
+    def __init__(self, topology: Topology, device: torch.device, *, value_head_std: float | None = None) -> None:
         """Build the model and set its initial weights.
+
+        Args:
+            topology: Its model and optimizer tables describe the model.
+            device: Device of this rank.
+            value_head_std: Standard deviation of a new value head. None: the model computes log-probs. Files with a
+                value head keep it.
 
         Raises:
             ValueError, OSError: The model directory cannot be used; the text says why.
         """
         directory = Path(topology.model.hf_checkpoint)
-        self.hf: HfConfig = read_hf_config(directory, topology.trainer.megatron.mtp_num_layers)
+        self._layout = topology.trainer.megatron
+        hf = read_hf_config(directory, self._layout.mtp_num_layers)
+        self.hf: HfConfig = hf if value_head_std is None else with_value_head(hf)
         self.device = device
         self.dtype = DTYPES[topology.model.dtype]
         has_kernel = device.type == "cuda" and self.dtype is torch.bfloat16  # variable-length attention kernel
         self.packed: bool = has_kernel if topology.trainer.packed is None else topology.trainer.packed
-        self._layout = topology.trainer.megatron
         self._temperature = topology.rollout.temperature
         if not topology.model.random_init:
             check_weights(directory, self.hf)
         source = random_source(self.hf, topology.run.seed) if topology.model.random_init else file_source(directory)
+        if value_head_std is not None:
+            stored = () if topology.model.random_init else read_tensors(directory)
+            source = value_head_source(source, self.hf, stored, seed=topology.run.seed, std=value_head_std)
         with quiet():
             self.config = transformer_config(self.hf, self._layout, dtype=self.dtype, device=device)
             self.chunks = build_chunks(self.hf, self.config)
@@ -246,20 +268,34 @@ class Replica:
             temperature: Temperature of the log-probs. None: the rollout temperature.
             is_policy: True for the policy that is trained: if experts are replayed, keep its choice of experts.
         """
+        route = self._routers.keep if is_policy and self._replays_experts else self._routers.look
+        self._fill(micro_batches, column_N, lambda outputs: outputs.log_probs, route, temperature)
 
+    @torch.no_grad()
+    def fill_values(self, micro_batches: Sequence[MicroBatch], column_N: NDArray[np.float32]) -> None:
+        """Write the values of the trained tokens into a column, as `fill_log_probs` does. Needs a value head."""
+        self._fill(micro_batches, column_N, lambda outputs: outputs.values, self._routers.look, None)
+
+    def _fill(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        column_N: NDArray[np.float32],
+        chosen: Callable[[Any], Tensor],
+        route: Callable[[MicroBatch], None],
+        temperature: float | None,
+    ) -> None:
         filled: list[tuple[Ints, Tensor]] = []  # copied to the host at once: each copy waits for the device
 
-        def fill(micro_batch: MicroBatch, outputs: TokenOutputs) -> Tensor:
-            filled.append((micro_batch.columns_M, outputs.log_probs))
-            return outputs.log_probs.sum()
+        def fill(micro_batch: MicroBatch, outputs: Any) -> Tensor:
+            filled.append((micro_batch.columns_M, chosen(outputs)))
+            return filled[-1][1].sum()
 
         missing = self.num_micro_batches(len(micro_batches)) - len(micro_batches)
         empty = empty_micro_batch(packed=self.packed, multiple=self.length_multiple, context=self.context)
-        route = self._routers.keep if is_policy and self._replays_experts else self._routers.look
         self._run([*micro_batches, *([empty] * missing)], fill, route, temperature=temperature, forward_only=True)
         if filled:
-            columns, log_probs = zip(*filled, strict=True)
-            column_N[np.concatenate(columns)] = torch.cat(log_probs).cpu().numpy()
+            columns, outputs = zip(*filled, strict=True)
+            column_N[np.concatenate(columns)] = torch.cat(outputs).cpu().numpy()
 
     def optimizer_step(self, *, learning_rate: float, weight_decay: float) -> float:
         """Clip and apply the gradients, unless their norm is 0 or not finite. Then nothing changes.
@@ -346,6 +382,8 @@ class Replica:
         self, loss: TokenLoss, micro_batch: MicroBatch, columns: Tensor, num_tokens: Tensor, outputs: tuple[Tensor, ...]
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Compute the loss from the head's outputs. The schedule calls this on the last pipeline stage."""
+        if self.hf.has_value_head:
+            return loss(micro_batch, TokenValues(outputs[0], columns)), num_tokens.int(), {}
         log_probs, entropy, *mtp = outputs
         total = loss(micro_batch, TokenOutputs(log_probs, entropy, columns, *mtp))
         return total, num_tokens.int(), {}

@@ -1,6 +1,6 @@
 """The trainer's model configuration: what its layers need of the configuration in runtime/models/config.py."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from runtime.models.attention import MlaConfig, Rope
@@ -31,6 +31,7 @@ class HfConfig:
     num_mtp_layers: int = 0  # trained MTP layers, built like the last decoder layer; 0 or 1
     num_unused_mtp_layers: int = 0  # further MTP layers that the files may hold, not trained
     mla: MlaConfig | None = None  # None: queries, keys and values are projected directly
+    has_value_head: bool = False  # the output is one value per position, not log-probs: a critic or a reward model
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer, counted from 0, has experts instead of a dense MLP."""
@@ -82,4 +83,12 @@ def read_hf_config(directory: Path, mtp_num_layers: int | None = None) -> HfConf
         num_mtp_layers=mtp_num_layers or 0,
         num_unused_mtp_layers=model.num_mtp_layers - (mtp_num_layers or 0),
         mla=shape.mla,
+    )
+
+
+def with_value_head(model: HfConfig) -> HfConfig:
+    """Replace the output layer of a model by a value head. MTP layers, which predict tokens, are left out."""
+    unused = model.num_mtp_layers + model.num_unused_mtp_layers
+    return replace(
+        model, has_value_head=True, tie_word_embeddings=False, num_mtp_layers=0, num_unused_mtp_layers=unused
     )

@@ -5,7 +5,7 @@ A `WeightSource` returns full tensors, or one rank's shard of them.
 
 import hashlib
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,7 +16,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from actors.trainer.models.config import HfConfig
-from actors.trainer.models.shapes import copies_of, hf_shapes
+from actors.trainer.models.shapes import VALUE_BIAS, VALUE_HEAD, copies_of, hf_shapes
 from actors.trainer.models.shards import write_weights
 from runtime.models.fp8 import quantization_config
 from runtime.models.safetensors import INDEX_FILE, SINGLE_FILE, safetensors_files, shards_by_tensor
@@ -65,11 +65,36 @@ def random_source(model: HfConfig, seed: int) -> WeightSource:
             return torch.zeros(shape)
         if len(shape) == 1:
             return torch.ones(shape)
-        digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
-        return torch.randn(shape, generator=generator) * model.initializer_range
+        return _normal(shape, seed, name) * model.initializer_range
 
     return draw
+
+
+def _normal(shape: Sequence[int], seed: int, name: str) -> Tensor:
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+    return torch.randn(*shape, generator=generator)
+
+
+def value_head_source(
+    source: WeightSource, model: HfConfig, stored: Collection[str], *, seed: int, std: float
+) -> WeightSource:
+    """Add a new value head to a source of weights that lacks one: normal with mean 0, its bias 0.
+
+    Args:
+        source: weights of the model.
+        model: configuration with a value head.
+        stored: names of the source's tensors.
+        seed: seed of the new head.
+        std: standard deviation of its weight.
+    """
+
+    def read(name: str, cut: TensorShard | None = None) -> Tensor:
+        if name in stored or name not in (VALUE_HEAD, VALUE_BIAS):
+            return source(name, cut)
+        return torch.zeros(1) if name == VALUE_BIAS else _normal((1, model.hidden_size), seed, name) * std
+
+    return read
 
 
 def file_source(directory: Path) -> WeightSource:

@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from actors.trainer.models.config import HfConfig
-from actors.trainer.models.shapes import QKV, copies_of
+from actors.trainer.models.shapes import QKV, VALUE_BIAS, VALUE_HEAD, copies_of
 
 _TOP = {
     "embedding.word_embeddings.weight": "model.embed_tokens.weight",
     "decoder.final_layernorm.weight": "model.norm.weight",
     "output_layer.weight": "lm_head.weight",
 }
+_VALUE_HEAD = {"output_layer.weight": VALUE_HEAD, "output_layer.bias": VALUE_BIAS}
 _LAYER = {
     "input_layernorm.weight": "input_layernorm.weight",
     "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
@@ -58,6 +59,8 @@ def joined_for_megatron(name: str, model: HfConfig, source: Callable[[str], Tens
         source: tensors by Hugging Face name: full, or the equal shards of a tensor-parallel rank.
         parts: number of shards of the key-value heads in the source.
     """
+    if model.has_value_head and name in _VALUE_HEAD:
+        return source(_VALUE_HEAD[name])
     if name == "output_layer.weight" and model.tie_word_embeddings:
         return source("model.embed_tokens.weight")
     if name in _TOP:
@@ -85,6 +88,8 @@ def split_for_hf(name: str, model: HfConfig, whole: Tensor, *, parts: int = 1) -
         whole: the full tensor, or the equal shard of a tensor-parallel rank, which yields shards.
         parts: number of shards of the key-value heads.
     """
+    if model.has_value_head and name in _VALUE_HEAD:
+        return [(_VALUE_HEAD[name], whole)]
     if name in _TOP:
         return [(hf_name, whole) for hf_name in (_TOP[name], *copies_of(_TOP[name], model))]
     prefix, rest = _layer_prefix(name)

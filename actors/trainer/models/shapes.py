@@ -11,11 +11,16 @@ from actors.trainer.models.config import HfConfig
 from runtime.models.attention import MlaConfig
 from runtime.models.safetensors import StoredTensor, read_tensors
 
+VALUE_HEAD: Final = "score.weight"
+VALUE_BIAS: Final = "score.bias"
 QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
 
 def hf_shapes(model: HfConfig) -> dict[str, tuple[int, ...]]:
-    """Map the Hugging Face name of every tensor to its shape, in layer order. A tied output weight is left out."""
+    """Map the Hugging Face name of every tensor to its shape, in layer order. A tied output weight is left out.
+
+    A value head has the names of transformers' sequence classifiers with one label.
+    """
     hidden, inner = model.hidden_size, model.intermediate_size
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (model.vocab_size, hidden)}
     for index in range(model.num_hidden_layers + model.num_mtp_layers):
@@ -26,6 +31,8 @@ def hf_shapes(model: HfConfig) -> dict[str, tuple[int, ...]]:
         layer |= _mtp_tensors(hidden) if index == model.num_hidden_layers else {}
         shapes |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
     shapes["model.norm.weight"] = (hidden,)
+    if model.has_value_head:
+        return shapes | {VALUE_HEAD: (1, hidden), VALUE_BIAS: (1,)}
     if not model.tie_word_embeddings:
         shapes["lm_head.weight"] = (model.vocab_size, hidden)
     return shapes | {copy: shape for name, shape in shapes.items() for copy in copies_of(name, model)}
@@ -117,6 +124,8 @@ _COMPARED_BYTES: Final = 64 << 20  # compared at a time
 def check_weights(directory: Path, model: HfConfig) -> None:
     """Reject files that hold anything other than the model's tensors.
 
+    A model with a value head can start from a policy's files: the head may be missing, and an output layer is not read.
+
     Raises:
         ValueError: names the tensor that is missing, unsupported or unexpected.
         OSError: a file is missing or cannot be read.
@@ -124,7 +133,7 @@ def check_weights(directory: Path, model: HfConfig) -> None:
     found, expected = read_tensors(directory), hf_shapes(model)
     copies = {copy for name in expected for copy in copies_of(name, model)}  # MTP duplicates are never read
     for name, shape in expected.items():
-        if name not in copies:
+        if name not in copies and (name in found or name not in (VALUE_HEAD, VALUE_BIAS)):
             _check_tensor(directory, name, shape, found.get(name), model)
     for name, tensor in found.items():
         if name not in expected:
@@ -153,7 +162,7 @@ def _check_mtp(
     """Reject a tensor that the model lacks, except RoPE buffers, unused MTP layers and a tied output weight."""
     first = model.num_hidden_layers + model.num_mtp_layers
     unused = tuple(f"model.layers.{first + number}." for number in range(model.num_unused_mtp_layers))
-    if name.endswith(_ROPE_BUFFER) or name.startswith(unused):
+    if name.endswith(_ROPE_BUFFER) or name.startswith(unused) or (name == HEAD and model.has_value_head):
         return
     if name == HEAD and model.tie_word_embeddings:
         if not _is_same(tensor, found[EMBEDDING]):

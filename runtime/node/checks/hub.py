@@ -44,6 +44,7 @@ def hub_models(loaded: LoadedTopology) -> Iterator[HubModel]:
         ("model.hf_checkpoint", model.hf_checkpoint, not model.random_init),
         ("model.ref_load", model.ref_load, True),
         ("model.opd_teacher_load", model.opd_teacher_load, True),
+        ("critic.hf_checkpoint", loaded.topology.critic.hf_checkpoint, True),
     )
     for key, value, weights in named:
         if value is not None and not Path(value).is_dir() and is_hub_name(loaded, key, value):
@@ -112,13 +113,16 @@ def with_downloaded(loaded: LoadedTopology, report: Callable[[str], None]) -> Lo
 def _with_paths(
     loaded: LoadedTopology, find: Callable[[HubModel], Path | None], how: str, report: Callable[[str], None]
 ) -> LoadedTopology:
-    paths: dict[str, str] = {}
+    paths: dict[str, dict[str, str]] = {"model": {}, "critic": {}}
     for model in hub_models(loaded):
         if (path := find(model)) is not None:
-            paths[model.key.partition(".")[2]] = str(path)
+            table, _, key = model.key.partition(".")
+            paths[table][key] = str(path)
             report(f"{model.key} = {show(model.name)}: {how}, {path}")
-    whole = msgspec.structs.replace(loaded.topology.model, **paths)
-    return with_topology(loaded, msgspec.structs.replace(loaded.topology, model=whole))
+    topology = loaded.topology
+    model = msgspec.structs.replace(topology.model, **paths["model"])
+    critic = msgspec.structs.replace(topology.critic, **paths["critic"])
+    return with_topology(loaded, msgspec.structs.replace(topology, model=model, critic=critic))
 
 
 def _patterns(model: HubModel) -> list[str]:

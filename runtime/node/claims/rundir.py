@@ -31,7 +31,19 @@ HARMLESS = frozenset(
         "train.max_skipped_share",
     }
 )
-LASTING = ("model", "data", "rollout", "algorithm", "optimizer", "train", "eval", "run.seed", "run.only", "run.load")
+LASTING = (
+    "model",
+    "data",
+    "rollout",
+    "algorithm",
+    "optimizer",
+    "critic",
+    "train",
+    "eval",
+    "run.seed",
+    "run.only",
+    "run.load",
+)
 LASTING_OF_REWARD = ("reward.on_failure", "reward.reward_key", "reward.group_rm")
 LASTING_OF_TRAINER = ("trainer.load", "trainer.load_weights_only")
 

@@ -80,6 +80,10 @@ APPLIES: Final[Mapping[str, Applies]] = {
     "opsm_delta": Applies("use_opsm", (True,)),
     "opd_type": Applies("use_opd", (True,)),
     "opd_kl_coef": Applies("use_opd", (True,)),
+    **{
+        name: Applies("advantage_estimator", ("ppo",))
+        for name in ("value_clip", "value_loss_coef", "num_critic_only_steps")
+    },
     "loss_scale_factor": Applies("loss_agg_mode", ("seq-mean-token-sum-norm",)),
     "count_masked_rollouts": Applies(
         "loss_agg_mode", ("rollout-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm")

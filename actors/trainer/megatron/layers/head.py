@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from actors.trainer.algorithms.log_probs import log_probs_and_entropy
 from actors.trainer.megatron.imports import (
@@ -61,11 +61,9 @@ class Head(ColumnParallelLinear):
             input_ = gather_from_sequence_parallel_region(
                 input_, tensor_parallel_output_grad=False, group=self.tp_group
             )
-        length, num_rows, _ = input_.shape
         weight, into = self._accumulating(weight)
-        rows = request.rows_M if num_rows == 1 else request.rows_M % length * num_rows + request.rows_M // length
         return log_probs_and_entropy(
-            input_.flatten(0, 1).index_select(0, rows),
+            input_.flatten(0, 1).index_select(0, _flat_rows(request.rows_M, input_)),
             weight,
             request.targets_M,
             temperature=request.temperature,
@@ -90,8 +88,48 @@ class Head(ColumnParallelLinear):
         return weight, into
 
 
+class ValueHead(nn.Linear):
+    """Output layer that computes one value per position: of a critic, or of a reward model.
+
+    Every tensor-parallel rank holds the whole layer and computes all values, so that its gradient is complete on each.
+    """
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config.hidden_size, 1, device=torch.cuda.current_device())
+        self.sequence_parallel: bool = config.sequence_parallel
+
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride] - it replaces GPTModel's output layer
+        self,
+        input_: Tensor,
+        weight: Tensor | None = None,
+        runtime_gather_output: bool | None = None,
+        request: HeadRequest | None = None,
+    ) -> tuple[Tensor]:
+        """Return the values of the requested positions, [M], float32.
+
+        Args:
+            input_: As in `Head`.
+            weight: Not used, like the next one.
+            runtime_gather_output: Megatron's option for logits.
+            request: Requested positions. Its targets and temperature are not used.
+        """
+        assert request is not None
+        if self.sequence_parallel:  # as in Head
+            input_ = gather_from_sequence_parallel_region(input_, tensor_parallel_output_grad=False)
+        hidden_MH = input_.flatten(0, 1).index_select(0, _flat_rows(request.rows_M, input_))
+        return (super().forward(hidden_MH).squeeze(-1).float(),)
+
+
+def _flat_rows(rows_M: Tensor, hidden: Tensor) -> Tensor:
+    """Convert positions in flattened tokens [b, s] to positions in flattened hidden states [s, b]."""
+    length, num_rows, _ = hidden.shape
+    return rows_M if num_rows == 1 else rows_M % length * num_rows + rows_M // length
+
+
 class Model(GPTModel):
     """Megatron's GPTModel that accepts `HeadRequest` in place of labels and returns log-probs and entropies.
+
+    With a `ValueHead` as its output layer it returns values.
 
     If MTP log-probs are requested, they come third. Their gradient reaches only the MTP layer: not the decoder's hidden
     states, the embedding or the output weight, as in slime.

@@ -75,7 +75,7 @@ def of_verl(directory: Path, columns: dict[str, list[float]]) -> dict[str, Any]:
     """Advantages per sample and token, losses with gradients."""
     masked = functions(
         (directory / "verl/utils/torch_functional.py").read_text(),
-        ("masked_sum", "masked_mean", "masked_var", "masked_whiten"),
+        ("masked_sum", "masked_mean", "masked_var", "masked_whiten", "clip_by_value"),
     )
     names = ("kl_penalty", "kl_penalty_forward", "agg_loss")
     estimators = {
@@ -99,7 +99,7 @@ def of_verl(directory: Path, columns: dict[str, list[float]]) -> dict[str, Any]:
     config = type("ActorConfig", (Options,), {})
     peer = functions(
         (directory / "verl/trainer/ppo/core_algos.py").read_text(),
-        (*names, *estimators.values(), *losses.values()),
+        (*names, "compute_value_loss", *estimators.values(), *losses.values()),
         verl_F=masked,
         ActorConfig=config,
         AlgoConfig=type("AlgoConfig", (), {}),
@@ -124,6 +124,10 @@ def of_verl(directory: Path, columns: dict[str, list[float]]) -> dict[str, Any]:
     for name in ("k1", "k2", "low_var_kl", "k3+"):
         new = torch.tensor(columns["new"], requires_grad=True)
         found["kl"][name] = with_gradient(peer.kl_penalty(new, torch.tensor(columns["ref"]), name).sum(), new)
+    new = torch.tensor(columns["new"], requires_grad=True)
+    given = padded(new), padded(columns["ref"]), padded(columns["old"]), MASK
+    loss, _ = peer.compute_value_loss(*given, cliprange_value=0.2, loss_agg_mode="seq-mean-token-mean")
+    found["value_loss"] = with_gradient(loss, new)
     return found
 
 
@@ -183,6 +187,15 @@ def of_slime(git: Path, columns: dict[str, list[float]]) -> dict[str, Any]:
         settings = SimpleNamespace(opd_kl_coef=coef, opd_type="sglang")
         distilled.apply_opd_kl_to_advantages(settings, data, rows, [torch.tensor(columns["new"])])
         found["opd"][str(coef)] = rows[0].tolist()
+    new = torch.tensor(columns["new"], requires_grad=True)
+    source = shown(git, SLIME, "slime/backends/megatron_utils/loss.py")
+    critic = functions(
+        source, ("value_loss_function",), get_values=lambda *_args, **_options: (None, {"values": [new]})
+    )
+    batch = {"values": [old], "returns": [torch.tensor(columns["ref"])]}
+    batch |= dict.fromkeys(("unconcat_tokens", "total_lengths", "response_lengths"))
+    loss, metrics = critic.value_loss_function(SimpleNamespace(value_clip=0.2), batch, None, torch.sum)
+    found["value_loss"] = with_gradient(loss, new) | {"clipped": metrics["value_clipfrac"].item()}
     return found
 
 

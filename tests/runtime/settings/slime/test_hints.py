@@ -100,7 +100,7 @@ def test_a_flag_of_slime_is_known_in_every_table_and_spelling(name: str, flag: F
         ("trainer.megatron.num_layers", "Megatron-core's num_layers has no key here: read from the model's con"),
         ("model.bf16", 'Megatron\'s --bf16 is model.dtype here ("bfloat16")'),
         ("trainer.moe_router_topk", "Megatron's --moe-router-topk has no key here: read from the model's config.json"),
-        ("algorithm.weight_decay", "did you mean optimizer.weight_decay?"),
+        ("algorithm.weight_decay", "did you mean optimizer.weight_decay or critic.weight_decay?"),
         ("teacher_port", "slime's teacher server's --teacher-port is not implemented yet"),
     ],
 )  # fmt: skip

@@ -1,0 +1,66 @@
+"""The critic's loss, and how much of the returns its values explain. M tokens, N tokens of the batch."""
+
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor, maximum
+
+from actors.trainer.algorithms.loss_inputs import Terms
+
+VARIANCE_EPS: Final = 1e-5
+
+
+def value_loss(
+    values: Tensor, old_values: Tensor, returns: Tensor, *, value_clip: float | None = 0.2, value_loss_coef: float = 1.0
+) -> Terms:
+    """Clipped squared error of values and returns, per token.
+
+    c max((V - R)^2, (clip(V, V_old - e, V_old + e) - R)^2), with e = value_clip and c = value_loss_coef.
+
+    Args:
+        values: [M], V, of the critic being trained, with its gradient; float32 or float64.
+        old_values: [M], V_old, before the first optimizer step of the batch.
+        returns: [M], R, in reward units.
+        value_clip: Largest change of a value that lowers the loss, in reward units. None: no limit.
+        value_loss_coef: Factor of the loss; 1 as in slime, 0.5 as in verl.
+
+    Returns:
+        The loss, and `train/value_loss` with its value, and `train/value_clipfrac`: 1 where |V - V_old| > e. Beyond the
+        clip a token has no gradient if its clipped error is the larger one. NaN in any input gives NaN.
+
+    Source:
+        PPO's value clipping in OpenAI's baselines; the metrics are slime's.
+    """
+    loss = (values - returns).square()
+    clipped = values.new_zeros(values.shape)
+    if value_clip is not None:
+        change = values - old_values
+        loss = maximum(loss, (old_values + change.clamp(-value_clip, value_clip) - returns).square())
+        clipped = (change.abs() > value_clip).to(values.dtype)
+    loss = value_loss_coef * loss
+    return Terms(loss, {"train/value_loss": loss.detach(), "train/value_clipfrac": clipped.detach()})
+
+
+def explained_variance(
+    values: NDArray[np.floating[Any]], returns: NDArray[np.floating[Any]], mask: NDArray[np.bool_]
+) -> float:
+    """Share of the returns' variance that the values explain: 1 - Var(R - V) / (Var(R) + 1e-5), in float64.
+
+    Args:
+        values: [N], V, in reward units.
+        returns: [N], R.
+        mask: [N], true where the token trains.
+
+    Returns:
+        At most 1; 0 for a constant V, negative if V is worse. With fewer than two finite tokens it is 0.
+
+    Source:
+        The metric vf_explained_var of verl, whose epsilon it has.
+    """
+    counted = mask & np.isfinite(values) & np.isfinite(returns)
+    if counted.sum() < 2:
+        return 0.0
+    found = returns[counted].astype(np.float64)
+    errors = found - values[counted]
+    return float(1.0 - errors.var(ddof=1) / (found.var(ddof=1) + VARIANCE_EPS))
