@@ -37,6 +37,10 @@ bench *names: setup
 algorithms *names: setup
     .venv/bin/python -m tests.learning --resume .learning --results docs/results {{ names }}
 
+# train on samples of weights that are four steps old, with each correction; writes docs/results
+staleness *names: setup
+    .venv/bin/python -m tests.learning --cases staleness --resume .learning --results docs/results {{ names }}
+
 # kill -9 every process of a run in turn
 chaos: setup
     .venv/bin/python -m pytest -m chaos

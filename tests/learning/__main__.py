@@ -1,12 +1,14 @@
 """Learning runs: train a small recipe with every estimator, loss and correction, and draw the reward curves.
 
-Run: python -m tests.learning [--seeds 3] [--resume DIR] [--results DIR] [CASE...]. The cases are in cases.toml. A case
-passes if every seed reaches its goal within its train steps. Runs that DIR has already are not repeated, unless their
-case has changed. DIR does not know the code: delete it after a change there.
+Run: python -m tests.learning [--cases NAME] [--seeds 3] [--resume DIR] [--results DIR] [CASE...]. The cases are in
+NAME.toml: algorithms (default) or staleness. A case passes if every seed reaches its goal within its train steps. Runs
+that DIR has already are not repeated, unless their case has changed. DIR does not know the code: delete it after a
+change there.
 """
 
 import argparse
 import json
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -26,6 +28,7 @@ HERE: Final = Path(__file__).parent
 ROOT: Final = HERE.parents[1]
 START: Final = [sys.executable, "-P", str(ROOT / "bin/start_topology.py")]
 SEEDS: Final = (1234, 7, 42, 99, 5)
+FIRST_S: Final = 600  # limit of the run that a case starts from
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -37,6 +40,8 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     steps: int = 120
     goal: float = 0.85
     metric: str = "rollout/raw_reward"
+    means: tuple[str, ...] = ()  # further metrics whose mean over all steps is reported
+    first: str = ""  # topology to train before; the case starts from the model that it exports
     timeout_s: int = 1200
     why_not: str = ""  # why the method cannot reach the goal; then it need not
 
@@ -48,6 +53,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     curve: Curve  # the metric by train step
     held_out: float | None  # last evaluation
+    means: dict[str, float] = {}
     error: str = ""
 
     def reached(self, goal: float) -> int | None:
@@ -56,13 +62,14 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def main(argv: list[str] | None = None) -> int:
-    cases = msgspec.convert(tomllib.loads((HERE / "cases.toml").read_text()), dict[str, Case])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="CASE", help="default: all cases")
+    parser.add_argument("--cases", default="algorithms", choices=sorted(file.stem for file in HERE.glob("*.toml")))
     parser.add_argument("--seeds", type=int, default=3, help=f"seeds of a case, at most {len(SEEDS)} (default 3)")
     parser.add_argument("--resume", type=Path, metavar="DIR", help="keep outcomes here, and do not repeat them")
     parser.add_argument("--results", type=Path, metavar="DIR", help="also write a dated page with pictures into DIR")
     args = parser.parse_args(argv)
+    cases = msgspec.convert(tomllib.loads((HERE / f"{args.cases}.toml").read_text()), dict[str, Case])
     if unknown := sorted(set(args.names) - set(cases)):
         parser.error(f"no case {', '.join(unknown)}; there are {', '.join(cases)}")
     chosen = {name: cases[name] for name in args.names or cases}
@@ -74,7 +81,7 @@ def main(argv: list[str] | None = None) -> int:
             outcomes[name] = [_outcome(name, case, seed, kept, Path(temporary)) for seed in SEEDS[: args.seeds]]
             print(_row(name, case, outcomes[name]), flush=True)
     if args.results is not None:
-        print(_write(args.results, chosen, outcomes), file=sys.stderr)
+        print(_write(args.results, args.cases, chosen, outcomes), file=sys.stderr)
     return 0 if all(passes(case, outcomes[name]) for name, case in chosen.items()) else 1
 
 
@@ -92,17 +99,40 @@ def _outcome(name: str, case: Case, seed: int, kept: Path, temporary: Path) -> O
 def _run(name: str, case: Case, seed: int, temporary: Path) -> Outcome:
     """Train one case with one seed."""
     topology = temporary / f"{name}-{seed}.json"
-    topology.write_text(json.dumps(tables_of(case)))
+    tables = tables_of(case)
+    if case.first:
+        tables["model"]["hf_checkpoint"] = str(_exported(ROOT / case.first, temporary))
+    topology.write_text(json.dumps(tables))
     run = {"run.name": topology.stem, "run.dir": temporary, "run.seed": seed, "train.num_steps": case.steps}
     settings = [*(f"{key}={value}" for key, value in run.items()), *case.set]
-    command = [*START, str(topology), "--json", *(word for each in settings for word in ("--set", each))]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=case.timeout_s, cwd=ROOT, check=False)
+    done = _start(topology, settings, case.timeout_s)
     error = "" if done.returncode == 0 else "\n".join(done.stderr.splitlines()[-5:])
     metrics = temporary / topology.stem / "metrics.jsonl"
     rows = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
     curve = [(row["step"], row[case.metric]) for row in rows if case.metric in row]
+    means = {
+        metric: statistics.fmean(row[metric] for row in rows if metric in row)
+        for metric in case.means
+        if any(metric in row for row in rows)
+    }
     held_out = [row[key] for row in rows for key in row if key.startswith("eval/") and key.endswith("-held-out")]
-    return Outcome(case=case, seed=seed, curve=curve, held_out=held_out[-1] if held_out else None, error=error)
+    last = held_out[-1] if held_out else None
+    return Outcome(case=case, seed=seed, curve=curve, held_out=last, means=means, error=error)
+
+
+def _start(topology: Path, settings: Sequence[object], timeout_s: int) -> subprocess.CompletedProcess[str]:
+    command = [*START, str(topology), "--json", *(word for each in settings for word in ("--set", str(each)))]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, cwd=ROOT, check=False)
+
+
+def _exported(topology: Path, temporary: Path) -> Path:
+    """Train a topology once, and return the model directory that it writes."""
+    exported = temporary / topology.stem / "hf"
+    if not exported.exists():
+        done = _start(topology, [f"run.dir={temporary}", f"run.name={topology.stem}"], FIRST_S)
+        if done.returncode:
+            raise RuntimeError(f"{topology}: {done.stderr[-1000:]}")
+    return exported
 
 
 def tables_of(case: Case) -> dict[str, Any]:
@@ -125,14 +155,20 @@ def _row(name: str, case: Case, outcomes: Sequence[Outcome]) -> str:
     held_out = ", ".join("-" if outcome.held_out is None else f"{outcome.held_out:.2f}" for outcome in outcomes)
     said = "".join(f"; {outcome.error}" for outcome in outcomes if outcome.error).replace("\n", " ")
     verdict = "passed" if passes(case, outcomes) else "failed"
+    means = {
+        key.partition("/")[2]: statistics.fmean(outcome.means[key] for outcome in outcomes if key in outcome.means)
+        for key in case.means
+        if any(key in outcome.means for outcome in outcomes)
+    }
+    said = "; ".join([*(f"{key} {value:.3g}" for key, value in means.items()), case.why_not]).strip("; ") + said
     settings = "<br>".join([*(f"`{each}`" for each in case.set), *(f"`{key}` unset" for key in case.unset)])
-    return f"| {name} | {verdict} | {reached} | {last} | {held_out} | {settings or 'none'} | {case.why_not}{said} |"
+    return f"| {name} | {verdict} | {reached} | {last} | {held_out} | {settings or 'none'} | {said} |"
 
 
-def _write(folder: Path, cases: dict[str, Case], outcomes: dict[str, list[Outcome]]) -> Path:
+def _write(folder: Path, subject: str, cases: dict[str, Case], outcomes: dict[str, list[Outcome]]) -> Path:
     """Write a page with a table and a picture per case."""
     today = datetime.now(UTC).date()
-    page, pictures = folder / f"{today}-algorithms.md", folder / f"{today}-algorithms"
+    page, pictures = folder / f"{today}-{subject}.md", folder / f"{today}-{subject}"
     pictures.mkdir(parents=True, exist_ok=True)
     head = "; ".join(f"{key} {value}" for key, value in machine().items())
     rows = [_row(name, case, outcomes[name]) for name, case in cases.items()]
@@ -146,7 +182,7 @@ def _write(folder: Path, cases: dict[str, Case], outcomes: dict[str, list[Outcom
         images.append(f"![{name}]({pictures.name}/{name}.svg)")
     seeds = len(next(iter(outcomes.values())))
     page.write_text(
-        f"# Learning runs of all algorithms, {today}\n\n`just algorithms`: {seeds} seeds of each. Numbers of one "
+        f"# Learning runs: {subject}, {today}\n\n`just {subject}`: {seeds} seeds of each. Numbers of one "
         f"cell are those of the seeds. Machine: {head}.\n\n" + "\n".join([*table, *rows, "", *images]) + "\n"
     )
     return page

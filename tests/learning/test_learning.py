@@ -11,7 +11,11 @@ from runtime.settings.load import load_topology
 from tests.learning.__main__ import HERE, ROOT, Case, Outcome, passes, tables_of
 from tests.learning.curves import picture
 
-CASES = msgspec.convert(tomllib.loads((HERE / "cases.toml").read_text()), dict[str, Case])
+CASES = {
+    f"{file.stem} {name}": case
+    for file in sorted(HERE.glob("*.toml"))
+    for name, case in msgspec.convert(tomllib.loads(file.read_text()), dict[str, Case]).items()
+}
 
 
 @pytest.mark.parametrize("name", CASES)
