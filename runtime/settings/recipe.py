@@ -281,6 +281,10 @@ class AlgorithmConfig(Config, frozen=True, kw_only=True):
     use_opsm: bool = False
     # Threshold of `use_opsm`, in nats per token.
     opsm_delta: NonNegative = 1e-4
+    # Function that may mask tokens of a batch, or change its advantages, before the batch trains:
+    # "module:function" or "path/file.py:function". It needs the old log-probs of all samples, which is one forward pass
+    # more unless `use_rollout_logprobs` is set. It is tried on two samples at the start.
+    rollout_data_postprocess: Text | None = None
     # Weight of the KL divergence from the reference model in the loss. 0 turns it off: no reference model is loaded.
     kl_loss_coef: NonNegative = 0.0
     # Estimator of the KL divergence. "low_var_kl" is k3 clipped at 10 nats. "k3+" has the value of k3 and the gradient
@@ -488,7 +492,13 @@ class Recipe(Config, frozen=True, kw_only=True):
 
 
 TRAINER_FUNCTIONS: Final = {  # keys of user functions that the trainer calls, by table
-    "algorithm": ("custom_advantage", "custom_loss", "custom_tis", "custom_pg_loss_reducer"),
+    "algorithm": (
+        "custom_advantage",
+        "custom_loss",
+        "custom_tis",
+        "custom_pg_loss_reducer",
+        "rollout_data_postprocess",
+    ),
 }
 
 
@@ -532,7 +542,8 @@ def reads_old_log_probs(algorithm: AlgorithmConfig) -> bool:
     """Return whether the loss, a correction of it or the advantages compare with the old policy."""
     weighs = (algorithm.use_tis or algorithm.use_rs) and not algorithm.bypass_mode
     corrects = weighs or algorithm.use_opsm or algorithm.use_unbiased_kl
-    return corrects or algorithm.use_opd or loss_mode(algorithm) not in ("prime_rl", "prime_rl_ipo", "gpg")
+    before = algorithm.use_opd or algorithm.rollout_data_postprocess is not None
+    return corrects or before or loss_mode(algorithm) not in ("prime_rl", "prime_rl_ipo", "gpg")
 
 
 def rejection_bounds(algorithm: AlgorithmConfig) -> tuple[float, float]:
@@ -546,7 +557,8 @@ def rejection_bounds(algorithm: AlgorithmConfig) -> tuple[float, float]:
 
 def needs_all_old_log_probs(algorithm: AlgorithmConfig) -> bool:
     """Return whether old log-probs of all samples are needed before the first optimizer step of a batch."""
-    return algorithm.tis_batch_normalize or (algorithm.use_opd and not algorithm.use_rollout_logprobs)
+    before = algorithm.use_opd or algorithm.rollout_data_postprocess is not None
+    return algorithm.tis_batch_normalize or (before and not algorithm.use_rollout_logprobs)
 
 
 def keeps_teacher(algorithm: AlgorithmConfig) -> bool:

@@ -46,6 +46,7 @@ def test_the_settings_of_the_pages_pass_the_dry_run(folder: Path) -> None:
         "custom_tis",
         "custom_pg_loss_reducer",
         "custom_advantage",
+        "rollout_data_postprocess",
     ]
     for key, value in [*named, ("algorithm.custom_loss", "my_losses.py:kl_cov")]:
         try_plugin(topology_with(), key, value, base_dirs=(folder,))

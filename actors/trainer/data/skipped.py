@@ -14,7 +14,7 @@ from typing import Final, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from actors.trainer.data.batch import Ints, LeftOut, MicroBatch, MtpInputs, TrainBatch, only_where
+from actors.trainer.data.batch import Ints, LeftOut, MicroBatch, MtpInputs, TrainBatch, only_where, with_mtp
 from messages import GroupCompleted, SampleSummary, UntrainedSamples
 from runtime.process.actor import InputError
 from runtime.settings.placement import max_sample_tokens
@@ -98,6 +98,21 @@ def without(batch: TrainBatch, micro_batch: MicroBatch, masked_B: Flags) -> Micr
         routed_experts=None if routed is None else only_where(~gone, routed),
         mtp=None if mtp is None else _mtp_without(mtp, gone),
     )
+
+
+def with_mask(batch: TrainBatch, micro_batch: MicroBatch) -> MicroBatch:
+    """Leave out of a micro-batch's trained tokens those that the batch's loss mask does not have any more.
+
+    They stay inputs, and all tokens keep their positions.
+    """
+    kept_M = batch.loss_mask_N[micro_batch.columns_M] != 0
+    masked = replace(
+        micro_batch,
+        rows_M=micro_batch.rows_M[kept_M],
+        targets_M=micro_batch.targets_M[kept_M],
+        columns_M=micro_batch.columns_M[kept_M],
+    )
+    return masked if micro_batch.mtp is None else with_mtp(batch, masked)
 
 
 def _mtp_without(mtp: MtpInputs, gone: Flags) -> MtpInputs:

@@ -1,6 +1,5 @@
 """Dry run of user functions at the start: two samples, and an empty micro-batch. Changes no random number generator."""
 
-import random
 import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -26,7 +25,10 @@ from actors.trainer.plugins.functions import (
     custom_loss,
     custom_reducer,
     custom_weights,
+    same_random_numbers,
 )
+from actors.trainer.plugins.rollout_data import KEY as POSTPROCESS
+from actors.trainer.plugins.rollout_data import Postprocess, RolloutData
 from runtime.process.actor import InputError
 from runtime.settings.recipe import trainer_functions
 from runtime.settings.topology import Topology
@@ -78,7 +80,8 @@ def try_plugin(
         case "algorithm.custom_pg_loss_reducer":
             try_reducer(custom_reducer(value, base_dirs))
         case _:
-            raise AssertionError(key)
+            assert key == POSTPROCESS
+            try_postprocess(Postprocess(value, base_dirs), with_ref=with_ref)
 
 
 def try_advantage(advantage: CustomAdvantage) -> None:
@@ -101,6 +104,39 @@ def try_advantage(advantage: CustomAdvantage) -> None:
             if not np.isfinite(found.advantages).all():
                 wrong = found.advantages[~np.isfinite(found.advantages)][0]
                 advantage.refuse(f"the advantages have the value {wrong}; expected finite numbers")
+
+
+def try_postprocess(postprocess: Postprocess, *, with_ref: bool) -> None:
+    """Try a function that changes a batch. Errors as for `try_advantage`.
+
+    Args:
+        postprocess: The user's function.
+        with_ref: Whether the run computes log-probs of a reference model.
+    """
+    with _explained(postprocess, ON):
+        inputs, columns = rewarded((1.0, 0.25)), two_samples(with_ref=with_ref)
+
+        def spread(values: Tensor) -> Any:
+            column = np.zeros(len(inputs.loss_mask), dtype=np.float32)
+            column[inputs.loss_mask] = values.numpy()
+            return column
+
+        data = RolloutData(
+            step=0,
+            groups=inputs.groups,
+            rollouts=inputs.rollouts,
+            rewards=inputs.rewards,
+            lengths=inputs.lengths,
+            tokens=np.arange(len(inputs.loss_mask), dtype=np.int32),
+            loss_mask=inputs.loss_mask,
+            rollout_log_probs=spread(columns.rollout_log_probs),
+            old_log_probs=spread(columns.old_log_probs),
+            ref_log_probs=None if columns.ref_log_probs is None else spread(columns.ref_log_probs),
+            advantages=spread(columns.advantages).astype(np.float64),
+        )
+        found = postprocess.changed(data)
+        if not np.isfinite(found.advantages).all():
+            postprocess.refuse("the advantages are not finite; expected finite numbers")
 
 
 def rewarded(rewards: tuple[float, float], *, masked: bool = False) -> AdvantageInputs:
@@ -233,18 +269,6 @@ def within(limit_s: float, plugin: str, call: Callable[[], None]) -> None:
         raise InputError(f"{plugin}: its dry run did not end within {limit_s:g} s (run.check_timeout_s)")
     if raised:
         raise raised[0]
-
-
-@contextmanager
-def same_random_numbers(device: torch.device) -> Generator[None]:
-    """Restore the random number generators of Python, NumPy and torch after the block."""
-    python, numpy = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
 
 
 @contextmanager

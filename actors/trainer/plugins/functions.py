@@ -3,9 +3,11 @@
 M is the number of trained tokens of one micro-batch on this rank, B the number of samples of an optimizer step.
 """
 
+import random
 import re
 import traceback
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, NoReturn, cast
 
@@ -25,6 +27,7 @@ PARAMETERS: Final[Mapping[str, tuple[str, ...]]] = {  # by key: what each functi
     "algorithm.custom_loss": ("inputs",),
     "algorithm.custom_tis": ("inputs",),
     "algorithm.custom_pg_loss_reducer": ("inputs",),
+    "algorithm.rollout_data_postprocess": ("data",),
 }
 METRIC: Final = re.compile(r"train/[A-Za-z0-9][A-Za-z0-9_.@/-]{0,99}")
 TAKEN: Final = frozenset(  # metrics of the trainer itself
@@ -202,6 +205,18 @@ def custom_weights(value: str, base_dirs: tuple[Path, ...] = ()) -> CustomWeight
 def custom_reducer(value: str, base_dirs: tuple[Path, ...] = ()) -> CustomReducer:
     """Load `algorithm.custom_pg_loss_reducer`."""
     return CustomReducer("algorithm.custom_pg_loss_reducer", value, base_dirs)
+
+
+@contextmanager
+def same_random_numbers(device: torch.device) -> Generator[None]:
+    """Restore the random number generators of Python, NumPy and torch after the block."""
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
 
 
 def shown(value: Any) -> str:

@@ -27,10 +27,11 @@ from actors.trainer.data.batch import (
 )
 from actors.trainer.data.plan import split_steps
 from actors.trainer.data.precomputed import LogProbs
-from actors.trainer.data.skipped import with_masked
+from actors.trainer.data.skipped import with_mask, with_masked
 from actors.trainer.megatron import groups as ranks
 from actors.trainer.megatron.rank_model import Replica, TokenOutputs
 from actors.trainer.plugins.dry_run import try_plugins
+from actors.trainer.plugins.rollout_data import Postprocess, rollout_data
 from actors.trainer.step.by_group import GroupLogProbs, ReferenceModel, teacher_of
 from actors.trainer.step.estimator import advantage_inputs, group_of_one, response_mask, token_advantages
 from actors.trainer.step.layout import laid_out, shared
@@ -115,6 +116,8 @@ class TrainStep:
         self._has_mtp_layer = replica.hf.num_mtp_layers > 0
         try_plugins(topology, replica.device)
         self._objective = Objective(self._algorithm)
+        named = self._algorithm.rollout_data_postprocess
+        self._postprocess = None if named is None else Postprocess(named)
         self._learner = Learner(topology, replica, self._objective.names)
         self._needs_all_old = not self._demonstrations and needs_all_old_log_probs(self._algorithm)
         self._group_of_one: GroupOfOne = group_of_one(topology)
@@ -141,6 +144,9 @@ class TrainStep:
         timer.lap("perf/plan_time")
         with memory.phase("prepare"):
             columns = self._prepare(batch, steps, timer)
+            if self._postprocess is not None:
+                batch, steps, columns = self._postprocessed(self._postprocess, batch, steps, columns)
+                timer.lap("perf/postprocess_time")
         before = timer.total
         counted = self._first_counts(batch)
         with memory.phase("train"):
@@ -268,6 +274,38 @@ class TrainStep:
         return _Columns(
             advantages_N, weights_N, rollout_N, trainer_N, ref_N, teacher_N, rewards_N, weight_scale, rollouts_B
         )
+
+    def _postprocessed(
+        self, postprocess: Postprocess, batch: TrainBatch, steps: list[OptimizerStep], columns: _Columns
+    ) -> tuple[TrainBatch, list[OptimizerStep], _Columns]:
+        """Let the user's function mask tokens and change advantages. A collective of all ranks."""
+        old_N = columns.trainer_log_probs_N.cpu().numpy()
+        data = rollout_data(
+            batch,
+            old_log_probs=batch.rollout_log_probs_N if self._algorithm.use_rollout_logprobs else old_N,
+            ref_log_probs=None if columns.ref_log_probs_N is None else self._complete(columns.ref_log_probs_N.cpu()),
+            advantages=columns.advantages_N.cpu().numpy(),
+        )
+        data, none_B = postprocess(data, seed=self._topology.run.seed), np.zeros(len(batch.lengths_B), dtype=bool)
+        batch = replace(batch, loss_mask_N=data.loss_mask.astype(np.uint8))
+        kept: list[OptimizerStep] = []
+        for step in steps:
+            own = [with_mask(batch, micro_batch) for micro_batch in step.micro_batches]
+            kept.append(self._learner.reduced_step(batch, step.number, step.samples, own, none_B))
+        weights_N = batch.spread(np.concatenate([step.reduction.token_weights for step in kept]))
+        scale = self._mean_weight(batch, old_N) if self._algorithm.tis_batch_normalize else 1.0
+        device = self._replica.device
+        columns = replace(
+            columns,
+            advantages_N=torch.tensor(data.advantages.astype(np.float32), device=device),
+            weights_N=torch.tensor(weights_N, device=device),
+            weight_scale=scale,
+        )
+        return batch, kept, columns
+
+    def _complete(self, column_N: Tensor) -> Floats32:
+        """Return a column of the reference model on every rank. Columns computed group by group are complete."""
+        return (ranks.sum_over_replicas(column_N) if self._by_group is None else column_N).numpy()
 
     def _teacher_log_probs(self, batch: TrainBatch, steps: Sequence[OptimizerStep]) -> Floats32 | None:
         """Return the teacher's log-probs of all trained tokens, complete on every rank. None: there is no teacher.

@@ -100,6 +100,7 @@ REPLACED: Final[Mapping[str, tuple[str, ...]]] = {  # what a function of the use
     "custom_loss": ("loss_mode",),
     "custom_tis": ("tis_clip", "tis_clip_low", "tis_level", "tis_mode", "tis_batch_normalize", "bypass_mode"),
     "custom_pg_loss_reducer": ("loss_agg_mode", "calculate_per_token_loss"),
+    "rollout_data_postprocess": (),
 }
 
 

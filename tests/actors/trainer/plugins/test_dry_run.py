@@ -17,6 +17,7 @@ from runtime.process.actor import InputError
 from tests.build.topology import topology_with
 
 FUNCTIONS = """
+from dataclasses import replace
 import random
 import numpy as np
 import torch
@@ -78,6 +79,15 @@ def too_few(inputs): return inputs.rewards[:1]
 def tensors(inputs): return torch.from_numpy(inputs.rewards)
 
 
+def masks(data): return replace(data, loss_mask=data.loss_mask & (np.random.rand(len(data.tokens)) < 0.5))
+def forgets(data): pass
+def assigns(data): data.loss_mask[:] = False
+def unmasks(data): return replace(data, loss_mask=np.ones(len(data.tokens), dtype=bool))
+def flags(data): return replace(data, loss_mask=data.loss_mask.astype(np.uint8))
+def other(data): return replace(data, rewards=data.rewards * 2)
+def not_finite(data): return replace(data, advantages=data.advantages * np.nan)
+
+
 def by_sample(inputs): return 1.0 / np.maximum(inputs.mask_sums, 1), np.ones(len(inputs.groups), dtype=int)
 def shares_float(inputs): return np.ones(2), np.ones(2)
 def short(inputs): return np.ones(1), np.ones(2, dtype=int)
@@ -88,6 +98,7 @@ def no_shares(inputs): return np.ones(2), np.zeros(2, dtype=int)
 def two(a, b): return None
 """
 LOSS, WEIGHTS, REDUCER = (f"algorithm.custom_{name}" for name in ("loss", "tis", "pg_loss_reducer"))
+DATA = "algorithm.rollout_data_postprocess"
 ADVANTAGE = "algorithm.custom_advantage"
 NONE = "(in the dry run on a micro-batch without trained tokens)"
 MASKED = "(in the dry run on two samples, one fully masked)"
@@ -99,8 +110,8 @@ FAULTS = [
     (LOSS, "detached", "the loss has no gradient: compute it from inputs.log_probs"),
     (LOSS, "flat", "the gradient of the loss is 0 for every token"),
     (LOSS, "infinite_slope", "the gradient of log_probs has the value"),
-    (LOSS, "raises", "raised KeyError in line 33: 'x' (in the dry run on two samples)"),
-    (LOSS, "exits", "raised SystemExit in line 34: 3"),
+    (LOSS, "raises", "raised KeyError in line 34: 'x' (in the dry run on two samples)"),
+    (LOSS, "exits", "raised SystemExit in line 35: 3"),
     (LOSS, "changes", "raised RuntimeError"),
     (LOSS, "unnamed", "its metric 'ratio' must begin with \"train/\"; choose another name"),
     (LOSS, "taken", "its metric 'train/grad_norm' is a metric of the trainer; choose another name"),
@@ -123,6 +134,12 @@ FAULTS = [
     (ADVANTAGE, "integers", "returned an int64 array [2] for the advantages; expected a float array of one number per"),
     (ADVANTAGE, "too_few", "expected a float array of one number per sample [2] or per token [12]"),
     (ADVANTAGE, "tensors", "returned a float64 tensor [2] for the advantages"),
+    (DATA, "forgets", "returned None; expected dataclasses.replace(data, loss_mask=...), or data itself"),
+    (DATA, "assigns", "assignment destination is read-only"),
+    (DATA, "unmasks", "loss_mask is true for a token that did not train before; it may only mask more tokens"),
+    (DATA, "flags", "returned a uint8 array [12] as loss_mask; expected a bool array [12]"),
+    (DATA, "other", "changed rewards; it may change loss_mask and advantages alone"),
+    (DATA, "not_finite", "the advantages are not finite"),
     (REDUCER, "shares_float", "shares is a float64 array [2]; expected an integer array [2] of one number >= 0 per"),
     (REDUCER, "short", "token_weights is a float64 array [1]; expected an array [2]"),
     (REDUCER, "negative", "token_weights has the value -1.0; expected"),
@@ -156,6 +173,7 @@ def states() -> tuple[Any, ...]:
         (LOSS, "draws"),
         (WEIGHTS, "weights"),
         (REDUCER, "by_sample"),
+        (DATA, "masks"),
     ],
 )
 def test_a_good_function_passes_and_random_numbers_continue(file: Path, key: str, name: str) -> None:

@@ -1,12 +1,15 @@
 """Train steps with functions of the user: equal to the named ones; later faults end the run, or mask samples."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from actors.trainer.megatron.rank_model import Replica
+from actors.trainer.step.metrics import StepTimer
 from actors.trainer.step.train_step import TrainStep
 from runtime.process.actor import InputError
 from tests.actors.trainer.hf import whole_weights
@@ -14,6 +17,8 @@ from tests.actors.trainer.tiny import random_batch
 from tests.build.topology import MakeTopology
 
 FUNCTIONS = """
+from dataclasses import replace
+import random
 import numpy as np
 import torch
 
@@ -37,6 +42,29 @@ def weights(inputs):
 
 def reduce(inputs):
     return reduction(inputs.mask_sums, inputs.rollouts, mode="seq-mean-token-mean")
+
+
+def same(data):
+    return data
+
+
+def halved(data):
+    return replace(data, advantages=data.advantages / 2)
+
+
+def draws(data):
+    kept = np.array([random.random() < 0.5 for _ in data.tokens]) & (torch.rand(len(data.tokens)) < 0.9).numpy()
+    return replace(data, loss_mask=data.loss_mask & kept)
+
+
+def without_mismatch(data):
+    assert data.old_log_probs[data.loss_mask].all()
+    far = np.abs(data.old_log_probs - data.rollout_log_probs) > 2.0
+    return replace(data, loss_mask=data.loss_mask & ~far)
+
+
+def wrong_later(data):
+    return replace(data, tokens=data.tokens + 1) if data.step else data
 
 
 def short(inputs):  # right for two samples of eight tokens
@@ -103,3 +131,56 @@ def test_a_nan_later_masks_its_samples(make_topology: MakeTopology, file: Path) 
     assert done.masked.tolist() == [sample for sample, count in enumerate(batch.mask_sums_B) if count == 5]
     assert 0 < len(done.masked) < len(batch.mask_sums_B)
     assert done.metrics["train/num_skipped_steps"] == 0
+
+
+def test_data_returned_as_it_is_trains_the_same(make_topology: MakeTopology, file: Path) -> None:
+    named: dict[str, Any] = {"get_mismatch_metrics": True, "tis_batch_normalize": True, "use_tis": True}
+    weights, metrics = trained(make_topology, **named)
+    own, own_metrics = trained(make_topology, rollout_data_postprocess=f"{file}:same", **named)
+    assert own_metrics == metrics
+    assert all(torch.equal(own[name], weight) for name, weight in weights.items())
+
+
+def test_masked_tokens_train_as_if_they_were_masked_in_the_batch(make_topology: MakeTopology, file: Path) -> None:
+    """Denominators too; the masked tokens are found with the log-probs of both."""
+    named: dict[str, Any] = {"calculate_per_token_loss": True, "num_steps_per_rollout": 1, "loss_mode": "gspo"}
+    topology = make_topology(algorithm=named | {"rollout_data_postprocess": f"{file}:without_mismatch"})
+    own, batch = Replica(topology, torch.device("cpu")), random_batch()
+    old_N = np.zeros_like(batch.rollout_log_probs_N)
+    topology_of_log_probs = make_topology(algorithm=named | {"tis_batch_normalize": True, "use_tis": True})
+    other = TrainStep(topology_of_log_probs, Replica(topology_of_log_probs, torch.device("cpu")))
+    columns = other._prepare(batch, other._plan(batch), StepTimer())
+    old_N = columns.trainer_log_probs_N.numpy()
+    far_N = np.abs(old_N - batch.rollout_log_probs_N) > 2.0
+    masked = replace(batch, loss_mask_N=batch.loss_mask_N * ~far_N)
+    assert 0 < masked.loss_mask_N.sum() < batch.loss_mask_N.sum()
+    metrics = TrainStep(topology, own)(batch).metrics
+    plain = make_topology(algorithm=named)
+    expected = Replica(plain, torch.device("cpu"))
+    expected_metrics = TrainStep(plain, expected)(masked).metrics
+    for name in ("train/loss", "train/grad_norm", "train/pg_clipfrac"):
+        assert metrics[name] == pytest.approx(expected_metrics[name], abs=1e-6), name
+    weights = dict(whole_weights(expected.complete_chunks(), expected.hf))
+    for name, weight in whole_weights(own.complete_chunks(), own.hf).items():
+        torch.testing.assert_close(weight, weights[name], rtol=0, atol=1e-6)
+
+
+def test_changed_advantages_train(make_topology: MakeTopology, file: Path) -> None:
+    _, metrics = trained(make_topology, num_steps_per_rollout=1)
+    _, halved = trained(make_topology, num_steps_per_rollout=1, rollout_data_postprocess=f"{file}:halved")
+    assert halved[0]["train/loss"] == pytest.approx(metrics[0]["train/loss"] / 2, abs=1e-6)
+
+
+def test_random_numbers_of_a_function_are_those_of_the_seed(make_topology: MakeTopology, file: Path) -> None:
+    torch.manual_seed(1)
+    first, metrics = trained(make_topology, rollout_data_postprocess=f"{file}:draws")
+    torch.manual_seed(2)
+    second, again = trained(make_topology, rollout_data_postprocess=f"{file}:draws")
+    assert again == metrics
+    assert all(torch.equal(second[name], weight) for name, weight in first.items())
+
+
+def test_other_changed_data_ends_the_run_by_name(make_topology: MakeTopology, file: Path) -> None:
+    said = "wrong_later': changed tokens; it may change loss_mask and advantages alone"
+    with pytest.raises(InputError, match=said):
+        trained(make_topology, rollout_data_postprocess=f"{file}:wrong_later")
