@@ -30,7 +30,7 @@ from actors.trainer.plugins.functions import (
 from actors.trainer.plugins.rollout_data import KEY as POSTPROCESS
 from actors.trainer.plugins.rollout_data import Postprocess, RolloutData
 from runtime.process.actor import InputError
-from runtime.settings.recipe import trainer_functions
+from runtime.settings.recipe import trainer_functions, uses_reference
 from runtime.settings.topology import Topology
 
 CPU: Final = torch.device("cpu")
@@ -69,7 +69,7 @@ def try_plugin(
         PluginError: It cannot be found, or cannot be called with its parameters.
         InputError: It cannot be used; names the key, the function, and what is allowed.
     """
-    with_ref = topology.algorithm.kl_loss_coef > 0
+    with_ref = uses_reference(topology.algorithm)
     match key:
         case "algorithm.custom_advantage":
             try_advantage(custom_advantage(value, base_dirs))
