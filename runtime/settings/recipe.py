@@ -164,6 +164,9 @@ class RolloutConfig(Config, frozen=True, kw_only=True):
     max_token_staleness: Count | None = None
     # What to do with tokens beyond `max_token_staleness`: drop their group, or mask the tokens.
     stale_tokens: Literal["drop", "mask"] = "drop"
+    # Log pass@k of each batch as `passrate/pass@k`, for k = 1, 2, 4 and so on up to `n_samples_per_prompt`. A sample
+    # with a reward of exactly 1 passes. Evaluation sets always have it.
+    log_passrate: bool = False
     # Seconds between spills: long-running samples store the tokens that they have so far. 0 stores samples only at
     # their end.
     spill_every_s: NonNegative = 30.0

@@ -16,7 +16,7 @@ READ = {  # metrics that the report reads from the trainer
     ("report", "train/preference_loss"),
     ("report", "train/sft_loss"),
 }
-NAME = re.compile(r"(train|rollout|perf|eval|multi_turn|groups|weights)/[\w<>@.-][\w<>@./-]*")
+NAME = re.compile(r"(train|rollout|perf|eval|multi_turn|groups|weights|passrate)/[\w<>@.-][\w<>@./-]*")
 ROW = re.compile(r"^\| `([^`]+)` \| ([a-z, ]+) \| ")
 
 

@@ -6,6 +6,7 @@ import msgspec
 
 from messages import EvalEnded, EvalIssued, EvalSetSize
 from runtime.ledger.fold import Evaluation, LedgerState
+from runtime.util.pass_rate import pass_rates
 
 
 class EvalPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,7 +70,7 @@ def eval_metrics(evaluation: Evaluation) -> dict[str, float]:
     The ratios: truncated samples and, if there are any, samples with tokens of newer weights than the evaluation's.
 
     Source:
-        pass@k is the unbiased estimator 1 - C(n - c, k) / C(n, k) of arXiv 2107.03374, for k = 1, 2, 4, ... <= n.
+        `pass_rates` has that of pass@k.
     """
     metrics: dict[str, float] = {}
     for name, items in evaluation.items.items():
@@ -81,9 +82,5 @@ def eval_metrics(evaluation: Evaluation) -> dict[str, float]:
         if num_newer := sum(item.num_newer for item in items.values()):
             metrics[f"eval/{name}-newer_weights_ratio"] = num_newer / len(rewards)
         counts = [(len(item.rewards), item.rewards.count(1.0)) for item in items.values() if item.rewards]
-        k, num_samples = 1, min(n for n, _ in counts)
-        while 1 < num_samples and k <= num_samples:
-            passed = [1 - math.comb(n - correct, k) / math.comb(n, k) for n, correct in counts]
-            metrics[f"eval/{name}-pass@{k}"] = math.fsum(passed) / len(passed)
-            k *= 2
+        metrics |= {f"eval/{name}-pass@{k}": rate for k, rate in pass_rates(counts).items()}
     return metrics

@@ -15,6 +15,7 @@ from actors.trainer.data.staleness import staleness_metrics
 from actors.trainer.megatron import groups as ranks
 from actors.trainer.models.config import HfConfig
 from actors.trainer.models.shapes import hf_shapes
+from runtime.util.pass_rate import pass_rates
 
 MTP_LOSS = "train/mtp_loss"  # a mean over the tokens that the MTP layer predicts
 DIFF = "train/train_rollout_logprob_abs_diff"
@@ -139,6 +140,15 @@ def sampling_metrics(batch: TrainBatch, advantages_N: Floats32) -> dict[str, flo
         "train/stale_token_ratio": _mean(batch.staleness_N[mask] != 0),
         **staleness_metrics(batch),
     }
+
+
+def passrate_metrics(batch: TrainBatch) -> dict[str, float]:
+    """Compute pass@k of the prompts of a batch. A rollout passes if a part of it has a raw reward of exactly 1."""
+    rollouts, first, inverse = np.unique(batch.rollouts_B, return_index=True, return_inverse=True)
+    passed = np.bincount(inverse, weights=batch.raw_rewards_B == 1.0, minlength=len(rollouts)) > 0
+    _, groups = np.unique(batch.groups_B[first], return_inverse=True)
+    counts = zip(np.bincount(groups).tolist(), np.bincount(groups, weights=passed).astype(int).tolist(), strict=True)
+    return {f"passrate/pass@{k}": rate for k, rate in pass_rates(list(counts)).items()}
 
 
 def memory_metrics(peaks: Mapping[str, int]) -> dict[str, float]:

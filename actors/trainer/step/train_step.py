@@ -41,6 +41,7 @@ from actors.trainer.step.metrics import (
     StepTimer,
     difference_metrics,
     memory_metrics,
+    passrate_metrics,
     sampling_metrics,
     size_metrics,
     speed_metrics,
@@ -162,6 +163,8 @@ class TrainStep:
             metrics |= difference_metrics(batch, measured, columns.trainer_log_probs_N.cpu().numpy())
             trained, advantages_N = with_masked(batch, masked_B), columns.advantages_N.cpu().numpy()
             metrics |= sampling_metrics(trained, advantages_N)
+            if self._topology.rollout.log_passrate:
+                metrics |= passrate_metrics(batch)
             if counted is not None:
                 metrics |= counted.counts(batch, trained, advantages_N, response_mask(batch))
             metrics["train/entropy_coef"] = self._entropy_coef(batch.step)

@@ -175,5 +175,6 @@ class ReferenceTrainer:
         self._adam.zero_grad()
         totals["loss"].backward()
         norm = torch.nn.utils.clip_grad_norm_(self._parameters.values(), self._topology.optimizer.clip_grad)
-        self._adam.step()
+        if norm > 0:  # AdamW alone would move weights by its momentum, which a gradient of exactly 0 must not do
+            self._adam.step()
         return {name: value.item() for name, value in totals.items()} | {"grad_norm": norm.item()}

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from actors.trainer.data.batch import TrainBatch, make_micro_batch
 from actors.trainer.megatron.rank_model import Replica
+from actors.trainer.step import layout
 from actors.trainer.step.metrics import DIFF, DIFF_MAX
 from actors.trainer.step.train_step import TrainStep
 from runtime.settings.topology import Topology
@@ -57,6 +58,9 @@ ALGORITHMS = {
     },
     "RLOO, whitened": {"advantage_estimator": "rloo", "normalize_advantages": True},
     "GSPO": {"advantage_estimator": "gspo", "eps_clip": 0.05, "num_steps_per_rollout": 4},
+    # Two of the eight optimizer steps clip every token, so that their gradient is exactly 0. Plain AdamW would move the
+    # weights there by its momentum; the trainer, and this loop, leave them as they are.
+    "GSPO, all tokens clipped": {"advantage_estimator": "gspo", "eps_clip": 3e-4, "num_steps_per_rollout": 4},
     "CISPO": {"loss_mode": "cispo", "num_steps_per_rollout": 4},
     "prime-rl": {"loss_mode": "prime_rl", "disable_grpo_std_normalization": True},
     "truncated IS": {"use_tis": True, "tis_clip": 1.5, "tis_clip_low": 0.5},
@@ -186,6 +190,18 @@ def test_training_does_not_depend_on_packing(make_topology: MakeTopology, monkey
     assert_same(padded, trained(make_topology(train={"max_tokens_per_gpu": 40})))
 
 
+def test_training_does_not_depend_on_the_balance(make_topology: MakeTopology, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Micro-batches of about equal computation, against a sample a micro-batch in the batch's order."""
+    balanced = trained(make_topology(train={"max_tokens_per_gpu": 40}))
+
+    def in_order(lengths_B: np.ndarray, samples: np.ndarray, **_: Any) -> list[list[np.ndarray]]:
+        del lengths_B
+        return [[samples[index : index + 1] for index in range(len(samples))]]
+
+    monkeypatch.setattr(layout, "plan_micro_batches", in_order)
+    assert_same(balanced, trained(make_topology()))
+
+
 def trained(topology: Topology) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
     step, replica = trainer(topology)
     metrics = [step(random_batch(number)).metrics for number in range(2)]
@@ -260,6 +276,18 @@ def test_a_batch_whose_tokens_are_all_masked_trains_without_a_loss(make_topology
     nothing = replace(batch, loss_mask_N=np.zeros_like(batch.loss_mask_N))
     metrics = trainer(make_topology())[0](nothing).metrics
     assert (metrics["train/loss"], metrics["train/grad_norm"], metrics["rollout/masked_ratio"]) == (0.0, 0.0, 1.0)
+
+
+def test_pass_rates_are_logged_if_asked(make_topology: MakeTopology) -> None:
+    """The first group has one passing rollout of four, in one of its two parts; the others have none."""
+    batch = random_batch()
+    raw = np.zeros_like(batch.raw_rewards_B)
+    raw[0] = 1.0
+    batch = replace(batch, raw_rewards_B=raw)
+    assert not any(name.startswith("passrate/") for name in trainer(make_topology())[0](batch).metrics)
+    metrics = trainer(make_topology(rollout={"log_passrate": True}))[0](batch).metrics
+    found = [metrics[f"passrate/pass@{k}"] for k in (1, 2, 4)]
+    assert found == pytest.approx([0.25 / 4, 0.5 / 4, 1.0 / 4])
 
 
 def test_groups_of_one_train_on_their_rewards_with_a_warning(make_topology: MakeTopology) -> None:
