@@ -24,6 +24,7 @@ class GroupCompleted(Message, kw_only=True, tag="group_completed"):
     instance: str
     data: str  # name of the data source
     samples: tuple[SampleSummary, ...]
+    baseline: SampleSummary | None = None  # the scored greedy sample, which is not among the samples
     metadata: dict[str, Any] = {}  # of the prompt, unless the prompt is stored separately
     prompt_parts: tuple[int, ...] = ()  # data messages that hold the prompt, if it is stored separately
     rollout_time_s: float = 0.0  # from the pull of the task to the last token

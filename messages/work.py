@@ -50,6 +50,7 @@ class RolloutRequested(Message, kw_only=True, tag="rollout_requested", eq=False)
     prompt: Prompt
     num_samples: int
     sampling: SamplingParams
+    baseline: bool = False  # whether to add a greedy sample, which is scored and not trained
     carried: tuple[SampleSummary, ...] = ()  # results of earlier attempts: finished samples, tokens to continue from
 
     def key(self) -> str:

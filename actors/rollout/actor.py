@@ -227,6 +227,7 @@ class RolloutActor(Actor):
             custom_generate=self._custom_generate,
             model=self._model,
             failed_reward=0.0 if reward.on_failure == "zero" else None,
+            reward_keys=self._topology.algorithm.gdpo_reward_keys,
             conversations=self._conversations,
         )
 

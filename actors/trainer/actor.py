@@ -137,7 +137,13 @@ class TrainerActor(Actor):
         async with anyio.create_task_group() as group:
             shape = read_model(Path(self._topology.model.hf_checkpoint)).shape
             masking, limit = Masking.of(self._topology.rollout), LengthLimit.of(self._topology)
-            feed = Feed(self._bus, masking, limit, shape.vocab_size)
+            feed = Feed(
+                self._bus,
+                masking,
+                limit,
+                shape.vocab_size,
+                reward_keys=self._topology.algorithm.gdpo_reward_keys,
+            )
             group.start_soon(feed.run)  # reads the log while the other thread imports torch and loads the model
             colocation = self._colocation = Colocation(self._topology, self._bus, feed)
             await colocation.take_over()  # before the model is built and needs memory

@@ -42,6 +42,7 @@ class DumpedSample(Fate, frozen=True, kw_only=True):
     segment_texts: tuple[str, ...] = ()  # if there are several segments
     reward: float | None = None
     score: dict[str, Any] | None = None
+    rewards: dict[str, float] = {}  # by name, if the recipe trains several
     status: SampleStatus
     reason: str | None = None  # why it failed
     prompt_len: int = 0  # tokens
@@ -51,6 +52,8 @@ class DumpedSample(Fate, frozen=True, kw_only=True):
     sample_metadata: dict[str, Any] = {}  # of this sample only
     rollout_time_s: float = 0.0
     reward_time_s: float = 0.0
+    baseline_reward: float | None = None  # of the group's greedy sample, whose tokens are not dumped
+    baseline_len: int = 0  # its response tokens
 
 
 class DumpedGroup(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -74,6 +77,7 @@ class DumpedGroup(msgspec.Struct, frozen=True, kw_only=True, eq=False):
             instance="dump",
             data=first.data,
             samples=tuple(map(summary_of, self.samples)),
+            baseline=baseline_of(self),
             metadata=first.metadata,
             rollout_time_s=first.rollout_time_s,
             reward_time_s=first.reward_time_s,
@@ -111,6 +115,7 @@ def group_of(
             segment_texts=tuple(segment.text for segment in own) if len(own) > 1 else (),
             reward=sample.reward,
             score=sample.score,
+            rewards=sample.rewards,
             status=sample.status,
             reason=sample.reason,
             prompt_len=sample.prompt_len,
@@ -120,6 +125,8 @@ def group_of(
             sample_metadata=sample.metadata,
             rollout_time_s=completed.rollout_time_s,
             reward_time_s=completed.reward_time_s,
+            baseline_reward=completed.baseline.reward if completed.baseline else None,
+            baseline_len=completed.baseline.response_len if completed.baseline else 0,
         )
         for sample, own in zip(completed.samples, segments, strict=True)
     ]
@@ -136,10 +143,26 @@ def summary_of(sample: DumpedSample) -> SampleSummary:
         response_len=sample.response_len,
         reward=sample.reward,
         score=sample.score,
+        rewards=sample.rewards,
         first_version=sample.first_version,
         last_version=sample.last_version,
         reason=sample.reason,
         metadata=sample.sample_metadata,
+    )
+
+
+def baseline_of(group: DumpedGroup) -> SampleSummary | None:
+    """Return the summary of a group's greedy sample, if it had one. It cites no tokens."""
+    first = group.samples[0]
+    if first.baseline_reward is None:
+        return None
+    return SampleSummary(
+        index=1 + max(sample.index for sample in group.samples),
+        status=SampleStatus.COMPLETED,
+        prompt_len=first.prompt_len,
+        response_len=first.baseline_len,
+        reward=first.baseline_reward,
+        is_baseline=True,
     )
 
 

@@ -36,6 +36,7 @@ class LedgerSummary(msgspec.Struct, frozen=True, kw_only=True):
     dropped: dict[str, int]  # by reason
     failed: dict[str, int]
     untrained: dict[str, int]  # samples of trained batches that contributed no gradient, by reason
+    baselines: int  # greedy samples of completed groups, which are scored and not trained
     steps: int  # trained steps
     trained: tuple[tuple[int, tuple[int, ...]], ...]  # step and its groups, in the order of settlement
     skipped: tuple[tuple[int, tuple[int, ...]], ...]  # step and its groups that contributed no gradient
@@ -97,6 +98,7 @@ class LedgerReport:
             dropped=state.dropped,
             failed=state.failed,
             untrained=state.untrained,
+            baselines=state.baselines,
             steps=state.trained_steps,
             trained=tuple(self.trained),
             skipped=tuple(self.skipped),
@@ -136,6 +138,8 @@ def lines_of(summary: LedgerSummary) -> Iterator[str]:
     for what, tally in (("dropped", summary.dropped), ("failed", summary.failed)):
         yield from (f"            {what}: {count} {reason}" for reason, count in sorted(tally.items()))
     yield from (f"            {skipped_text(reason, count)}" for reason, count in sorted(summary.untrained.items()))
+    if summary.baselines:
+        yield f"baselines   {count_of(summary.baselines, 'greedy sample')} scored, not trained"
     yield f"steps       {summary.steps} trained; round {summary.round} is {'halted' if summary.halted else 'open'}"
     yield f"weights     {f'v{summary.version} of step {summary.version_step}' if summary.version else 'none yet'}"
     yield f"checkpoint  {f'of step {summary.checkpoint_step}' if summary.checkpoint_step else 'none yet'}"

@@ -113,6 +113,7 @@ def end_attempt(state: LedgerState, event: GroupCompleted | GroupAborted | Group
     group.event_seq, group.spilled = seq, ()
     if completed and (reason := wrong_count(event, group.num_samples)):
         return ended, *close(state, event.group_id, state.failed, reason)
+    state.baselines += completed and event.baseline is not None
     group.fruitless += not completed and not _goes_on(group.carried, samples)
     group.carried = () if completed else samples
     group.data = event.data if completed else group.data
@@ -144,8 +145,9 @@ def _cited(state: LedgerState, samples: Iterable[SampleSummary]) -> tuple[int, .
 
 
 def describe(group: Group, samples: tuple[SampleSummary, ...]) -> None:
-    """Record rewards, lengths and weight versions of an ended attempt's samples."""
-    known = [(s.index, s.reward, s.response_len, s.first_version, s.last_version) for s in samples]
+    """Record rewards, lengths and weight versions of an ended attempt's samples, without the greedy one."""
+    own = (s for s in samples if not s.is_baseline)
+    known = [(s.index, s.reward, s.response_len, s.first_version, s.last_version) for s in own]
     indices, rewards, lens, oldest, newest = zip(*known, strict=True) if known else ((), (), (), (), ())
     group.indices, group.rewards, group.response_lens = indices, rewards, lens
     group.oldest_version = min([version for version in oldest if version is not None], default=None)

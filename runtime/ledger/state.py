@@ -146,6 +146,7 @@ class LedgerState(Steps, kw_only=True, dict=True):
     untrained: dict[str, int] = {}  # samples of trained batches that contributed no gradient, by reason
     dropped: dict[str, int] = {}  # by reason
     failed: dict[str, int] = {}
+    baselines: int = 0  # greedy samples of completed groups, which are scored and not trained
     newest_payload: int = 0  # highest data sequence in any folded event
     halted_round: int = -1  # newest halted round
     version: int = 0  # newest announced weight version, 0 before the first

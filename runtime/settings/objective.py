@@ -36,6 +36,8 @@ ADVANTAGES: Final[Mapping[Estimator, tuple[str, str]]] = {  # without normalisat
     "gpg": ("(R - mean of group) samples / samples with R other than 0", "GPG, arXiv 2504.02546"),
     "maxrl": ("(R - mean of group) / mean of group", "MaxRL, arXiv 2602.02710"),
     "grpo_passk": ("(best R - second best R) / (std of group + 1e-6) for the best sample, else 0", "arXiv 2505.15201"),
+    "gdpo": ("sum of w (R_k - mean of group) / (std of group + 1e-6) over {rewards}", "GDPO, arXiv 2601.05242"),
+    "remax": ("R - R of the prompt's greedy sample", "ReMax, arXiv 2310.10505"),
 }
 LOSSES: Final[Mapping[LossMode, tuple[str, str]]] = {
     "ppo": ("max(-r A, -clip(r, {low}, {high}) A){dual}, {ratio}", "PPO, arXiv 1707.06347"),
@@ -77,6 +79,7 @@ def objective_of(recipe: Recipe) -> tuple[PlannedTerm, ...]:
 
 def _terms(recipe: Recipe) -> Iterator[PlannedTerm]:
     algorithm = recipe.algorithm
+    yield from _penalties(recipe)
     yield _advantage(algorithm)
     if algorithm.use_opd:
         yield _term("teacher", f"A - {algorithm.opd_kl_coef:g} log(old policy / teacher)", "algorithm.use_opd")
@@ -96,6 +99,24 @@ def _terms(recipe: Recipe) -> Iterator[PlannedTerm]:
     yield _term("reduction", _reduction(recipe), _reduction_source(algorithm))
 
 
+def _penalties(recipe: Recipe) -> Iterator[PlannedTerm]:
+    algorithm, longest = recipe.algorithm, recipe.rollout.max_response_len
+    if algorithm.length_penalty is not None:
+        shares = (algorithm.num_output_tokens_weight, algorithm.num_input_tokens_weight, algorithm.num_turns_weight)
+        output, given, turns = (f"{share:g}" for share in shares)
+        formula = f"R - mean of group ({output} output + {given} input + {turns} turns), each / max of group"
+        yield _term("reward", formula, "prime-rl; algorithm.length_penalty")
+    if (size := algorithm.overlong_buffer_len) is not None:
+        formula = f"R + {algorithm.overlong_penalty_factor:g} min(({longest - size} - length) / {size}, 0)"
+        yield _term("reward", formula, "DAPO, arXiv 2503.14476; algorithm.overlong_buffer_len")
+
+
+def _named(algorithm: AlgorithmConfig) -> str:
+    keys = algorithm.gdpo_reward_keys
+    weights = algorithm.gdpo_reward_weights or (1.0,) * len(keys)
+    return ", ".join(f"{weight:g} {key}" for weight, key in zip(weights, keys, strict=False))
+
+
 def _advantage(algorithm: AlgorithmConfig) -> PlannedTerm:
     formula, source = ADVANTAGES[algorithm.advantage_estimator]
     if algorithm.disable_grpo_std_normalization:
@@ -103,6 +124,7 @@ def _advantage(algorithm: AlgorithmConfig) -> PlannedTerm:
         formula = formula.replace(" / (std of group + 1e-6)", "")
     if algorithm.disable_rewards_normalization:
         formula = "R"
+    formula = formula.replace("{rewards}", _named(algorithm))
     whitened = ", whitened over the batch's tokens" if algorithm.normalize_advantages else ""
     return _term("advantage", f"A = {formula}{whitened}", source)
 

@@ -18,6 +18,8 @@ TopK = Annotated[int, msgspec.Meta(ge=-1)]  # -1: off
 LogRatio = Annotated[float, msgspec.Meta(gt=0, le=80)]
 Beta = Annotated[float, msgspec.Meta(ge=0, lt=1)]
 Text = Annotated[str, msgspec.Meta(min_length=1)]
+RewardName = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}$")]  # part of a metric's name
+Weight = Annotated[float, msgspec.Meta(ge=-1e6, le=1e6)]
 Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]  # one subject token, one file name
 
 
@@ -32,6 +34,8 @@ Estimator = Literal[
     "gpg",
     "maxrl",
     "grpo_passk",
+    "gdpo",
+    "remax",
 ]
 LossMode = Literal[
     "ppo",
@@ -203,11 +207,32 @@ class AlgorithmConfig(Config, frozen=True, kw_only=True):
     # Estimator that turns rewards into advantages.
     # "reinforce" subtracts the mean of the batch; "gpg" and "maxrl" scale differences from the group's mean;
     # "opo" weights that mean by length; "grpo_passk" rewards the best sample of a group alone. "gspo" and "cispo" are
-    # "grpo" with the loss of that name.
+    # "grpo" with the loss of that name. "gdpo" trains several rewards. "remax" subtracts the reward of a greedy sample,
+    # which each prompt gets in addition to `rollout.n_samples_per_prompt`.
     advantage_estimator: Estimator = "grpo"
     # Function that computes the advantages, in place of `advantage_estimator`: "module:function" or
     # "path/file.py:function". It is tried on two samples at the start.
     custom_advantage: Text | None = None
+    # Names of the rewards in a grader's dict that "gdpo" trains, at most 16. A sample without a finite number under
+    # each of them fails.
+    gdpo_reward_keys: Annotated[tuple[RewardName, ...], msgspec.Meta(max_length=16)] = ()
+    # Weights of these rewards, in their order. By default each has weight 1.
+    gdpo_reward_weights: Annotated[tuple[Weight, ...], msgspec.Meta(max_length=16)] = ()
+    # Length of the zone before `rollout.max_response_len` in which rewards fall, in tokens (DAPO). The penalty grows
+    # linearly from 0 at the start of the zone to `overlong_penalty_factor` at its end. By default there is no penalty.
+    overlong_buffer_len: Positive | None = None
+    # Penalty of a response with `rollout.max_response_len` tokens, in reward units. Longer responses lose more.
+    overlong_penalty_factor: NonNegative = 1.0
+    # Lower the rewards of samples that are long compared with the longest of their group, by shares of the group's mean
+    # reward (prime-rl). By default there is no penalty.
+    length_penalty: Literal["linear"] | None = None
+    # Share of the mean reward that the sample with the most sampled tokens loses. 0 turns the term off.
+    num_output_tokens_weight: NonNegative = 0.25
+    # Share of the mean reward that the sample with the most input tokens loses: prompt and tool output. 0 turns the
+    # term off.
+    num_input_tokens_weight: NonNegative = 0.1
+    # Share of the mean reward that the sample with the most turns loses. 0 turns the term off.
+    num_turns_weight: NonNegative = 0.1
     # Advantage of a sample without others in its group, for estimators that compare a group's samples: 0 ("zero"), or
     # its reward ("reward").
     group_of_one: Literal["zero", "reward"] = "zero"
@@ -588,7 +613,12 @@ def critic_optimizer(recipe: Recipe) -> OptimizerConfig:
 
 def uses_groups(algorithm: AlgorithmConfig) -> bool:
     """Return whether the estimator compares the samples of a group."""
-    return estimator(algorithm) not in ("reinforce", "custom")
+    return estimator(algorithm) not in ("reinforce", "remax", "custom")
+
+
+def needs_baseline(algorithm: AlgorithmConfig) -> bool:
+    """Return whether each prompt group has a greedy sample, which is scored and not trained."""
+    return estimator(algorithm) == "remax"
 
 
 def agg_mode(algorithm: AlgorithmConfig) -> AggMode | Custom:

@@ -9,7 +9,13 @@ from messages.plain import clipped
 from runtime.data.stored_prompts import cited
 from runtime.ledger.fold import Evaluation, Group, LedgerState, Stage
 from runtime.ledger.groups import longest
-from runtime.settings.recipe import FilledSampling, eval_sampling, over_sampling_batch_size, rollout_sampling
+from runtime.settings.recipe import (
+    FilledSampling,
+    eval_sampling,
+    needs_baseline,
+    over_sampling_batch_size,
+    rollout_sampling,
+)
 from runtime.settings.topology import Topology, is_colocated
 
 MAX_REASON_CHARS = 1000
@@ -75,6 +81,7 @@ def rollout_task(topology: Topology, group: Group, prompts: Prompts, steps: Mapp
     carried = group.carried if topology.rollout.on_halt == "resume" else ()
     carried = tuple(sample for sample in carried if not _too_old(topology, sample, group.round, steps))
     num_samples = group.num_samples or topology.rollout.n_samples_per_prompt  # a resumed run may have another recipe
+    baseline = needs_baseline(topology.algorithm)
     return RolloutRequested(
         group_id=group.group_id,
         attempt=group.attempt,
@@ -83,7 +90,8 @@ def rollout_task(topology: Topology, group: Group, prompts: Prompts, steps: Mapp
         prompt=cited(prompt, group.prompt_parts) if group.prompt_parts else prompt,
         num_samples=num_samples,
         sampling=_params(topology, rollout_sampling(topology), prompt),
-        carried=tuple(sample for sample in longest(carried, group.spilled) if sample.index < num_samples),
+        baseline=baseline,
+        carried=tuple(sample for sample in longest(carried, group.spilled) if sample.index < num_samples + baseline),
     )
 
 

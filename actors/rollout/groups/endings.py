@@ -55,7 +55,7 @@ class Endings:
     def completed(
         self, samples: Sequence[SampleSummary], prompt: Prompt, *, rollout_time_s: float, reward_time_s: float = 0.0
     ) -> GroupCompleted:
-        """All samples of the prompt are generated and scored."""
+        """All samples of the prompt are generated and scored. The greedy one among them is kept apart."""
         return GroupCompleted(
             group_id=self.task.group_id,
             attempt=self.task.attempt,
@@ -63,7 +63,8 @@ class Endings:
             lease=self.lease,
             instance=self.instance,
             data=prompt.data,
-            samples=tuple(samples),
+            samples=tuple(sample for sample in samples if not sample.is_baseline),
+            baseline=next((sample for sample in samples if sample.is_baseline), None),
             metadata={} if prompt.parts else prompt.metadata,
             prompt_parts=prompt.parts,
             rollout_time_s=rollout_time_s,

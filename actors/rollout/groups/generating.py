@@ -61,8 +61,8 @@ class Generation:
         batched, one_by_one = self._tools.batch_requests, self._generate_alone
         if self._tools.custom_generate is not None:
             batched, one_by_one = False, self._converse
-        together = [sample for sample in samples if batched and not sample.prefix]
-        alone = [sample for sample in samples if sample.prefix or not batched]
+        together = [sample for sample in samples if batched and not sample.prefix and not sample.is_baseline]
+        alone = [sample for sample in samples if sample.prefix or sample.is_baseline or not batched]
         async with anyio.create_task_group() as group:
             for sample in alone:
                 group.start_soon(one_by_one, sample)
@@ -118,7 +118,7 @@ class Generation:
 
     async def _ask_for_turn(self, sample: OpenSample, stop: Sequence[str] | None, limit: int) -> bool:
         sample.turn_status = SampleStatus.ABORTED
-        params = self._task.sampling
+        params = self._params(sample)
         if stop is not None:
             params = msgspec.structs.replace(params, stop=tuple(stop))
         return await self._generate([sample], params, limit)
@@ -127,7 +127,7 @@ class Generation:
         self, samples: Sequence[OpenSample], params: SamplingParams | None = None, limit: int | None = None
     ) -> bool:
         """Send one request; return whether the answer was cut short and may be continued."""
-        request = self._request(samples, params or self._task.sampling, limit)
+        request = self._request(samples, params or self._params(samples[0]), limit)
         generated = await self._tools.generator.generate(request, self._show(samples))
         if generated is None:
             return False
@@ -143,6 +143,13 @@ class Generation:
         await self._store.flush()
         self._on_ended(samples)  # includes samples that ended without tokens
         return generated.cut_short
+
+    def _params(self, sample: OpenSample) -> SamplingParams:
+        """Return the sampling parameters of a sample: the task's, or greedy ones for the baseline."""
+        params = self._task.sampling
+        if not sample.is_baseline:
+            return params
+        return msgspec.structs.replace(params, temperature=0.0, top_p=1.0, top_k=-1)
 
     def _request(self, samples: Sequence[OpenSample], params: SamplingParams, limit: int | None) -> GenerateRequest:
         task, prompt = self._task, self._task.prompt.prompt_ids.tolist()

@@ -1,7 +1,7 @@
 """The samples of one group in progress: restored tokens and remaining work. Pure."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,7 @@ class OpenSample:
 
     index: int
     prompt_len: int
+    is_baseline: bool = False  # sampled greedily, scored and not trained
     status: SampleStatus = SampleStatus.PENDING
     refs: list[SegmentRef] = field(default_factory=list[SegmentRef])
     prefix: list[int] = field(default_factory=list[int])  # response tokens so far, including input between turns
@@ -35,6 +36,7 @@ class OpenSample:
     text: str = ""
     reward: float | None = None
     details: dict[str, object] | None = None
+    rewards: dict[str, float] = field(default_factory=dict[str, float])  # by name, if the recipe trains several
     first_version: int | None = None
     last_version: int | None = None
     reason: str | None = None
@@ -87,13 +89,26 @@ class OpenSample:
             self.num_stored += len(segment.response_ids) + (len(segment.prompt_ids) if self.refs else 0)
             self.refs.append(ref)
 
-    def take_score(self, score: Score, *, failed_reward: float | None) -> None:
-        """Apply a grader's score; without a reward the sample fails, or gets `failed_reward` if that is set."""
+    def take_score(self, score: Score, *, failed_reward: float | None, reward_keys: Sequence[str] = ()) -> None:
+        """Apply a grader's score; without a reward the sample fails, or gets `failed_reward` if that is set.
+
+        Args:
+            score: the grader's answer.
+            failed_reward: reward of a sample whose score failed. None: the sample fails.
+            reward_keys: names of the rewards that the answer must hold.
+        """
         self.details, self.reason, self.reward = score.details, score.error, score.reward
+        self.rewards = {}
         if self.reward is not None and not math.isfinite(self.reward):
             self.reason, self.reward = f"the reward is {self.reward}", None
+        if self.reward is not None and reward_keys:
+            try:
+                self.rewards = named_rewards(score.details, reward_keys)
+            except ValueError as error:
+                self.reason, self.reward = str(error), None
         if self.reward is None:
             self.reward = failed_reward
+            self.rewards = {} if failed_reward is None else dict.fromkeys(reward_keys, failed_reward)
         if self.reward is None:
             self.status = SampleStatus.FAILED
 
@@ -107,6 +122,8 @@ class OpenSample:
             response_len=len(self.prefix),
             reward=self.reward,
             score=self.details,
+            rewards=dict(self.rewards),
+            is_baseline=self.is_baseline,
             first_version=self.first_version,
             last_version=self.last_version,
             reason=self.reason,
@@ -120,9 +137,29 @@ class OpenSample:
             self.last_version = max(versions if self.last_version is None else [self.last_version, *versions])
 
 
-def fresh_samples(num_samples: int, prompt_ids: Int32Array) -> list[OpenSample]:
-    """Create the samples of a group that has no earlier tokens."""
-    return [OpenSample(index=index, prompt_len=len(prompt_ids)) for index in range(num_samples)]
+def named_rewards(details: Mapping[str, object] | None, keys: Sequence[str]) -> dict[str, float]:
+    """Return the rewards that a grader's answer holds under these names.
+
+    Raises:
+        ValueError: the answer is no dict, lacks a name, or has no finite number there.
+    """
+    if details is None:
+        raise ValueError(f"the grader returned no dict with the rewards {', '.join(keys)}, or one too large to send")
+    found: dict[str, float] = {}
+    for key in keys:
+        value = details.get(key)
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            raise ValueError(f"the reward {key!r} is {value!r:.100}, not a finite number")
+        found[key] = float(value)
+    return found
+
+
+def fresh_samples(num_samples: int, prompt_ids: Int32Array, *, baseline: bool = False) -> list[OpenSample]:
+    """Create the samples of a group that has no earlier tokens, and after them the greedy one if it has one."""
+    samples = [OpenSample(index=index, prompt_len=len(prompt_ids)) for index in range(num_samples)]
+    if baseline:
+        samples.append(OpenSample(index=num_samples, prompt_len=len(prompt_ids), is_baseline=True))
+    return samples
 
 
 def inherit(sample: OpenSample, carried: SampleSummary, segments: Sequence[Segment], *, max_new_tokens: int) -> None:
@@ -138,6 +175,7 @@ def inherit(sample: OpenSample, carried: SampleSummary, segments: Sequence[Segme
         sample.continue_with(segment, SampleStatus.ABORTED)
         sample.stored_at(ref, segment)
     sample.status, sample.reward, sample.details = carried.status, carried.reward, carried.score
+    sample.rewards = dict(carried.rewards)
     sample.metadata = dict(carried.metadata)
     if carried.status is SampleStatus.FAILED:  # its tokens are valid, only its score failed: score it again
         truncated = tokens_left(sample, max_new_tokens) <= 0

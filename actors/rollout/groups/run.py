@@ -26,7 +26,9 @@ class GroupRun:
         self.spilled_at = time.monotonic()  # or started
         self._task = task
         self._running = tools.generator.running
-        self._scoring = SampleScoring(task, tools.scorer, failed_reward=tools.failed_reward)
+        self._scoring = SampleScoring(
+            task, tools.scorer, failed_reward=tools.failed_reward, reward_keys=tools.reward_keys
+        )
         self._store = SegmentStore(task, samples, tools.bus, self._scoring.start_ended)
         self._generation = Generation(task, tools, self._store, self._scoring.start_ended, self._note_answer)
         self._tasks: TaskGroup | None = None  # runs scoring and spilling

@@ -184,11 +184,14 @@ class Scorer:
 class SampleScoring:
     """Scores of one group, requested once per sample as samples end, or for the whole group at once."""
 
-    def __init__(self, task: GroupTask, scorer: Scorer, *, failed_reward: float | None) -> None:
+    def __init__(
+        self, task: GroupTask, scorer: Scorer, *, failed_reward: float | None, reward_keys: Sequence[str] = ()
+    ) -> None:
         self.took_s = 0.0  # duration of the longest request in seconds
         self._task = task
         self._scorer = scorer
         self._failed_reward = failed_reward
+        self._reward_keys = () if task.round is None else reward_keys  # evaluations report a single reward
         self._tasks: TaskGroup | None = None
         self._halted = False
 
@@ -227,7 +230,7 @@ class SampleScoring:
             await self._score(samples[half:])
             return
         for sample, score in zip(samples, scores, strict=True):
-            sample.take_score(score, failed_reward=self._failed_reward)
+            sample.take_score(score, failed_reward=self._failed_reward, reward_keys=self._reward_keys)
         self.took_s = max(self.took_s, time.monotonic() - started)
 
 

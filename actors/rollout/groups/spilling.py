@@ -183,7 +183,7 @@ class Inheritance:
 
     async def samples(self, task: RolloutRequested, carried: Sequence[SampleSummary]) -> list[OpenSample]:
         """Return the group's samples, restored from earlier attempts where possible."""
-        samples = fresh_samples(task.num_samples, task.prompt.prompt_ids)
+        samples = fresh_samples(task.num_samples, task.prompt.prompt_ids, baseline=task.baseline)
         for summary in carried:
             try:
                 segments = [await self._segment(ref) for ref in summary.segments]

@@ -26,6 +26,7 @@ from runtime.bus.errors import MessageRefused, PayloadLost
 from runtime.data.stored_prompts import with_prompt
 from runtime.process.actor import InputError
 from runtime.settings.placement import num_engines
+from runtime.settings.recipe import needs_baseline
 from runtime.settings.topology import Topology
 from runtime.util.errors import flatten
 
@@ -76,7 +77,7 @@ class TaskRunner:
 
     async def pull_groups(self, tools: GroupDependencies) -> None:
         """Run the tasks of training groups. Never returns."""
-        size = self._topology.rollout.n_samples_per_prompt
+        size = self._topology.rollout.n_samples_per_prompt + needs_baseline(self._topology.algorithm)
         durable = f"rollout-{self._pool}"
         async with (
             self._bus.consume(

@@ -21,4 +21,5 @@ class GroupDependencies:
     custom_generate: GenerateFunction | None  # user-defined function in place of one request per sample
     model: ServedModel  # checks and encodes the input between turns
     failed_reward: float | None  # reward of a sample if all scoring attempts failed; None: the sample fails
+    reward_keys: tuple[str, ...]  # names of the rewards that a training sample's score must hold
     conversations: set[Conversation]  # conversations with a running function

@@ -8,7 +8,7 @@ import msgspec
 from actors.rollout.offline.actor import OfflineSample
 from messages import Prompt, RolloutRequested, SampleKey, Segment
 from runtime.data.dumped_run import DumpedGroups
-from runtime.data.dumps import DumpedGroup, summary_of
+from runtime.data.dumps import DumpedGroup, baseline_of, summary_of
 
 EXHAUSTED = "the dump is exhausted"
 
@@ -49,6 +49,8 @@ def samples_for(task: RolloutRequested, group: DumpedGroup) -> list[OfflineSampl
         key = SampleKey(group_id=task.group_id, attempt=task.attempt, index=sample.index, part=sample.part)
         renamed = tuple(_renamed(segment, key) for segment in segments)
         found.append(OfflineSample(renamed, summary_of(sample)))
+    if (baseline := baseline_of(group)) is not None:
+        found.append(OfflineSample((), baseline))
     return found
 
 

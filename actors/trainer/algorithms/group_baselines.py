@@ -19,6 +19,7 @@ Example:
     ```
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -329,3 +330,71 @@ def reinforce_advantages(rewards: ArrayLike, rollouts: ArrayLike | None = None, 
     """
     groups = np.zeros(len(np.asarray(rewards)), dtype=np.int64)
     return grpo_advantages(rewards, groups, rollouts, normalize=baseline, normalize_std=False)
+
+
+def gdpo_advantages(
+    named_rewards: Mapping[str, ArrayLike],
+    groups: ArrayLike,
+    rollouts: ArrayLike | None = None,
+    *,
+    weights: Mapping[str, float] | None = None,
+    normalize_std: bool = True,
+    group_of_one: GroupOfOne = "zero",
+) -> Floats:
+    """GDPO: normalize each of several rewards within its group, and add them up with weights.
+
+    sum over names of weight (reward - mean) / (std + 1e-6). The caller whitens the sum over the tokens of the batch.
+
+    Args:
+        named_rewards: [B] each, reward units, by name.
+        groups: [B], integers, prompt groups.
+        rollouts: [B], integers, equal for the parts of one rollout. None: no sample has parts.
+        weights: Weight of each reward, by name. A reward without a weight has weight 1.
+        normalize_std: Divide each centred reward by its standard deviation in the group.
+        group_of_one: Advantage of a group with a single rollout: 0, or its weighted rewards.
+
+    Returns:
+        Advantages, [B], float64: exactly 0 where all rewards of a group are equal.
+
+    Edges:
+        A sample of which any reward is excluded has NaN, and counts under no name. A group of one: `group_of_one`.
+
+    Raises:
+        ValueError: There are no rewards.
+
+    Source:
+        GDPO, arXiv 2601.05242; the standard deviation divides by G - 1, as in verl.
+    """
+    if not named_rewards:
+        raise ValueError("named_rewards is empty: GDPO needs at least one reward")
+    columns = {name: np.asarray(rewards, dtype=np.float64) for name, rewards in named_rewards.items()}
+    usable = np.logical_and.reduce([usable_rewards(rewards) for rewards in columns.values()])
+    advantages = np.zeros(len(usable))
+    for name, rewards in columns.items():
+        counted = np.where(usable, rewards, np.nan)
+        normalized = grpo_advantages(counted, groups, rollouts, normalize_std=normalize_std, group_of_one=group_of_one)
+        advantages += (weights or {}).get(name, 1.0) * normalized
+    return advantages
+
+
+def remax_advantages(rewards: ArrayLike, baseline_rewards: ArrayLike) -> Floats:
+    """ReMax: subtract the reward of the greedy sample of the same prompt.
+
+    reward - greedy reward.
+
+    Args:
+        rewards: [B], reward units.
+        baseline_rewards: [B], reward of the greedy sample of each sample's group.
+
+    Returns:
+        Advantages, [B], float64: exactly 0 where both rewards are equal.
+
+    Edges:
+        NaN where one of the two is excluded. There is no group statistic, so a group of one is like any other.
+
+    Source:
+        ReMax, arXiv 2310.10505, with one reward at the end of the response.
+    """
+    rewards, baselines = np.asarray(rewards, dtype=np.float64), np.asarray(baseline_rewards, dtype=np.float64)
+    usable = usable_rewards(rewards) & usable_rewards(baselines)
+    return np.where(usable, rewards - np.where(usable, baselines, 0.0), np.nan)

@@ -49,6 +49,7 @@ def assemble(
     groups: Sequence[CollectedGroup],
     steps_of_versions: Mapping[int, int],
     masking: Masking = NO_MASKING,
+    reward_keys: Sequence[str] = (),
 ) -> TrainBatch | None:
     """Concatenate the samples of a train step.
 
@@ -57,6 +58,7 @@ def assemble(
         groups: Groups in order of issue.
         steps_of_versions: Train steps that each published weight version contains.
         masking: Masks tokens by the weights that sampled them.
+        reward_keys: Names of the rewards that the recipe trains, if there are several.
 
     Returns:
         The batch, or None when no sample can be trained.
@@ -64,8 +66,9 @@ def assemble(
     Raises:
         ValueError: A payload holds another sample than the event names, and the sample is not marked invalid.
     """
-    builder = _Builder(step, steps_of_versions, masking)
+    builder = _Builder(step, steps_of_versions, masking, reward_keys)
     for group in groups:
+        builder.baseline = group.completed.baseline
         rollouts: dict[int, int] = {}
         for sample in sorted(group.completed.samples, key=lambda sample: (sample.index, sample.part)):
             if trainable(sample):
@@ -100,6 +103,7 @@ def problems_of(
     payloads: Mapping[int, SegmentsPublished],
     vocab_size: int | None,
     too_long: Collection[SamplePlace] = (),
+    reward_keys: Sequence[str] = (),
 ) -> dict[SamplePlace, str]:
     """Find the invalid samples of a group and describe the problem of each.
 
@@ -108,6 +112,7 @@ def problems_of(
         payloads: Payloads by sequence in the data stream.
         vocab_size: Vocabulary size of the model. None: unknown.
         too_long: Samples whose payloads are not fetched.
+        reward_keys: Names of the rewards that each sample must have.
     """
     problems: dict[SamplePlace, str] = {}
     for sample in completed.samples:
@@ -122,7 +127,16 @@ def problems_of(
         num_tokens = sample.prompt_len + sample.response_len or None
         if (problem := sample_problem(segments, vocab_size, num_tokens=num_tokens)) is not None:
             problems[place] = problem
+        elif missing := [key for key in reward_keys if key not in sample.rewards]:
+            problems[place] = f"it has no reward named {', '.join(missing)}, only {', '.join(sample.rewards) or 'none'}"
     return problems
+
+
+def num_turns(sample: SampleSummary, segments: Sequence[Segment]) -> int:
+    """Count a sample's turns: segments with an input of their own. Without segments, those that its metadata names."""
+    named = sample.metadata.get("num_turns", 1)
+    turns = sum(len(segment.prompt_ids) > 0 for segment in segments) or (named if isinstance(named, int) else 1)
+    return max(turns, 1)
 
 
 def raw_reward(sample: SampleSummary) -> float:
@@ -133,8 +147,15 @@ def raw_reward(sample: SampleSummary) -> float:
 
 
 class _Builder:
-    def __init__(self, step: int, steps_of_versions: Mapping[int, int], masking: Masking) -> None:
+    def __init__(
+        self, step: int, steps_of_versions: Mapping[int, int], masking: Masking, reward_keys: Sequence[str]
+    ) -> None:
         self.num_rollouts = 0
+        self.baseline: SampleSummary | None = None  # of the group whose samples are added
+        self._reward_keys = reward_keys
+        self._named: list[list[float]] = []
+        self._baselines: list[tuple[float, int]] = []  # reward and length by sample
+        self._sizes: list[tuple[int, int, int, int]] = []  # response, output, input and turns by sample
         self._step = step
         self._steps_of_versions = steps_of_versions
         self._masking = masking
@@ -165,6 +186,15 @@ class _Builder:
         assert sample.reward is not None
         names = group, rollout, sample.index, sample.part
         self._samples.append((*names, sample.reward, raw_reward(sample), truncated, left_out, length))
+        self._named.append([sample.rewards.get(key, np.nan) for key in self._reward_keys])
+        known = None if self.baseline is None else self.baseline.reward
+        self._baselines.append((np.nan if known is None else known, self.baseline.response_len if self.baseline else 0))
+        output, given = sample.response_len, sample.prompt_len
+        if segments:
+            output = sum(len(segment.response_ids) for segment in segments)
+            given = sum(len(segment.prompt_ids) for segment in segments)
+        response = sample.response_len or output
+        self._sizes.append((response, output, given, num_turns(sample, segments)))
 
     def _add_nothing(self) -> int:
         """Add one token without loss for a sample that is left out, so that its rollout counts."""
@@ -182,6 +212,8 @@ class _Builder:
             *self._samples, strict=True
         )
         mask = np.concatenate(self._mask).astype(np.uint8)
+        baselines, baseline_lens = zip(*self._baselines, strict=True)
+        response_lens, output_lens, input_lens, turns = zip(*self._sizes, strict=True)
         return TrainBatch(
             step=self._step,
             groups_B=np.array(groups, dtype=np.int64),
@@ -197,6 +229,13 @@ class _Builder:
             loss_mask_N=mask,
             rollout_log_probs_N=np.concatenate(self._log_probs).astype(np.float32) * mask,
             staleness_N=np.concatenate(self._staleness),
+            named_rewards_B=np.array(self._named, dtype=np.float64) if self._reward_keys else None,
+            baseline_rewards_B=np.array(baselines, dtype=np.float64),
+            baseline_lens_B=np.array(baseline_lens, dtype=np.int64),
+            response_lens_B=np.array(response_lens, dtype=np.int64),
+            output_lens_B=np.array(output_lens, dtype=np.int64),
+            input_lens_B=np.array(input_lens, dtype=np.int64),
+            num_turns_B=np.array(turns, dtype=np.int64),
             routed_experts_N=self._routed_experts(),
         )
 

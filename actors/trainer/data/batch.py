@@ -61,6 +61,13 @@ class TrainBatch:
     loss_mask_N: NDArray[np.uint8]  # 1 where the token trains
     rollout_log_probs_N: Floats32  # of the behaviour policy; 0 where the token does not train
     staleness_N: NDArray[np.int32]  # train steps; 0: sampled by the weights that this step starts from; -1: not sampled
+    named_rewards_B: NDArray[np.float64] | None = None  # [B, K], of the recipe's reward keys; NaN where there is none
+    baseline_rewards_B: NDArray[np.float64] | None = None  # of the group's greedy sample; NaN where there is none
+    baseline_lens_B: Ints | None = None  # response tokens of that sample
+    response_lens_B: Ints | None = None  # tokens after the first prompt, with those between the turns
+    output_lens_B: Ints | None = None  # tokens that the engine sampled
+    input_lens_B: Ints | None = None  # tokens of the prompt and between the turns
+    num_turns_B: Ints | None = None  # requests with an input of their own, at least 1
     routed_experts_N: ExpertIds | None = None  # [N, E], E experts per input token over all layers; on rank 0 alone
     ref_log_probs_N: Floats32 | None = None  # of the reference, precomputed; NaN for groups without precomputed values
     teacher_log_probs_N: Floats32 | None = None  # of teachers in engine pools; 0 where the token does not train

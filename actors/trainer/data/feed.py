@@ -65,6 +65,7 @@ class Feed:
         limit: LengthLimit = NO_LIMIT,
         vocab_size: int | None = None,
         *,
+        reward_keys: Sequence[str] = (),
         event_timeout_s: float = EVENT_TIMEOUT_S,
         snapshot_timeout_s: float = SNAPSHOT_TIMEOUT_S,
     ) -> None:
@@ -75,6 +76,7 @@ class Feed:
             masking: Masks tokens by the weights that sampled them.
             limit: Length limit of samples.
             vocab_size: Vocabulary size of the model. None: unknown.
+            reward_keys: Names of the rewards that the recipe trains, if there are several.
             event_timeout_s: Seconds for one read of an event that is known to be in the log.
             snapshot_timeout_s: Seconds for the buffer to fold the archive and take a snapshot.
         """
@@ -84,6 +86,7 @@ class Feed:
         self._masking = masking
         self._limit = limit
         self._vocab_size = vocab_size
+        self._reward_keys = reward_keys
         self._event_timeout_s = event_timeout_s
         self._snapshot_timeout_s = snapshot_timeout_s
         self._changed = anyio.Condition()
@@ -183,7 +186,7 @@ class Feed:
             for (index, part), problem in group.problems.items():
                 names = {"group_id": group.completed.group_id, "index": index, "part": part}
                 log.warning("sample_invalid", **names, written_by=group.completed.instance, reason=problem)
-        batch = assemble(step, groups, self.history.steps_of_versions, self._masking)
+        batch = assemble(step, groups, self.history.steps_of_versions, self._masking, self._reward_keys)
         missing = tuple(ref for ref in refs if ref in lost)
         return FedBatch(step, refs, batch, missing, next(iter(lost.values()), ""))
 
@@ -195,7 +198,9 @@ class Feed:
         """Lay a group out as in its batch, except for tokens that its step masks. None: it has no samples."""
         completed = self.history.completed[seq]
         collected = self._checked(completed, self._payloads[seq])
-        return assemble(self.history.frontier, [collected], self.history.steps_of_versions)
+        return assemble(
+            self.history.frontier, [collected], self.history.steps_of_versions, reward_keys=self._reward_keys
+        )
 
     async def prefetch(self, step: int) -> None:
         """Fetch the payloads of a step if its batch exists. `batch` reports lost payloads later."""
@@ -229,7 +234,7 @@ class Feed:
 
     def _checked(self, completed: GroupCompleted, payloads: dict[int, SegmentsPublished]) -> CollectedGroup:
         too_long = self._limit.too_long(completed)
-        problems = problems_of(completed, payloads, self._vocab_size, too_long)
+        problems = problems_of(completed, payloads, self._vocab_size, too_long, self._reward_keys)
         return CollectedGroup(completed, payloads, too_long, problems)
 
     async def _completed(self, ref: GroupRef) -> GroupCompleted:

@@ -1,6 +1,6 @@
 """Advantages of a batch's tokens, by the estimator that the recipe names. `ESTIMATORS` declares them all."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, NamedTuple, cast
 
@@ -12,12 +12,14 @@ from actors.trainer.algorithms.advantage_inputs import AdvantageInputs, Advantag
 from actors.trainer.algorithms.distillation import opd_advantages
 from actors.trainer.algorithms.group_baselines import (
     GroupOfOne,
+    gdpo_advantages,
     gpg_advantages,
     grpo_advantages,
     maxrl_advantages,
     opo_advantages,
     passk_advantages,
     reinforce_advantages,
+    remax_advantages,
     rloo_advantages,
 )
 from actors.trainer.algorithms.whitening import whiten
@@ -69,6 +71,11 @@ def _reinforce(algorithm: AlgorithmConfig, alone: GroupOfOne) -> Options:
     return {"baseline": not algorithm.disable_rewards_normalization}
 
 
+def _gdpo(algorithm: AlgorithmConfig, alone: GroupOfOne) -> Options:
+    keys, weights = algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
+    return _passk(algorithm, alone) | {"weights": dict(zip(keys, weights or (1.0,) * len(keys), strict=True))}
+
+
 def _none(algorithm: AlgorithmConfig, alone: GroupOfOne) -> Options:
     del algorithm, alone
     return {}
@@ -86,6 +93,8 @@ ESTIMATORS: Final[Mapping[Estimator, Estimate]] = {
     "gpg": Estimate(gpg_advantages, GROUPED, _alone),
     "maxrl": Estimate(maxrl_advantages, GROUPED, _none),
     "grpo_passk": Estimate(passk_advantages, GROUPED, _passk),
+    "gdpo": Estimate(gdpo_advantages, ("named_rewards", "groups", "rollouts"), _gdpo),
+    "remax": Estimate(remax_advantages, ("rewards", "baseline_rewards"), _none),
     "reinforce": Estimate(reinforce_advantages, ("rewards", "rollouts"), _reinforce),
 }
 
@@ -101,11 +110,12 @@ def group_of_one(topology: Topology) -> GroupOfOne:
     return "reward"
 
 
-def advantage_inputs(batch: TrainBatch, **columns: Floats | None) -> AdvantageInputs:
+def advantage_inputs(batch: TrainBatch, reward_keys: Sequence[str] = (), **columns: Floats | None) -> AdvantageInputs:
     """Return what estimators read of a batch.
 
     Args:
         batch: The whole batch.
+        reward_keys: Names of its named rewards.
         columns: Further columns by their names in AdvantageInputs.
     """
     inputs = AdvantageInputs(
@@ -115,6 +125,8 @@ def advantage_inputs(batch: TrainBatch, **columns: Floats | None) -> AdvantageIn
         lengths=batch.lengths_B,
         loss_mask=batch.loss_mask_N != 0,
         response_mask=response_mask(batch),
+        named_rewards=_named_rewards(batch, reward_keys),
+        baseline_rewards=batch.baseline_rewards_B,
     )
     return replace(inputs, **cast(dict[str, Any], columns))
 
@@ -158,6 +170,12 @@ def _distilled(inputs: AdvantageInputs, advantages: Floats, coef: float) -> Floa
     assert log_probs is not None
     assert teacher is not None
     return opd_advantages(advantages, log_probs, teacher, inputs.loss_mask, opd_kl_coef=coef)
+
+
+def _named_rewards(batch: TrainBatch, reward_keys: Sequence[str]) -> dict[str, Floats]:
+    if not reward_keys or batch.named_rewards_B is None:
+        return {}
+    return dict(zip(reward_keys, batch.named_rewards_B.T, strict=True))
 
 
 def response_mask(batch: TrainBatch) -> Flags:

@@ -47,6 +47,7 @@ from actors.trainer.step.metrics import (
     speed_metrics,
 )
 from actors.trainer.step.objective import Objective, weigh
+from actors.trainer.step.rewards import reward_metrics, with_penalties
 from runtime.settings.placement import max_sample_tokens
 from runtime.settings.recipe import (
     measures_all,
@@ -141,6 +142,7 @@ class TrainStep:
                 fail on the same batch.
         """
         timer, memory = StepTimer(), self._replica.memory
+        batch = batch if self._demonstrations else with_penalties(batch, self._topology)
         steps = self._plan(batch)
         timer.lap("perf/plan_time")
         with memory.phase("prepare"):
@@ -167,6 +169,7 @@ class TrainStep:
                 metrics |= passrate_metrics(batch)
             if counted is not None:
                 metrics |= counted.counts(batch, trained, advantages_N, response_mask(batch))
+            metrics |= reward_metrics(batch, self._algorithm)
             metrics["train/entropy_coef"] = self._entropy_coef(batch.step)
         metrics["train/num_skipped_steps"] = len(done) - len(taken)
         metrics["train/grad_norm"] = float(np.mean([one.norm for one in taken or done]))
@@ -242,7 +245,7 @@ class TrainStep:
         timer.lap("perf/log_probs_time")
         teacher_log_probs_N = self._teacher_log_probs(batch, steps)
         timer.lap("perf/teacher_log_probs_time")
-        inputs = advantage_inputs(batch)
+        inputs = advantage_inputs(batch, self._algorithm.gdpo_reward_keys)
         if teacher_log_probs_N is not None:
             old_N = batch.rollout_log_probs_N if self._algorithm.use_rollout_logprobs else trainer_log_probs_N
             columns = {"old_log_probs": old_N, "teacher_log_probs": teacher_log_probs_N}

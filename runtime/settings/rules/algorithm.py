@@ -23,6 +23,9 @@ from runtime.settings.recipe import (
 )
 
 GRPO: Final = ("grpo", "gspo", "cispo")  # the same advantages
+GROUP_MEANS: Final = (*GRPO, "reinforce_plus_plus_baseline", "rloo", "opo", "gpg", "custom")
+# "maxrl" expects rewards that are not negative, and "gdpo" trains named rewards
+SHAPED: Final = (*GROUP_MEANS, "grpo_passk", "reinforce", "remax")
 CLIPPED: Final = ("ppo", "gspo", "decoupled_ppo")
 CORRECTED: Final = (
     "ppo",
@@ -52,10 +55,18 @@ APPLIES: Final[Mapping[str, Applies]] = {
     "disable_rewards_normalization": Applies(
         "advantage_estimator", (*GRPO, "reinforce_plus_plus_baseline", "reinforce")
     ),
-    "disable_grpo_std_normalization": Applies("advantage_estimator", (*GRPO, "grpo_passk")),
+    "disable_grpo_std_normalization": Applies("advantage_estimator", (*GRPO, "grpo_passk", "gdpo")),
     "group_of_one": Applies(
-        "advantage_estimator", (*GRPO, "reinforce_plus_plus_baseline", "rloo", "opo", "gpg", "grpo_passk")
+        "advantage_estimator", (*GRPO, "reinforce_plus_plus_baseline", "rloo", "opo", "gpg", "grpo_passk", "gdpo")
     ),
+    "gdpo_reward_keys": Applies("advantage_estimator", ("gdpo", "custom")),
+    "gdpo_reward_weights": Applies("advantage_estimator", ("gdpo",)),
+    "overlong_buffer_len": Applies("advantage_estimator", SHAPED),
+    "length_penalty": Applies("advantage_estimator", GROUP_MEANS),
+    **{
+        name: Applies("length_penalty", ("linear",))
+        for name in ("num_output_tokens_weight", "num_input_tokens_weight", "num_turns_weight")
+    },
     "eps_clip": Applies("loss_mode", WITH_OLD),
     "eps_clip_high": Applies("loss_mode", WITH_OLD),
     "eps_clip_c": Applies("loss_mode", (*CLIPPED, "dppo_tv", "dppo_kl")),
@@ -134,6 +145,7 @@ def algorithm_problems(recipe: Recipe) -> Iterator[Problem]:
     if not trains_demonstrations(recipe):
         yield from _groups_of_one(recipe)
         yield from _estimators(recipe.algorithm)
+        yield from _rewards(recipe)
         yield from _corrections(recipe.algorithm)
         yield from _distillation(recipe)
     yield from _custom(recipe)
@@ -183,6 +195,29 @@ def _estimators(algorithm: AlgorithmConfig) -> Iterator[Problem]:
     if algorithm.advantage_estimator.startswith("reinforce_plus_plus") and not algorithm.normalize_advantages:
         message = "REINFORCE++ whitens its advantages: set algorithm.normalize_advantages = true"
         yield Problem.of("algorithm.advantage_estimator", algorithm.advantage_estimator, message)
+
+
+def _rewards(recipe: Recipe) -> Iterator[Problem]:
+    algorithm, longest = recipe.algorithm, recipe.rollout.max_response_len
+    keys, weights = algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
+    if estimator(algorithm) == "gdpo":
+        if not keys:
+            message = "GDPO trains several rewards: name those of the grader's dict"
+            yield Problem.of("algorithm.gdpo_reward_keys", keys, message)
+        if not algorithm.normalize_advantages:
+            message = "GDPO whitens its advantages: set algorithm.normalize_advantages = true"
+            yield Problem.of("algorithm.advantage_estimator", "gdpo", message)
+    if len(set(keys)) < len(keys):
+        yield Problem.of("algorithm.gdpo_reward_keys", keys, "names a reward twice")
+    if weights and len(weights) != len(keys):
+        message = f"has {len(weights)} weights for the {len(keys)} names in algorithm.gdpo_reward_keys"
+        yield Problem.of("algorithm.gdpo_reward_weights", weights, message)
+    if algorithm.overlong_buffer_len is not None and algorithm.overlong_buffer_len > longest:
+        message = f"must be at most rollout.max_response_len = {longest}"
+        yield Problem.of("algorithm.overlong_buffer_len", algorithm.overlong_buffer_len, message)
+    if algorithm.overlong_buffer_len is None and algorithm.overlong_penalty_factor != 1.0:
+        message = "has no effect unless algorithm.overlong_buffer_len is set"
+        yield Problem.of("algorithm.overlong_penalty_factor", algorithm.overlong_penalty_factor, message)
 
 
 def _corrections(algorithm: AlgorithmConfig) -> Iterator[Problem]:

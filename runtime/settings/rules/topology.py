@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from runtime.settings.placement import home_node, is_loopback, num_engines
 from runtime.settings.reading.config import Problem
-from runtime.settings.recipe import eval_data, precomputes_old_log_probs, trains_demonstrations
+from runtime.settings.recipe import eval_data, needs_baseline, precomputes_old_log_probs, trains_demonstrations
 from runtime.settings.sizes import MAX_MESSAGE_BYTES, needed_sizes, show_bytes
 from runtime.settings.topology import EngineConfig, Topology, answers_are_recorded, is_colocated, sglang_arguments
 
@@ -37,6 +37,7 @@ def topology_problems(topology: Topology) -> Iterator[Problem]:
     """Yield problems of a topology's tables; those of GPUs are in gpus.py."""
     for rule in (
         _group_graders,
+        _named_rewards,
         _external_graders,
         _bus,
         _addresses,
@@ -59,6 +60,28 @@ def _group_graders(topology: Topology) -> Iterator[Problem]:
         if name in graders and ":" in (name or ""):
             message = "grades whole groups (reward.group_rm), but evaluation grades single samples: name another grader"
             yield Problem.of(f"eval.{index}.rm_type", name, message)
+
+
+def _named_rewards(topology: Topology) -> Iterator[Problem]:
+    """Refuse graders that cannot give what the estimator needs: several rewards, or the reward of a single sample."""
+    if trains_demonstrations(topology):
+        return
+    algorithm, reward = topology.algorithm, topology.reward
+    if needs_baseline(algorithm) and reward.group_rm:
+        message = 'cannot be combined with algorithm.advantage_estimator = "remax", whose greedy sample is in no group'
+        yield Problem.of("reward.group_rm", True, message)
+    if not algorithm.gdpo_reward_keys:
+        return
+    if reward.reward_key is None:
+        message = "needed with algorithm.gdpo_reward_keys: the value in the dict that metrics and filters read"
+        yield Problem.of("reward.reward_key", None, message)
+    for index, item in enumerate(topology.data):
+        name = item.rm_type
+        if name is not None and ":" not in name and name not in reward.graders and name not in reward.external:
+            message = (
+                "returns a single number; algorithm.gdpo_reward_keys needs a function of yours that returns a dict"
+            )
+            yield Problem.of(f"data[{index}].rm_type", name, message)
 
 
 def _external_graders(topology: Topology) -> Iterator[Problem]:

@@ -70,6 +70,9 @@ def config_of(kind: str, **changes: Any) -> dict[str, Any]:
     return TINY | {"model_type": kind} | EXPERTS[kind] | changes
 
 
+REWARD_KEYS = ("right", "short")  # names of the rewards of a random batch
+
+
 def random_batch(step: int = 0, *, num_groups: int = 4, group_size: int = 4, seed: int = 0) -> TrainBatch:
     """Samples of all lengths; some responses have tokens that do not train, some rollouts have two parts."""
     generator = np.random.default_rng(1000 * seed + step)
@@ -88,6 +91,8 @@ def random_batch(step: int = 0, *, num_groups: int = 4, group_size: int = 4, see
             columns["mask"].append(mask)
             columns["log_probs"].append(-generator.random(prompt + response) * 5 * mask)
     mask_N = np.concatenate(columns["mask"]).astype(np.uint8)
+    later = np.random.default_rng(2000 * seed + step)  # apart, so that the columns above stay as they are
+    given, taken = later.integers(1, 3, len(groups)), later.integers(1, 9, len(groups))
     return TrainBatch(
         step=step,
         groups_B=np.array(groups, dtype=np.int64),
@@ -103,6 +108,13 @@ def random_batch(step: int = 0, *, num_groups: int = 4, group_size: int = 4, see
         loss_mask_N=mask_N,
         rollout_log_probs_N=np.concatenate(columns["log_probs"]).astype(np.float32),
         staleness_N=np.where(mask_N, 0, -1).astype(np.int32),
+        named_rewards_B=later.integers(0, 3, (len(groups), len(REWARD_KEYS))) / 2,
+        baseline_rewards_B=later.integers(0, 3, num_groups)[groups].astype(np.float64),
+        baseline_lens_B=later.integers(1, 9, num_groups)[groups],
+        response_lens_B=taken,
+        output_lens_B=taken,
+        input_lens_B=given,
+        num_turns_B=given,
     )
 
 

@@ -57,6 +57,21 @@ def test_demonstrations_have_a_likelihood_alone() -> None:
             "policy loss",
             "max(-r A, -clip(r, 0.8, 1.28) A), at most -3 A for A < 0, r = policy / engine",
         ),
+        (
+            {"advantage_estimator": "gdpo", "gdpo_reward_keys": ("a", "b"), "gdpo_reward_weights": (1.0, 0.5)},
+            "advantage",
+            "A = sum of w (R_k - mean of group) / (std of group + 1e-6) over 1 a, 0.5 b",
+        ),
+        (
+            {"overlong_buffer_len": 8, "overlong_penalty_factor": 0.5},
+            "reward",
+            "R + 0.5 min((24 - length) / 8, 0)",
+        ),
+        (
+            {"length_penalty": "linear"},
+            "reward",
+            "R - mean of group (0.25 output + 0.1 input + 0.1 turns), each / max of group",
+        ),
         ({"custom_loss": "mine.py:loss"}, "policy loss", "mine.py:loss"),
         ({"use_tis": True, "custom_tis": "mine.py:weights"}, "weight", "x mine.py:weights"),
         ({"custom_pg_loss_reducer": "mine.py:reduce"}, "reduction", "mine.py:reduce"),

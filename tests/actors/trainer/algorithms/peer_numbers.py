@@ -8,6 +8,7 @@ functions are taken out of the files, so none of the packages' dependencies is n
 
 import argparse
 import ast
+import contextlib
 import json
 import subprocess
 from collections import defaultdict
@@ -26,6 +27,10 @@ NEMO_RL: Final = "7ea279ab"
 LENGTHS: Final = (5, 3, 7, 1, 4, 6)
 GROUPS: Final = (0, 1, 0, 1, 0, 1)
 REWARDS: Final = (1.0, 0.25, 0.0, 0.75, 0.5, 0.25)
+SECOND: Final = (0.5, 1.0, 0.5, 0.0, 0.25, 1.0)  # another reward of the same samples
+WEIGHTS: Final = (1.0, 0.5)  # of the two
+TURNS: Final = (2, 1, 3, 1, 2, 2)  # of each sample, with an input token each
+BASELINES: Final = (0.5, 0.75, 0.5, 0.75, 0.5, 0.75)  # of the greedy sample of each sample's group
 
 
 class Options(SimpleNamespace):
@@ -112,6 +117,7 @@ def of_verl(directory: Path, columns: dict[str, list[float]]) -> dict[str, Any]:
         given = {"token_level_rewards": rewards.clone(), "response_mask": MASK, "index": index}
         advantages, _ = getattr(peer, function)(**given, config=Options(gamma=1.0))
         found["advantages"][name] = advantages[:, 0].tolist()
+    found["advantages"] |= own_advantages_of_verl(directory, peer, masked)
     settings = config(clip_ratio=0.2, clip_ratio_low=0.2, clip_ratio_high=0.28, clip_ratio_c=3.0, tau_pos=1.0)
     settings.tau_neg, settings.global_batch_info = 1.05, {"loss_scale_factor": None}
     for name, function in losses.items():
@@ -129,6 +135,38 @@ def of_verl(directory: Path, columns: dict[str, list[float]]) -> dict[str, Any]:
     loss, _ = peer.compute_value_loss(*given, cliprange_value=0.2, loss_agg_mode="seq-mean-token-mean")
     found["value_loss"] = with_gradient(loss, new)
     return found
+
+
+def own_advantages_of_verl(directory: Path, grpo: Any, masked: Any) -> dict[str, Any]:
+    """GDPO of two rewards, whitened; ReMax; and DAPO's penalty for responses of 0 to 14 tokens of at most 10."""
+    source = (directory / "verl/trainer/ppo/core_algos.py").read_text()
+    names = ("compute_gdpo_outcome_advantage", "compute_remax_outcome_advantage")
+    known = {"verl_F": masked, "compute_grpo_outcome_advantage": grpo.compute_grpo_outcome_advantage}
+    peer = functions(source, names, Optional=Any, AlgoConfig=type("A", (), {}), **known)
+    rewards = torch.zeros_like(MASK)
+    rewards[:, 0] = torch.tensor(REWARDS)
+    named = {"right": np.array(REWARDS, dtype=np.float32), "short": np.array(SECOND, dtype=np.float32)}
+    prompts = torch.zeros(len(LENGTHS), 1)
+    found, _ = peer.compute_gdpo_outcome_advantage(
+        token_level_rewards=rewards,
+        response_mask=MASK,
+        index=np.array(GROUPS),
+        config=Options(gdpo_reward_keys=list(named), gdpo_reward_weights=WEIGHTS),
+        non_tensor_batch=named,
+        batch={"prompts": prompts, "attention_mask": torch.cat([prompts + 1, MASK], 1).long()},
+    )
+    ended = torch.zeros_like(MASK)
+    ended[torch.arange(len(LENGTHS)), torch.tensor(LENGTHS) - 1] = torch.tensor(REWARDS)
+    baselines = torch.tensor(BASELINES)
+    greedy, _ = peer.compute_remax_outcome_advantage(ended, baselines, MASK)
+    manager = (directory / "verl/workers/reward_manager/dapo.py").read_text()
+    (line,) = [line.strip() for line in manager.splitlines() if "overlong_reward = min(" in line]
+    penalty = line.removeprefix("overlong_reward = ")
+    overlong = [
+        eval(penalty, {"exceed_len": length - (10 - 4), "overlong_buffer_len": 4, "overlong_penalty_factor": 0.5})
+        for length in range(15)
+    ]
+    return {"gdpo": found[:, 0].tolist(), "remax": greedy[:, 0].tolist(), "overlong": overlong}
 
 
 def own_losses_of_verl(directory: Path, columns: dict[str, list[float]], masked: Any, config: Any) -> dict[str, Any]:
@@ -247,7 +285,33 @@ def of_prime_rl(git: Path, columns: dict[str, list[float]]) -> dict[str, Any]:
             loss_weights=None,
         )
         found["losses"][name] = with_gradient(function(inputs, settings).loss, new)
+    found["length_penalty"] = length_penalty_of_prime_rl(git)
     return found
+
+
+def length_penalty_of_prime_rl(git: Path) -> list[float]:
+    """Advantages of one group after the length penalty."""
+    given: dict[str, float] = {}
+    peer = functions(
+        shown(git, PRIME_RL, "src/prime_rl/orchestrator/algo/grpo.py"),
+        ("GRPOAlgorithm",),
+        Algorithm=type("Algorithm", (), {}),
+        iter_trainable_traces=lambda traces: [(None, trace) for trace in traces],
+        assign_advantages=lambda trace, advantage: given.update({trace.name: advantage}),
+    )
+    algorithm = peer.GRPOAlgorithm.__new__(peer.GRPOAlgorithm)
+    algorithm.length_penalty = SimpleNamespace(
+        num_output_tokens_weight=0.25, num_input_tokens_weight=0.1, num_turns_weight=0.1
+    )
+    traces = [
+        SimpleNamespace(
+            name=name, reward=reward, num_output_tokens=length, num_total_tokens=length + more, num_turns=more
+        )
+        for name, (reward, length, more) in enumerate(zip(REWARDS, LENGTHS, TURNS, strict=True))
+    ]
+    with contextlib.suppress(StopIteration):
+        algorithm.score_group(traces).send(None)
+    return [given[name] for name in range(len(traces))]
 
 
 def of_areal(git: Path, columns: dict[str, list[float]]) -> dict[str, Any]:

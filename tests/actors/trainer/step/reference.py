@@ -62,24 +62,49 @@ class ReferenceTrainer:
             "tokens": torch.from_numpy(batch.tokens_N[tokens]).long(),
             "mask": torch.from_numpy(batch.loss_mask_N[tokens])[1:].float(),
             "engine": torch.from_numpy(batch.rollout_log_probs_N[tokens])[1:],
-            "reward": float(batch.rewards_B[index]),
+            "reward": float(batch.rewards_B[index]) + self._overlong(batch.response_lens_B, index),
+            "baseline": float(batch.baseline_rewards_B[index]) + self._overlong(batch.baseline_lens_B, index),
+            "named": batch.named_rewards_B[index].tolist(),
             "group": int(batch.groups_B[index]),
             "rollout": int(batch.rollouts_B[index]),
         }
 
+    def _overlong(self, lengths: Any, index: int) -> float:
+        algorithm, longest = self._topology.algorithm, self._topology.rollout.max_response_len
+        if algorithm.overlong_buffer_len is None:
+            return 0.0
+        excess = int(lengths[index]) - longest + algorithm.overlong_buffer_len
+        return -max(excess, 0) / algorithm.overlong_buffer_len * algorithm.overlong_penalty_factor
+
     def _set_advantages(self, samples: list[dict[str, Any]]) -> None:
-        rollouts: dict[tuple[int, int], list[float]] = {}
-        for sample in samples:
-            rollouts.setdefault((sample["group"], sample["rollout"]), []).append(sample["reward"])
-        for sample in samples:
-            votes = [sum(parts) / len(parts) for (group, _), parts in rollouts.items() if group == sample["group"]]
-            sample["advantage"] = self._advantage(sample, votes)
-        if self._topology.algorithm.normalize_advantages:
+        algorithm = self._topology.algorithm
+        if algorithm.advantage_estimator == "gdpo":
+            columns = [[sample["named"][place] for sample in samples] for place in range(len(samples[0]["named"]))]
+            weighted = zip(algorithm.gdpo_reward_weights, columns, strict=True)
+            parts = [[weight * one for one in self._compared(samples, rewards)] for weight, rewards in weighted]
+            found = [sum(of_sample) for of_sample in zip(*parts, strict=True)]
+        else:
+            found = self._compared(samples, [sample["reward"] for sample in samples])
+        for sample, advantage in zip(samples, found, strict=True):
+            sample["advantage"] = advantage
+        if algorithm.normalize_advantages:
             self._whiten(samples)
 
-    def _advantage(self, sample: dict[str, Any], votes: list[float]) -> float:
+    def _compared(self, samples: list[dict[str, Any]], rewards: list[float]) -> list[float]:
+        rollouts: dict[tuple[int, int], list[float]] = {}
+        for sample, reward in zip(samples, rewards, strict=True):
+            rollouts.setdefault((sample["group"], sample["rollout"]), []).append(reward)
+        found = []
+        for sample, reward in zip(samples, rewards, strict=True):
+            votes = [sum(parts) / len(parts) for (group, _), parts in rollouts.items() if group == sample["group"]]
+            found.append(self._advantage(sample, reward, votes))
+        return found
+
+    def _advantage(self, sample: dict[str, Any], reward: float, votes: list[float]) -> float:
         """Of a reward among the votes of its group's rollouts."""
-        mean, number, reward = sum(votes) / len(votes), len(votes), sample["reward"]
+        mean, number = sum(votes) / len(votes), len(votes)
+        if self._topology.algorithm.advantage_estimator == "remax":
+            return reward - sample["baseline"]
         if self._topology.algorithm.advantage_estimator == "rloo":
             return reward - (sum(votes) - reward) / (number - 1)
         if self._topology.algorithm.advantage_estimator == "maxrl":

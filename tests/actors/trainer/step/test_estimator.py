@@ -11,7 +11,9 @@ from actors.trainer.algorithms.advantage_inputs import AdvantageInputs
 from actors.trainer.step import estimator
 from actors.trainer.step.estimator import ESTIMATORS, Estimate, advantage_inputs, token_advantages
 from runtime.settings.recipe import AlgorithmConfig, Estimator
-from tests.actors.trainer.tiny import random_batch
+from tests.actors.trainer.tiny import REWARD_KEYS, random_batch
+
+BY_SAMPLE = ("rewards", "groups", "rollouts", "lengths", "baseline_rewards")
 
 
 def test_every_estimator_of_the_settings_is_declared() -> None:
@@ -33,12 +35,13 @@ def test_its_inputs_are_arguments_in_order_and_its_options_keywords(estimate: Es
 def test_samples_that_are_reordered_keep_their_advantages(name: Estimator) -> None:
     """Groups form by id, wherever their samples are."""
     batch, algorithm = random_batch(), AlgorithmConfig(advantage_estimator=name)
-    inputs = advantage_inputs(batch)
+    inputs = advantage_inputs(batch, REWARD_KEYS)
     order = np.random.default_rng(0).permutation(len(batch.lengths_B))
     where = batch.tokens_of(order)
     moved = replace(
         inputs,
-        **{part: getattr(inputs, part)[order] for part in ("rewards", "groups", "rollouts", "lengths")},
+        **{part: getattr(inputs, part)[order] for part in BY_SAMPLE},
+        named_rewards={key: rewards[order] for key, rewards in inputs.named_rewards.items()},
         **{part: getattr(inputs, part)[where] for part in ("loss_mask", "response_mask")},
     )
     expected = token_advantages(inputs, algorithm, "zero").advantages

@@ -18,7 +18,7 @@ from actors.trainer.step.train_step import TrainStep
 from runtime.settings.topology import Topology
 from tests.actors.trainer.hf import state_of, whole_weights, write_model
 from tests.actors.trainer.step.reference import ReferenceTrainer
-from tests.actors.trainer.tiny import random_batch
+from tests.actors.trainer.tiny import REWARD_KEYS, random_batch
 from tests.build.topology import MakeTopology
 
 CPU = torch.device("cpu")
@@ -80,6 +80,17 @@ ALGORITHMS = {
         "entropy_coef": 0.1,
     },
     "likelihood of good samples": {"positive_example_nll_weight": 0.3},
+    "GDPO, whitened": {
+        "advantage_estimator": "gdpo",
+        "gdpo_reward_keys": REWARD_KEYS,
+        "gdpo_reward_weights": (1.0, 0.5),
+        "normalize_advantages": True,
+    },
+    "ReMax, overlong": {
+        "advantage_estimator": "remax",
+        "overlong_buffer_len": 8,
+        "overlong_penalty_factor": 0.5,
+    },
     "MaxRL by sample": {"advantage_estimator": "maxrl", "loss_agg_mode": "seq-mean-token-mean"},
 }
 
