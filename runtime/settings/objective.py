@@ -14,6 +14,7 @@ from runtime.settings.recipe import (
     loss_mode,
     rejection_bounds,
     trains_demonstrations,
+    trains_pairs,
 )
 
 
@@ -69,12 +70,27 @@ REDUCTIONS: Final = {
 
 def objective_of(recipe: Recipe) -> tuple[PlannedTerm, ...]:
     """Describe the loss that a recipe minimises, term by term."""
+    if trains_pairs(recipe):
+        return tuple(_preference(recipe.algorithm))
     if trains_demonstrations(recipe):
         return (
             _term("loss", "-log p", "cross-entropy"),
             _term("reduction", _reduction(recipe), _reduction_source(recipe.algorithm)),
         )
     return tuple(_terms(recipe))
+
+
+def _preference(algorithm: AlgorithmConfig) -> Iterator[PlannedTerm]:
+    beta, smoothing = algorithm.dpo_beta, algorithm.label_smoothing
+    over = "mean" if algorithm.preference_loss == "ipo" else "sum"
+    yield _term("margin", f"h = {over} of log(policy / reference), chosen - rejected", "model.ref_load")
+    if algorithm.preference_loss == "ipo":
+        yield _term("loss", f"(h - {1 / (2 * beta):g})^2", "IPO, arXiv 2310.12036")
+    else:
+        swapped = f" - {smoothing:g} log sigmoid(-{beta:g} h)" if smoothing else ""
+        kept = f"{1 - smoothing:g} " if smoothing else ""
+        yield _term("loss", f"-{kept}log sigmoid({beta:g} h){swapped}", "DPO, arXiv 2305.18290")
+    yield _term("reduction", "mean over pairs", "algorithm.loss_type")
 
 
 def _terms(recipe: Recipe) -> Iterator[PlannedTerm]:

@@ -43,6 +43,19 @@ def test_demonstrations_have_a_likelihood_alone() -> None:
 
 
 @pytest.mark.parametrize(
+    ("settings", "formula"),
+    [
+        ({}, "-log sigmoid(0.1 h)"),
+        ({"label_smoothing": 0.25, "dpo_beta": 0.5}, "-0.75 log sigmoid(0.5 h) - 0.25 log sigmoid(-0.5 h)"),
+        ({"preference_loss": "ipo"}, "(h - 5)^2"),
+    ],
+)
+def test_preference_pairs_have_a_loss_of_their_margin(settings: dict[str, Any], formula: str) -> None:
+    found = shown(loss_type="dpo_loss", **settings)
+    assert (found["loss"], found["reduction"]) == ([formula], ["mean over pairs"])
+
+
+@pytest.mark.parametrize(
     ("algorithm", "name", "formula"),
     [
         ({"disable_grpo_std_normalization": True}, "advantage", "A = R - mean of group"),
