@@ -1,6 +1,7 @@
 """Log-probs and entropies of target tokens, from hidden states and an output weight, vocabulary-parallel or whole.
 
-M is the number of requested positions, H the hidden size, V the number of vocabulary entries on this rank.
+M is the number of requested positions, H the hidden size, V the number of vocabulary entries on this rank, K the number
+of kept tokens over all positions.
 
 Example:
     ```python
@@ -26,7 +27,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 CHUNK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 26}  # float32 logits per chunk; a CPU chunk should fit the CPU cache
+LOWEST = torch.finfo(torch.float32).min
 KEPT_ELEMENTS = 1 << 26  # logits kept for the backward pass, 256 MB; the others are recomputed
+
+
+class KeptTokens(NamedTuple):
+    """Tokens that top-p and top-k kept at each position. The log-prob is then that of the softmax over them alone."""
+
+    ids_K: Tensor  # token ids of the first position, then those of the second; different at one position
+    counts_M: Tensor  # number of ids of each position; 0: the whole vocabulary
 
 
 def log_probs_and_entropy(
@@ -37,10 +46,12 @@ def log_probs_and_entropy(
     temperature: float = 1.0,
     group: Any = None,
     into_VH: Tensor | None = None,
+    kept: KeptTokens | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute natural log-probs of targets and entropies, differentiable in hidden states and weight.
 
-    With logits z = hidden weight^T / temperature and p = softmax(z): log p of the target, and -sum p log p.
+    With logits z = hidden weight^T / temperature and p = softmax(z): log p of the target, and -sum p log p. At a
+    position with kept tokens S, the log-prob is z_t - log sum_{k in S} exp(z_k). The entropy stays that of p.
 
     Args:
         hidden_MH: [M, H], hidden states, any float dtype.
@@ -50,6 +61,7 @@ def log_probs_and_entropy(
         group: Torch process group that shares the vocabulary, in vocabulary order. None: this rank has all of it.
         into_VH: [V, H], float32 buffer that accumulates the weight's gradient. Autograd then gets an uninitialised
             gradient for the weight, or none.
+        kept: Tokens that the engine sampled from. The target has to be one of them. None: the whole vocabulary.
 
     Returns:
         Log-probs [M] and entropies [M], nats, float32.
@@ -59,9 +71,11 @@ def log_probs_and_entropy(
 
     Source:
         The vocabulary-parallel softmax is that of Megatron-LM, arXiv 1909.08053. Its chunks are ours.
+        The kept tokens are those of slime's `rollout_top_p_token_ids` (slime/backends/megatron_utils/loss.py, commit
+        624b824a), where the entropy stays that of the whole vocabulary, too.
     """
     keeps = torch.is_grad_enabled()
-    given = hidden_MH, weight_VH, targets_M, temperature, group, into_VH, keeps
+    given = hidden_MH, weight_VH, targets_M, temperature, group, into_VH, kept, keeps
     log_probs, entropy = _LogProbsAndEntropy.apply(*given)  # pyright: ignore
     return log_probs, entropy
 
@@ -74,6 +88,21 @@ class _Statistics(NamedTuple):
     weighted: Tensor  # sum of e z
     chosen: Tensor  # z of the target, 0 where another rank holds it
     here: Tensor  # 1 where this rank holds the target
+
+
+class _KeptRows(NamedTuple):
+    """The kept tokens of all positions, as rows and columns of this rank's logits."""
+
+    rows_K: Tensor
+    columns_K: Tensor  # clamped where another rank holds the token
+    inside_K: Tensor  # true where this rank holds the token
+    starts: list[int]  # place of each position's first token, and the end
+    is_whole_M: Tensor  # true where the log-prob is over the whole vocabulary
+
+    def of(self, rows: slice) -> tuple[Tensor, Tensor, Tensor]:
+        """Return rows within a chunk of positions, columns, and whether this rank holds them."""
+        places = slice(self.starts[rows.start], self.starts[rows.stop])
+        return self.rows_K[places] - rows.start, self.columns_K[places], self.inside_K[places]
 
 
 class _LogProbsAndEntropy(torch.autograd.Function):
@@ -91,29 +120,42 @@ class _LogProbsAndEntropy(torch.autograd.Function):
         temperature: float,
         group: Any,
         into_VH: Tensor | None,
+        kept: KeptTokens | None,
         keeps: bool,
     ) -> tuple[Tensor, Tensor]:
-        own_M = targets_M if group is None else targets_M - dist.get_rank(group) * weight_VH.size(0)
+        first = 0 if group is None else dist.get_rank(group) * weight_VH.size(0)
+        own_M = targets_M - first
+        kept_rows = None if kept is None else _kept_rows(kept, first, weight_VH.size(0))
+        highest_kept, sum_kept = hidden_MH.new_empty(2, len(hidden_MH), dtype=torch.float32)
         own = _Statistics(*hidden_MH.new_empty(len(_Statistics._fields), len(hidden_MH), dtype=torch.float32))
         ctx.kept, room = {}, KEPT_ELEMENTS if keeps else 0
         for rows in _chunks(hidden_MH, weight_VH):
             logits = _logits(hidden_MH[rows], weight_VH, temperature)
             _measure(logits, own_M[rows], _Statistics(*(column[rows] for column in own)))
+            if kept_rows is not None:
+                _measure_kept(logits, kept_rows.of(rows), highest_kept[rows], sum_kept[rows])
             room -= logits.numel()
             if room >= 0:
                 ctx.kept[rows.start] = logits
         whole = _over_vocabulary(own, group)
         log_sum, mean = whole.normaliser.log(), whole.weighted / whole.normaliser
         lower = own.highest - whole.highest
+        log_probs, log_scale_kept = whole.chosen - log_sum, None
+        if kept_rows is not None:
+            highest_kept, log_sum_kept = _kept_over_vocabulary(highest_kept + lower, sum_kept, group)
+            log_scale_kept = lower - highest_kept - log_sum_kept
+            of_kept = whole.chosen - highest_kept - log_sum_kept  # the difference first: both may be far below 0
+            log_probs = torch.where(kept_rows.is_whole_M, log_probs, of_kept)
         ctx.save_for_backward(hidden_MH, weight_VH, own_M, own.highest, lower - log_sum, mean - lower)
         ctx.temperature, ctx.group, ctx.into_VH = temperature, group, into_VH
+        ctx.kept_rows, ctx.log_scale_kept = kept_rows, log_scale_kept
         ctx.set_materialize_grads(False)
-        return whole.chosen - log_sum, log_sum - mean
+        return log_probs, log_sum - mean
 
     @staticmethod
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None
-    ) -> tuple[Tensor, Tensor | None, None, None, None, None, None]:
+    ) -> tuple[Tensor, Tensor | None, None, None, None, None, None, None]:
         hidden_MH, weight_VH, own_M, highest, log_scale, mean = ctx.saved_tensors
         if grad_log_probs is None:
             grad_log_probs = torch.zeros_like(log_scale)
@@ -125,13 +167,17 @@ class _LogProbsAndEntropy(torch.autograd.Function):
             logits = ctx.kept.pop(rows.start, None)
             if logits is None:
                 logits = _logits(hidden_MH[rows], weight_VH, ctx.temperature).sub_(highest[rows, None])
+            own_grad, kept = grad_log_probs[rows], None
+            if ctx.kept_rows is not None:
+                kept = _kept_gradient(logits, ctx.kept_rows.of(rows), ctx.log_scale_kept[rows], own_grad)
+                own_grad = own_grad * ctx.kept_rows.is_whole_M[rows]
             gradient = _gradient(
-                logits,
-                own_M[rows],
-                log_scale[rows],
-                grad_log_probs[rows],
-                None if grad_entropy is None else (grad_entropy[rows], mean[rows]),
+                logits, log_scale[rows], own_grad, None if grad_entropy is None else (grad_entropy[rows], mean[rows])
             )
+            if kept is not None:
+                gradient.index_put_(kept[:2], kept[2], accumulate=True)
+            local, inside = _local(own_M[rows], logits.size(1))
+            gradient.scatter_add_(1, local[:, None], (grad_log_probs[rows] * inside)[:, None])
             gradient = gradient.div_(ctx.temperature).to(hidden_MH.dtype)
             torch.mm(gradient, weight_VH, out=of_hidden[rows])
             if of_weight is None:
@@ -146,7 +192,7 @@ class _LogProbsAndEntropy(torch.autograd.Function):
         if ctx.needs_input_grad[1] and of_weight is not None:
             is_added = ctx.into_VH is not None
             returned = torch.empty_like(weight_VH) if is_added else of_weight.to(weight_VH.dtype)
-        return of_hidden, returned, None, None, None, None, None
+        return of_hidden, returned, None, None, None, None, None, None
 
 
 def _chunks(hidden_MH: Tensor, weight_VH: Tensor) -> Iterator[slice]:
@@ -173,6 +219,43 @@ def _measure(logits_MV: Tensor, targets_M: Tensor, out: _Statistics) -> None:
     out.here.copy_(inside)
 
 
+def _kept_rows(kept: KeptTokens, first: int, size: int) -> _KeptRows:
+    """Find the kept tokens in this rank's slice of the vocabulary, which starts at token `first`."""
+    counts_M = kept.counts_M
+    starts: list[int] = [0, *counts_M.cumsum(0).tolist()]
+    rows_K = torch.repeat_interleave(torch.arange(len(counts_M), device=counts_M.device), counts_M)
+    columns_K, inside_K = _local(kept.ids_K.long() - first, size)
+    return _KeptRows(rows_K, columns_K, inside_K > 0, starts, counts_M == 0)
+
+
+def _measure_kept(logits_MV: Tensor, kept: tuple[Tensor, Tensor, Tensor], highest: Tensor, total: Tensor) -> None:
+    """Write the maximum of each position's kept logits, -inf without one, and the sum of their exponentials over it."""
+    rows, columns, inside = kept
+    values = torch.where(inside, logits_MV[rows, columns], -torch.inf)
+    highest.fill_(-torch.inf).scatter_reduce_(0, rows, values, "amax")
+    total.zero_().scatter_add_(0, rows, torch.exp(values - highest.clamp(min=LOWEST)[rows]))
+
+
+def _kept_over_vocabulary(highest: Tensor, total: Tensor, group: Any) -> tuple[Tensor, Tensor]:
+    """Combine the kept logits of all ranks: their maximum, and the log of the sum of exponentials over it."""
+    if group is None:
+        return highest, total.log()
+    whole = highest.clone()
+    dist.all_reduce(whole, op=dist.ReduceOp.MAX, group=group)
+    summed = total * torch.exp(highest - whole.clamp(min=LOWEST))
+    dist.all_reduce(summed, group=group)
+    return whole, summed.log()
+
+
+def _kept_gradient(
+    logits_MV: Tensor, kept: tuple[Tensor, Tensor, Tensor], log_scale: Tensor, grad_log_probs: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the gradient of the log-normaliser over the kept tokens: rows, columns and values."""
+    rows, columns, inside = kept
+    probabilities = torch.exp(logits_MV[rows, columns] + log_scale[rows])
+    return rows, columns, torch.where(inside, -grad_log_probs[rows] * probabilities, 0.0)
+
+
 def _over_vocabulary(own: _Statistics, group: Any) -> _Statistics:
     """Combine the statistics of all ranks that share the vocabulary."""
     if group is None:
@@ -188,32 +271,24 @@ def _over_vocabulary(own: _Statistics, group: Any) -> _Statistics:
 
 
 def _gradient(
-    logits_MV: Tensor,
-    targets_M: Tensor,
-    log_scale: Tensor,
-    grad_log_probs: Tensor,
-    entropy: tuple[Tensor, Tensor] | None,
+    logits_MV: Tensor, log_scale: Tensor, grad_log_probs: Tensor, entropy: tuple[Tensor, Tensor] | None
 ) -> Tensor:
-    """Compute the gradient of the logits in place.
+    """Compute the gradient of the logits in place, without the part of the targets' own logits.
 
     Args:
         logits_MV: Logits minus the maximum of each position.
-        targets_M: Targets as columns of this rank's slice.
         log_scale: [M]; adding it to the logits gives log-probabilities.
-        grad_log_probs: [M].
+        grad_log_probs: [M]; 0 where the log-prob is over kept tokens alone.
         entropy: Gradient of the entropy, and mean of `logits_MV` under the softmax, each [M]. None: no loss uses the
             entropy.
     """
     scale = -log_scale.exp()
     if entropy is None:
-        gradient = logits_MV.exp_().mul_((scale * grad_log_probs)[:, None])
-    else:
-        grad_entropy, mean = entropy
-        constant, slope = scale * (grad_log_probs - grad_entropy * mean), scale * grad_entropy
-        weight = torch.addcmul(constant[:, None], logits_MV, slope[:, None])
-        gradient = logits_MV.exp_().mul_(weight)
-    local, inside = _local(targets_M, logits_MV.size(1))
-    return gradient.scatter_add_(1, local[:, None], (grad_log_probs * inside)[:, None])
+        return logits_MV.exp_().mul_((scale * grad_log_probs)[:, None])
+    grad_entropy, mean = entropy
+    constant, slope = scale * (grad_log_probs - grad_entropy * mean), scale * grad_entropy
+    weight = torch.addcmul(constant[:, None], logits_MV, slope[:, None])
+    return logits_MV.exp_().mul_(weight)
 
 
 def _local(targets_M: Tensor, size: int) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from actors.trainer.algorithms import log_probs
-from actors.trainer.algorithms.log_probs import log_probs_and_entropy
+from actors.trainer.algorithms.log_probs import KeptTokens, log_probs_and_entropy
 
 TEMPERATURE = 0.7
 TARGETS = torch.tensor([0, 10, 4, 3, 3])
@@ -103,3 +103,71 @@ def test_logits_exist_a_chunk_at_a_time(monkeypatch: pytest.MonkeyPatch, kept: i
         values.sum().backward()
     assert 0 < largest.elements <= chunk
     assert not held, "the backward pass keeps nothing"
+
+
+# Row 1 is not restricted, row 3 keeps its target alone, row 4 keeps unlikely tokens only.
+KEPT = [[0, 3, 9], [], [4, 2], [3], [3, 10, 1, 5]]
+
+
+def kept_tokens(kept: list[list[int]] = KEPT) -> KeptTokens:
+    ids, counts = [token for row in kept for token in row], [len(row) for row in kept]
+    return KeptTokens(torch.tensor(ids, dtype=torch.int64), torch.tensor(counts, dtype=torch.int64))
+
+
+def kept_reference(hidden: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-softmax over logits that are -inf outside of the kept tokens; entropy of the whole vocabulary."""
+    logits = hidden @ weight.T / TEMPERATURE
+    allowed = torch.zeros_like(logits, dtype=torch.bool)
+    for row, tokens in enumerate(KEPT):
+        allowed[row, tokens or slice(None)] = True
+    masked = logits.masked_fill(~allowed, -torch.inf)
+    whole = F.log_softmax(logits, dim=-1)
+    return masked.log_softmax(-1)[torch.arange(len(TARGETS)), TARGETS], -(whole.exp() * whole).sum(-1)
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES.keys())
+@pytest.mark.parametrize(("scale", "entropy"), [(3.0, 0.3), (3.0, 0.0), (30.0, 0.3)])
+def test_log_probs_over_kept_tokens_equal_those_of_masked_logits(
+    monkeypatch: pytest.MonkeyPatch, sizes: dict[str, Any], scale: float, entropy: float
+) -> None:
+    for name, value in sizes.items():
+        monkeypatch.setattr(log_probs, name, value)
+    given, exact = example(scale), [tensor.detach().double().requires_grad_() for tensor in example(scale)]
+    result = log_probs_and_entropy(*given, TARGETS, temperature=TEMPERATURE, kept=kept_tokens())
+    expected = kept_reference(exact[0], exact[1])
+    for value, wanted in zip(result, expected, strict=True):
+        torch.testing.assert_close(value.double(), wanted, rtol=1e-5, atol=1e-4)
+    assert result[0][3] == 0.0
+    mix = torch.arange(1.0, 6.0)
+    loss = result[0] @ mix
+    (loss + entropy * (result[1] @ mix.flip(0)) if entropy else loss).backward()
+    (expected[0] @ mix.double() + entropy * (expected[1] @ mix.flip(0).double())).backward()
+    for one, other in zip(given, exact, strict=True):
+        assert one.grad is not None
+        torch.testing.assert_close(one.grad.double(), other.grad, rtol=1e-4, atol=1e-3)
+
+
+def test_log_probs_over_kept_tokens_by_hand() -> None:
+    hidden, weight = torch.tensor([[1.0]]), torch.tensor([[0.0], [1.0], [2.0], [500.0]])
+    for kept, wanted in (([0, 1], -0.31326169), ([1], 0.0), ([1, 2], -1.31326169), ([], -499.0)):
+        value, _ = log_probs_and_entropy(hidden, weight, torch.tensor([1]), kept=kept_tokens([kept]))
+        assert value.item() == pytest.approx(wanted, abs=1e-6)
+
+
+def test_kept_tokens_of_the_whole_vocabulary_change_nothing() -> None:
+    plain, restricted = example(), example()
+    values, _ = log_probs_and_entropy(*plain, TARGETS)
+    same, _ = log_probs_and_entropy(*restricted, TARGETS, kept=kept_tokens([[*range(11)]] * 5))
+    torch.testing.assert_close(same, values, rtol=1e-6, atol=1e-6)
+    values.sum().backward()
+    same.sum().backward()
+    for one, other in zip(plain, restricted, strict=True):
+        torch.testing.assert_close(other.grad, one.grad, rtol=1e-5, atol=1e-5)
+
+
+def test_no_kept_token_at_all_gives_a_zero_gradient() -> None:
+    hidden, weight = example()
+    values, _ = log_probs_and_entropy(hidden[:0], weight, TARGETS[:0], kept=kept_tokens([]))
+    values.sum().backward()
+    assert hidden.grad is not None
+    assert not hidden.grad.any()
