@@ -40,7 +40,7 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     Raises:
         ValueError: response_ids, loss_mask and rollout_log_probs differ in length, the spans do not cover [0, T), or
-            routed_experts does not fit the number of tokens.
+            routed_experts or the kept tokens do not fit the number of tokens.
     """
 
     sample: SampleKey
@@ -52,6 +52,10 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     text: str = ""  # response_ids as text
     routed_experts: Int32Array | None = None  # [(P + T) * E]: E experts of all layers per input token; -1: unknown
 
+    # Tokens that top-p and top-k kept; the log-probs are then those of the softmax over them. None: not recorded.
+    kept_counts: Int32Array | None = None  # [T], number of kept tokens; 0: unknown, as for input of a tool
+    kept_ids: Int32Array | None = None  # their ids, those of the first token first
+
     def __post_init__(self) -> None:
         routed, num_tokens = self.routed_experts, len(self.prompt_ids) + len(self.response_ids)
         if routed is not None and (not num_tokens or len(routed) % num_tokens):
@@ -59,6 +63,7 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         lengths = {len(self.response_ids), len(self.loss_mask), len(self.rollout_log_probs)}
         if len(lengths) != 1:
             raise ValueError(f"response_ids, loss_mask, rollout_log_probs differ in length: {sorted(lengths)}")
+        self._check_kept()
         position = 0
         for span in self.weight_spans:
             if span.start != position or span.end <= span.start:
@@ -66,6 +71,18 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True, eq=False):
             position = span.end
         if position != len(self.response_ids):
             raise ValueError(f"weight spans cover {position} of {len(self.response_ids)} tokens")
+
+    def _check_kept(self) -> None:
+        counts, num_ids = self.kept_counts, 0 if self.kept_ids is None else len(self.kept_ids)
+        if counts is None:
+            if num_ids:
+                raise ValueError(f"kept_ids has {num_ids} ids without kept_counts")
+            return
+        if len(counts) != len(self.response_ids):
+            raise ValueError(f"kept_counts has {len(counts)} numbers for {len(self.response_ids)} response tokens")
+        total = sum(counts.tolist())
+        if total != num_ids or min(counts.tolist(), default=0) < 0:
+            raise ValueError(f"kept_counts adds up to {total}, and kept_ids has {num_ids} ids")
 
 
 class SegmentRef(msgspec.Struct, frozen=True, kw_only=True):
@@ -128,3 +145,4 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     skip_special_tokens: bool = False
+    return_sampling_mask: bool = False  # the answer has the tokens that top-p and top-k kept

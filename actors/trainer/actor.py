@@ -142,6 +142,7 @@ class TrainerActor(Actor):
                 masking,
                 limit,
                 shape.vocab_size,
+                needs_kept=self._topology.rollout.return_sampling_mask,
                 reward_keys=self._topology.algorithm.gdpo_reward_keys,
             )
             group.start_soon(feed.run)  # reads the log while the other thread imports torch and loads the model

@@ -10,6 +10,7 @@ atomically, the lines last. Line i and row i of the columns are the same sample.
     response_ids, loss_mask, rollout_log_probs, response_offsets [s + 1]
     weight_spans [k, 3], span_offsets [s + 1]   version, start, end within the segment's response
     routed_experts, routed_offsets [s + 1]      experts of all layers for each token; optional
+    kept_counts, kept_ids, kept_offsets [s + 1] tokens that top-p and top-k kept for each response token; optional
     told_by [2]                          log sequence and Unix microseconds of the event that closed the pair
 """
 
@@ -156,7 +157,9 @@ def read_pair(directory: Path, step: int, vocab_size: int | None = None) -> tupl
     """
     samples, path = read_lines(directory, step), columns_path(directory, step)
     check_columns(directory, step, len(samples))
-    columns = _load(path, [*_KEYS, "sample_offsets", "segment_attempt", *_ARRAYS, *_OFFSETS], may_lack=_ROUTED)
+    columns = _load(
+        path, [*_KEYS, "sample_offsets", "segment_attempt", *_ARRAYS, *_OFFSETS], may_lack=(*_ROUTED, *_KEPT)
+    )
     for number, sample in enumerate(samples):
         key = tuple(int(columns[name][number]) for name in _KEYS)
         if key != (sample.group_id, sample.attempt, sample.index, sample.part):
@@ -181,6 +184,7 @@ def read_pair(directory: Path, step: int, vocab_size: int | None = None) -> tupl
 
 _ARRAYS: Final = ("prompt_ids", "response_ids", "loss_mask", "rollout_log_probs", "weight_spans")
 _OFFSETS: Final = ("prompt_offsets", "response_offsets", "span_offsets")
+_KEPT: Final = ("kept_counts", "kept_ids", "kept_offsets")
 _ROUTED: Final = ("routed_experts", "routed_offsets")
 
 
@@ -202,6 +206,7 @@ def _columns(groups: Sequence[DumpedGroup]) -> dict[str, NDArray[Any]]:
         "span_offsets": _offsets([len(segment.weight_spans) for segment in segments]),
         "weight_spans": np.array(spans, dtype=np.int64).reshape(-1, 3),
         **_routed(segments),
+        **_kept(segments),
     }
 
 
@@ -212,6 +217,21 @@ def _routed(segments: Sequence[Segment]) -> dict[str, NDArray[Any]]:
     return {
         "routed_experts": _joined(experts, np.int32),
         "routed_offsets": _offsets([len(routed) for routed in experts]),
+    }
+
+
+def _kept(segments: Sequence[Segment]) -> dict[str, NDArray[Any]]:
+    if all(segment.kept_ids is None for segment in segments):
+        return {}
+    counts = [
+        np.zeros(len(segment.response_ids), np.int32) if segment.kept_counts is None else segment.kept_counts
+        for segment in segments
+    ]
+    ids = [() if segment.kept_ids is None else segment.kept_ids for segment in segments]
+    return {
+        "kept_counts": _joined(counts, np.int32),
+        "kept_ids": _joined(ids, np.int32),
+        "kept_offsets": _offsets([*map(len, ids)]),
     }
 
 
@@ -272,6 +292,7 @@ def _segments_of(sample: DumpedSample, number: int, columns: Columns) -> Iterato
             ),
             text=text,
             routed_experts=_routed_of(at, columns),
+            **_kept_of(at, response, columns),
         )
 
 
@@ -280,3 +301,16 @@ def _routed_of(segment: int, columns: Columns) -> Int32Array | None:
         return None
     begin, end = (int(bound) for bound in columns["routed_offsets"][segment : segment + 2])
     return Int32Array(columns["routed_experts"][begin:end]) if end > begin else None
+
+
+def _kept_of(segment: int, response: slice, columns: Columns) -> dict[str, Int32Array]:
+    known = [name for name in _KEPT if name in columns]
+    if not known:
+        return {}
+    if len(known) < len(_KEPT):
+        raise ValueError(f"the columns have {' and '.join(known)}; kept tokens need {', '.join(_KEPT)}")
+    begin, end = (int(bound) for bound in columns["kept_offsets"][segment : segment + 2])
+    if begin == end:
+        return {}
+    ids, counts = columns["kept_ids"][begin:end], columns["kept_counts"][response]
+    return {"kept_ids": Int32Array(ids), "kept_counts": Int32Array(counts)}

@@ -51,19 +51,71 @@ def log_prob_problem(log_probs: Sequence[float | None] | NDArray[Any]) -> str | 
     return f"token {place} has log-prob {shown} (allowed: {MIN_LOG_PROB:g} to {MAX_LOG_PROB:g})"
 
 
-def sample_problem(segments: Sequence[Segment], vocab_size: int | None, *, num_tokens: int | None = None) -> str | None:
+def kept_problem(
+    ids: Sequence[int] | NDArray[Any],
+    counts: NDArray[np.integer[Any]],
+    kept: Sequence[int] | NDArray[Any],
+    vocab_size: int | None,
+) -> str | None:
+    """Describe the first token whose kept tokens are impossible; None if there is none.
+
+    The kept tokens of a sampled token are in the vocabulary, are different, and contain the token.
+
+    Args:
+        ids: [T], sampled tokens.
+        counts: [T], number of kept tokens of each; 0: not recorded.
+        kept: the kept tokens, those of the first token first.
+        vocab_size: vocabulary size of the model; none: unknown.
+    """
+    if (problem := id_problem(kept, vocab_size)) is not None:
+        return f"kept {problem}"
+    if not len(kept):
+        return None
+    places, values = np.repeat(np.arange(len(counts)), counts), np.asarray(kept, dtype=np.int64)
+    found = np.zeros(len(counts), dtype=bool)
+    found[places[values == np.asarray(ids, dtype=np.int64)[places]]] = True
+    wrong = (counts > 0) & ~found
+    if wrong.any():
+        place = int(wrong.argmax())
+        return f"token {place} has id {int(ids[place])}, which is not among its {int(counts[place])} kept tokens"
+    order = np.lexsort((values, places))
+    twice = np.flatnonzero((np.diff(values[order]) == 0) & (np.diff(places[order]) == 0))
+    if len(twice):
+        place, value = int(places[order][twice[0]]), int(values[order][twice[0]])
+        return f"token {place} has kept token {value} twice"
+    return None
+
+
+def _segment_kept_problem(segment: Segment, vocab_size: int | None, *, needs_kept: bool) -> str | None:
+    counts, ids = segment.kept_counts, segment.kept_ids
+    if needs_kept:
+        trains = np.asarray(segment.loss_mask) != 0
+        lacks = trains if counts is None else trains & (np.asarray(counts) == 0)
+        if lacks.any():
+            return f"token {int(lacks.argmax())} has no kept tokens, which rollout.return_sampling_mask = true needs"
+    if counts is None or ids is None:
+        return None
+    return kept_problem(np.asarray(segment.response_ids), np.asarray(counts), np.asarray(ids), vocab_size)
+
+
+def sample_problem(
+    segments: Sequence[Segment], vocab_size: int | None, *, num_tokens: int | None = None, needs_kept: bool = False
+) -> str | None:
     """Describe the first inconsistency of a sample; None if it is valid.
 
     Args:
         segments: in order.
         vocab_size: vocabulary size of the model; none: unknown.
         num_tokens: expected number of prompt and response tokens; none: unknown.
+        needs_kept: whether each trained token needs the tokens that top-p and top-k kept.
     """
     for number, segment in enumerate(segments):
         where = f"segment {number}, " if len(segments) > 1 else ""
         problems = {
             "prompt": id_problem(segment.prompt_ids, vocab_size),
-            "response": id_problem(segment.response_ids, vocab_size) or log_prob_problem(segment.rollout_log_probs),
+            "response": id_problem(segment.response_ids, vocab_size)
+            or log_prob_problem(segment.rollout_log_probs)
+            or _segment_kept_problem(segment, vocab_size, needs_kept=needs_kept),
         }
         for part, problem in problems.items():
             if problem is not None:

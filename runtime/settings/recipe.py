@@ -132,6 +132,10 @@ class RolloutConfig(Config, frozen=True, kw_only=True):
     top_p: TopP = 1.0
     # Sample from this number of likeliest tokens. -1 turns it off.
     top_k: TopK = -1
+    # Compute log-probs over the tokens that `top_p` and `top_k` kept, in the engine and in the trainer. By default both
+    # compute them over the whole vocabulary, and `--check` notes that samples come from another distribution. Needs
+    # `top_k` of 2 to 4096, because the engine lists the kept tokens of each sampled token.
+    return_sampling_mask: bool = False
     # Texts that end a response.
     stop: tuple[Text, ...] = ()
     # Token ids that end a response, in addition to the model's own.
@@ -652,6 +656,11 @@ def precomputes_old_log_probs(recipe: Recipe) -> bool:
 def over_sampling_batch_size(rollout: RolloutConfig) -> int:
     """Return the number of groups to issue at a time."""
     return rollout.over_sampling_batch_size or rollout.rollout_batch_size
+
+
+def truncates(rollout: RolloutConfig) -> bool:
+    """Return whether top-p or top-k remove tokens before one is sampled."""
+    return rollout.top_p < 1.0 or rollout.top_k > 0
 
 
 def rollout_sampling(recipe: Recipe) -> FilledSampling:

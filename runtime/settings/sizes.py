@@ -21,6 +21,7 @@ ASSUMED_PROMPT_LEN: Final = 4096  # tokens, if the recipe sets no limit
 SAMPLE_BYTES: Final = 1 * KIB  # ids, names, spans and headers of one sample
 RESPONSE_TOKEN_BYTES: Final = 20  # id 4, log-prob 4, mask 1, and its text
 PROMPT_TOKEN_BYTES: Final = 4
+KEPT_TOKENS: Final = 64  # tokens that top-p and top-k keep on average of a response; one with more may need more room
 TEXT_TOKEN_BYTES: Final = 10  # escaped text
 DEMONSTRATED_TOKEN_BYTES: Final = 5  # id 4, mask 1: a task contains its demonstration
 GROUP_EVENTS_BYTES: Final = 2 * KIB  # issued, completed, judged, batched
@@ -162,8 +163,15 @@ def logged_steps(recipe: Recipe) -> int:
 
 def group_bytes(recipe: Recipe) -> int:
     """Return the payload bytes of one prompt group with samples of maximum length."""
-    tokens = PROMPT_TOKEN_BYTES * prompt_len_bound(recipe) + RESPONSE_TOKEN_BYTES * recipe.rollout.max_response_len
+    each_bytes = RESPONSE_TOKEN_BYTES + _kept_bytes(recipe)
+    tokens = PROMPT_TOKEN_BYTES * prompt_len_bound(recipe) + each_bytes * recipe.rollout.max_response_len
     return recipe.rollout.n_samples_per_prompt * (SAMPLE_BYTES + tokens)
+
+
+def _kept_bytes(recipe: Recipe) -> int:
+    """Return the bytes of a response token's kept tokens: their ids, and how many there are."""
+    rollout = recipe.rollout
+    return 4 * (1 + min(rollout.top_k, KEPT_TOKENS)) if rollout.return_sampling_mask else 0
 
 
 def prompt_len_bound(recipe: Recipe) -> int:

@@ -105,7 +105,7 @@ def _segment() -> Segment:
         name: example(hint)
         for name, hint in typing.get_type_hints(Segment).items()
         if name in Segment.__struct_fields__
-        and name not in ("loss_mask", "rollout_log_probs", "weight_spans", "routed_experts")
+        and name not in ("loss_mask", "rollout_log_probs", "weight_spans", "routed_experts", "kept_counts", "kept_ids")
     }
     routed = Int32Array([0] * 2 * (len(fields["prompt_ids"]) + 3))
     spans = (WeightSpan(version=1, start=0, end=3),)
@@ -115,6 +115,8 @@ def _segment() -> Segment:
         rollout_log_probs=Float32Array([-1, -2, -3]),
         weight_spans=spans,
         routed_experts=routed,
+        kept_counts=Int32Array([2, 1, 0]),
+        kept_ids=Int32Array([1, 2, 3]),
     )
 
 

@@ -89,7 +89,7 @@ def rollout_task(topology: Topology, group: Group, prompts: Prompts, steps: Mapp
         min_version=group.min_version,
         prompt=cited(prompt, group.prompt_parts) if group.prompt_parts else prompt,
         num_samples=num_samples,
-        sampling=_params(topology, rollout_sampling(topology), prompt),
+        sampling=_params(topology, rollout_sampling(topology), prompt, trains=True),
         baseline=baseline,
         carried=tuple(sample for sample in longest(carried, group.spilled) if sample.index < num_samples + baseline),
     )
@@ -127,11 +127,11 @@ def eval_tasks(
                     version=evaluation.version,
                     prompt=prompt,
                     num_samples=item.n_samples_per_eval_prompt,
-                    sampling=_params(topology, eval_sampling(topology, item), prompt),
+                    sampling=_params(topology, eval_sampling(topology, item), prompt, trains=False),
                 )
 
 
-def _params(topology: Topology, sampling: FilledSampling, prompt: Prompt) -> SamplingParams:
+def _params(topology: Topology, sampling: FilledSampling, prompt: Prompt, *, trains: bool) -> SamplingParams:
     rollout = topology.rollout
     room = sampling.max_response_len
     if rollout.max_context_len is not None:
@@ -144,6 +144,7 @@ def _params(topology: Topology, sampling: FilledSampling, prompt: Prompt) -> Sam
         stop=rollout.stop,
         stop_token_ids=rollout.stop_token_ids,
         skip_special_tokens=rollout.skip_special_tokens,
+        return_sampling_mask=trains and rollout.return_sampling_mask,
     )
 
 

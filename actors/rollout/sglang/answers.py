@@ -1,6 +1,7 @@
 """Parses /generate responses and packs them into segments. Pure."""
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Annotated, Any
 
 import msgspec
@@ -28,6 +29,9 @@ class MetaInfo(msgspec.Struct, frozen=True):
     weight_version: str | None = None
     weight_versions: list[VersionSpan] | None = None
     output_token_logprobs: list[tuple[float | None, int, str | None]] = []  # null: SGLang encodes NaN as null
+    # With return_sampling_mask: per token the ids that top-p and top-k kept, and the log-prob among them.
+    output_token_sampling_mask: list[list[int]] = []
+    output_token_sampling_logprobs: list[float | None] = []
     prompt_tokens: Count | None = None
     completion_tokens: Count | None = None
     cached_tokens: Count = 0
@@ -92,7 +96,11 @@ def cut(answer: Answer, num_tokens: int, num_characters: int) -> Answer:
         if span.end > num_tokens
     ]
     rest = msgspec.structs.replace(
-        meta, weight_versions=spans, output_token_logprobs=meta.output_token_logprobs[num_tokens:]
+        meta,
+        weight_versions=spans,
+        output_token_logprobs=meta.output_token_logprobs[num_tokens:],
+        output_token_sampling_mask=meta.output_token_sampling_mask[num_tokens:],
+        output_token_sampling_logprobs=meta.output_token_sampling_logprobs[num_tokens:],
     )
     return Answer(meta_info=rest, text=answer.text[num_characters:], output_ids=answer.output_ids[num_tokens:])
 
@@ -117,7 +125,7 @@ def numbers_of(answers: Sequence[Answer]) -> EngineNumbers:
 
 
 def segment_of(answer: Answer, sample: SampleKey, prompt_ids: Int32Array) -> Segment:
-    """Pack an answer into a segment.
+    """Pack an answer into a segment. With kept tokens, its log-probs are those among them.
 
     Args:
         answer: to one request.
@@ -133,14 +141,21 @@ def segment_of(answer: Answer, sample: SampleKey, prompt_ids: Int32Array) -> Seg
         raise ValueError(
             f"the engine returned {len(answer.output_ids)} tokens, and log-probs of {len(ids)} other tokens"
         )
+    masks, log_probs = meta.output_token_sampling_mask, [log_prob for log_prob, _, _ in meta.output_token_logprobs]
+    if masks:
+        log_probs = meta.output_token_sampling_logprobs
+        if len(masks) != len(ids) or len(log_probs) != len(ids):
+            raise ValueError(f"the engine returned {len(masks)} sampling masks for {len(ids)} tokens")
     return Segment(
         sample=sample,
         prompt_ids=prompt_ids,
         response_ids=Int32Array(ids),
         loss_mask=UInt8Array(np.ones(len(ids), np.uint8)),
-        rollout_log_probs=Float32Array(np.array([log_prob for log_prob, _, _ in meta.output_token_logprobs], float)),
+        rollout_log_probs=Float32Array(np.array(log_probs, float)),
         weight_spans=_spans(meta, len(ids)),
         text=answer.text,
+        kept_counts=Int32Array([len(mask) for mask in masks]) if masks else None,
+        kept_ids=Int32Array(list(chain.from_iterable(masks))) if masks else None,
     )
 
 

@@ -44,12 +44,14 @@ def generate_body(
         sampling["stop_token_ids"] = list(params.stop_token_ids)
     if len(seeds) == 1:
         sampling["sampling_seed"] = seeds[0]
+    masks = {"return_sampling_mask": True} if params.return_sampling_mask else {}
     return {
         "rid": rid,
         "input_ids": input_ids if len(input_ids) > 1 else input_ids[0],
         "sampling_params": sampling,
         "return_logprob": True,
         "extra_key": f"weights {version}",
+        **masks,
     }
 
 

@@ -2,11 +2,14 @@
 
 import re
 from collections.abc import Sequence
+from itertools import chain
 from typing import Final, NamedTuple
+
+import numpy as np
 
 from actors.rollout.sglang.answers import Answer, VersionSpan, status_of
 from messages import SampleStatus
-from runtime.data.tokens import id_problem, log_prob_problem
+from runtime.data.tokens import id_problem, kept_problem, log_prob_problem
 
 _LABEL: Final = re.compile(rb'"weight_version"\s*:\s*"([^"\\]{1,200})"')
 MAX_SHOWN: Final = 80  # characters of an engine's output shown in messages
@@ -19,6 +22,7 @@ class ExpectedAnswer(NamedTuple):
     prompt_tokens: int | None = None
     max_new_tokens: int | None = None
     vocab_size: int | None = None
+    max_kept: int | None = None  # with return_sampling_mask: most tokens that top-k keeps
 
 
 ANYTHING: Final = ExpectedAnswer()
@@ -60,7 +64,28 @@ def tokens_problem(answer: Answer, expected: ExpectedAnswer, num_before: int = 0
     named = [token for _, token, _ in own]
     if named != ids:
         return f"the log-probs are of other tokens: {_difference(named, ids)}"
-    return id_problem(ids, expected.vocab_size) or log_prob_problem([value for value, _, _ in triples])
+    problem = id_problem(ids, expected.vocab_size) or log_prob_problem([value for value, _, _ in triples])
+    if problem is None and expected.max_kept is not None:
+        problem = _masks_problem(answer, expected, num_before)
+    return problem
+
+
+def _masks_problem(answer: Answer, expected: ExpectedAnswer, num_before: int) -> str | None:
+    """Return what is wrong with the kept tokens of an answer or chunk, or with the log-probs among them."""
+    ids, meta = answer.output_ids, answer.meta_info
+    masks, log_probs = meta.output_token_sampling_mask, meta.output_token_sampling_logprobs
+    if len(masks) == len(log_probs) == num_before + len(ids):
+        masks, log_probs = masks[num_before:], log_probs[num_before:]
+    if len(masks) != len(ids) or len(log_probs) != len(ids):
+        return (
+            f"return_sampling_mask was sent, but {len(masks)} sampling masks and {len(log_probs)} log-probs came for "
+            f"{len(ids)} tokens: rollout.return_sampling_mask needs SGLang 0.5.23 or newer"
+        )
+    longest = max(map(len, masks), default=0)
+    if expected.max_kept is not None and longest > expected.max_kept:
+        return f"a sampling mask has {longest} tokens; top_k allows {expected.max_kept}"
+    counts, kept = np.array([*map(len, masks)], dtype=np.int64), list(chain.from_iterable(masks))
+    return kept_problem(ids, counts, kept, expected.vocab_size) or log_prob_problem(log_probs)
 
 
 def count_problem(num_tokens: int, expected: ExpectedAnswer) -> str | None:

@@ -397,9 +397,12 @@ def _shown(answer: bytes) -> str:
 def expected_answers(body: dict[str, Any], vocab_size: int | None = None) -> list[ExpectedAnswer]:
     """Return the properties that the answers to a request must match, one per prompt."""
     rid, prompts, limit = body["rid"], body["input_ids"], body["sampling_params"]["max_new_tokens"]
+    kept = body["sampling_params"]["top_k"] if body.get("return_sampling_mask") else None
     if not prompts or not isinstance(prompts[0], list):
-        return [ExpectedAnswer(rid, len(prompts), limit, vocab_size)]
-    return [ExpectedAnswer(f"{rid}_{index}", len(prompt), limit, vocab_size) for index, prompt in enumerate(prompts)]
+        return [ExpectedAnswer(rid, len(prompts), limit, vocab_size, kept)]
+    return [
+        ExpectedAnswer(f"{rid}_{index}", len(prompt), limit, vocab_size, kept) for index, prompt in enumerate(prompts)
+    ]
 
 
 def _decode(url: str, data: bytes, answer_type: type[T]) -> T:

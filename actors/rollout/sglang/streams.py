@@ -5,7 +5,7 @@ cumulative chunks take time quadratic in the answer's length.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
@@ -27,6 +27,9 @@ class StreamRefusal(NamedTuple):
     code: int
     message: str
 
+
+# lists of an answer with an entry per token, incremental or cumulative
+PER_TOKEN: Final = ("output_token_logprobs", "output_token_sampling_mask", "output_token_sampling_logprobs")
 
 _decode_answer = msgspec.json.Decoder(Answer).decode
 
@@ -200,13 +203,14 @@ class Stream:
         parts = [_decode_answer(chunk) for chunk in self._chunks]
         ids = [token for part in parts for token in part.output_ids]
         meta = parts[-1].meta_info if parts else MetaInfo()
-        log_probs = meta.output_token_logprobs
+        whole: dict[str, list[Any]] = {name: getattr(meta, name) for name in PER_TOKEN}
         if self._end is not None:
             meta = _decode_answer(self._end).meta_info
-        if len(log_probs) != len(ids):
-            log_probs = [triple for part in parts for triple in part.meta_info.output_token_logprobs]
+        for name, values in whole.items():
+            if len(values) != len(ids):
+                whole[name] = [value for part in parts for value in getattr(part.meta_info, name)]
         spans = meta.weight_versions if meta.weight_versions else list(self._spans)
-        meta = msgspec.structs.replace(meta, weight_versions=spans, output_token_logprobs=log_probs)
+        meta = msgspec.structs.replace(meta, weight_versions=spans, **whole)
         return Answer(meta_info=meta, text="".join(part.text for part in parts), output_ids=ids)
 
     def _note_label(self, named: str | None, start: int, end: int) -> None:

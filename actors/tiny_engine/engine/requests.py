@@ -18,6 +18,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     top_k: int = 0  # 0 = all
     top_p: float = 1.0
     min_p: float = 0.0
+    returns_mask: bool = False  # the answer has the tokens that truncation kept
 
     @property
     def truncates(self) -> bool:
@@ -65,6 +66,8 @@ class Request:
     logprob_start: int = -1  # first prompt position whose log-prob is requested; -1 = none
     output_ids: list[int] = field(default_factory=list[int])
     log_probs: list[float] = field(default_factory=list[float])  # natural log, of output_ids
+    masks: list[list[int]] = field(default_factory=list[list[int]])  # kept tokens of each output id, if requested
+    mask_log_probs: list[float] = field(default_factory=list[float])  # natural log, of output_ids among the kept ones
     input_log_probs: list[float] | None = None  # of prompt_ids[logprob_start + 1:]
     spans: list[Span] = field(default_factory=list[Span])
     num_retractions: int = 0

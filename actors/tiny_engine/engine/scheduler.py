@@ -149,6 +149,10 @@ class Scheduler:
             request = requests[slot]
             request.output_ids.append(token)
             request.log_probs.append(log_prob)
+            if slot in drawn.masks:
+                mask, mask_log_prob = drawn.masks[slot]
+                request.masks.append(mask)
+                request.mask_log_probs.append(mask_log_prob)
             if (token in request.stopping.token_ids or len(request.output_ids) >= request.next_look) and self._look(
                 request, token
             ):
@@ -162,6 +166,8 @@ class Scheduler:
         if request.stopping.limit == 0:  # a request for its prompt's log-probs only
             request.output_ids.clear()
             request.log_probs.clear()
+            request.masks.clear()
+            request.mask_log_probs.clear()
         finish = self._finish(request, token)
         if finish is not None:
             self._end(request, finish)

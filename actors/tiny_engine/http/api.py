@@ -11,6 +11,7 @@ from actors.tiny_engine.engine.requests import Request, Sampling, Stopping
 from actors.tiny_engine.http.bodies import (
     DEFAULT_NEW_TOKENS,
     MAX_BATCH,
+    MAX_MASK,
     MAX_STOPS,
     NEUTRAL,
     UNSUPPORTED_FIELDS,
@@ -95,10 +96,11 @@ class CallReader:
         rids = _rids(body.rid, len(prompts), num_samples, single)
         log_probs = _broadcast(body.return_logprob or False, len(prompts), "return_logprob")
         starts = _broadcast(-1 if body.logprob_start_len is None else body.logprob_start_len, len(prompts), "starts")
+        masks = _broadcast(body.return_sampling_mask or False, len(prompts), "return_sampling_mask")
         jobs: list[Job] = []
         for index, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
             for sample in range(num_samples):
-                request = self._request(rids[len(jobs)], prompt, param, sample, body.stream)
+                request = self._request(rids[len(jobs)], prompt, param, sample, body.stream, mask=masks[index])
                 request.logprob_start = _logprob_start(starts[index], prompt) if log_probs[index] else -1
                 jobs.append(Job(request, self._rendering(body, param, log_probs[index])))
         return Call(jobs=jobs, single=single and num_samples == 1, stream=body.stream)
@@ -142,12 +144,14 @@ class CallReader:
                 "Use a shorter input or enable --allow-auto-truncate."
             )
 
-    def _request(self, rid: str, prompt: list[int], params: SamplingParams, sample: int, stream: bool) -> Request:
+    def _request(
+        self, rid: str, prompt: list[int], params: SamplingParams, sample: int, stream: bool, *, mask: bool
+    ) -> Request:
         interval = (params.stream_interval or self._limits.stream_interval) if stream else 0
         return Request(
             rid=rid,
             prompt_ids=prompt,
-            sampling=_sampling(params),
+            sampling=_sampling(params, returns_mask=mask),
             stopping=self._stopping(params, len(prompt)),
             seed=self._seed(params, sample),
             stream_interval=interval,
@@ -242,14 +246,20 @@ def _checked(params: SamplingParams) -> SamplingParams:
     return params
 
 
-def _sampling(params: SamplingParams) -> Sampling:
+def _sampling(params: SamplingParams, *, returns_mask: bool) -> Sampling:
     greedy = params.temperature < 1e-6  # SGLang's threshold
+    if returns_mask and not greedy and not 1 <= params.top_k <= MAX_MASK:
+        raise ValueError(
+            f"return_sampling_mask requires top_k=1 for greedy sampling or finite 1 < top_k <= {MAX_MASK}; "
+            f"got top_k={params.top_k}."
+        )
     return Sampling(
         temperature=1.0 if greedy else params.temperature,
         greedy=greedy or params.top_k == 1,
         top_k=max(params.top_k, 0),
         top_p=params.top_p,
         min_p=params.min_p,
+        returns_mask=returns_mask,
     )
 
 

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Final, Literal, TypeVar
 import msgspec
 
 MAX_STOPS: Final = 32  # stop texts per request
+MAX_MASK: Final = 4096  # tokens of a sampling mask: SGLang's default of --sampling-mask-max-tokens
 MAX_BATCH: Final = 4096  # requests in one call, n included
 DEFAULT_NEW_TOKENS: Final = 128
 
@@ -69,6 +70,7 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
     logprob_start_len: int | list[int] | None = -1
     return_text_in_logprobs: bool = False
     return_prompt_token_ids: bool = False
+    return_sampling_mask: bool | list[bool] | None = None
 
     input_embeds: Any = None
     image_data: Any = None
@@ -77,7 +79,6 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
     top_logprobs_num: int | list[int] | None = None
     token_ids_logprob: Any = None
     return_hidden_states: Any = None
-    return_sampling_mask: Any = None
     sampling_logprobs_mode: str | None = None
     return_entropy: bool | None = None
     lora_path: Any = None
@@ -88,7 +89,7 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
 
 UNSUPPORTED_FIELDS: Final = (
     *("input_embeds", "image_data", "video_data", "audio_data", "top_logprobs_num", "token_ids_logprob"),
-    *("return_hidden_states", "return_sampling_mask", "sampling_logprobs_mode", "return_entropy", "lora_path"),
+    *("return_hidden_states", "sampling_logprobs_mode", "return_entropy", "lora_path"),
     *("custom_logit_processor", "session_params", "session_id"),
 )
 

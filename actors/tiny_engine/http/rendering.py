@@ -89,6 +89,12 @@ def answer(
         body["prompt_token_ids"] = request.prompt_ids
     if rendering.log_probs:
         body["meta_info"] |= _log_probs(job, start, progress.num_tokens, text)
+    if request.sampling.returns_mask:
+        body["meta_info"] |= {
+            "output_token_sampling_mask": request.masks[start : progress.num_tokens],
+            "output_token_sampling_logprobs": request.mask_log_probs[start : progress.num_tokens],
+            "output_token_sampling_mask_length": progress.num_tokens,
+        }
     return body
 
 

@@ -30,6 +30,7 @@ class SampledTokens(NamedTuple):
     first: int  # slot
     tokens: list[int]
     log_probs: list[float]
+    masks: dict[int, tuple[list[int], float]] = {}  # by slot: the kept tokens, and the log-prob among them
 
 
 class KvSlots:
@@ -195,17 +196,32 @@ class KvSlots:
         uniform = sampling.uniforms(ints[:, _SEED], ints[:, _POSITION])
         tokens = sampling.draw(log_probs, uniform)
         kinds = floats[:, _KIND]
+        kept = None
         if self._num_truncating:
-            truncated = sampling.draw_truncated(
-                log_probs, uniform, top_k=ints[:, _TOP_K], top_p=floats[:, _TOP_P], min_p=floats[:, _MIN_P]
+            kept = sampling.truncated(
+                log_probs, top_k=ints[:, _TOP_K], top_p=floats[:, _TOP_P], min_p=floats[:, _MIN_P]
             )
-            tokens = torch.where(kinds == _TRUNCATING, truncated, tokens)
+            tokens = torch.where(kinds == _TRUNCATING, sampling.draw_truncated(kept, uniform), tokens)
         if self._num_greedy:
             tokens = torch.where(kinds == _GREEDY, log_probs.argmax(-1), tokens)
         tokens = tokens.clamp_(max=log_probs.shape[-1] - 1)  # NaNs yield an index past the last token
         ints[:, _TOKEN] = tokens
         drawn = log_probs.gather(1, tokens.unsqueeze(1)).squeeze(1)
-        return SampledTokens(first, tokens.tolist(), drawn.tolist())
+        return SampledTokens(first, tokens.tolist(), drawn.tolist(), self._masks(first, tokens.tolist(), kept))
+
+    def _masks(
+        self, first: int, tokens: Sequence[int], kept: sampling.Truncated | None
+    ) -> dict[int, tuple[list[int], float]]:
+        """Return the kept tokens of the requests that want them. Greedy ones keep their token alone."""
+        found: dict[int, tuple[list[int], float]] = {}
+        for row, (token, request) in enumerate(zip(tokens, self.requests[first:], strict=True)):
+            if not request.sampling.returns_mask:
+                continue
+            if kept is None or request.sampling.greedy:
+                found[first + row] = [token], 0.0
+            else:
+                found[first + row] = sampling.sampling_mask(kept, row, token)
+        return found
 
     def _forbid_stops(self, logits: Tensor, first: int) -> None:
         for row, request in enumerate(self.requests[first:]):

@@ -6,7 +6,7 @@ A request continued from its own tokens under the same seed samples the same tok
 """
 
 import hashlib
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,25 +54,42 @@ def draw(log_probs: Tensor, uniform: Tensor) -> Tensor:
     return torch.searchsorted(cumulative, target, right=True).squeeze(-1)
 
 
-def draw_truncated(log_probs: Tensor, uniform: Tensor, *, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """Sample one token per row after top-k, top-p and min-p, with SGLang's definitions.
+class Truncated(NamedTuple):
+    """What top-k, top-p and min-p leave of a distribution per row, [n, vocabulary], likeliest tokens first."""
+
+    probs: Tensor  # not normalized; 0 where the token is not kept
+    tokens: Tensor
+
+
+def truncated(log_probs: Tensor, *, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Truncated:
+    """Apply top-k, top-p and min-p, with SGLang's definitions.
 
     Args:
         log_probs: [n, vocabulary], normalized.
-        uniform: [n] in [0, 1).
         top_k: [n] number of most likely tokens to keep, at least 1.
         top_p: [n] keeps a token if the more likely ones sum to at most this.
         min_p: [n] keeps a token if its probability is at least this share of the highest one.
-
-    Returns:
-        Tokens [n].
     """
     probs, order = log_probs.exp().sort(dim=-1, descending=True, stable=True)
     keep = (probs.cumsum(-1) - probs) <= top_p.unsqueeze(-1)
     keep &= torch.arange(probs.shape[-1]) < top_k.unsqueeze(-1)
     keep &= probs >= min_p.unsqueeze(-1) * probs[:, :1]
-    cumulative = torch.where(keep, probs, 0.0).cumsum(-1)
+    return Truncated(torch.where(keep, probs, 0.0), order)
+
+
+def draw_truncated(kept: Truncated, uniform: Tensor) -> Tensor:
+    """Sample one token per row, given what is kept and uniform numbers [n] in [0, 1)."""
+    cumulative = kept.probs.cumsum(-1)
     target = uniform.unsqueeze(-1) * cumulative[:, -1:]
     ranks = torch.searchsorted(cumulative, target, right=True)
-    ranks.clamp_(max=order.shape[-1] - 1)  # NaNs yield an index past the last one
-    return order.gather(-1, ranks).squeeze(-1)
+    ranks.clamp_(max=kept.tokens.shape[-1] - 1)  # NaNs yield an index past the last one
+    return kept.tokens.gather(-1, ranks).squeeze(-1)
+
+
+def sampling_mask(kept: Truncated, row: int, token: int) -> tuple[list[int], float]:
+    """Return the kept tokens of a row, likeliest first, and the natural log-prob of one of them among them."""
+    probs = kept.probs[row]
+    number = int((probs > 0).sum())
+    tokens = kept.tokens[row, :number]
+    own = probs[:number][tokens == token].sum()
+    return tokens.tolist(), float((own / probs.sum()).log())

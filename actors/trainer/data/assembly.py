@@ -104,6 +104,8 @@ def problems_of(
     vocab_size: int | None,
     too_long: Collection[SamplePlace] = (),
     reward_keys: Sequence[str] = (),
+    *,
+    needs_kept: bool = False,
 ) -> dict[SamplePlace, str]:
     """Find the invalid samples of a group and describe the problem of each.
 
@@ -113,6 +115,7 @@ def problems_of(
         vocab_size: Vocabulary size of the model. None: unknown.
         too_long: Samples whose payloads are not fetched.
         reward_keys: Names of the rewards that each sample must have.
+        needs_kept: Whether trained tokens need the tokens that top-p and top-k kept.
     """
     problems: dict[SamplePlace, str] = {}
     for sample in completed.samples:
@@ -125,7 +128,8 @@ def problems_of(
             problems[place] = str(error)
             continue
         num_tokens = sample.prompt_len + sample.response_len or None
-        if (problem := sample_problem(segments, vocab_size, num_tokens=num_tokens)) is not None:
+        problem = sample_problem(segments, vocab_size, num_tokens=num_tokens, needs_kept=needs_kept)
+        if problem is not None:
             problems[place] = problem
         elif missing := [key for key in reward_keys if key not in sample.rewards]:
             problems[place] = f"it has no reward named {', '.join(missing)}, only {', '.join(sample.rewards) or 'none'}"
@@ -167,6 +171,8 @@ class _Builder:
         self._experts: list[
             tuple[int, NDArray[np.int32] | None]
         ] = []  # token count, and the experts of each token if they are recorded
+        self._kept_counts: list[NDArray[np.int32]] = []
+        self._kept_ids: list[NDArray[np.int32]] = []
 
     def add(
         self, group: int, rollout: int, sample: SampleSummary, segments: Sequence[Segment], left_out: LeftOut
@@ -182,6 +188,8 @@ class _Builder:
             self._log_probs += [np.zeros(num_prompt, dtype=np.float32), segment.rollout_log_probs]
             self._staleness += [np.full(num_prompt, NOT_SAMPLED, dtype=np.int32), staleness]
             self._experts.append((num_prompt + len(segment.response_ids), segment.routed_experts))
+            self._kept_counts += [np.zeros(num_prompt, dtype=np.int32), _kept_counts(segment)]
+            self._kept_ids += [] if segment.kept_ids is None else [segment.kept_ids]
         truncated = sample.status is SampleStatus.TRUNCATED
         assert sample.reward is not None
         names = group, rollout, sample.index, sample.part
@@ -203,6 +211,7 @@ class _Builder:
         self._log_probs.append(np.zeros(1, dtype=np.float32))
         self._staleness.append(np.full(1, NOT_SAMPLED, dtype=np.int32))
         self._experts.append((1, None))
+        self._kept_counts.append(np.zeros(1, dtype=np.int32))
         return 1
 
     def build(self) -> TrainBatch | None:
@@ -237,6 +246,8 @@ class _Builder:
             input_lens_B=np.array(input_lens, dtype=np.int64),
             num_turns_B=np.array(turns, dtype=np.int64),
             routed_experts_N=self._routed_experts(),
+            kept_counts_N=np.concatenate(self._kept_counts) if self._kept_ids else None,
+            kept_ids_K=np.concatenate(self._kept_ids) if self._kept_ids else None,
         )
 
     def _routed_experts(self) -> ExpertIds | None:
@@ -267,3 +278,9 @@ class _Builder:
                 for num_tokens, routed in self._experts
             ]
         )
+
+
+def _kept_counts(segment: Segment) -> NDArray[np.int32]:
+    if segment.kept_counts is None:
+        return np.zeros(len(segment.response_ids), dtype=np.int32)
+    return np.asarray(segment.kept_counts)

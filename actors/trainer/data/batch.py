@@ -1,13 +1,13 @@
 """Training batches as ragged columns, and micro-batches laid out for one forward pass.
 
-B samples, N tokens of all samples concatenated, R rollouts, M trained tokens of one micro-batch. A column holds one
-number per token: element i describes token i, which the model predicts at position i - 1.
+B samples, N tokens of all samples concatenated, R rollouts, M trained tokens of one micro-batch, K kept tokens of all
+tokens. A column holds one number per token: element i describes token i, which the model predicts at position i - 1.
 """
 
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import cached_property
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +33,13 @@ def expert_ids(values: NDArray[Any], highest: int) -> ExpertIds:
 def only_where(known: NDArray[np.bool_], ids: ExpertIds) -> ExpertIds:
     """Keep expert ids, [..., E], where `known` is true; set `NOT_KNOWN` elsewhere."""
     return np.where(known[..., None], ids, np.array(NOT_KNOWN).astype(ids.dtype))
+
+
+class KeptIds(NamedTuple):
+    """Token ids that top-p and top-k kept when tokens were sampled, token after token."""
+
+    ids_K: Ints
+    counts_M: Ints  # number of ids of each token; 0: the whole vocabulary
 
 
 class LeftOut(IntEnum):
@@ -69,6 +76,8 @@ class TrainBatch:
     input_lens_B: Ints | None = None  # tokens of the prompt and between the turns
     num_turns_B: Ints | None = None  # requests with an input of their own, at least 1
     routed_experts_N: ExpertIds | None = None  # [N, E], E experts per input token over all layers; on rank 0 alone
+    kept_counts_N: NDArray[np.int32] | None = None  # tokens that top-p and top-k kept; 0: all. None: all, everywhere
+    kept_ids_K: NDArray[np.int32] | None = None  # their ids, those of the first token first
     ref_log_probs_N: Floats32 | None = None  # of the reference, precomputed; NaN for groups without precomputed values
     teacher_log_probs_N: Floats32 | None = None  # of teachers in engine pools; 0 where the token does not train
     old_log_probs_N: Floats32 | None = None  # of the weights that this step starts from; NaN as above
@@ -79,6 +88,9 @@ class TrainBatch:
             wrong = {name: length for name, length in lengths.items() if name.endswith(suffix) and length != size}
             if wrong:
                 raise ValueError(f"step {self.step}: expected {size} entries, got {wrong}")
+        num_kept = 0 if self.kept_counts_N is None else int(self.kept_counts_N.sum())
+        if num_kept != lengths.get("kept_ids_K", 0):
+            raise ValueError(f"step {self.step}: {num_kept} kept tokens, got the ids of {lengths.get('kept_ids_K', 0)}")
         if not lengths["lengths_B"]:
             raise ValueError(f"step {self.step}: the batch has no samples")
 
@@ -86,6 +98,21 @@ class TrainBatch:
     def starts_B(self) -> Ints:
         """Start of each sample's tokens in the columns."""
         return np.concatenate([[0], np.cumsum(self.lengths_B)[:-1]]).astype(np.int64)
+
+    @cached_property
+    def kept_starts_N(self) -> Ints:
+        """Start of each token's kept ids."""
+        assert self.kept_counts_N is not None
+        return np.cumsum(self.kept_counts_N, dtype=np.int64) - self.kept_counts_N
+
+    def kept_of(self, columns_M: Ints) -> KeptIds | None:
+        """Return the kept ids of some tokens; None if the batch has none."""
+        if self.kept_counts_N is None or self.kept_ids_K is None:
+            return None
+        counts_M = self.kept_counts_N[columns_M].astype(np.int64)
+        within = np.arange(int(counts_M.sum())) - np.repeat(np.cumsum(counts_M) - counts_M, counts_M)
+        places = np.repeat(self.kept_starts_N[columns_M], counts_M) + within
+        return KeptIds(self.kept_ids_K[places].astype(np.int64), counts_M)
 
     @cached_property
     def mask_sums_B(self) -> Ints:
@@ -128,6 +155,7 @@ class MicroBatch:
     bounds: NDArray[np.int32] | None = None  # packed: start of each whole sequence, then the end (cu_seqlens)
     experts: dict[int, Any] = field(default_factory=dict[int, Any])  # by layer, of an earlier forward pass
     routed_experts: ExpertIds | None = None  # [b, s, E], for all layers, as the engine chose
+    kept: KeptIds | None = None  # tokens that the engine sampled each target from; None: the whole vocabulary
     mtp: MtpInputs | None = None  # MTP inputs; None: the model has no MTP layer
     context: Context = WHOLE  # context-parallel rank that holds this part of each sequence
 
@@ -191,7 +219,8 @@ def make_micro_batch(
         sources=sources[None] if packed else sources.reshape(len(samples), -1),
         bounds=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32) if packed else None,
     )
-    return part_of(whole, lengths, context)
+    part = part_of(whole, lengths, context)
+    return replace(part, kept=batch.kept_of(part.columns_M))
 
 
 def empty_micro_batch(*, packed: bool, multiple: int, context: Context) -> MicroBatch:

@@ -66,6 +66,7 @@ class Feed:
         vocab_size: int | None = None,
         *,
         reward_keys: Sequence[str] = (),
+        needs_kept: bool = False,
         event_timeout_s: float = EVENT_TIMEOUT_S,
         snapshot_timeout_s: float = SNAPSHOT_TIMEOUT_S,
     ) -> None:
@@ -77,6 +78,7 @@ class Feed:
             limit: Length limit of samples.
             vocab_size: Vocabulary size of the model. None: unknown.
             reward_keys: Names of the rewards that the recipe trains, if there are several.
+            needs_kept: Whether trained tokens need the tokens that top-p and top-k kept.
             event_timeout_s: Seconds for one read of an event that is known to be in the log.
             snapshot_timeout_s: Seconds for the buffer to fold the archive and take a snapshot.
         """
@@ -87,6 +89,7 @@ class Feed:
         self._limit = limit
         self._vocab_size = vocab_size
         self._reward_keys = reward_keys
+        self._needs_kept = needs_kept
         self._event_timeout_s = event_timeout_s
         self._snapshot_timeout_s = snapshot_timeout_s
         self._changed = anyio.Condition()
@@ -234,7 +237,9 @@ class Feed:
 
     def _checked(self, completed: GroupCompleted, payloads: dict[int, SegmentsPublished]) -> CollectedGroup:
         too_long = self._limit.too_long(completed)
-        problems = problems_of(completed, payloads, self._vocab_size, too_long, self._reward_keys)
+        problems = problems_of(
+            completed, payloads, self._vocab_size, too_long, self._reward_keys, needs_kept=self._needs_kept
+        )
         return CollectedGroup(completed, payloads, too_long, problems)
 
     async def _completed(self, ref: GroupRef) -> GroupCompleted:

@@ -95,6 +95,7 @@ def without(batch: TrainBatch, micro_batch: MicroBatch, masked_B: Flags) -> Micr
         rows_M=micro_batch.rows_M[kept_M],
         targets_M=micro_batch.targets_M[kept_M],
         columns_M=micro_batch.columns_M[kept_M],
+        kept=batch.kept_of(micro_batch.columns_M[kept_M]),
         routed_experts=None if routed is None else only_where(~gone, routed),
         mtp=None if mtp is None else _mtp_without(mtp, gone),
     )

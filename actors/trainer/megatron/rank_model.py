@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from actors.trainer.algorithms.log_probs import KeptTokens
 from actors.trainer.data.batch import MicroBatch, empty_micro_batch
 from actors.trainer.data.context import Context, Ints
 from actors.trainer.megatron.build import build_chunks, expert_biases, nothing, with_gradients
@@ -367,7 +368,8 @@ class Replica:
         tokens, rows, targets, columns, num_tokens = on_device(
             [micro_batch.tokens, micro_batch.rows_M, micro_batch.targets_M, micro_batch.columns_M, read], self.device
         )
-        request = HeadRequest(rows, targets, temperature, self._mtp_request(micro_batch))
+        kept = None if micro_batch.kept is None else KeptTokens(*on_device([*micro_batch.kept], self.device))
+        request = HeadRequest(rows, targets, temperature, kept, self._mtp_request(micro_batch))
         packed = packing(micro_batch.bounds, self.device)
         output = model(tokens, None, None, labels=request, packed_seq_params=packed)
         return output, partial(self._token_loss, loss, micro_batch, columns, num_tokens)

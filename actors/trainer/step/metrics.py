@@ -136,6 +136,7 @@ def sampling_metrics(batch: TrainBatch, advantages_N: Floats32) -> dict[str, flo
         "rollout/raw_reward": float(batch.raw_rewards_B.mean()),
         "rollout/advantages": _mean(advantages_N[mask]),
         "rollout/rollout_log_probs": _mean(batch.rollout_log_probs_N[mask]),
+        **_kept_metrics(batch),
         "rollout/truncated": float(batch.truncated_B.mean()),
         "train/stale_token_ratio": _mean(batch.staleness_N[mask] != 0),
         **staleness_metrics(batch),
@@ -149,6 +150,14 @@ def passrate_metrics(batch: TrainBatch) -> dict[str, float]:
     _, groups = np.unique(batch.groups_B[first], return_inverse=True)
     counts = zip(np.bincount(groups).tolist(), np.bincount(groups, weights=passed).astype(int).tolist(), strict=True)
     return {f"passrate/pass@{k}": rate for k, rate in pass_rates(list(counts)).items()}
+
+
+def _kept_metrics(batch: TrainBatch) -> dict[str, float]:
+    """Mean number of tokens that top-p and top-k kept, over the trained tokens for which they are recorded."""
+    if batch.kept_counts_N is None:
+        return {}
+    recorded = (batch.loss_mask_N != 0) & (batch.kept_counts_N > 0)
+    return {"rollout/top_p_kept_vocab_per_token": _mean(batch.kept_counts_N[recorded].astype(np.int64))}
 
 
 def memory_metrics(peaks: Mapping[str, int]) -> dict[str, float]:

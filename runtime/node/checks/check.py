@@ -11,7 +11,8 @@ from runtime.node.checks.machine import check_machine
 from runtime.settings.load import LoadedTopology
 from runtime.settings.placement import engine_places, home_node, max_sample_tokens, nodes_of_engine, rank_places
 from runtime.settings.reading.config import Problem
-from runtime.settings.recipe import max_prompt_len
+from runtime.settings.recipe import max_prompt_len, trains_demonstrations, truncates
+from runtime.settings.rules.recipe import MAX_KEPT
 from runtime.settings.rules.weights import STAGES
 from runtime.settings.topology import Topology, answers_are_recorded, sglang_arguments
 
@@ -67,6 +68,7 @@ def check_here(
         findings.add(problem)
     findings.notes.extend(_long_samples(topology))
     findings.notes.extend(_split_tensor_groups(topology))
+    findings.notes.extend(_truncated_sampling(topology))
     if elsewhere:
         return findings.checked(left_out=tuple(_left_out(topology)))
     here = node or home_node(topology)
@@ -103,6 +105,20 @@ def _split_tensor_groups(topology: Topology) -> Iterator[str]:
                 f"layer and are on the nodes {', '.join(nodes)}: the network between them limits the speed"
             )
             return
+
+
+def _truncated_sampling(topology: Topology) -> Iterator[str]:
+    """Yield a note if log-probs are those of another distribution than the sampled one."""
+    rollout = topology.rollout
+    if rollout.return_sampling_mask or not truncates(rollout) or trains_demonstrations(topology):
+        return
+    key = "top_p" if rollout.top_p < 1 else "top_k"
+    needs = "" if 2 <= rollout.top_k <= MAX_KEPT else f"; it needs rollout.top_k of 2 to {MAX_KEPT}"
+    yield (
+        f"rollout.{key} = {getattr(rollout, key):g}: log-probs of engine and trainer are over the whole vocabulary and "
+        "differ from those of the truncated distribution that samples come from; rollout.return_sampling_mask = true "
+        f"takes both over the kept tokens{needs}"
+    )
 
 
 def _left_out(topology: Topology) -> Iterator[str]:

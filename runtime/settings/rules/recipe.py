@@ -12,10 +12,12 @@ from runtime.settings.recipe import (
     over_sampling_batch_size,
     trains_demonstrations,
     trains_pairs,
+    truncates,
 )
 from runtime.settings.rules.algorithm import algorithm_problems
 from runtime.settings.sizes import growing_events, show_bytes
 
+MAX_KEPT = 4096  # tokens that SGLang lists of one token: its default of --sampling-mask-max-tokens
 EVENT_ROOM_BYTES = 64 << 10  # for the parts of an event that do not grow
 
 
@@ -111,6 +113,21 @@ def _sampling(recipe: Recipe) -> Iterator[Problem]:
     for table, top_k in tables:
         if top_k == 0:
             yield Problem.of(f"{table}.top_k", top_k, "no token could be sampled; allowed: -1 (off), or at least 1")
+    yield from _sampling_masks(recipe)
+
+
+def _sampling_masks(recipe: Recipe) -> Iterator[Problem]:
+    rollout, key = recipe.rollout, "rollout.return_sampling_mask"
+    if not rollout.return_sampling_mask:
+        return
+    if trains_demonstrations(recipe):
+        yield Problem.of(key, True, 'has no effect with algorithm.loss_type = "sft_loss": nothing is sampled')
+    elif not truncates(rollout):
+        yield Problem.of(key, True, "has no effect unless rollout.top_p is below 1 or rollout.top_k is at least 2")
+    elif not 2 <= rollout.top_k <= MAX_KEPT:
+        why = "leaves one token, whose log-prob is always 0" if rollout.top_k == 1 else "keeps too many tokens to list"
+        message = f"{why}; with rollout.return_sampling_mask = true, allowed: 2 to {MAX_KEPT}"
+        yield Problem.of("rollout.top_k", rollout.top_k, message)
 
 
 def _demonstrations(recipe: Recipe) -> Iterator[Problem]:

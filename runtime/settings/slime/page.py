@@ -61,6 +61,7 @@ END: Final = """
 | `status` | the same five values |
 | `teacher_log_probs` | a column, a data message of its own |
 | `rollout_routed_experts` | `routed_experts` of its segments |
+| `rollout_top_p_token_ids`, `rollout_top_p_token_offsets` | `kept_ids` and `kept_counts` of its segments |
 """
 
 

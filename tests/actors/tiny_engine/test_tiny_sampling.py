@@ -10,7 +10,7 @@ from actors.tiny_engine.engine.requests import Finish, Request, Sampling, Stoppi
 from actors.tiny_engine.engine.scheduler import Scheduler
 from actors.tiny_engine.model import forward as model
 from actors.tiny_engine.model.kv_slots import KvSlots
-from actors.tiny_engine.model.sampling import draw, draw_truncated, uniforms
+from actors.tiny_engine.model.sampling import draw, draw_truncated, sampling_mask, truncated, uniforms
 from runtime.models.config import read_model
 from tests.support.tiny_models import write_model
 
@@ -58,7 +58,7 @@ def test_a_draw_never_picks_an_impossible_token() -> None:
     extremes = torch.tensor([0.0, 0.5, 1 - 2.0**-23])
     assert draw(log_probs, extremes).tolist() == [1, 1, 1]
     nothing_cut = {"top_k": torch.full((3,), 3), "top_p": torch.ones(3), "min_p": torch.zeros(3)}
-    assert draw_truncated(log_probs, extremes, **nothing_cut).tolist() == [1, 1, 1]
+    assert draw_truncated(truncated(log_probs, **nothing_cut), extremes).tolist() == [1, 1, 1]
 
 
 @pytest.mark.parametrize(
@@ -79,8 +79,12 @@ def test_truncation_keeps_the_tokens_that_top_k_top_p_and_min_p_say(
     size = 4000
     uniform = uniforms(torch.arange(size), torch.zeros(size, dtype=torch.int64))
     top_k, top_p, min_p = (torch.full((size,), limit) for limit in limits)
-    tokens = draw_truncated(PROBS.log().expand(size, -1), uniform, top_k=top_k, top_p=top_p, min_p=min_p)
-    assert set(tokens.tolist()) == kept
+    left = truncated(PROBS.log().expand(size, -1), top_k=top_k, top_p=top_p, min_p=min_p)
+    assert set(draw_truncated(left, uniform).tolist()) == kept
+    for token in kept:
+        mask, log_prob = sampling_mask(left, 7, token)
+        assert set(mask) == kept
+        assert log_prob == pytest.approx((PROBS[token] / PROBS[[*kept]].sum()).log().item(), abs=1e-6)
 
 
 def test_what_a_request_samples_does_not_depend_on_its_neighbours(tiny: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from actors.trainer.algorithms.log_probs import log_probs_and_entropy
+from actors.trainer.algorithms.log_probs import KeptTokens, log_probs_and_entropy
 from actors.trainer.megatron.imports import (
     ColumnParallelLinear,
     GPTModel,
@@ -34,6 +34,7 @@ class HeadRequest:
     rows_M: Tensor  # positions in the flattened tokens [b, s]
     targets_M: Tensor  # token ids
     temperature: float
+    kept: KeptTokens | None = None  # tokens that the targets were sampled from; None: the whole vocabulary
     mtp: MtpRequest | None = None
 
 
@@ -69,6 +70,7 @@ class Head(ColumnParallelLinear):
             temperature=request.temperature,
             group=self.tp_group if self.tp_group.size() > 1 else None,
             into_VH=into,
+            kept=request.kept,
         )
 
     def _accumulating(self, shared: Tensor | None) -> tuple[Tensor, Tensor | None]:
