@@ -21,7 +21,7 @@ from actors.trainer.data.batch import TrainBatch
 from actors.trainer.data.precomputed import PrecomputedLogProbs
 from actors.trainer.megatron.groups import Ranks
 from runtime.settings.topology import Topology, decode_topology
-from tests.actors.trainer.tiny import groups_of, random_batch
+from tests.actors.trainer.tiny import VOCAB, groups_of, random_batch
 from tests.grid import faults
 from tests.support.checkpoints import save
 
@@ -52,6 +52,21 @@ def with_told(batch: TrainBatch, topology: Topology) -> TrainBatch:
     chosen = draw.permuted(np.tile(np.arange(4), (num_tokens * 4, 1)), axis=1)[:, :2].reshape(num_tokens, -1)
     is_told = draw.random(num_tokens) < 0.9
     return replace(batch, routed_experts_N=np.where(is_told[:, None], chosen, 255).astype(np.uint8))
+
+
+def with_kept(batch: TrainBatch, topology: Topology) -> TrainBatch:
+    """With the tokens that the engine kept, where they are asked for: each of most tokens, and up to 7 others."""
+    if not topology.rollout.return_sampling_mask:
+        return batch
+    draw = np.random.default_rng(batch.step)
+    counts: list[int] = []
+    ids: list[int] = []
+    for token, trains in zip(batch.tokens_N.tolist(), batch.loss_mask_N.tolist(), strict=True):
+        others = draw.choice(VOCAB, int(draw.integers(0, 8)), replace=False).tolist()
+        kept = list(dict.fromkeys([token, *others])) if trains and draw.random() < 0.9 else []
+        counts.append(len(kept))
+        ids += kept
+    return replace(batch, kept_counts_N=np.array(counts, dtype=np.int32), kept_ids_K=np.array(ids, dtype=np.int32))
 
 
 def main(directory: Path, rank: int, port: int, half: str) -> None:
@@ -102,7 +117,7 @@ def train(place: Path, ranks: Ranks, half: str, *, spoilt: bool) -> None:
 
 def with_precomputed(engine: TrainerRank, topology: Topology, batch: TrainBatch) -> TrainBatch:
     """The batch; where that is asked for, every second group's log-probs are computed before."""
-    precomputed, batch = PrecomputedLogProbs(), with_told(batch, topology)
+    precomputed, batch = PrecomputedLogProbs(), with_kept(with_told(batch, topology), topology)
     if not topology.trainer.log_probs_ahead:
         return batch
     together = engine.log_probs(batch)

@@ -111,6 +111,7 @@ class Row:
     spoilt: bool = False  # some rewards are NaN: single samples, and all of an optimizer step
     ahead: bool = False  # log-probs are computed group by group, of every second one before its batch
     told: bool = False  # routed experts of all tokens come with the samples
+    kept: bool = False  # log-probs are over the tokens that top-p kept
     loss: str = ""  # name in LOSSES; empty: that of PPO
     balance: str = ""  # the router's load balancing loss, beside which its z loss trains too; empty: neither
 
@@ -146,6 +147,7 @@ class Row:
             mtp=self.mtp,
             balance=self.balance,
             spoilt=self.spoilt,
+            kept=self.kept,
             loss=self.loss,
         )
 
@@ -165,6 +167,7 @@ class Row:
         parts += ["ahead"] if self.ahead else []
         parts += [self.balance.replace("_", " "), "z loss"] if self.balance else []
         parts += ["masked samples"] if self.spoilt else []
+        parts += ["kept tokens"] if self.kept else []
         parts += [self.loss] if self.loss else []
         return ", ".join([*parts, *(["recompute"] if self.recompute else []), *(["bf16"] if self.is_half else [])])
 
@@ -290,6 +293,12 @@ OTHER_LOSSES = tuple(
     for loss in LOSSES
     for layout, packed in (("CP2", False), ("CP2", True), ("DP2", False), ("PP2", True))
 )
+# the vocabulary and the sequence are split between ranks, and so are the tokens that were kept
+KEPT = tuple(
+    Row(layout, packed=packed, kept=True)
+    for layout, packed in (("TP2+SP", True), ("TP2", False), ("CP2", True), ("DP2", False), ("PP2", True))
+)
+FEW += KEPT[:1]
 FEW += AHEAD[:1]
 FEW += tuple(row for row in OTHER_LOSSES if (row.loss, row.layout) in (("GSPO", "CP2"), ("GMPO", "DP2")))
 FEW += SPOILT[:4]
@@ -308,6 +317,7 @@ ALL = (
     *TOLD,
     *SPOILT,
     *OTHER_LOSSES,
+    *KEPT,
     *(
         Row(layout, packed, recompute, tied)
         for layout in LAYOUTS

@@ -115,6 +115,7 @@ def _topology(place: Path, row: Row, device: str) -> Topology:
             "use_rollout_routing_replay": row.told,
             **LOSSES.get(row.loss, {}),
         },
+        "rollout": {"return_sampling_mask": row.kept, **({"top_p": 0.9, "top_k": 8} if row.kept else {})},
         "optimizer": {"lr": 1e-2, "adam_eps": 1e-4},  # at 1e-8 correct code differs by 3e-5
         "train": {"max_tokens_per_gpu": row.max_tokens, "num_steps": 4},
         "trainer": {"device": device, "export_bucket_bytes": 20_000, **row.trainer()},

@@ -5,14 +5,16 @@ from pathlib import Path
 import anyio
 import numpy as np
 import pytest
+import torch
 
 from actors.rollout.sglang.answers import Answer, segment_of, status_of
 from actors.rollout.sglang.facts import KEPT_OF_RESPONSE
 from actors.rollout.sglang.streams import Stream
+from actors.trainer.algorithms.log_probs import KeptTokens, log_probs_and_entropy
 from messages import Int32Array, SampleKey, SampleStatus, Segment
 from tests.sglang.model import CONTEXT, DOT, DOTTED, EOS, text_of
 from tests.sglang.rig import Rig, request
-from tests.support.tiny_models import teacher_forced
+from tests.support.tiny_models import all_logits, teacher_forced
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(900)]
 
@@ -134,3 +136,24 @@ async def test_more_than_slots(rig: Rig) -> None:
         for index in range(20):
             group.start_soon(ask, index)
     assert len(lengths) == 20
+
+
+@pytest.mark.behaviour("sampling masks hold the tokens that top-p and top-k kept, and log-probs are those among them")
+async def test_log_probs_among_kept_tokens(rig: Rig, contract_model: Path, weights: dict[int, Path]) -> None:
+    for length, streams in ((24, None), (LONG, list[Stream]())):
+        params = {"temperature": 0.7, "top_p": 0.9, "top_k": 12, "return_sampling_mask": True}
+        (answer,) = (await rig.generate(request(PROMPT, length, **params), streams)).answers
+        packed = segment(answer)
+        assert packed.kept_counts is not None
+        assert packed.kept_ids is not None
+        counts = torch.from_numpy(np.array(packed.kept_counts, dtype=np.int64))
+        kept = KeptTokens(torch.from_numpy(np.array(packed.kept_ids, dtype=np.int64)), counts)
+        assert 1 <= counts.min() <= counts.max() <= 12
+        directory = with_weights(contract_model, weights[1])
+        logits = all_logits(directory, PROMPT, answer.output_ids)
+        ids = torch.tensor(answer.output_ids)
+        # the trainer's own function, with the logits as hidden states of an identity
+        found, _ = log_probs_and_entropy(logits, torch.eye(logits.size(1)), ids, temperature=0.7, kept=kept)
+        assert (found - torch.from_numpy(np.array(packed.rollout_log_probs))).abs().max() < CLOSE
+        whole = teacher_forced(directory, PROMPT, answer.output_ids, temperature=0.7)
+        assert (found > whole).any(), "the kept tokens are fewer than the vocabulary"

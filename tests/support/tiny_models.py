@@ -74,13 +74,17 @@ def write_generation_config(directory: Path, **values: Any) -> None:
     (directory / "generation_config.json").write_text(json.dumps(values))
 
 
-def teacher_forced(directory: Path, prompt_ids: list[int], output_ids: list[int], temperature: float = 1.0) -> Any:
-    """Compute the log-probs [T] of an output with transformers' own forward pass in float32."""
+def all_logits(directory: Path, prompt_ids: list[int], output_ids: list[int]) -> torch.Tensor:
+    """Compute the logits [T, vocabulary] that predict an output, with transformers' own forward pass in float32."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-    tokens = torch.tensor([prompt_ids + output_ids])
     with torch.inference_mode():
-        log_probs = (model(tokens).logits[0] / temperature).log_softmax(-1)
-    start = len(prompt_ids)
-    return log_probs[start - 1 : -1].gather(1, tokens[0, start:, None])[:, 0]
+        logits = model(torch.tensor([prompt_ids + output_ids])).logits[0]
+    return logits[len(prompt_ids) - 1 : -1].clone()
+
+
+def teacher_forced(directory: Path, prompt_ids: list[int], output_ids: list[int], temperature: float = 1.0) -> Any:
+    """Compute the log-probs [T] of an output with transformers' own forward pass in float32."""
+    log_probs = (all_logits(directory, prompt_ids, output_ids) / temperature).log_softmax(-1)
+    return log_probs.gather(1, torch.tensor(output_ids)[:, None])[:, 0]

@@ -368,12 +368,17 @@ class Fleet:
         None if there are fewer than two. A failed request is sent there directly, because the router does not report
         which engine answered.
         """
+        return self.next_engine(than) if len(self._admitted()) > 1 else None
+
+    def next_engine(self, than: str = "") -> Engine | None:
+        """Return the next engine in round-robin order that accepts requests, if possible not `than`; None without one.
+
+        The router of SGLang (0.3.2) drops `return_sampling_mask`, so such requests go to engines directly.
+        """
         admitted = self._admitted()
-        if len(admitted) < 2:
-            return None
-        others = [engine for engine in admitted if engine.name != than]
+        others = [engine for engine in admitted if engine.name != than] or admitted
         self._num_direct += 1
-        return others[self._num_direct % len(others)]
+        return others[self._num_direct % len(others)] if others else None
 
     def engine_behind(self, label: str) -> Engine | None:
         """Return the engine of a weight label, or the only engine that accepts requests."""

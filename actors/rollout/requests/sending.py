@@ -59,7 +59,7 @@ class Failures:
 
 
 class Generator:
-    """Generates through the router; `running` tracks the running requests so that a halt can abort them."""
+    """Generates through the router, with sampling masks on engines directly; `running` tracks the running requests so that a halt can abort them."""
 
     def __init__(
         self, client: SglangClient, fleet: Fleet, model: ServedModel, *, give_up_after_s: float = 14_400.0
@@ -207,7 +207,11 @@ class Generator:
                 if not await self._wait_ready(request, halted):
                     yield None
                     return
-                engine = self._fleet.another_engine(failures.engine) if failures.lost else None
+                failed = failures.engine if failures.lost else ""
+                if request.params.return_sampling_mask:
+                    engine = self._fleet.next_engine(failed)
+                else:
+                    engine = self._fleet.another_engine(failed) if failures.lost else None
                 yield Destination(self._fleet.router) if engine is None else Destination(engine.url, engine)
 
     async def _note_death(self, sample: str, place: Destination, stream: Stream | None, sent_at: float) -> bool:

@@ -84,6 +84,9 @@ def _masks_problem(answer: Answer, expected: ExpectedAnswer, num_before: int) ->
     longest = max(map(len, masks), default=0)
     if expected.max_kept is not None and longest > expected.max_kept:
         return f"a sampling mask has {longest} tokens; top_k allows {expected.max_kept}"
+    if [] in masks:
+        place = masks.index([])
+        return f"token {place} has id {ids[place]}, and no kept tokens"
     counts, kept = np.array([*map(len, masks)], dtype=np.int64), list(chain.from_iterable(masks))
     return kept_problem(ids, counts, kept, expected.vocab_size) or log_prob_problem(log_probs)
 

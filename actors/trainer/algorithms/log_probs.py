@@ -71,8 +71,8 @@ def log_probs_and_entropy(
 
     Source:
         The vocabulary-parallel softmax is that of Megatron-LM, arXiv 1909.08053. Its chunks are ours.
-        The kept tokens are those of slime's `rollout_top_p_token_ids` (slime/backends/megatron_utils/loss.py, commit
-        624b824a), where the entropy stays that of the whole vocabulary, too.
+        The kept tokens are those of slime's `rollout_top_p_token_ids` (`_build_topp_keep_mask`, commit 624b824a), where
+        the entropy stays that of the whole vocabulary, too.
     """
     keeps = torch.is_grad_enabled()
     given = hidden_MH, weight_VH, targets_M, temperature, group, into_VH, kept, keeps

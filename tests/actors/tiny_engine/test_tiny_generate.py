@@ -245,3 +245,21 @@ async def test_more_requests_than_slots_are_all_answered(client: EngineClient) -
     prompts = [[3 + index % 60] for index in range(200)]
     answers = await client.generate(input_ids=prompts, max_new_tokens=5)
     assert [answer["meta_info"]["completion_tokens"] for answer in answers] == [5] * 200
+
+
+async def test_sampling_masks_are_those_of_sglang(client: EngineClient) -> None:
+    params = {"top_p": 0.9, "top_k": 8, "temperature": 0.7}
+    answer = await client.generate(return_sampling_mask=True, params=params)
+    meta, ids = answer["meta_info"], answer["output_ids"]
+    assert meta["output_token_sampling_mask_length"] == len(ids) == len(meta["output_token_sampling_mask"])
+    rows = zip(ids, meta["output_token_sampling_mask"], meta["output_token_sampling_logprobs"], strict=True)
+    for (token, mask, log_prob), (whole, _, _) in zip(rows, meta["output_token_logprobs"], strict=True):
+        assert token in mask
+        assert 1 <= len(set(mask)) == len(mask) <= 8
+        assert whole <= log_prob <= 0
+    greedy = await client.generate(return_sampling_mask=True, params={"temperature": 0})
+    assert greedy["meta_info"]["output_token_sampling_mask"] == [[token] for token in greedy["output_ids"]]
+    assert greedy["meta_info"]["output_token_sampling_logprobs"] == [0.0] * len(greedy["output_ids"])
+    assert "output_token_sampling_mask" not in (await client.generate())["meta_info"]
+    refused = await client.post("/generate", generate_body(return_sampling_mask=True))
+    assert (refused.status, "finite 1 < top_k <= 4096" in refused.text) == (400, True)

@@ -42,6 +42,9 @@ def segments(draw: st.DrawFn, key: SampleKey) -> Segment:
     cut = draw(st.integers(0, len(response)))
     bounds = [(0, cut), (cut, len(response))]
     size = len(response)
+    counts = draw(st.lists(st.integers(0, 3), min_size=size, max_size=size))
+    ids = [token + more for token, count in zip(response, counts, strict=True) for more in range(0, -count, -1)]
+    recorded = bool(ids) and min(ids) >= 0
     return Segment(
         sample=key,
         prompt_ids=Int32Array(draw(TOKENS)),
@@ -56,6 +59,8 @@ def segments(draw: st.DrawFn, key: SampleKey) -> Segment:
             if end > begin
         ),
         text=draw(TEXT),
+        kept_counts=Int32Array(counts) if recorded else None,
+        kept_ids=Int32Array(ids) if recorded else None,
     )
 
 

@@ -152,6 +152,21 @@ def test_lengths_that_no_rank_takes_are_told(overrides: tuple[str, ...], told: b
     assert any("train.on_too_long" in note for note in notes) is told
 
 
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        ((), ""),
+        (("rollout.top_p=0.9",), "return_sampling_mask = true takes both over the kept tokens; it needs rollout.top_k"),
+        (("rollout.top_k=8",), "return_sampling_mask = true takes both over the kept tokens"),
+        (("rollout.top_p=0.9", "rollout.top_k=8", "rollout.return_sampling_mask=true"), ""),
+    ],
+)
+def test_log_probs_of_another_distribution_than_the_sampled_one_are_told(overrides: tuple[str, ...], told: str) -> None:
+    notes = [note for note in check_here(load_topology(LAPTOP, overrides), elsewhere=True).notes if "top_" in note]
+    assert len(notes) == bool(told)
+    assert all(note.endswith(told) or told in note for note in notes)
+
+
 def test_checking_a_topology_is_quick_and_loads_nothing_heavy() -> None:
     code = (
         "import sys; from pathlib import Path; from runtime.settings.load import load_topology; "

@@ -1,12 +1,14 @@
 """From an engine's answer to a segment and a status."""
 
+import re
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 
-from actors.rollout.sglang.answers import Answer, labels_of, numbers_of, oldest_version, segment_of, status_of
+from actors.rollout.sglang.answers import Answer, cut, labels_of, numbers_of, oldest_version, segment_of, status_of
+from actors.rollout.sglang.checks import ExpectedAnswer, tokens_problem
 from messages import EngineNumbers, Int32Array, SampleKey, SampleStatus, WeightSpan
 
 KEY = SampleKey(group_id=1, attempt=0, index=2)
@@ -103,3 +105,47 @@ def test_the_numbers_of_requests_are_added_up_over_those_that_the_engine_ended()
         verify_steps=4,
         verified_tokens=6,
     )
+
+
+def test_log_probs_among_kept_tokens_are_those_of_the_segment() -> None:
+    masks = {"output_token_sampling_mask": [[9, 4], [5]], "output_token_sampling_logprobs": [-0.25, 0.0]}
+    segment = segment_of(answer([4, 5], **masks), KEY, PROMPT)
+    assert segment.rollout_log_probs.tolist() == [-0.25, 0.0]
+    assert segment.kept_counts is not None
+    assert segment.kept_ids is not None
+    assert (segment.kept_counts.tolist(), segment.kept_ids.tolist()) == ([2, 1], [9, 4, 5])
+    assert segment_of(answer([4, 5]), KEY, PROMPT).kept_counts is None
+    rest = segment_of(cut(answer([4, 5], **masks), 1, 0), KEY, PROMPT)
+    assert rest.kept_ids is not None
+    assert (rest.rollout_log_probs.tolist(), rest.kept_ids.tolist()) == ([0.0], [5])
+
+
+def test_masks_of_fewer_tokens_than_were_sampled_are_refused() -> None:
+    masks = {"output_token_sampling_mask": [[9, 4]], "output_token_sampling_logprobs": [-0.25]}
+    with pytest.raises(ValueError, match="1 sampling masks for 2 tokens"):
+        segment_of(answer([4, 5], **masks), KEY, PROMPT)
+
+
+def expected(**fields: Any) -> ExpectedAnswer:
+    return ExpectedAnswer(vocab_size=16, max_kept=3, **fields)
+
+
+@pytest.mark.parametrize(
+    ("masks", "log_probs", "problem"),
+    [
+        ([[4, 9], [5]], [-0.25, 0.0], None),
+        ([], [], "0 sampling masks and 0 log-probs came for 2 tokens: rollout.return_sampling_mask needs SGLang"),
+        ([[4, 9], [5]], [-0.25], "2 sampling masks and 1 log-probs came for 2 tokens"),
+        ([[4, 9], [6]], [-0.25, 0.0], "token 1 has id 5, which is not among its 1 kept tokens"),
+        ([[4, 9, 9], [5]], [-0.25, 0.0], "token 0 has kept token 9 twice"),
+        ([[4, 16], [5]], [-0.25, 0.0], r"kept token 1 has id 16 \(allowed: 0 to 15\)"),
+        ([[4, 1, 2, 3], [5]], [-0.25, 0.0], "a sampling mask has 4 tokens; top_k allows 3"),
+        ([[4, 9], [5]], [None, 0.0], "token 0 has log-prob null"),
+        ([[4, 9], [5]], [-0.25, 0.5], "token 1 has log-prob 0.5"),
+        ([[4, 9], []], [-0.25, 0.0], "token 1 has id 5, and no kept tokens"),
+    ],
+)
+def test_kept_tokens_that_cannot_be_true_are_found(masks: Any, log_probs: Any, problem: str | None) -> None:
+    given = answer([4, 5], output_token_sampling_mask=masks, output_token_sampling_logprobs=log_probs)
+    found = tokens_problem(given, expected())
+    assert (found is None) if problem is None else re.search(problem, found or "")

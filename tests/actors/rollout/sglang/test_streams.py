@@ -22,6 +22,8 @@ def chunk(start: int, end: int, version: str = "1", *, finish: str | None = None
         "finish_reason": {"type": finish} if finish else None,
         "weight_version": version,
         "output_token_logprobs": [[-float(token), token, None] for token in IDS[start:end]],
+        "output_token_sampling_mask": [[token, token + 1] for token in IDS[start:end]],
+        "output_token_sampling_logprobs": [-float(token) for token in IDS[start:end]],
     }
     if spans is not None:
         meta["weight_versions"] = spans
@@ -55,6 +57,8 @@ def test_the_pieces_are_the_whole_however_it_is_streamed_and_taken(
         segment = segment_of(piece, KEY, Int32Array())
         assert segment.rollout_log_probs.tolist() == [-float(token) for token in piece.output_ids]
         assert segment.weight_spans == (WeightSpan(version=1, start=0, end=len(piece.output_ids)),)
+        assert segment.kept_ids is not None
+        assert segment.kept_ids.tolist() == [kept for token in piece.output_ids for kept in (token, token + 1)]
 
 
 def test_log_probs_of_all_so_far_beside_new_tokens_alone_are_understood() -> None:

@@ -1,5 +1,7 @@
 """From completed groups and payloads to a batch: what lands where."""
 
+from dataclasses import replace
+
 import msgspec
 import numpy as np
 import pytest
@@ -153,6 +155,30 @@ def test_routed_experts_take_as_few_bytes_as_they_can() -> None:
         assert batch.routed_experts_N.dtype == dtype
         unknown = np.array(-1).astype(dtype)
         assert batch.routed_experts_N[:, 0].tolist() == [3, highest, unknown, unknown, unknown]
+
+
+def test_kept_tokens_are_those_of_each_token_wherever_it_is() -> None:
+    """The parts with and without kept tokens, a prompt between them, and tokens in any order."""
+    one, other = segment(KEY, [7, 8], [9, 10], ((1, 0, 2),)), segment(KEY, [7], [9], ((1, 0, 1),))
+    told = msgspec.structs.replace(one, kept_counts=Int32Array([2, 1]), kept_ids=Int32Array([4, 9, 10]))
+    batch = assemble(0, [collected(summary(0, [(9, 0), (9, 1), (9, 2)]), segments=[other, told, other])], {1: 0})
+    assert batch is not None
+    kept = batch.kept_of(np.array([5, 0, 1, 4, 7]))
+    assert kept is not None
+    assert (kept.ids_K.tolist(), kept.counts_M.tolist()) == ([10, 4, 9], [1, 0, 0, 2, 0])
+    without = assemble(0, [collected(summary(0, [(9, 0)]), segments=[other])], {1: 0})
+    assert without is not None
+    assert without.kept_of(np.array([0, 1])) is None
+    with pytest.raises(ValueError, match="3 kept tokens, got the ids of 2"):
+        replace(batch, kept_ids_K=np.array([4, 9], dtype=np.int32))
+
+
+def test_a_sample_without_the_kept_tokens_that_training_needs_is_invalid() -> None:
+    part = segment(KEY, [7], [9], ((1, 0, 1),))
+    told = msgspec.structs.replace(part, kept_counts=Int32Array([2]), kept_ids=Int32Array([9, 4]))
+    for given, problems in ((part, {(0, 0)}), (told, set())):
+        group = collected(summary(0, [(9, 0)]), segments=[given])
+        assert set(problems_of(group.completed, group.payloads, 16, needs_kept=True)) == problems
 
 
 def test_routed_experts_that_no_number_fits_are_refused() -> None:
