@@ -59,7 +59,10 @@ class Failures:
 
 
 class Generator:
-    """Generates through the router, with sampling masks on engines directly; `running` tracks the running requests so that a halt can abort them."""
+    """Generates through the router; `running` tracks the running requests so that a halt can abort them.
+
+    Requests with `return_sampling_mask` go to the engines directly, in turn.
+    """
 
     def __init__(
         self, client: SglangClient, fleet: Fleet, model: ServedModel, *, give_up_after_s: float = 14_400.0

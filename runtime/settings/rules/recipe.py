@@ -121,7 +121,8 @@ def _sampling_masks(recipe: Recipe) -> Iterator[Problem]:
     if not rollout.return_sampling_mask:
         return
     if trains_demonstrations(recipe):
-        yield Problem.of(key, True, 'has no effect with algorithm.loss_type = "sft_loss": nothing is sampled')
+        loss_type = recipe.algorithm.loss_type
+        yield Problem.of(key, True, f'has no effect with algorithm.loss_type = "{loss_type}": nothing is sampled')
     elif not truncates(rollout):
         yield Problem.of(key, True, "has no effect unless rollout.top_p is below 1 or rollout.top_k is at least 2")
     elif not 2 <= rollout.top_k <= MAX_KEPT:
