@@ -149,7 +149,7 @@ class Generation:
         params = self._task.sampling
         if not sample.is_baseline:
             return params
-        return msgspec.structs.replace(params, temperature=0.0, top_p=1.0, top_k=-1)
+        return msgspec.structs.replace(params, temperature=0.0, top_p=1.0, top_k=-1, return_sampling_mask=False)
 
     def _request(self, samples: Sequence[OpenSample], params: SamplingParams, limit: int | None) -> GenerateRequest:
         task, prompt = self._task, self._task.prompt.prompt_ids.tolist()
