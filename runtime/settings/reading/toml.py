@@ -97,7 +97,7 @@ class Loaded(msgspec.Struct, frozen=True, kw_only=True):
 
 def shipped_topologies() -> list[str]:
     """Return the names of the shipped topologies, such as "laptop" and "examples/sft"."""
-    found = [*SHIPPED_TOPOLOGIES.glob("*.toml"), *SHIPPED_TOPOLOGIES.glob("examples/*.toml")]
+    found = [path for place in ("*", "examples/*", "slime/*") for path in SHIPPED_TOPOLOGIES.glob(f"{place}.toml")]
     return sorted(str(path.relative_to(SHIPPED_TOPOLOGIES).with_suffix("")) for path in found)
 
 

@@ -12,7 +12,8 @@ LAPTOP = ROOT / "topologies/laptop.toml"
 COLOCATE = ROOT / "topologies/colocate-8gpu.toml"
 DISAGGREGATE = ROOT / "topologies/disaggregate-2x8gpu.toml"
 BOXED_COPY_SFT = ROOT / "topologies/boxed-copy-sft.toml"
-SHIPPED = sorted(path for place in ("*.toml", "examples/*.toml") for path in (ROOT / "topologies").glob(place))
+PLACES = ("*.toml", "examples/*.toml", "slime/*.toml")
+SHIPPED = sorted(path for place in PLACES for path in (ROOT / "topologies").glob(place))
 
 
 def problems(path: Path, *overrides: str) -> dict[str, str]:
