@@ -78,12 +78,10 @@ def kept_problem(
     if wrong.any():
         place = int(wrong.argmax())
         return f"token {place} has id {int(ids[place])}, which is not among its {int(counts[place])} kept tokens"
-    order = np.lexsort((values, places))
-    twice = np.flatnonzero((np.diff(values[order]) == 0) & (np.diff(places[order]) == 0))
-    if len(twice):
-        place, value = int(places[order][twice[0]]), int(values[order][twice[0]])
-        return f"token {place} has kept token {value} twice"
-    return None
+    size = int(values.max()) + 1
+    keys = np.sort(places * size + values)  # one sort of numbers takes a third of the time of a sort by two columns
+    twice = keys[1:][keys[1:] == keys[:-1]]
+    return f"token {twice[0] // size} has kept token {twice[0] % size} twice" if len(twice) else None
 
 
 def _segment_kept_problem(segment: Segment, vocab_size: int | None, *, needs_kept: bool) -> str | None:

@@ -47,8 +47,20 @@ def topology_problems(topology: Topology) -> Iterator[Problem]:
         _shares,
         _load,
         _precomputed,
+        _sampling_masks,
     ):
         yield from rule(topology)
+
+
+def _sampling_masks(topology: Topology) -> Iterator[Problem]:
+    """Yield engines that list fewer kept tokens than top-k keeps; they would refuse every request."""
+    rollout = topology.rollout
+    if not rollout.return_sampling_mask or POLICY not in topology.engines:
+        return
+    for name, spelled, value in sglang_arguments(topology.engines[POLICY]):
+        if name == "sampling_mask_max_tokens" and isinstance(value, int) and value < rollout.top_k:
+            message = f"is below rollout.top_k, so rollout.return_sampling_mask needs at least {rollout.top_k} here"
+            yield Problem.of(f"engines.{POLICY}.sglang.{spelled}", value, message)
 
 
 def _group_graders(topology: Topology) -> Iterator[Problem]:

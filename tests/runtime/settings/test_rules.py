@@ -63,6 +63,14 @@ def test_external_graders_of_a_run_that_listens_are_no_problem() -> None:
         (("rollout.temperature=0",), "rollout.temperature", "allowed: float > 0"),
         (("rollout.return_sampling_mask=true",), "rollout.return_sampling_mask", "has no effect unless rollout.top_p"),
         (("rollout.return_sampling_mask=true", "rollout.top_p=0.9"), "rollout.top_k", "allowed: 2 to 4096"),
+        (
+            (
+                *("rollout.return_sampling_mask=true", "rollout.top_k=64", "engines.policy.kind=sglang"),
+                "engines.policy.sglang.sampling_mask_max_tokens=32",
+            ),
+            "engines.policy.sglang.sampling_mask_max_tokens",
+            "needs at least 64 here",
+        ),
         (("rollout.return_sampling_mask=true", "rollout.top_k=1"), "rollout.top_k", "leaves one token, whose log-prob"),
         (("rollout.max_context_len=16",), "rollout.max_prompt_len", "leaves no room for a response"),
         (("algorithm.use_kl_loss=true",), "algorithm.use_kl_loss=true", "algorithm.kl_loss_coef above 0 turns the KL"),
