@@ -38,7 +38,7 @@ def check_hooks(topology: Topology, loaded: Loaded | None = None, doing: Doing =
         doing: called before each check with the key, the value and a description.
     """
     problems: list[Problem] = []
-    tried = dict(trainer_functions(topology))
+    tried = {key for key, _ in trainer_functions(topology) if key.startswith("algorithm.")}
     for key, value, find in _hooks(topology):
         importing = "importing it and trying it on two samples" if key in tried else "importing it"
         doing(key, value, importing if is_plugin(value) else "trying it")

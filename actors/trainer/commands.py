@@ -56,6 +56,7 @@ from actors.trainer.orders import (
     decode_batch,
     encode_batch,
 )
+from actors.trainer.plugins.functions import hook
 from actors.trainer.sending.calls import AskOf
 from actors.trainer.sending.cast import FORMS
 from actors.trainer.sending.rank import RankSender, SendingOrders
@@ -93,6 +94,7 @@ class TrainerRank:
 
         Raises:
             ValueError, OSError: the model or the parallel layout cannot be used. The message says why.
+            InputError: a function of the user cannot be used, or raised.
         """
         self._topology = topology
         self._ranks = rank or Ranks()
@@ -107,6 +109,7 @@ class TrainerRank:
         self._routed_experts: ExpertIds | None = None  # of the batch to train; only on rank 0
         device = ranks.device_of(topology.trainer.device, self._ranks)
         ranks.join(self._ranks, topology.trainer.megatron, device, seed=topology.run.seed)
+        hook(topology, "custom_megatron_init")()
         self._channel = Channel(self._ranks, device)
         self._replica = Replica(topology, device)
         self._train_step = TrainStep(topology, self._replica)

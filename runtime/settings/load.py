@@ -153,6 +153,7 @@ def _find_paths(topology: Topology, loaded: Loaded) -> Topology:
         ),
         rollout=_functions_found(topology.rollout, finder),
         algorithm=_trainer_functions_found("algorithm", topology.algorithm, finder),
+        train=_trainer_functions_found("train", topology.train, finder),
         trainer=msgspec.structs.replace(topology.trainer, load=finder.optional("trainer.load", topology.trainer.load)),
         reward=_graders_found(topology.reward, finder),
         run=msgspec.structs.replace(

@@ -459,6 +459,13 @@ class TrainConfig(Config, frozen=True, kw_only=True):
     max_skipped_share: Fraction = 0.25
     # Number of newest checkpoints to keep.
     keep_checkpoints: Positive = 2
+    # Function that each trainer process calls once, before it builds the model: "module:function" or
+    # "path/file.py:function". At the start, the arguments of this function and of the next two are checked.
+    custom_megatron_init: Text | None = None
+    # Function that each trainer process calls before it computes log-probs without training, with the model's chunks.
+    custom_megatron_before_log_prob_hook: Text | None = None
+    # Function that each trainer process calls before each optimizer step, with the model's chunks and the optimizer.
+    custom_megatron_before_train_step_hook: Text | None = None
     # At the end, write the model to `hf/` in the run directory.
     save_hf: bool = False
 
@@ -530,6 +537,11 @@ TRAINER_FUNCTIONS: Final = {  # keys of user functions that the trainer calls, b
         "custom_tis",
         "custom_pg_loss_reducer",
         "rollout_data_postprocess",
+    ),
+    "train": (
+        "custom_megatron_init",
+        "custom_megatron_before_log_prob_hook",
+        "custom_megatron_before_train_step_hook",
     ),
 }
 

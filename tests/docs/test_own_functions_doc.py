@@ -12,9 +12,11 @@ from actors.trainer.algorithms.corrections import importance_weights
 from actors.trainer.algorithms.loss_inputs import LossInputs
 from actors.trainer.algorithms.reductions import ReductionInputs
 from actors.trainer.plugins.dry_run import try_plugin
-from actors.trainer.plugins.functions import custom_advantage, custom_loss, custom_reducer, custom_weights
+from actors.trainer.plugins.functions import custom_advantage, custom_loss, custom_reducer, custom_weights, hook
+from actors.trainer.plugins.rollout_data import Postprocess, rollout_data
 from runtime.settings.recipe import trainer_functions
 from tests.actors.trainer.algorithms.peers import LENGTHS, VERL, column
+from tests.actors.trainer.tiny import random_batch
 from tests.build.advantages import advantage_inputs
 from tests.build.losses import inputs
 from tests.build.topology import topology_with
@@ -47,6 +49,7 @@ def test_the_settings_of_the_pages_pass_the_dry_run(folder: Path) -> None:
         "custom_pg_loss_reducer",
         "custom_advantage",
         "rollout_data_postprocess",
+        "custom_megatron_before_train_step_hook",
     ]
     for key, value in [*named, ("algorithm.custom_loss", "my_losses.py:kl_cov")]:
         try_plugin(topology_with(), key, value, base_dirs=(folder,))
@@ -98,6 +101,29 @@ def test_the_advantages_are_above_the_median_of_a_prompt(folder: Path) -> None:
     rewards, groups = np.array([1.0, 4.0, 0.5, 0.25, 5.0]), np.array([3, 1, 3, 3, 1])
     found = estimate(advantage_inputs([1] * 5, rewards=rewards, groups=groups))
     assert found.advantages.tolist() == [0.5, -0.5, 0.0, -0.25, 0.5]
+
+
+def test_the_hook_writes_a_line_for_each_train_step(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    topology = topology_with(train={"custom_megatron_before_train_step_hook": "my_steps.py:log_norms"})
+    run = hook(topology, "custom_megatron_before_train_step_hook")
+    layer = torch.nn.Linear(1, 1)
+    with torch.no_grad():
+        layer.weight.fill_(3.0)
+        layer.bias.fill_(4.0)
+    for step_id in range(2):
+        run(5, step_id, [layer], None)
+    assert (folder / "t-norms.csv").read_text() == "5,5.000000\n"
+
+
+def test_the_data_lose_tokens_on_which_engine_and_trainer_disagree(folder: Path) -> None:
+    batch = random_batch()
+    old_N = batch.rollout_log_probs_N.copy()
+    trained = np.flatnonzero(batch.loss_mask_N)
+    old_N[trained[3]] -= 2.5
+    columns: dict[str, Any] = {"old_log_probs": old_N, "ref_log_probs": None, "advantages": np.zeros_like(old_N)}
+    data = Postprocess("my_data.py:without_mismatch", (folder,)).changed(rollout_data(batch, **columns))
+    assert np.flatnonzero(data.loss_mask).tolist() == [token for token in trained if token != trained[3]]
 
 
 def test_the_reduction_is_a_mean_over_prompts(folder: Path) -> None:

@@ -63,6 +63,10 @@ class TokenValues:
 TokenLoss = Callable[[MicroBatch, Any], Tensor]  # loss summed over the tokens of a micro-batch, from the outputs
 
 
+def _no_hook(_store_prefix: str) -> None:
+    """Do nothing before log-probs."""
+
+
 class Replica:
     """The model on this rank. Every method is a collective of all ranks that share the model or its gradients."""
 
@@ -120,6 +124,7 @@ class Replica:
         self._rests_at: Path | None = None  # where the optimizer state is between optimizer steps; None: on the device
         self._resting: Offloaded | None = None
         self.between: Callable[[], object] = nothing  # called before each micro-batch, on all ranks of a pipeline stage
+        self.before_log_probs: Callable[[str], None] = _no_hook  # called with the name of the weights; of the user
         self.steps_before = 0  # train steps of the checkpoint that the run started from
         self.skips = Skips()  # skipped optimizer steps of the run so far
 

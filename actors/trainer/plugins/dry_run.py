@@ -79,6 +79,8 @@ def try_plugin(
             try_weights(custom_weights(value, base_dirs), with_ref=with_ref, device=device)
         case "algorithm.custom_pg_loss_reducer":
             try_reducer(custom_reducer(value, base_dirs))
+        case _ if key.startswith("train."):
+            TrainerPlugin(key, value, base_dirs)  # it acts on the model, so it is loaded and not called
         case _:
             assert key == POSTPROCESS
             try_postprocess(Postprocess(value, base_dirs), with_ref=with_ref)

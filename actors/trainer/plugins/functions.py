@@ -6,7 +6,7 @@ M is the number of trained tokens of one micro-batch on this rank, B the number 
 import random
 import re
 import traceback
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, NoReturn, cast
@@ -21,6 +21,7 @@ from actors.trainer.algorithms.loss_inputs import LossInputs, Terms
 from actors.trainer.algorithms.reductions import Reduction, ReductionInputs
 from runtime.process.actor import InputError
 from runtime.settings.plugins import load_plugin
+from runtime.settings.topology import Topology
 
 PARAMETERS: Final[Mapping[str, tuple[str, ...]]] = {  # by key: what each function is called with
     "algorithm.custom_advantage": ("inputs",),
@@ -28,6 +29,9 @@ PARAMETERS: Final[Mapping[str, tuple[str, ...]]] = {  # by key: what each functi
     "algorithm.custom_tis": ("inputs",),
     "algorithm.custom_pg_loss_reducer": ("inputs",),
     "algorithm.rollout_data_postprocess": ("data",),
+    "train.custom_megatron_init": ("topology",),
+    "train.custom_megatron_before_log_prob_hook": ("topology", "model", "store_prefix"),
+    "train.custom_megatron_before_train_step_hook": ("topology", "rollout_id", "step_id", "model", "optimizer"),
 }
 METRIC: Final = re.compile(r"train/[A-Za-z0-9][A-Za-z0-9_.@/-]{0,99}")
 TAKEN: Final = frozenset(  # metrics of the trainer itself
@@ -185,6 +189,23 @@ class CustomReducer(TrainerPlugin):
                 f"{what} has the value {values[~(np.isfinite(values) & (values >= 0))][0]}; expected {expected}"
             )
         return values.astype(dtype)
+
+
+def hook(topology: Topology, name: str) -> Callable[..., None]:
+    """Return a hook of the train table, which passes the topology first. It does nothing if the setting is unset.
+
+    Args:
+        topology: The topology.
+        name: Name of the setting, without its table.
+    """
+    value = getattr(topology.train, name)
+    plugin = None if value is None else TrainerPlugin(f"train.{name}", value)
+
+    def run(*arguments: Any) -> None:
+        if plugin is not None:
+            plugin.call(topology, *arguments)
+
+    return run
 
 
 def custom_advantage(value: str, base_dirs: tuple[Path, ...] = ()) -> CustomAdvantage:

@@ -26,17 +26,19 @@ class ReferenceModel:
     time. The policy's weights are bit-equal before and after.
     """
 
-    def __init__(self, replica: Replica, ref_load: str | None) -> None:
+    def __init__(self, replica: Replica, ref_load: str | None, *, store_prefix: str = "ref_") -> None:
         """Copy the weights. Create the reference model before a checkpoint is loaded.
 
         Args:
             replica: Model replica of this rank.
             ref_load: Model directory. None: the replica's current weights.
+            store_prefix: Name of the weights for the user's hook.
 
         Raises:
             ValueError, OSError: The directory cannot be used.
         """
         self._replica = replica
+        self._store_prefix = store_prefix
         self._weights = replica.weights_copy()
         if ref_load is not None:
             check_weights(Path(ref_load), replica.hf)
@@ -48,6 +50,7 @@ class ReferenceModel:
         """Compute log-probs of the trained tokens in these micro-batches. A collective of all ranks."""
         column = np.zeros_like(batch.rollout_log_probs_N)
         self._replica.exchange_weights(self._weights)
+        self._replica.before_log_probs(self._store_prefix)
         self._replica.fill_log_probs(micro_batches, column)
         self._replica.exchange_weights(self._weights)
         return column
@@ -61,7 +64,7 @@ def teacher_of(topology: Topology, replica: Replica) -> ReferenceModel | None:
     """
     if not keeps_teacher(topology.algorithm):
         return None
-    return ReferenceModel(replica, topology.model.opd_teacher_load)
+    return ReferenceModel(replica, topology.model.opd_teacher_load, store_prefix="teacher_")
 
 
 class GroupLogProbs:
@@ -98,6 +101,7 @@ class GroupLogProbs:
 
     def _of_policy(self, batch: TrainBatch, micro_batches: Sequence[MicroBatch]) -> Floats32:
         column_N = np.zeros_like(batch.rollout_log_probs_N)
+        self._replica.before_log_probs("")
         self._replica.fill_log_probs(micro_batches, column_N)
         return column_N
 

@@ -21,6 +21,7 @@ from actors.trainer.data.batch import Ints, MicroBatch, TrainBatch, num_mtp_toke
 from actors.trainer.data.skipped import Flags, names_of, samples_with, with_masked, without
 from actors.trainer.megatron import groups as ranks
 from actors.trainer.megatron.rank_model import Replica, TokenOutputs
+from actors.trainer.plugins.functions import hook
 from actors.trainer.step.metrics import MTP_LOSS, StepTimer, reduced_sums
 from actors.trainer.step.objective import reducer
 from actors.trainer.step.skips import too_many
@@ -114,6 +115,7 @@ class Learner:
         self._replica = replica
         self._metrics = tuple(metrics)
         self._reduce = reducer(topology)
+        self._before_step = hook(topology, "custom_megatron_before_train_step_hook")
         self._has_mtp_layer = replica.hf.num_mtp_layers > 0
         self._sums = self._metrics + ((MTP_LOSS,) if self._has_mtp_layer else ())
         self._first_step = first_step
@@ -166,6 +168,8 @@ class Learner:
         """
         done: list[Done] = []
         for step in steps:
+            if not self._prefix:
+                self._before_step(batch.step, step.number, self._replica.chunks, self._replica.optimizer)
             gradients = self._gradients(batch, step, loss, weights_N)
             timer.lap("perf/forward_backward_time")
             done.append(self._optimizer_step(batch.step, gradients))

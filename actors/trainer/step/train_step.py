@@ -3,7 +3,7 @@
 learner.py takes the optimizer steps. This module prepares their inputs: advantages, and log-probs of other models.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final, NamedTuple
@@ -31,6 +31,7 @@ from actors.trainer.data.skipped import with_mask, with_masked
 from actors.trainer.megatron import groups as ranks
 from actors.trainer.megatron.rank_model import Replica, TokenOutputs
 from actors.trainer.plugins.dry_run import try_plugins
+from actors.trainer.plugins.functions import hook
 from actors.trainer.plugins.rollout_data import Postprocess, rollout_data
 from actors.trainer.step.by_group import GroupLogProbs, ReferenceModel, teacher_of
 from actors.trainer.step.estimator import advantage_inputs, group_of_one, response_mask, token_advantages
@@ -98,6 +99,12 @@ class Trained(NamedTuple):
         return np.union1d(self.skipped, self.masked)
 
 
+def hook_before_log_probs(topology: Topology, replica: Replica) -> Callable[[str], None]:
+    """Return the user's hook, called with the name of the weights: "", "ref_" or "teacher_"."""
+    run = hook(topology, "custom_megatron_before_log_prob_hook")
+    return lambda store_prefix: run(replica.chunks, store_prefix)
+
+
 class TrainStep:
     """Trains batches on a replica. Its only state is the reference model's weights."""
 
@@ -117,6 +124,7 @@ class TrainStep:
         self._replays_experts = not self._demonstrations and replays_experts(self._algorithm)
         self._has_mtp_layer = replica.hf.num_mtp_layers > 0
         try_plugins(topology, replica.device)
+        replica.before_log_probs = hook_before_log_probs(topology, replica)
         self._objective = Objective(self._algorithm)
         named = self._algorithm.rollout_data_postprocess
         self._postprocess = None if named is None else Postprocess(named)
@@ -359,6 +367,7 @@ class TrainStep:
         if self._by_group is not None and not self._replays_experts:
             samples = np.concatenate([step.samples for step in later])
             return self._by_group.policy(batch, batch.groups_B[samples])
+        self._replica.before_log_probs("")
         self._replica.fill_log_probs(_micro_batches(later), column_N, is_policy=True)
         return ranks.sum_over_replicas(torch.from_numpy(column_N)).numpy() if self._needs_all_old else column_N
 

@@ -18,6 +18,7 @@ from runtime.settings.recipe import (
     keeps_teacher,
     loss_mode,
     trains_demonstrations,
+    trains_pairs,
     uses_groups,
     uses_reference,
 )
@@ -263,8 +264,9 @@ def _custom(recipe: Recipe) -> Iterator[Problem]:
     for function, names in REPLACED.items():
         if (named := getattr(algorithm, function)) is None:
             continue
-        if trains_demonstrations(recipe) and function != "custom_pg_loss_reducer":
-            yield Problem.of(f"algorithm.{function}", named, 'has no effect with algorithm.loss_type = "sft_loss"')
+        if trains_pairs(recipe) or (trains_demonstrations(recipe) and function != "custom_pg_loss_reducer"):
+            message = f'has no effect with algorithm.loss_type = "{algorithm.loss_type}"'
+            yield Problem.of(f"algorithm.{function}", named, message)
         for field in msgspec.structs.fields(AlgorithmConfig):
             value = getattr(algorithm, field.name)
             if field.name in names and value != field.default:

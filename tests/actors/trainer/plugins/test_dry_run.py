@@ -14,6 +14,7 @@ import torch
 from actors.hooks import check_hooks
 from actors.trainer.plugins.dry_run import try_plugin, try_plugins, within
 from runtime.process.actor import InputError
+from runtime.settings.topology import Topology
 from tests.build.topology import topology_with
 
 FUNCTIONS = """
@@ -88,6 +89,9 @@ def other(data): return replace(data, rewards=data.rewards * 2)
 def not_finite(data): return replace(data, advantages=data.advantages * np.nan)
 
 
+def hook(topology, rollout_id, step_id, model, optimizer): raise AssertionError("is called")
+
+
 def by_sample(inputs): return 1.0 / np.maximum(inputs.mask_sums, 1), np.ones(len(inputs.groups), dtype=int)
 def shares_float(inputs): return np.ones(2), np.ones(2)
 def short(inputs): return np.ones(1), np.ones(2, dtype=int)
@@ -140,6 +144,11 @@ FAULTS = [
     (DATA, "flags", "returned a uint8 array [12] as loss_mask; expected a bool array [12]"),
     (DATA, "other", "changed rewards; it may change loss_mask and advantages alone"),
     (DATA, "not_finite", "the advantages are not finite"),
+    (
+        "train.custom_megatron_before_train_step_hook",
+        "two",
+        "takes (a, b) but is called with (topology, rollout_id, step_id, model, optimizer)",
+    ),
     (REDUCER, "shares_float", "shares is a float64 array [2]; expected an integer array [2] of one number >= 0 per"),
     (REDUCER, "short", "token_weights is a float64 array [1]; expected an array [2]"),
     (REDUCER, "negative", "token_weights has the value -1.0; expected"),
@@ -154,6 +163,11 @@ def file(tmp_path: Path) -> Path:
     path = tmp_path / "mine.py"
     path.write_text(FUNCTIONS)
     return path
+
+
+def named(key: str, value: str) -> Topology:
+    table, _, name = key.partition(".")
+    return topology_with(**{table: {name: value}})
 
 
 def algorithm(key: str, value: str, **others: Any) -> Mapping[str, Any]:
@@ -174,19 +188,22 @@ def states() -> tuple[Any, ...]:
         (WEIGHTS, "weights"),
         (REDUCER, "by_sample"),
         (DATA, "masks"),
+        ("train.custom_megatron_before_train_step_hook", "hook"),
     ],
 )
 def test_a_good_function_passes_and_random_numbers_continue(file: Path, key: str, name: str) -> None:
     before = states()
     try_plugin(topology_with(), key, f"{file}:{name}")
     assert states() == before
-    assert check_hooks(topology_with(algorithm=algorithm(key, f"{file}:{name}"))) == []
+    assert check_hooks(named(key, f"{file}:{name}")) == []
 
 
-@pytest.mark.parametrize(("key", "name", "said"), FAULTS, ids=[f"{key[17:]}-{name}" for key, name, _ in FAULTS])
+@pytest.mark.parametrize(
+    ("key", "name", "said"), FAULTS, ids=[f"{key.rpartition('_')[2]}-{name}" for key, name, _ in FAULTS]
+)
 def test_a_faulty_function_is_refused_by_key_and_fault(file: Path, key: str, name: str, said: str) -> None:
     before = states()
-    (problem,) = check_hooks(topology_with(algorithm=algorithm(key, f"{file}:{name}")))
+    (problem,) = check_hooks(named(key, f"{file}:{name}"))
     assert (problem.key, problem.value) == (key, f'"{file}:{name}"')
     assert said in problem.message
     assert states() == before

@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 import torch
 
+from actors.trainer.commands import TrainerRank
 from actors.trainer.megatron.rank_model import Replica
 from actors.trainer.step.metrics import StepTimer
 from actors.trainer.step.train_step import TrainStep
 from runtime.process.actor import InputError
+from runtime.settings.plugins import load_plugin
 from tests.actors.trainer.hf import whole_weights
 from tests.actors.trainer.tiny import random_batch
 from tests.build.topology import MakeTopology
@@ -65,6 +67,25 @@ def without_mismatch(data):
 
 def wrong_later(data):
     return replace(data, tokens=data.tokens + 1) if data.step else data
+
+
+calls = []
+
+
+def began(topology):
+    calls.append(("init", topology.run.name))
+
+
+def before_log_probs(topology, model, store_prefix):
+    calls.append(("log_probs", len(model), store_prefix))
+
+
+def before_step(topology, rollout_id, step_id, model, optimizer):
+    calls.append(("step", rollout_id, step_id, len(model), len(optimizer.param_groups) > 0))
+
+
+def fails(topology, rollout_id, step_id, model, optimizer):
+    raise RuntimeError(f"at {rollout_id}")
 
 
 def short(inputs):  # right for two samples of eight tokens
@@ -184,3 +205,24 @@ def test_other_changed_data_ends_the_run_by_name(make_topology: MakeTopology, fi
     said = "wrong_later': changed tokens; it may change loss_mask and advantages alone"
     with pytest.raises(InputError, match=said):
         trained(make_topology, rollout_data_postprocess=f"{file}:wrong_later")
+
+
+def test_hooks_are_called_around_steps_in_order(make_topology: MakeTopology, file: Path, tmp_path: Path) -> None:
+    names = {"init": "began", "before_log_prob_hook": "before_log_probs", "before_train_step_hook": "before_step"}
+    topology = make_topology(
+        train={f"custom_megatron_{key}": f"{file}:{name}" for key, name in names.items()},
+        algorithm={"kl_loss_coef": 0.1, "num_steps_per_rollout": 2},
+    )
+    rank = TrainerRank(topology, tmp_path / "run")
+    rank.train(random_batch(0))
+    plugin = load_plugin("train.custom_megatron_init", f"{file}:began", parameters=("topology",))
+    log_probs = [("log_probs", 1, ""), ("log_probs", 1, "ref_")]
+    steps = [("step", 0, number, 1, True) for number in range(2)]
+    assert plugin.function.__globals__["calls"] == [("init", "test"), *log_probs, *steps]
+
+
+def test_a_hook_that_raises_ends_the_run_by_name(make_topology: MakeTopology, file: Path) -> None:
+    topology = make_topology(train={"custom_megatron_before_train_step_hook": f"{file}:fails"})
+    step = TrainStep(topology, Replica(topology, torch.device("cpu")))
+    with pytest.raises(InputError, match=r"before_train_step_hook = '.*mine.py:fails': raised RuntimeError in line"):
+        step(random_batch())
