@@ -10,25 +10,6 @@ NAMES = {"qwen3_moe": "Qwen3-MoE", "glm4_moe": "GLM-4-MoE", "deepseek_v3": "Deep
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 
 
-LOSSES: dict[str, dict[str, Any]] = {  # settings of [algorithm] that sum over sequences or over the batch
-    "GSPO": {
-        "advantage_estimator": "gspo",
-        "normalize_advantages": True,
-        "use_tis": True,
-        "tis_level": "geometric",
-        "tis_batch_normalize": True,
-    },
-    "GMPO": {
-        "loss_mode": "gmpo",
-        "advantage_estimator": "rloo",
-        "loss_agg_mode": "seq-mean-token-mean",
-        "use_rs": True,
-        "rs_veto_threshold": 0.05,
-        "use_opsm": True,
-    },
-}
-
-
 @dataclass(frozen=True)
 class Layout:
     """How ranks share the work."""
@@ -112,7 +93,6 @@ class Row:
     ahead: bool = False  # log-probs are computed group by group, of every second one before its batch
     told: bool = False  # routed experts of all tokens come with the samples
     kept: bool = False  # log-probs are over the tokens that top-p kept
-    loss: str = ""  # name in LOSSES; empty: that of PPO
     balance: str = ""  # the router's load balancing loss, beside which its z loss trains too; empty: neither
 
     @property
@@ -148,7 +128,6 @@ class Row:
             balance=self.balance,
             spoilt=self.spoilt,
             kept=self.kept,
-            loss=self.loss,
         )
 
     @property
@@ -168,7 +147,6 @@ class Row:
         parts += [self.balance.replace("_", " "), "z loss"] if self.balance else []
         parts += ["masked samples"] if self.spoilt else []
         parts += ["kept tokens"] if self.kept else []
-        parts += [self.loss] if self.loss else []
         return ", ".join([*parts, *(["recompute"] if self.recompute else []), *(["bf16"] if self.is_half else [])])
 
     @property
@@ -288,11 +266,6 @@ SPOILT = (
     Row("DP2", kind="glm4_moe", replay=True, mtp=True, spoilt=True),
     Row("CP2", kind="qwen3_moe", balance="seq_aux_loss", spoilt=True),
 )
-OTHER_LOSSES = tuple(
-    Row(layout, packed=packed, loss=loss)
-    for loss in LOSSES
-    for layout, packed in (("CP2", False), ("CP2", True), ("DP2", False), ("PP2", True))
-)
 # the vocabulary and the sequence are split between ranks, and so are the tokens that were kept
 KEPT = tuple(
     Row(layout, packed=packed, kept=True)
@@ -300,7 +273,6 @@ KEPT = tuple(
 )
 FEW += KEPT[:1]
 FEW += AHEAD[:1]
-FEW += tuple(row for row in OTHER_LOSSES if (row.loss, row.layout) in (("GSPO", "CP2"), ("GMPO", "DP2")))
 FEW += SPOILT[:4]
 FEW += (BALANCED[0], BALANCED[9], BALANCED[2])  # TP2+SP and EP2xTP2+SP of a micro-batch, CP2 packed of a sequence
 FEW += tuple(  # those of two ranks, and one model of each kind
@@ -316,7 +288,6 @@ ALL = (
     *BALANCED,
     *TOLD,
     *SPOILT,
-    *OTHER_LOSSES,
     *KEPT,
     *(
         Row(layout, packed, recompute, tied)
@@ -338,7 +309,6 @@ FAULTY = (
     (Row("CP2"), "sequences are cut plainly"),
     (Row("CP2", packed=True), "keys take their own rank's gradient"),
     (Row("DP2"), "replicas' gradients are not reduced"),
-    (Row("CP2", loss="GSPO"), "sums over a sequence are a rank's own"),
     (Row("DP2+DO"), "replicas' gradients are not reduced"),
     (Row("TP2xDP2+DO"), "every rank has the first part of a matrix"),
     (Row("TP2+SPxPP2"), "gradients of norms are not reduced"),
@@ -377,7 +347,7 @@ FAULTY = (
     (Row("EP2xCP2", kind="deepseek_v3", replay=True), "keys take their own rank's gradient"),
 )
 FEW_FAULTY = (
-    *tuple(one for one in FAULTY if one[0].world == 2)[:9],
+    *tuple(one for one in FAULTY if one[0].world == 2)[:8],
     *(one for one in FAULTY if one[1] == "routers choose anew"),
 )
 

@@ -20,7 +20,7 @@ from runtime.settings.devices import HIDDEN
 from runtime.settings.topology import Topology, encode_topology
 from tests.actors.trainer.hf import write_model, write_mtp_model
 from tests.build.topology import trainer_topology
-from tests.grid.rows import LOSSES, Row
+from tests.grid.rows import Row
 from tests.support.checkpoint_tensors import tensors_of
 
 ROOT = Path(__file__).parents[2]
@@ -113,7 +113,6 @@ def _topology(place: Path, row: Row, device: str) -> Topology:
             "num_steps_per_rollout": 2,
             "use_routing_replay": row.replay,
             "use_rollout_routing_replay": row.told,
-            **LOSSES.get(row.loss, {}),
         },
         "rollout": {"return_sampling_mask": row.kept, **({"top_p": 0.9, "top_k": 8} if row.kept else {})},
         "optimizer": {"lr": 1e-2, "adam_eps": 1e-4},  # at 1e-8 correct code differs by 3e-5

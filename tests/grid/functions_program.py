@@ -1,0 +1,85 @@
+"""One rank that trains with all functions in turn, in one layout after the other: `DIRECTORY RANK PORT`.
+
+The learning rate is 0: every case starts from the same weights, and takes whole train steps.
+"""
+
+import faulthandler
+import gc
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from actors.trainer.data.batch import TrainBatch
+from actors.trainer.megatron import groups
+from actors.trainer.megatron.groups import Ranks
+from actors.trainer.megatron.rank_model import Replica
+from actors.trainer.step.train_step import TrainStep
+from runtime.settings.topology import Topology, decode_topology
+from tests.actors.trainer.tiny import random_batch
+from tests.grid import faults
+from tests.grid.functions import algorithm
+
+STUCK_S = 120.0
+DEVIATIONS = {"old": 0.3, "rollout": 0.4, "ref": 0.4, "teacher": 0.5}  # nats, from the policy
+
+
+def batch_of(step: TrainStep) -> TrainBatch:
+    """Samples whose log-probs are near those of the policy. Two rollouts train no token."""
+    batch = random_batch(num_groups=4, group_size=4)
+    masked_B = np.isin(batch.rollouts_B, (2, 9))
+    mask_N = np.where(np.repeat(masked_B, batch.lengths_B), 0, batch.loss_mask_N).astype(np.uint8)
+    rewards_B = np.random.default_rng(3).integers(0, 11, 16)[batch.rollouts_B] / 10
+    named_B = np.stack([rewards_B, rewards_B[::-1]], axis=1)  # of two names
+    batch = replace(batch, rewards_B=rewards_B, raw_rewards_B=rewards_B, named_rewards_B=named_B)
+    batch = replace(batch, baseline_rewards_B=np.full_like(rewards_B, 0.4), baseline_lens_B=np.full(len(named_B), 5))
+    batch = replace(batch, loss_mask_N=mask_N, staleness_N=np.where(mask_N, 0, -1).astype(np.int32))
+    policy_N = step.precompute(batch).old_N
+    assert policy_N is not None
+    draw, columns = np.random.default_rng(5), {}
+    for name, deviation in DEVIATIONS.items():
+        near_N = np.minimum(policy_N + draw.normal(0, deviation, len(policy_N)), -1e-3)
+        columns[f"{name}_log_probs_N"] = np.where(mask_N, near_N, 0).astype(np.float32)
+    return replace(batch, **columns)
+
+
+def train(topology: Topology, cases: dict[str, Any], ranks: Ranks) -> dict[str, dict[str, float]]:
+    """Train one step with each case, and return its metrics."""
+    device = torch.device("cpu")
+    groups.join(ranks, topology.trainer.megatron, device, seed=topology.run.seed)
+    replica = Replica(topology, device)
+    before = replica.weights_copy()
+    batch = batch_of(TrainStep(topology, replica))
+    found: dict[str, dict[str, float]] = {}
+    for name, settings in cases.items():
+        metrics = TrainStep(msgspec.structs.replace(topology, algorithm=algorithm(settings)), replica)(batch).metrics
+        found[name] = {key: float(value) for key, value in metrics.items() if not key.startswith("perf/")}
+    assert all(map(torch.equal, before, replica.weights_copy())), "a step with learning rate 0 moved weights"
+    groups.leave()
+    return found
+
+
+def main(directory: Path, rank: int, port: int) -> None:
+    torch.set_num_threads(1)
+    jobs: list[dict[str, Any]] = json.loads((directory / "jobs.json").read_text())
+    store = dist.TCPStore("127.0.0.1", port, 2, is_master=rank == 0)
+    for number, job in enumerate(jobs):
+        faulthandler.dump_traceback_later(STUCK_S, file=sys.__stderr__)
+        if rank < job["world"]:
+            topology = decode_topology(json.dumps(job["topology"]).encode())
+            ranks = Ranks(rank=rank, world_size=job["world"], store=dist.PrefixStore(str(number), store))
+            with faults.planted(job["fault"]):
+                found = train(topology, job["cases"], ranks)
+            if rank == 0:
+                (directory / f"{job['name']}.json").write_text(json.dumps(found))
+        gc.collect()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

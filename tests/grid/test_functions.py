@@ -1,0 +1,130 @@
+"""Every estimator, loss, correction, reduction and KL estimator trains in every kind of layout what one rank trains."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import pytest
+
+from runtime.node.supervisor.ports import free_port
+from runtime.settings.devices import HIDDEN
+from runtime.settings.rules.algorithm import algorithm_problems
+from runtime.settings.topology import Topology, encode_topology
+from tests.actors.trainer.hf import write_model
+from tests.build.topology import trainer_topology
+from tests.grid.functions import algorithm, cases
+
+ROOT: Final = Path(__file__).parents[2]
+PROGRAM: Final = Path(__file__).with_name("functions_program.py")
+TIMEOUT_S: Final = 400.0
+MAX_TOKENS: Final = 48  # of a micro-batch on all its ranks
+LAYOUTS: Final[dict[str, dict[str, Any]]] = {  # settings of [trainer]
+    "one rank, packed": {"packed": True},
+    "CP2": {"num_processes": 2, "megatron": {"context_parallel_size": 2}},
+    "CP2, packed": {"num_processes": 2, "packed": True, "megatron": {"context_parallel_size": 2}},
+    "DP2": {"num_processes": 2},
+    "PP2, packed": {"num_processes": 2, "packed": True, "megatron": {"pipeline_model_parallel_size": 2}},
+}
+ONE: Final = "one rank"
+FAULT: Final = "sums over a sequence are a rank's own"  # planted in CP2
+NEEDS_SEQUENCES: Final = (
+    "loss gspo",
+    "loss gmpo",
+    "loss ppo, sequences, clipped",
+    "loss ppo, sequences rejected",
+    "loss ppo, OPSM",
+)
+CASES: Final = cases()
+RELATIVE, ABSOLUTE = 2e-5, 2e-6
+
+pytestmark = [pytest.mark.grid, pytest.mark.timeout(TIMEOUT_S + 60), pytest.mark.xdist_group("grid")]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The metrics of all cases, by layout: two processes train all of them."""
+    place = tmp_path_factory.mktemp("functions")
+    write_model(place / "model", initializer_range=0.1)
+    jobs = [described(place, name, tables, CASES) for name, tables in ({ONE: {}} | LAYOUTS).items()]
+    some = {name: CASES[name] for name in NEEDS_SEQUENCES}
+    jobs.append(described(place, "fault", LAYOUTS["CP2"], some) | {"fault": FAULT})
+    (place / "jobs.json").write_text(json.dumps(jobs))
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"} | HIDDEN
+    command = [sys.executable, str(PROGRAM), str(place)]
+    port = str(free_port())
+    ranks = [subprocess.Popen([*command, str(rank), port], env=environment) for rank in range(2)]
+    try:
+        codes = [rank.wait(timeout=TIMEOUT_S) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    assert codes == [0, 0]
+    return place
+
+
+def described(place: Path, name: str, trainer: dict[str, Any], some: dict[str, Any]) -> dict[str, Any]:
+    topology = topology_of(place, trainer)
+    encoded = json.loads(encode_topology(topology))
+    return {"name": name, "world": trainer.get("num_processes", 1), "topology": encoded, "cases": some, "fault": None}
+
+
+def topology_of(place: Path, trainer: dict[str, Any]) -> Topology:
+    ranks = trainer.get("megatron", {}).get("context_parallel_size", 1)
+    tables: dict[str, Any] = {
+        "model": {"random_init": False},
+        "algorithm": {"kl_loss_coef": 0.1},
+        "optimizer": {"lr": 0.0},
+        "train": {"max_tokens_per_gpu": MAX_TOKENS // ranks, "num_steps": 4},
+        "trainer": {"device": "cpu", "log_probs_ahead": True, **trainer},
+    }
+    return trainer_topology(place / "model", place, **tables)
+
+
+def metrics(place: Path, layout: str) -> dict[str, dict[str, float]]:
+    return json.loads((place / f"{layout}.json").read_text())
+
+
+def different(found: dict[str, float], expected: dict[str, float]) -> dict[str, tuple[float, float]]:
+    """Metrics that differ, with both values."""
+    assert found.keys() == expected.keys()
+    return {
+        name: (found[name], value)
+        for name, value in expected.items()
+        if not math.isclose(found[name], value, rel_tol=RELATIVE, abs_tol=ABSOLUTE)
+    }
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layout_trains_every_function_like_one_rank(place: Path, layout: str) -> None:
+    found, expected = metrics(place, layout), metrics(place, ONE)
+    assert found.keys() == expected.keys() == CASES.keys()
+    wrong = {name: different(found[name], expected[name]) for name in CASES}
+    assert {name: values for name, values in wrong.items() if values} == {}
+
+
+def test_every_case_is_trained_with_a_gradient_of_its_own(place: Path) -> None:
+    found = metrics(place, ONE)
+    """Few are the same: k3+ has the gradient of k2, and no token reaches the limit of low_var_kl."""
+    norms = {name: values["train/grad_norm"] for name, values in found.items()}
+    assert all(math.isfinite(norm) and norm > 0 for norm in norms.values()), norms
+    assert len({round(norm, 7) for norm in norms.values()}) > 0.8 * len(norms), norms
+
+
+def test_a_sum_over_the_sequences_of_one_rank_is_found(place: Path) -> None:
+    found, expected = metrics(place, "fault"), metrics(place, ONE)
+    assert [name for name in NEEDS_SEQUENCES if not different(found[name], expected[name])] == []
+
+
+def test_the_start_allows_every_case(tmp_path: Path) -> None:
+    topology = topology_of(tmp_path, {})
+    found = {
+        name: list(algorithm_problems(msgspec.structs.replace(topology, algorithm=algorithm(settings))))
+        for name, settings in CASES.items()
+    }
+    assert {name: problems for name, problems in found.items() if problems} == {}
