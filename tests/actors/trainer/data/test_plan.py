@@ -1,5 +1,6 @@
 """The cut of a batch into steps, replicas and micro-batches: nothing lost, nothing twice, limits kept."""
 
+from dataclasses import replace
 from itertools import combinations
 
 import numpy as np
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from actors.trainer.data.batch import TrainBatch, make_micro_batch
 from actors.trainer.data.plan import micro_batch_cost, plan_micro_batches, shared_out, split_steps
+from actors.trainer.data.skipped import without
 from tests.actors.trainer.tiny import random_batch
 
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=40).map(lambda values: np.array(values, dtype=np.int64))
@@ -134,6 +136,22 @@ def test_each_trained_token_is_predicted_from_exactly_the_tokens_before_it(packe
         expected |= {(tuple(tokens[:place]), tokens[place], start + place) for place in trained}
         assert batch.mask_sums_B[sample] == len(trained)
     assert predictions(batch, np.arange(len(batch.lengths_B)), packed=packed, multiple=multiple) == expected
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_kept_tokens_follow_the_targets_also_without_masked_samples(packed: bool) -> None:
+    """Token t of the columns kept t % 3 tokens: 100 t, 100 t + 1."""
+    batch = random_batch()
+    counts_N = np.arange(len(batch.tokens_N)) % 3
+    ids_K = np.concatenate([100 * token + np.arange(count) for token, count in enumerate(counts_N)])
+    batch = replace(batch, kept_counts_N=counts_N.astype(np.int32), kept_ids_K=ids_K.astype(np.int32))
+    micro_batch = make_micro_batch(batch, np.array([3, 0, 5]), packed=packed)
+    masked_B = np.arange(len(batch.lengths_B)) == 0
+    for one in (micro_batch, without(batch, micro_batch, masked_B)):
+        assert one.kept is not None
+        assert one.kept.counts_M.tolist() == counts_N[one.columns_M].tolist()
+        expected = [100 * token + more for token in one.columns_M.tolist() for more in range(token % 3)]
+        assert one.kept.ids_K.tolist() == expected
 
 
 @pytest.mark.parametrize("packed", [False, True])
