@@ -1,4 +1,13 @@
-"""Penalties on rewards by the length of a response, before an estimator reads them. B is the number of samples."""
+"""Penalties on rewards by the length of a response, before an estimator reads them. B is the number of samples.
+
+Example:
+    ```python
+    from actors.trainer.algorithms.length_penalties import overlong_penalties
+
+    found = overlong_penalties([80, 95, 100], max_response_len=100, buffer_len=20, factor=0.5)
+    assert found.tolist() == [0.0, -0.375, -0.5]
+    ```
+"""
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray

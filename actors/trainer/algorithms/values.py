@@ -1,4 +1,18 @@
-"""The critic's loss, and how much of the returns its values explain. M tokens, N tokens of the batch."""
+"""The critic's loss, and how much of the returns its values explain. M tokens, N tokens of the batch.
+
+Example:
+    ```python
+    import torch
+
+    from actors.trainer.algorithms.values import value_loss
+
+    values = torch.tensor([1.0, 0.5], dtype=torch.float64, requires_grad=True)
+    old, returns = torch.tensor([0.5, 0.5], dtype=torch.float64), torch.tensor([1.0, 1.0], dtype=torch.float64)
+    loss, metrics = value_loss(values, old, returns, value_clip=0.25)
+    assert loss.tolist() == [0.0625, 0.25]  # (0.75 - 1)^2 is above (1 - 1)^2
+    assert metrics["train/value_clipfrac"].tolist() == [1.0, 0.0]
+    ```
+"""
 
 from typing import Any, Final
 
@@ -26,8 +40,10 @@ def value_loss(
         value_loss_coef: Factor of the loss; 1 as in slime, 0.5 as in verl.
 
     Returns:
-        The loss, and `train/value_loss` with its value, and `train/value_clipfrac`: 1 where |V - V_old| > e. Beyond the
-        clip a token has no gradient if its clipped error is the larger one. NaN in any input gives NaN.
+        The loss, [M], and `train/value_loss` with its value, and `train/value_clipfrac`: 1 where |V - V_old| > e.
+
+    Edges:
+        Beyond the clip a token has no gradient if its clipped error is the larger one. NaN in any input gives NaN.
 
     Source:
         PPO's value clipping in OpenAI's baselines; the metrics are slime's.
@@ -53,7 +69,10 @@ def explained_variance(
         mask: [N], true where the token trains.
 
     Returns:
-        At most 1; 0 for a constant V, negative if V is worse. With fewer than two finite tokens it is 0.
+        At most 1.
+
+    Edges:
+        0 for a constant V, negative if V is worse. With fewer than two finite tokens it is 0.
 
     Source:
         The metric vf_explained_var of verl, whose epsilon it has.
