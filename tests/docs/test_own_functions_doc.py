@@ -1,6 +1,7 @@
 """docs/train/own-losses.md and own-hooks.md: their functions pass the dry run and compute what the pages say."""
 
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,9 @@ from actors.trainer.algorithms.loss_inputs import LossInputs
 from actors.trainer.algorithms.reductions import ReductionInputs
 from actors.trainer.plugins.dry_run import try_plugin
 from actors.trainer.plugins.functions import custom_advantage, custom_loss, custom_reducer, custom_weights, hook
-from actors.trainer.plugins.rollout_data import Postprocess, rollout_data
+from actors.trainer.plugins.rollout_data import Postprocess, RolloutData, rollout_data
 from runtime.settings.recipe import trainer_functions
-from tests.actors.trainer.algorithms.peers import LENGTHS, VERL, column
+from tests.actors.trainer.algorithms.peers import GROUPS, LENGTHS, REWARDS, VERL, column
 from tests.actors.trainer.tiny import random_batch
 from tests.build.advantages import advantage_inputs
 from tests.build.losses import inputs
@@ -23,6 +24,10 @@ from tests.build.topology import topology_with
 from tests.docs.snippets import snippets
 
 PAGES = [Path(__file__).parents[2] / "docs" / "train" / f"own-{name}.md" for name in ("losses", "hooks")]
+MORE = [
+    ("algorithm.custom_loss", "my_losses.py:kl_cov"),
+    ("algorithm.rollout_data_postprocess", "my_baseline.py:optimal_token_baseline"),
+]
 torch.set_num_threads(1)
 
 
@@ -51,7 +56,7 @@ def test_the_settings_of_the_pages_pass_the_dry_run(folder: Path) -> None:
         "rollout_data_postprocess",
         "custom_megatron_before_train_step_hook",
     ]
-    for key, value in [*named, ("algorithm.custom_loss", "my_losses.py:kl_cov")]:
+    for key, value in [*named, *MORE]:
         try_plugin(topology_with(), key, value, base_dirs=(folder,))
 
 
@@ -124,6 +129,36 @@ def test_the_data_lose_tokens_on_which_engine_and_trainer_disagree(folder: Path)
     columns: dict[str, Any] = {"old_log_probs": old_N, "ref_log_probs": None, "advantages": np.zeros_like(old_N)}
     data = Postprocess("my_data.py:without_mismatch", (folder,)).changed(rollout_data(batch, **columns))
     assert np.flatnonzero(data.loss_mask).tolist() == [token for token in trained if token != trained[3]]
+
+
+def test_the_optimal_token_baseline_is_that_of_verl(folder: Path) -> None:
+    """Each sample has a prompt of two tokens here."""
+    lengths, old = np.array(LENGTHS) + 2, column("old").double().numpy()
+    trains = np.concatenate([np.arange(length) >= 2 for length in lengths])
+    found, squares = np.zeros((2, len(trains)))
+    found[trains], squares[trains] = old, np.exp(2 * old) + 0.1 * (1 - np.exp(old))
+    data = RolloutData(
+        step=0,
+        groups=GROUPS,
+        rollouts=np.arange(len(lengths)),
+        rewards=REWARDS,
+        lengths=lengths,
+        tokens=np.zeros(len(trains), dtype=np.int32),
+        loss_mask=trains,
+        rollout_log_probs=found.astype(np.float32),
+        old_log_probs=found.astype(np.float32),
+        ref_log_probs=None,
+        advantages=np.zeros(len(trains)),
+    )
+    scope: dict[str, Any] = {}
+    exec((folder / "my_baseline.py").read_text(), scope)
+    advantages = scope["optimal_token_baseline"](data, squares).advantages
+    assert advantages[trains].tolist() == pytest.approx(VERL["token_baseline"], abs=1e-6)
+    assert not advantages[~trains].any()
+    alone = replace(data, groups=np.arange(len(lengths)))
+    assert scope["optimal_token_baseline"](alone).advantages[trains].tolist() == np.repeat(REWARDS, LENGTHS).tolist()
+    plugin = Postprocess("my_baseline.py:optimal_token_baseline", (folder,))
+    assert plugin.changed(data).advantages.std() > 0
 
 
 def test_the_reduction_is_a_mean_over_prompts(folder: Path) -> None:

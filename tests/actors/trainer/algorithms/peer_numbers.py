@@ -127,6 +127,7 @@ def of_verl(directory: Path, columns: dict[str, list[float]]) -> dict[str, Any]:
         loss, _ = getattr(peer, function)(**given, loss_agg_mode="seq-mean-token-mean")
         found["losses"][name] = with_gradient(loss, new)
     found["own_losses"] = own_losses_of_verl(directory, columns, masked, config)
+    found["token_baseline"] = token_baseline_of_verl(directory, columns)
     for name in ("k1", "k2", "low_var_kl", "k3+"):
         new = torch.tensor(columns["new"], requires_grad=True)
         found["kl"][name] = with_gradient(peer.kl_penalty(new, torch.tensor(columns["ref"]), name).sum(), new)
@@ -167,6 +168,18 @@ def own_advantages_of_verl(directory: Path, grpo: Any, masked: Any) -> dict[str,
         for length in range(15)
     ]
     return {"gdpo": found[:, 0].tolist(), "remax": greedy[:, 0].tolist(), "overlong": overlong}
+
+
+def token_baseline_of_verl(directory: Path, columns: dict[str, list[float]]) -> list[float]:
+    """Advantages per token that a page has as an example."""
+    name = "compute_optimal_token_baseline_advantage"
+    peer = functions((directory / "verl/trainer/ppo/core_algos.py").read_text(), (name,))
+    rewards, old = torch.zeros_like(MASK), padded(columns["old"])
+    for row, (length, reward) in enumerate(zip(LENGTHS, REWARDS, strict=True)):
+        rewards[row, length - 1] = reward
+    squares = torch.exp(2 * old) + 0.1 * (1 - torch.exp(old))
+    advantages, _ = getattr(peer, name)(rewards, MASK, np.array(GROUPS), old, squares)
+    return advantages[MASK > 0].tolist()
 
 
 def own_losses_of_verl(directory: Path, columns: dict[str, list[float]], masked: Any, config: Any) -> dict[str, Any]:
