@@ -4,6 +4,7 @@ from enum import StrEnum
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from messages.arrays import Float32Array, Int32Array, UInt8Array
 
@@ -80,8 +81,8 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True, eq=False):
             return
         if len(counts) != len(self.response_ids):
             raise ValueError(f"kept_counts has {len(counts)} numbers for {len(self.response_ids)} response tokens")
-        total = sum(counts.tolist())
-        if total != num_ids or min(counts.tolist(), default=0) < 0:
+        total = int(counts.sum(dtype=np.int64))
+        if total != num_ids or (counts < 0).any():
             raise ValueError(f"kept_counts adds up to {total}, and kept_ids has {num_ids} ids")
 
 

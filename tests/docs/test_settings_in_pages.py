@@ -17,6 +17,7 @@ ROW: Final = re.compile(r"^\| `([^`]+)` \|", re.MULTILINE)
 KEYS: Final = frozenset(ROW.findall((DOCS / "reference" / "settings.md").read_text(encoding="utf-8")))
 TABLES: Final = frozenset(key.partition(".")[0] for key in KEYS if "." in key)
 NAMED: Final = re.compile(rf"[`=\s]((?:{'|'.join(sorted(TABLES))})\.[a-z_][a-z_0-9.<>]*)(?![\w*])")
+BLOCK: Final = re.compile(r"^```(\w*)$.*?^```$", re.MULTILINE | re.DOTALL)
 LOGIN: Final = frozenset({"user", "password", "token"})  # of bus.credentials, a file of its own
 EVENTS: Final = frozenset(message_type.topic for message_type in message_types().values())
 
@@ -48,7 +49,7 @@ def keys_of(value: Any, key: str = "") -> Iterator[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}/{page.name}")
 def test_a_page_names_settings_that_exist(page: Path) -> None:
-    text = re.sub(r"^```(?!toml|sh).*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    text = BLOCK.sub(lambda block: block[0] if block[1] in ("toml", "sh") else "", page.read_text(encoding="utf-8"))
     named = {name.rstrip(".") for name in NAMED.findall(text)} - EVENTS
     unknown = {name for name in named if not exists(name) and not name.endswith((".toml", ".md", ".jsonl", ".json"))}
     for block in snippets(page, "toml"):

@@ -126,8 +126,9 @@ class TrainBatch:
         return np.repeat(self.starts_B[samples], lengths) + within
 
     def spread(self, values_B: NDArray[np.float64]) -> Floats32:
-        """Expand one number per sample to a column."""
-        return np.repeat(values_B.astype(np.float32), self.lengths_B)
+        """Expand one number per sample to a column. Numbers beyond float32 become infinite."""
+        with np.errstate(over="ignore"):
+            return np.repeat(values_B.astype(np.float32), self.lengths_B)
 
 
 @dataclass(frozen=True)

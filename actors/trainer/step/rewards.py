@@ -7,6 +7,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
+from actors.trainer.algorithms.group_baselines import usable_rewards
 from actors.trainer.algorithms.length_penalties import linear_length_penalties, overlong_penalties
 from actors.trainer.data.batch import TrainBatch
 from runtime.settings.recipe import AlgorithmConfig, Recipe
@@ -49,8 +50,12 @@ def _linear(batch: TrainBatch, algorithm: AlgorithmConfig) -> NDArray[np.float64
 
 
 def reward_metrics(batch: TrainBatch, algorithm: AlgorithmConfig) -> dict[str, float]:
-    """Mean of the penalized rewards, of the greedy samples' rewards, and statistics of each named reward."""
-    mean = {"rollout/rewards": float(batch.rewards_B.mean())}
+    """Mean of the penalized rewards, of the greedy samples' rewards, and statistics of each named reward.
+
+    Rewards that are not finite in float32 are left out: their samples are masked.
+    """
+    usable = batch.rewards_B[usable_rewards(batch.rewards_B)]
+    mean = {"rollout/rewards": float(usable.mean()) if len(usable) else 0.0}
     return mean | dict(_baselines(batch)) | dict(_named(batch, algorithm))
 
 

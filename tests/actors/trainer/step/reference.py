@@ -64,7 +64,7 @@ class ReferenceTrainer:
             "engine": torch.from_numpy(batch.rollout_log_probs_N[tokens])[1:],
             "reward": float(batch.rewards_B[index]) + self._overlong(batch.response_lens_B, index),
             "baseline": float(batch.baseline_rewards_B[index]) + self._overlong(batch.baseline_lens_B, index),
-            "named": batch.named_rewards_B[index].tolist(),
+            "named": [] if batch.named_rewards_B is None else batch.named_rewards_B[index].tolist(),
             "group": int(batch.groups_B[index]),
             "rollout": int(batch.rollouts_B[index]),
         }

@@ -16,6 +16,7 @@ from runtime.settings.reference.combinations import combinations_page
 from runtime.settings.rules.algorithm import APPLIES, REFUSALS, algorithm_problems, refusal
 from tests.build.advantages import advantage_inputs
 from tests.build.losses import inputs
+from tests.grid.functions import NEEDED
 from tests.runtime.settings.shipped import LAPTOP
 
 RECIPE: Final[Recipe] = load_topology(LAPTOP, ()).topology
@@ -41,16 +42,12 @@ def batch() -> AdvantageInputs:
     )
 
 
-def needed(estimator: Estimator) -> dict[str, bool]:
-    return {"normalize_advantages": estimator.startswith("reinforce_plus_plus")}
-
-
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_every_pair_is_computed_or_refused(estimator: Estimator) -> None:
     draw, given = np.random.default_rng(5), batch()
     new, old, rollout = (torch.from_numpy(-np.abs(draw.normal(size=sum(LENGTHS)))) for _ in range(3))
     for loss_mode in LOSSES:
-        algorithm = AlgorithmConfig(advantage_estimator=estimator, loss_mode=loss_mode, **needed(estimator))
+        algorithm = AlgorithmConfig(advantage_estimator=estimator, loss_mode=loss_mode, **NEEDED.get(estimator, {}))
         problems, reason = refused(algorithm), refusal(estimator, loss_mode)
         assert problems == ({"algorithm.loss_mode": problems["algorithm.loss_mode"]} if reason else {}), loss_mode
         assert reason in problems.get("algorithm.loss_mode", "")
