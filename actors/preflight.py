@@ -13,7 +13,7 @@ from actors.rollout.sglang.model_support import dense_layers_refusal, fp8_refusa
 from actors.rollout.sglang.served_model import ServedModel
 from actors.rollout.sglang.server_arguments import engine_problems
 from actors.trainer.checkpoints import beginning_of, newest_of_run
-from actors.trainer.models.config import HfConfig, read_hf_config, with_value_head
+from actors.trainer.models.config import HfConfig, read_hf_config, trained_model, with_value_head
 from actors.trainer.models.layout import check_layout
 from actors.trainer.models.shapes import check_weights, hf_shapes, num_weights
 from runtime.data.dump_files import RUN_FILE, DumpedRun
@@ -139,7 +139,7 @@ def _of_model(
     """Check the model's directory and its prompts. Keys in `broken` already have a problem."""
     model = topology.model
     try:
-        shape = read_hf_config(Path(model.hf_checkpoint), topology.trainer.megatron.mtp_num_layers)
+        shape = trained_model(topology)
         if topology.run.only != "rollout":
             yield from _layout(topology, shape)
             yield from _replay(topology, shape)

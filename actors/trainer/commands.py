@@ -33,7 +33,7 @@ from actors.trainer.megatron.megatron_lm import begin_from_megatron_lm
 from actors.trainer.megatron.memory import held_bytes
 from actors.trainer.megatron.rank_model import Replica
 from actors.trainer.megatron.saving import Saving
-from actors.trainer.models.files import copy_small_files, set_dtype
+from actors.trainer.models.files import copy_small_files, set_dtype, set_value_head
 from actors.trainer.models.gathering import own_parts
 from actors.trainer.models.publish import NOT_WRITTEN, WEIGHTS, PendingVersion, Published, Versions, Written
 from actors.trainer.models.shapes import hf_shapes, num_weights
@@ -62,9 +62,11 @@ from actors.trainer.sending.cast import FORMS
 from actors.trainer.sending.rank import RankSender, SendingOrders
 from actors.trainer.step.probe import probe, probe_tokens
 from actors.trainer.step.profile import profiled
+from actors.trainer.step.reward_model import RewardModelStep
 from actors.trainer.step.train_step import Trained, TrainStep
 from messages import WeightProbe
 from runtime.settings.placement import weight_format
+from runtime.settings.recipe import trains_reward_model
 from runtime.settings.topology import Topology, WeightFormat, answers_are_recorded
 from runtime.util.files import atomic_directory
 
@@ -112,7 +114,8 @@ class TrainerRank:
         hook(topology, "custom_megatron_init")()
         self._channel = Channel(self._ranks, device)
         self._replica = Replica(topology, device)
-        self._train_step = TrainStep(topology, self._replica)
+        step_type = RewardModelStep if trains_reward_model(topology) else TrainStep
+        self._train_step = step_type(topology, self._replica)
         self._sender = RankSender(topology, self._replica, run_directory, ask_of)
         self.sending = SendingOrders(self._lead)
         hf = self._replica.hf
@@ -259,6 +262,7 @@ class TrainerRank:
             self._lead(FinishExport())
             copy_small_files(self._model_directory, unfinished, tokenizer=True)
             set_dtype(unfinished / "config.json", self._topology.model.dtype)
+            set_value_head(unfinished / "config.json", self._replica.hf)
             shutil.rmtree(directory, ignore_errors=True)
 
     def unwritten(self) -> Published:
@@ -337,6 +341,7 @@ class TrainerRank:
                 routed, self._routed_experts = self._routed_experts, None
                 return self._train(replace(batch, routed_experts_N=routed))
             case ComputeLogProbs():
+                assert isinstance(self._train_step, TrainStep)
                 return self._train_step.precompute(decode_batch(self._channel.broadcast(payload, command.size_bytes)))
             case Save():
                 with self._replica.optimizer_at_hand():

@@ -121,13 +121,13 @@ def _write_weights(path: Path, unfinished: Path, topology: Topology, device: "to
     from actors.trainer.megatron.checkpoint import load_model
     from actors.trainer.megatron.config import DTYPES, transformer_config
     from actors.trainer.megatron.imports import quiet
-    from actors.trainer.models.config import read_hf_config
+    from actors.trainer.models.config import trained_model
     from actors.trainer.models.gathering import own_parts
     from actors.trainer.models.weight_export import WeightExport
 
     alone = MegatronConfig(mtp_num_layers=topology.trainer.megatron.mtp_num_layers)
     groups.join(groups.Ranks(), alone, device, seed=topology.run.seed)
-    model = read_hf_config(Path(topology.model.hf_checkpoint), alone.mtp_num_layers)
+    model = trained_model(topology)
     saved_run(path).check(path, model, dtype=None, resumes=True)  # config.json must match: it is exported too
     with quiet():
         chunks = build_chunks(
@@ -159,7 +159,9 @@ def _copy_published(path: Path, unfinished: Path, topology: Topology) -> None:
 
 
 def _copy_small_files(unfinished: Path, topology: Topology) -> None:
-    from actors.trainer.models.files import copy_small_files, set_dtype
+    from actors.trainer.models.config import trained_model
+    from actors.trainer.models.files import copy_small_files, set_dtype, set_value_head
 
     copy_small_files(Path(topology.model.hf_checkpoint), unfinished, tokenizer=True)
     set_dtype(unfinished / "config.json", topology.model.dtype)
+    set_value_head(unfinished / "config.json", trained_model(topology))

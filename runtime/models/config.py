@@ -27,6 +27,7 @@ ARCHITECTURES: Final = {
     "glm4_moe": "Glm4MoeForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
 }
+CLASSIFIERS: Final = ("ForSequenceClassification", "ForTokenClassification")  # the same model with a value head
 WITH_QK_NORM: Final = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 WITHOUT_EFFECT: Final = frozenset(  # on a decoder's forward pass: names, tokens, sampling and runtime options
     (
@@ -226,6 +227,8 @@ def _architecture(raw: _Kind) -> str:
             raise ValueError(f"model_type {raw.model_type!r} is not supported; supported: {', '.join(ARCHITECTURES)}")
         return ARCHITECTURES[raw.model_type]
     architecture = raw.architectures[0] if raw.architectures else "missing"
+    for kind in CLASSIFIERS:
+        architecture = architecture.replace(kind, "ForCausalLM")
     if architecture not in ARCHITECTURES.values():
         known = ", ".join(sorted(ARCHITECTURES.values()))
         raise ValueError(f"architecture {architecture!r} is not supported; supported: {known}")

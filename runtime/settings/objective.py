@@ -15,6 +15,7 @@ from runtime.settings.recipe import (
     rejection_bounds,
     trains_demonstrations,
     trains_pairs,
+    trains_reward_model,
 )
 
 
@@ -70,6 +71,8 @@ REDUCTIONS: Final = {
 
 def objective_of(recipe: Recipe) -> tuple[PlannedTerm, ...]:
     """Describe the loss that a recipe minimises, term by term."""
+    if trains_reward_model(recipe):
+        return tuple(_reward_model(recipe.algorithm))
     if trains_pairs(recipe):
         return tuple(_preference(recipe.algorithm))
     if trains_demonstrations(recipe):
@@ -87,10 +90,20 @@ def _preference(algorithm: AlgorithmConfig) -> Iterator[PlannedTerm]:
     if algorithm.preference_loss == "ipo":
         yield _term("loss", f"(h - {1 / (2 * beta):g})^2", "IPO, arXiv 2310.12036")
     else:
-        swapped = f" - {smoothing:g} log sigmoid(-{beta:g} h)" if smoothing else ""
-        kept = f"{1 - smoothing:g} " if smoothing else ""
-        yield _term("loss", f"-{kept}log sigmoid({beta:g} h){swapped}", "DPO, arXiv 2305.18290")
+        yield _term("loss", _sigmoid(f"{beta:g} h", smoothing), "DPO, arXiv 2305.18290")
     yield _term("reduction", "mean over pairs", "algorithm.loss_type")
+
+
+def _reward_model(algorithm: AlgorithmConfig) -> Iterator[PlannedTerm]:
+    yield _term("margin", "h = reward at the last token, chosen - rejected", "value head, without bias")
+    yield _term("loss", _sigmoid("h", algorithm.label_smoothing), "Bradley-Terry; InstructGPT, arXiv 2203.02155")
+    yield _term("reduction", "mean over pairs", "algorithm.loss_type")
+
+
+def _sigmoid(margin: str, smoothing: float) -> str:
+    swapped = f" - {smoothing:g} log sigmoid(-{margin})" if smoothing else ""
+    kept = f"{1 - smoothing:g} " if smoothing else ""
+    return f"-{kept}log sigmoid({margin}){swapped}"
 
 
 def _terms(recipe: Recipe) -> Iterator[PlannedTerm]:

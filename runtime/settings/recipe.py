@@ -50,7 +50,8 @@ LossMode = Literal[
     "decoupled_ppo",
     "gpg",
 ]
-LossType = Literal["policy_loss", "sft_loss", "dpo_loss"]
+LossType = Literal["policy_loss", "sft_loss", "dpo_loss", "rm_loss"]
+PAIR_LOSSES: Final = ("dpo_loss", "rm_loss")
 Level = Literal["token", "sequence", "geometric"]
 Custom = Literal["custom"]  # a function of the user in place of a named choice
 KPOP_THRESHOLD = 0.1  # nats; the bound of KPop's authors
@@ -90,8 +91,8 @@ class DataConfig(Config, frozen=True, kw_only=True):
     input_key: Text = "input"
     # Column of the label that graders compare with. By default there is no label.
     label_key: Text | None = None
-    # Column of the better response of a preference pair, with "dpo_loss": a text, a list of chat messages that follow
-    # the prompt, or a whole conversation in a row without the column `input_key`.
+    # Column of the better response of a preference pair, with "dpo_loss" and "rm_loss": a text, a list of chat messages
+    # that follow the prompt, or a whole conversation in a row without the column `input_key`.
     chosen_key: Text | None = None
     # Column of the worse response of a preference pair, in the same form.
     rejected_key: Text | None = None
@@ -200,13 +201,14 @@ class RolloutConfig(Config, frozen=True, kw_only=True):
 class AlgorithmConfig(Config, frozen=True, kw_only=True):
     """Settings of advantages, loss and KL."""
 
-    # Loss to train with. "sft_loss" trains on demonstrations, "dpo_loss" on preference pairs; neither runs engines.
+    # Loss to train with. "sft_loss" trains on demonstrations, "dpo_loss" on preference pairs. "rm_loss" trains a reward
+    # model on preference pairs: the model gets a value head. None of the three runs engines.
     loss_type: LossType = "policy_loss"
     # Loss of preference pairs with "dpo_loss": DPO ("sigmoid") or IPO ("ipo").
     preference_loss: Literal["sigmoid", "ipo"] = "sigmoid"
     # Weight of the distance from the reference model, with "dpo_loss".
     dpo_beta: Annotated[float, msgspec.Meta(gt=0)] = 0.1
-    # Probability that the responses of a preference pair are swapped, with "sigmoid".
+    # Probability that the responses of a preference pair are swapped, with "sigmoid" and with "rm_loss".
     label_smoothing: Annotated[float, msgspec.Meta(ge=0, lt=0.5)] = 0.0
     # Estimator that turns rewards into advantages.
     # "reinforce" subtracts the mean of the batch; "gpg" and "maxrl" scale differences from the group's mean;
@@ -561,7 +563,12 @@ def trains_demonstrations(recipe: Recipe) -> bool:
 
 def trains_pairs(recipe: Recipe) -> bool:
     """Return whether training uses preference pairs: each is a rollout with two parts, chosen and rejected."""
-    return recipe.algorithm.loss_type == "dpo_loss"
+    return recipe.algorithm.loss_type in PAIR_LOSSES
+
+
+def trains_reward_model(recipe: Recipe) -> bool:
+    """Return whether the run's model is a reward model: it has a value head in place of its output layer."""
+    return recipe.algorithm.loss_type == "rm_loss"
 
 
 def uses_reference(algorithm: AlgorithmConfig) -> bool:

@@ -1,4 +1,6 @@
-"""Losses of preference pairs. M is the number of trained tokens of one micro-batch, which has pairs whole.
+"""Losses of preference pairs, for a policy and for a reward model. A micro-batch has pairs whole.
+
+M is the number of trained tokens of one micro-batch; for a reward model, the number of its responses.
 
 Example:
     ```python
@@ -7,7 +9,7 @@ Example:
     import torch
 
     from actors.trainer.algorithms.loss_inputs import LossInputs, Sequences
-    from actors.trainer.algorithms.preference import dpo_loss
+    from actors.trainer.algorithms.preference import dpo_loss, rm_loss
 
     none = torch.zeros(3, dtype=torch.float64)
     inputs = LossInputs(
@@ -23,15 +25,20 @@ Example:
     found = dpo_loss(inputs, beta=0.4)  # h = 1.0 - (-0.5)
     assert torch.allclose(found.loss, torch.full((3,), math.log1p(math.exp(-0.4 * 1.5)), dtype=torch.float64))
     assert found.metrics["train/rewards_accuracies"].tolist() == [1.0, 1.0, 1.0]
+
+    rewards, signs = torch.tensor([0.25, -1.0], dtype=torch.float64), torch.tensor([1.0, -1.0])
+    found = rm_loss(rewards, signs, Sequences(torch.tensor([0, 0]), 1))
+    assert torch.allclose(found.loss, torch.full((2,), math.log1p(math.exp(-1.25)), dtype=torch.float64))
     ```
 """
 
 from typing import Literal
 
 import torch
+from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from actors.trainer.algorithms.loss_inputs import LossInputs, Terms
+from actors.trainer.algorithms.loss_inputs import LossInputs, Sequences, Terms
 
 Preference = Literal["sigmoid", "ipo"]
 
@@ -77,12 +84,52 @@ def dpo_loss(
     if kind == "ipo":
         loss = (margin - 1.0 / (2.0 * beta)) ** 2
     else:
-        loss = -(1.0 - label_smoothing) * logsigmoid(beta * margin) - label_smoothing * logsigmoid(-beta * margin)
+        loss = _sigmoid_loss(beta * margin, label_smoothing)
+    return _of_pairs(loss, beta * of_chosen, beta * of_rejected, is_whole)
+
+
+def rm_loss(rewards: Tensor, signs: Tensor, pairs: Sequences, *, label_smoothing: float = 0.0) -> Terms:
+    """Loss of a reward model (Bradley-Terry): -log sigmoid of the chosen response's reward minus the rejected one's.
+
+    With h = reward of the chosen response - reward of the rejected one:
+
+        -(1 - label_smoothing) log sigmoid(h) - label_smoothing log sigmoid(-h)
+
+    Args:
+        rewards: [M], float32 or float64, with gradient: reward of each response, read at its last token.
+        signs: [M], above 0 for a chosen response, below 0 for a rejected one.
+        pairs: Sums over pairs.
+        label_smoothing: Probability that a label is wrong, 0 to below 0.5.
+
+    Returns:
+        Every response has the loss of its pair, so the mean over rollouts is the mean over pairs.
+        Metrics as for `dpo_loss`, of the pair, with the rewards themselves.
+
+    Edges:
+        A pair with one response alone has loss 0 and metrics 0. Without responses everything is empty.
+        Equal rewards count as wrong. Nothing is clamped: loss and gradient are finite for finite rewards.
+        A constant that is added to all rewards changes nothing.
+
+    Source:
+        InstructGPT, arXiv 2203.02155, equation 1, for single pairs; equal to NeMo-RL's PreferenceLoss.
+    """
+    chosen, rejected = (signs > 0).to(rewards), (signs < 0).to(rewards)
+    is_whole = (pairs.sums(chosen) > 0) & (pairs.sums(rejected) > 0)
+    of_chosen, of_rejected = pairs.sums(rewards * chosen), pairs.sums(rewards * rejected)
+    return _of_pairs(_sigmoid_loss(of_chosen - of_rejected, label_smoothing), of_chosen, of_rejected, is_whole)
+
+
+def _sigmoid_loss(margin: Tensor, label_smoothing: float) -> Tensor:
+    return -(1.0 - label_smoothing) * logsigmoid(margin) - label_smoothing * logsigmoid(-margin)
+
+
+def _of_pairs(loss: Tensor, of_chosen: Tensor, of_rejected: Tensor, is_whole: Tensor) -> Terms:
+    """Return the loss and the metrics of pairs with both responses; 0 for others."""
     metrics = {
-        "train/rewards_chosen": beta * of_chosen,
-        "train/rewards_rejected": beta * of_rejected,
-        "train/rewards_margins": beta * margin,
-        "train/rewards_accuracies": (margin > 0).to(loss.dtype),
+        "train/rewards_chosen": of_chosen,
+        "train/rewards_rejected": of_rejected,
+        "train/rewards_margins": of_chosen - of_rejected,
+        "train/rewards_accuracies": (of_chosen > of_rejected).to(loss.dtype),
     }
     nothing = torch.zeros_like(loss)
     whole_only = {name: torch.where(is_whole, values, nothing) for name, values in metrics.items()}

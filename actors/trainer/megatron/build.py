@@ -80,7 +80,7 @@ def _build(model: HfConfig, config: Any, virtual_stage: int | None) -> Any:
         vp_stage=virtual_stage,
     )
     if model.has_value_head and built.post_process:
-        built.output_layer = ValueHead(config)
+        built.output_layer = ValueHead(config, bias=model.has_value_bias)
     if model.rope.factor != 1.0:
         _stretch(built.rotary_pos_emb, model.rope)
     built.to(config.params_dtype)

@@ -29,7 +29,7 @@ from actors.trainer.megatron.layers.head import HeadRequest, MtpRequest
 from actors.trainer.megatron.layers.router import Routers
 from actors.trainer.megatron.layers.rows import own_context, packing
 from actors.trainer.megatron.memory import Offloaded, PeakMemory, host_copy
-from actors.trainer.models.config import HfConfig, read_hf_config, with_value_head
+from actors.trainer.models.config import HfConfig, trained_model, with_value_head
 from actors.trainer.models.files import WeightSource, file_source, random_source, value_head_source
 from actors.trainer.models.shapes import check_weights, hf_shapes
 from actors.trainer.models.sharding import load_weights, tensors_of
@@ -76,16 +76,17 @@ class Replica:
         Args:
             topology: Its model and optimizer tables describe the model.
             device: Device of this rank.
-            value_head_std: Standard deviation of a new value head. None: the model computes log-probs. Files with a
-                value head keep it.
+            value_head_std: Standard deviation of a critic's new value head. None: the run's own model, a policy or a
+                reward model, whose new head is as random as the model's weights. Files with a value head keep it.
 
         Raises:
             ValueError, OSError: The model directory cannot be used; the text says why.
         """
         directory = Path(topology.model.hf_checkpoint)
         self._layout = topology.trainer.megatron
-        hf = read_hf_config(directory, self._layout.mtp_num_layers)
-        self.hf: HfConfig = hf if value_head_std is None else with_value_head(hf)
+        self.hf: HfConfig = trained_model(topology)
+        if value_head_std is not None:
+            self.hf = with_value_head(self.hf)
         self.device = device
         self.dtype = DTYPES[topology.model.dtype]
         has_kernel = device.type == "cuda" and self.dtype is torch.bfloat16  # variable-length attention kernel
@@ -94,9 +95,10 @@ class Replica:
         if not topology.model.random_init:
             check_weights(directory, self.hf)
         source = random_source(self.hf, topology.run.seed) if topology.model.random_init else file_source(directory)
-        if value_head_std is not None:
+        if self.hf.has_value_head:
             stored = () if topology.model.random_init else read_tensors(directory)
-            source = value_head_source(source, self.hf, stored, seed=topology.run.seed, std=value_head_std)
+            std = self.hf.initializer_range if value_head_std is None else value_head_std
+            source = value_head_source(source, self.hf, stored, seed=topology.run.seed, std=std)
         with quiet():
             self.config = transformer_config(self.hf, self._layout, dtype=self.dtype, device=device)
             self.chunks = build_chunks(self.hf, self.config)

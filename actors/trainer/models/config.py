@@ -6,6 +6,8 @@ from pathlib import Path
 from runtime.models.attention import MlaConfig, Rope
 from runtime.models.config import ModelError, read_model
 from runtime.models.experts import Experts
+from runtime.settings.recipe import trains_reward_model
+from runtime.settings.topology import Topology
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +34,7 @@ class HfConfig:
     num_unused_mtp_layers: int = 0  # further MTP layers that the files may hold, not trained
     mla: MlaConfig | None = None  # None: queries, keys and values are projected directly
     has_value_head: bool = False  # the output is one value per position, not log-probs: a critic or a reward model
+    has_value_bias: bool = False  # the value head has a bias: that of a critic
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer, counted from 0, has experts instead of a dense MLP."""
@@ -86,9 +89,28 @@ def read_hf_config(directory: Path, mtp_num_layers: int | None = None) -> HfConf
     )
 
 
-def with_value_head(model: HfConfig) -> HfConfig:
-    """Replace the output layer of a model by a value head. MTP layers, which predict tokens, are left out."""
-    unused = model.num_mtp_layers + model.num_unused_mtp_layers
+def with_value_head(model: HfConfig, *, bias: bool = True) -> HfConfig:
+    """Replace the output layer of a model by a value head. MTP layers, which predict tokens, are left out.
+
+    Args:
+        model: configuration of a policy.
+        bias: whether the head has a bias. A reward model has none: the loss of a pair does not depend on it.
+    """
     return replace(
-        model, has_value_head=True, tie_word_embeddings=False, num_mtp_layers=0, num_unused_mtp_layers=unused
+        model,
+        has_value_head=True,
+        has_value_bias=bias,
+        tie_word_embeddings=False,
+        num_mtp_layers=0,
+        num_unused_mtp_layers=model.num_mtp_layers + model.num_unused_mtp_layers,
     )
+
+
+def trained_model(topology: Topology) -> HfConfig:
+    """Read the configuration of the model that a run trains: a policy, or a reward model.
+
+    Raises:
+        ModelError, a ValueError: as in `read_hf_config`.
+    """
+    model = read_hf_config(Path(topology.model.hf_checkpoint), topology.trainer.megatron.mtp_num_layers)
+    return with_value_head(model, bias=False) if trains_reward_model(topology) else model

@@ -18,6 +18,7 @@ from torch import Tensor
 from actors.trainer.models.config import HfConfig
 from actors.trainer.models.shapes import VALUE_BIAS, VALUE_HEAD, copies_of, hf_shapes
 from actors.trainer.models.shards import write_weights
+from runtime.models.config import ARCHITECTURES
 from runtime.models.fp8 import quantization_config
 from runtime.models.safetensors import INDEX_FILE, SINGLE_FILE, safetensors_files, shards_by_tensor
 from runtime.settings.topology import WeightFormat
@@ -155,6 +156,21 @@ def set_dtype(config: Path, dtype: str) -> None:
     values: dict[str, Any] = msgspec.json.decode(config.read_bytes())
     keys = [key for key in ("dtype", "torch_dtype") if key in values] or ["torch_dtype"]  # the newer and the older name
     _write_config(config, values | dict.fromkeys(keys, dtype))
+
+
+def set_value_head(config: Path, model: HfConfig) -> None:
+    """Name the classifier of transformers with one label in config.json that a model with a value head is.
+
+    Its head has the names of `hf_shapes`: a classifier of tokens has a bias, one of sequences has none. Other models
+    stay as they are.
+    """
+    if not model.has_value_head:
+        return
+    values: dict[str, Any] = msgspec.json.decode(config.read_bytes())
+    kind = "ForTokenClassification" if model.has_value_bias else "ForSequenceClassification"
+    named = ARCHITECTURES[model.model_type].replace("ForCausalLM", kind)
+    label = "LABEL_0"  # as transformers names it
+    _write_config(config, values | {"architectures": [named], "id2label": {"0": label}, "label2id": {label: 0}})
 
 
 def set_format(config: Path, weight_format: WeightFormat, shapes: Mapping[str, Sequence[int]]) -> None:

@@ -19,7 +19,7 @@ QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 def hf_shapes(model: HfConfig) -> dict[str, tuple[int, ...]]:
     """Map the Hugging Face name of every tensor to its shape, in layer order. A tied output weight is left out.
 
-    A value head has the names of transformers' sequence classifiers with one label.
+    A value head has the names of transformers' classifiers with one label: of tokens with a bias, of sequences without.
     """
     hidden, inner = model.hidden_size, model.intermediate_size
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (model.vocab_size, hidden)}
@@ -32,7 +32,7 @@ def hf_shapes(model: HfConfig) -> dict[str, tuple[int, ...]]:
         shapes |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
     shapes["model.norm.weight"] = (hidden,)
     if model.has_value_head:
-        return shapes | {VALUE_HEAD: (1, hidden), VALUE_BIAS: (1,)}
+        return shapes | {VALUE_HEAD: (1, hidden)} | ({VALUE_BIAS: (1,)} if model.has_value_bias else {})
     if not model.tie_word_embeddings:
         shapes["lm_head.weight"] = (model.vocab_size, hidden)
     return shapes | {copy: shape for name, shape in shapes.items() for copy in copies_of(name, model)}

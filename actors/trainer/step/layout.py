@@ -1,6 +1,7 @@
 """Layout of samples in the micro-batches of the replicas."""
 
 from dataclasses import replace
+from typing import Final
 
 import numpy as np
 
@@ -9,6 +10,8 @@ from actors.trainer.data.plan import attention_cost, micro_batch_cost, plan_micr
 from actors.trainer.data.staleness import NOT_SAMPLED
 from actors.trainer.megatron import groups as ranks
 from actors.trainer.megatron.rank_model import Replica
+
+NO_SAMPLES: Final[Ints] = np.empty(0, dtype=np.int64)
 
 
 def shared(
@@ -26,6 +29,15 @@ def shared(
         attention=attention_cost(hf.num_attention_heads * hf.head_dim, replica.layer_weights),
         rollouts_B=batch.rollouts_B if whole_rollouts else None,
     )
+
+
+def shared_equally(
+    replica: Replica, batch: TrainBatch, samples: Ints, *, max_tokens: int, whole_rollouts: bool = False
+) -> list[list[Ints]]:
+    """Share samples as `shared` does, with empty micro-batches up to a number that the pipeline schedule allows."""
+    shares = shared(replica, batch, samples, max_tokens=max_tokens, whole_rollouts=whole_rollouts)
+    missing = replica.num_micro_batches(len(shares[0])) - len(shares[0])
+    return [[*members, *([NO_SAMPLES] * missing)] for members in shares]
 
 
 def laid_out(replica: Replica, batch: TrainBatch, shares: list[list[Ints]]) -> list[MicroBatch]:

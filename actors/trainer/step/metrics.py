@@ -49,7 +49,7 @@ def train_flops(model: HfConfig, lengths: Iterable[int]) -> float:
 def _weights_of_a_token(model: HfConfig) -> float:
     """Count the matrix weights that each token is multiplied with."""
     share = model.experts.num_experts_per_tok / model.experts.num_experts if model.experts else 0.0
-    count = float(model.vocab_size * model.hidden_size)  # the head's
+    count = float((1 if model.has_value_head else model.vocab_size) * model.hidden_size)  # the head's
     for name, shape in hf_shapes(model).items():
         if len(shape) == 2 and name.startswith("model.layers.") and not name.endswith("embed_tokens.weight"):
             count += shape[0] * shape[1] * (share if ".experts." in name else 1.0)

@@ -6,7 +6,7 @@ learner.py takes the optimizer steps. This module prepares their inputs: advanta
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -35,7 +35,7 @@ from actors.trainer.plugins.functions import hook
 from actors.trainer.plugins.rollout_data import Postprocess, rollout_data
 from actors.trainer.step.by_group import GroupLogProbs, ReferenceModel, teacher_of
 from actors.trainer.step.estimator import advantage_inputs, group_of_one, response_mask, token_advantages
-from actors.trainer.step.layout import laid_out, shared
+from actors.trainer.step.layout import NO_SAMPLES, laid_out, shared_equally
 from actors.trainer.step.learner import Learner, OptimizerStep
 from actors.trainer.step.masked_tokens import MaskedTokens
 from actors.trainer.step.metrics import (
@@ -48,6 +48,7 @@ from actors.trainer.step.metrics import (
     speed_metrics,
 )
 from actors.trainer.step.objective import Objective, weigh
+from actors.trainer.step.pairs import rollouts_in
 from actors.trainer.step.rewards import reward_metrics, with_penalties
 from runtime.settings.placement import max_sample_tokens
 from runtime.settings.recipe import (
@@ -60,8 +61,6 @@ from runtime.settings.recipe import (
     uses_reference,
 )
 from runtime.settings.topology import Topology
-
-NO_SAMPLES: Final[Ints] = np.empty(0, dtype=np.int64)
 
 
 @dataclass(frozen=True)
@@ -203,9 +202,8 @@ class TrainStep:
         replica, none_B = self._replica, np.zeros(len(batch.lengths_B), dtype=bool)
         planned: list[tuple[Ints, list[list[Ints]]]] = []
         for samples in split_steps(batch, self._algorithm.num_steps_per_rollout):
-            shares = shared(replica, batch, samples, max_tokens=self._max_tokens, whole_rollouts=self._pairs)
-            missing = replica.num_micro_batches(len(shares[0])) - len(shares[0])
-            planned.append((samples, [[*members, *([NO_SAMPLES] * missing)] for members in shares]))
+            shares = shared_equally(replica, batch, samples, max_tokens=self._max_tokens, whole_rollouts=self._pairs)
+            planned.append((samples, shares))
         routed = self._routed_experts(batch, [shares for _, shares in planned])
         steps: list[OptimizerStep] = []
         for number, (samples, shares) in enumerate(planned):
@@ -389,9 +387,7 @@ class TrainStep:
         trainer_M, rollout_M = columns.trainer_log_probs_N[where_M], columns.rollout_log_probs_N[where_M]
         rollouts = None
         if columns.rollouts_B is not None:
-            _, rollout_of = np.unique(columns.rollouts_B[micro_batch.samples], return_inverse=True)
-            own = torch.from_numpy(rollout_of[numbers]).to(where_M.device)
-            rollouts = Sequences(own, micro_batch.num_sequences, group)
+            rollouts = rollouts_in(micro_batch, columns.rollouts_B, numbers, where_M.device, group)
         inputs = LossInputs(
             log_probs=outputs.log_probs,
             old_log_probs=rollout_M if self._algorithm.use_rollout_logprobs else trainer_M,

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from runtime.bus.limits import MAX_EVENT_BYTES
 from runtime.settings.reading.config import Problem
 from runtime.settings.recipe import (
+    PAIR_LOSSES,
     EvalConfig,
     Recipe,
     agg_mode,
@@ -12,6 +13,7 @@ from runtime.settings.recipe import (
     over_sampling_batch_size,
     trains_demonstrations,
     trains_pairs,
+    trains_reward_model,
     truncates,
 )
 from runtime.settings.rules.algorithm import algorithm_problems
@@ -166,15 +168,24 @@ def _demonstrations(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _pairs(recipe: Recipe) -> Iterator[Problem]:
-    """Yield problems of the columns of preference pairs."""
+    """Yield problems of the columns of preference pairs, and of settings of their losses."""
+    algorithm = recipe.algorithm
+    named = " or ".join(f'"{name}"' for name in PAIR_LOSSES)
+    if algorithm.label_smoothing and not trains_pairs(recipe):
+        message = f"has no effect unless algorithm.loss_type = {named}"
+        yield Problem.of("algorithm.label_smoothing", algorithm.label_smoothing, message)
+    if trains_reward_model(recipe) and (hook := recipe.train.custom_megatron_before_log_prob_hook) is not None:
+        message = 'has no effect with algorithm.loss_type = "rm_loss": a reward model has no log-probs'
+        yield Problem.of("train.custom_megatron_before_log_prob_hook", hook, message)
     for index, data in enumerate(recipe.data):
         for key in ("chosen_key", "rejected_key"):
             value = getattr(data, key)
             if trains_pairs(recipe) and value is None:
-                message = 'is needed with algorithm.loss_type = "dpo_loss": the column of a response of each pair'
+                why = f'with algorithm.loss_type = "{algorithm.loss_type}"'
+                message = f"is needed {why}: the column of a response of each pair"
                 yield Problem(key=f"data.{index}.{key}", message=message)
             elif not trains_pairs(recipe) and value is not None:
-                message = 'has no effect unless algorithm.loss_type = "dpo_loss"'
+                message = f"has no effect unless algorithm.loss_type = {named}"
                 yield Problem.of(f"data.{index}.{key}", value, message)
 
 

@@ -6,7 +6,13 @@ from collections.abc import Iterator
 
 from runtime.settings.placement import home_node, is_loopback, num_engines
 from runtime.settings.reading.config import Problem
-from runtime.settings.recipe import eval_data, needs_baseline, precomputes_old_log_probs, trains_demonstrations
+from runtime.settings.recipe import (
+    eval_data,
+    needs_baseline,
+    precomputes_old_log_probs,
+    trains_demonstrations,
+    trains_reward_model,
+)
 from runtime.settings.sizes import MAX_MESSAGE_BYTES, needed_sizes, show_bytes
 from runtime.settings.topology import EngineConfig, Topology, answers_are_recorded, is_colocated, sglang_arguments
 
@@ -47,6 +53,7 @@ def topology_problems(topology: Topology) -> Iterator[Problem]:
         _shares,
         _load,
         _precomputed,
+        _reward_model,
         _sampling_masks,
     ):
         yield from rule(topology)
@@ -313,6 +320,14 @@ def _shares(topology: Topology) -> Iterator[Problem]:
 def _load(topology: Topology) -> Iterator[Problem]:
     if topology.trainer.load_weights_only and topology.trainer.load is None:
         yield Problem.of("trainer.load_weights_only", True, "has no effect without trainer.load")
+
+
+def _reward_model(topology: Topology) -> Iterator[Problem]:
+    if trains_reward_model(topology) and (layers := topology.trainer.megatron.mtp_num_layers):
+        message = (
+            'has no effect with algorithm.loss_type = "rm_loss": MTP layers predict tokens, and the model scores them'
+        )
+        yield Problem.of("trainer.megatron.mtp_num_layers", layers, message)
 
 
 def _precomputed(topology: Topology) -> Iterator[Problem]:

@@ -56,6 +56,17 @@ def test_preference_pairs_have_a_loss_of_their_margin(settings: dict[str, Any], 
 
 
 @pytest.mark.parametrize(
+    ("smoothing", "formula"), [(0.0, "-log sigmoid(h)"), (0.25, "-0.75 log sigmoid(h) - 0.25 log sigmoid(-h)")]
+)
+def test_a_reward_model_has_a_loss_of_rewards_without_a_reference(smoothing: float, formula: str) -> None:
+    assert shown(loss_type="rm_loss", label_smoothing=smoothing) == {
+        "margin": ["h = reward at the last token, chosen - rejected"],
+        "loss": [formula],
+        "reduction": ["mean over pairs"],
+    }
+
+
+@pytest.mark.parametrize(
     ("algorithm", "name", "formula"),
     [
         ({"disable_grpo_std_normalization": True}, "advantage", "A = R - mean of group"),

@@ -96,8 +96,8 @@ class ValueHead(nn.Linear):
     Every tensor-parallel rank holds the whole layer and computes all values, so that its gradient is complete on each.
     """
 
-    def __init__(self, config: Any) -> None:
-        super().__init__(config.hidden_size, 1, device=torch.cuda.current_device())
+    def __init__(self, config: Any, *, bias: bool) -> None:
+        super().__init__(config.hidden_size, 1, bias, device=torch.cuda.current_device())
         self.sequence_parallel: bool = config.sequence_parallel
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride] - it replaces GPTModel's output layer

@@ -30,6 +30,7 @@ REWARDS: Final = (1.0, 0.25, 0.0, 0.75, 0.5, 0.25)
 SECOND: Final = (0.5, 1.0, 0.5, 0.0, 0.25, 1.0)  # another reward of the same samples
 WEIGHTS: Final = (1.0, 0.5)  # of the two
 TURNS: Final = (2, 1, 3, 1, 2, 2)  # of each sample, with an input token each
+SCORES: Final = (0.5, -1.25, -2.0, 0.75, 3.0, 2.5)  # of chosen and rejected responses in turn
 BASELINES: Final = (0.5, 0.75, 0.5, 0.75, 0.5, 0.75)  # of the greedy sample of each sample's group
 
 
@@ -358,7 +359,26 @@ def of_nemo_rl(git: Path) -> dict[str, Any]:
             new = own.clone().requires_grad_()
             value, _ = loss(new, highest, minus_entropy, {"input_ids": own}, None, None)
             found["distillation"][f"{kind} outside" if outside else kind] = with_gradient(value, new)
-    return found
+    return found | preferences_of_nemo_rl(git)
+
+
+def preferences_of_nemo_rl(git: Path) -> dict[str, Any]:
+    """Loss of a reward model on three pairs, whose responses alternate; its metrics and gradient."""
+    peer = functions(
+        shown(git, NEMO_RL, "nemo_rl/algorithms/loss/loss_functions.py"),
+        ("PreferenceLossFn",),
+        LossFunction=object,
+        LossType=SimpleNamespace(SEQUENCE_LEVEL=None),
+        LossInputType=SimpleNamespace(LOGIT=None),
+        Tensor=torch.Tensor,
+        masked_mean=lambda values, mask, global_normalization_factor: (
+            (values * mask).sum() / global_normalization_factor
+        ),
+    )
+    scores = torch.tensor([SCORES], requires_grad=True)
+    loss, metrics = peer.PreferenceLossFn()(scores.T, {"sample_mask": torch.ones(len(SCORES))}, len(SCORES), None)
+    (gradient,) = torch.autograd.grad(loss, scores)
+    return {"preference": {**metrics, "gradient": gradient[0].tolist()}, "scores": SCORES}
 
 
 def with_gradient(loss: torch.Tensor, new: torch.Tensor) -> dict[str, Any]:
