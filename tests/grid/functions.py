@@ -1,4 +1,4 @@
-"""Every estimator, policy loss, correction, reduction and KL estimator, as settings of [algorithm].
+"""Every estimator, loss, correction, reduction and KL estimator, as settings of [algorithm].
 
 They are taken from the declared choices, so that a new choice is trained in every layout without a change here.
 """
@@ -47,6 +47,11 @@ NEEDED: Final[dict[str, Settings]] = {
         "gdpo_reward_weights": [1.0, 0.5],
     },
 }
+PAIRS: Final[dict[str, Settings]] = {  # of pairs of responses, in one micro-batch each
+    "pairs, DPO": {"loss_type": "dpo_loss", "dpo_beta": 0.4, "label_smoothing": 0.1, "num_steps_per_rollout": 2},
+    "pairs, IPO": {"loss_type": "dpo_loss", "preference_loss": "ipo", "num_steps_per_rollout": 2},
+    "pairs, reward model": {"loss_type": "rm_loss", "num_steps_per_rollout": 2},
+}
 KL_TYPES: Final = ("k1", "k2", "k3", "low_var_kl", "k3+")
 
 
@@ -61,7 +66,7 @@ def cases() -> dict[str, Settings]:
         found[f"KL {name}"] = {"kl_loss_coef": 0.1, "kl_loss_type": name}
         if name != "k3+":
             found[f"KL {name}, unbiased"] = found[f"KL {name}"] | {"use_unbiased_kl": True}
-    return {name: BASE | settings for name, settings in (found | FURTHER).items()}
+    return {name: BASE | settings for name, settings in (found | FURTHER).items()} | PAIRS
 
 
 def _losses() -> dict[str, Settings]:

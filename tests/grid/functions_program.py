@@ -20,9 +20,11 @@ from actors.trainer.data.batch import TrainBatch
 from actors.trainer.megatron import groups
 from actors.trainer.megatron.groups import Ranks
 from actors.trainer.megatron.rank_model import Replica
+from actors.trainer.step.reward_model import RewardModelStep
 from actors.trainer.step.train_step import TrainStep
+from runtime.settings.recipe import trains_pairs, trains_reward_model
 from runtime.settings.topology import Topology, decode_topology
-from tests.actors.trainer.tiny import random_batch
+from tests.actors.trainer.tiny import pairs, random_batch
 from tests.grid import faults
 from tests.grid.functions import algorithm
 
@@ -49,6 +51,16 @@ def batch_of(step: TrainStep) -> TrainBatch:
     return replace(batch, **columns)
 
 
+def trained_pairs(topology: Topology, policy: Replica) -> dict[str, float]:
+    """Metrics of a train step on preference pairs. A reward model has a replica of its own."""
+    replica = Replica(topology, policy.device) if trains_reward_model(topology) else policy
+    step = (RewardModelStep if trains_reward_model(topology) else TrainStep)(topology, replica)
+    batch = pairs(0)
+    ref_N = np.random.default_rng(7).normal(-3.5, 0.5, len(batch.tokens_N))
+    batch = replace(batch, ref_log_probs_N=(ref_N * batch.loss_mask_N).astype(np.float32))
+    return step(batch).metrics
+
+
 def train(topology: Topology, cases: dict[str, Any], ranks: Ranks) -> dict[str, dict[str, float]]:
     """Train one step with each case, and return its metrics."""
     device = torch.device("cpu")
@@ -58,7 +70,8 @@ def train(topology: Topology, cases: dict[str, Any], ranks: Ranks) -> dict[str, 
     batch = batch_of(TrainStep(topology, replica))
     found: dict[str, dict[str, float]] = {}
     for name, settings in cases.items():
-        metrics = TrainStep(msgspec.structs.replace(topology, algorithm=algorithm(settings)), replica)(batch).metrics
+        own = msgspec.structs.replace(topology, algorithm=algorithm(settings))
+        metrics = trained_pairs(own, replica) if trains_pairs(own) else TrainStep(own, replica)(batch).metrics
         found[name] = {key: float(value) for key, value in metrics.items() if not key.startswith("perf/")}
     assert all(map(torch.equal, before, replica.weights_copy())), "a step with learning rate 0 moved weights"
     groups.leave()

@@ -38,6 +38,9 @@ NEEDS_SEQUENCES: Final = (
     "loss ppo, sequences, clipped",
     "loss ppo, sequences rejected",
     "loss ppo, OPSM",
+    "pairs, DPO",
+    "pairs, IPO",
+    "pairs, reward model",
 )
 CASES: Final = cases()
 RELATIVE, ABSOLUTE = 2e-5, 2e-6

@@ -1,7 +1,7 @@
 """A tiny model's configuration, topologies that train it, and random batches for it."""
 
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -116,6 +116,21 @@ def random_batch(step: int = 0, *, num_groups: int = 4, group_size: int = 4, see
         input_lens_B=given,
         num_turns_B=given,
     )
+
+
+def pairs(step: int, num_pairs: int = 8) -> TrainBatch:
+    """Preference pairs of random samples: a rollout with two parts, rewards 1 and 0."""
+    batch = random_batch(step, num_groups=num_pairs, group_size=2)
+    kept_B = batch.parts_B == 0
+    kept_N = np.repeat(kept_B, batch.lengths_B)
+    columns = {field.name: getattr(batch, field.name) for field in fields(batch) if field.name[-2:] in ("_B", "_N")}
+    own: dict[str, Any] = {
+        name: values[kept_B if name.endswith("_B") else kept_N]
+        for name, values in columns.items()
+        if values is not None
+    }
+    own |= {"rollouts_B": own["groups_B"], "parts_B": own["indices_B"], "rewards_B": 1.0 - own["indices_B"]}
+    return replace(batch, **own)
 
 
 def groups_of(batch: TrainBatch) -> Iterator[tuple[int, TrainBatch]]:

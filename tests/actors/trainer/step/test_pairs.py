@@ -1,6 +1,5 @@
 """Training on preference pairs: against plain torch, with pairs whole in every layout of micro-batches."""
 
-from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,26 +13,11 @@ from actors.trainer.megatron.rank_model import Replica
 from actors.trainer.step.train_step import TrainStep
 from runtime.settings.topology import Topology
 from tests.actors.trainer.hf import whole_weights, write_model
-from tests.actors.trainer.tiny import random_batch
+from tests.actors.trainer.tiny import pairs
 from tests.build.topology import MakeTopology
 
 CPU = torch.device("cpu")
 ADAM_EPS = 1e-4  # at 1e-8 a gradient that is rounding alone moves its weight by all of the learning rate
-
-
-def pairs(step: int, num_pairs: int = 8) -> TrainBatch:
-    """Preference pairs of random samples: a rollout with two parts, rewards 1 and 0."""
-    batch = random_batch(step, num_groups=num_pairs, group_size=2)
-    kept_B = batch.parts_B == 0
-    kept_N = np.repeat(kept_B, batch.lengths_B)
-    columns = {field.name: getattr(batch, field.name) for field in fields(batch) if field.name[-2:] in ("_B", "_N")}
-    own: dict[str, Any] = {
-        name: values[kept_B if name.endswith("_B") else kept_N]
-        for name, values in columns.items()
-        if values is not None
-    }
-    own |= {"rollouts_B": own["groups_B"], "parts_B": own["indices_B"], "rewards_B": 1.0 - own["indices_B"]}
-    return replace(batch, **own)
 
 
 def topology_of(make_topology: MakeTopology, directory: Path, *, max_tokens: int, **algorithm: Any) -> Topology:

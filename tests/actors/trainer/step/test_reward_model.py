@@ -20,7 +20,7 @@ from actors.trainer.models.shapes import VALUE_HEAD, check_weights
 from actors.trainer.step.reward_model import RewardModelStep, at_last_tokens
 from runtime.settings.topology import MegatronConfig, Topology
 from tests.actors.trainer.hf import whole_weights, write_model
-from tests.actors.trainer.step.test_pairs import pairs
+from tests.actors.trainer.tiny import pairs
 from tests.build.topology import MakeTopology
 
 CPU = torch.device("cpu")
