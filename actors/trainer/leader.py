@@ -253,7 +253,7 @@ class Leader:
                 await self._save()
                 continue
             if self.step not in history.batches:
-                self.busy_s += await self._precomputer.compute_one()
+                self.busy_s += await self._precomputer.compute_one(self.step)
                 continue
             begin = time.perf_counter()
             fed = await self._feed.batch(self.step)

@@ -23,6 +23,7 @@ class LogProbPrecomputer:
     def __init__(self, topology: Topology, feed: Feed, torch_thread: TorchThread, rank: "TrainerRank") -> None:
         """Start without precomputed log-probs."""
         self._is_on = topology.trainer.log_probs_ahead
+        self._reference_moves = topology.algorithm.ref_update_interval is not None
         self._feed = feed
         self._torch_thread = torch_thread
         self._rank = rank
@@ -36,12 +37,21 @@ class LogProbPrecomputer:
     def _next(self) -> int | None:
         return next((seq for seq in self._feed.kept() if seq not in self._precomputed), None)
 
-    async def compute_one(self) -> float:
-        """Compute the log-probs of one group. Returns the seconds that it took."""
+    async def compute_one(self, step: int) -> float:
+        """Compute the log-probs of one group.
+
+        Args:
+            step: The next train step. It decides which weights the reference has.
+
+        Returns:
+            Seconds that it took.
+        """
         seq, begin = self._next(), time.perf_counter()
         assert seq is not None
         group = self._feed.group(seq)
-        columns = LogProbs() if group is None else await self._torch_thread.run(self._rank.log_probs, group)
+        columns = LogProbs()
+        if group is not None:
+            columns = await self._torch_thread.run(self._rank.log_probs, replace(group, step=step))
         self._precomputed.add(seq, columns)
         took_s = time.perf_counter() - begin
         self._took_s += took_s
@@ -58,4 +68,5 @@ class LogProbPrecomputer:
 
     def weights_moved(self) -> None:
         """Discard log-probs that a train step made obsolete."""
-        self._precomputed.weights_moved(self._feed.history.completed)
+        waiting = () if self._reference_moves else self._feed.history.completed
+        self._precomputed.weights_moved(waiting)

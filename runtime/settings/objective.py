@@ -87,6 +87,7 @@ def _preference(algorithm: AlgorithmConfig) -> Iterator[PlannedTerm]:
     beta, smoothing = algorithm.dpo_beta, algorithm.label_smoothing
     over = "mean" if algorithm.preference_loss == "ipo" else "sum"
     yield _term("margin", f"h = {over} of log(policy / reference), chosen - rejected", "model.ref_load")
+    yield from _reference(algorithm)
     if algorithm.preference_loss == "ipo":
         yield _term("loss", f"(h - {1 / (2 * beta):g})^2", "IPO, arXiv 2310.12036")
     else:
@@ -118,6 +119,7 @@ def _terms(recipe: Recipe) -> Iterator[PlannedTerm]:
         factor = " x policy / old policy" if algorithm.use_unbiased_kl else ""
         divergence = f"+ {algorithm.kl_loss_coef:g} {algorithm.kl_loss_type}(policy, reference){factor}"
         yield _term("divergence", divergence, "algorithm.kl_loss_coef, kl_loss_type")
+        yield from _reference(algorithm)
     if algorithm.entropy_coef or algorithm.entropy_coef_end:
         end = algorithm.entropy_coef_end
         until = "" if end is None else f", {end:g} at the last step"
@@ -126,6 +128,12 @@ def _terms(recipe: Recipe) -> Iterator[PlannedTerm]:
         likelihood = f"+ {algorithm.positive_example_nll_weight:g} mean of -log p over tokens of samples with R > 0"
         yield _term("likelihood", likelihood, "VAPO, arXiv 2504.05118")
     yield _term("reduction", _reduction(recipe), _reduction_source(algorithm))
+
+
+def _reference(algorithm: AlgorithmConfig) -> Iterator[PlannedTerm]:
+    if (interval := algorithm.ref_update_interval) is not None:
+        every = "every train step" if interval == 1 else f"every {interval} train steps"
+        yield _term("reference", f"= policy {every}", "algorithm.ref_update_interval")
 
 
 def _penalties(recipe: Recipe) -> Iterator[PlannedTerm]:

@@ -321,6 +321,9 @@ class AlgorithmConfig(Config, frozen=True, kw_only=True):
     rollout_data_postprocess: Text | None = None
     # Weight of the KL divergence from the reference model in the loss. 0 turns it off: no reference model is loaded.
     kl_loss_coef: NonNegative = 0.0
+    # Number of train steps between updates of the reference model: it takes the weights of the policy. By default it
+    # stays as it was loaded. Checkpoints then contain the reference, too.
+    ref_update_interval: Positive | None = None
     # Estimator of the KL divergence. "low_var_kl" is k3 clipped at 10 nats. "k3+" has the value of k3 and the gradient
     # of k2.
     kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl", "k3+"] = "k1"
@@ -369,6 +372,8 @@ class AlgorithmConfig(Config, frozen=True, kw_only=True):
     use_rollout_routing_replay: bool = False
     # Use the engines' log-probs as those of the old policy. This saves a forward pass.
     use_rollout_logprobs: bool = False
+    # Set the optimizer's moments and step counts to 0 before each train step.
+    reset_optimizer_states: bool = False
     # Largest change of a value that lowers the critic's loss, in reward units.
     value_clip: Annotated[float, msgspec.Meta(gt=0)] = 0.2
     # Factor of the critic's squared error: 1 as in slime; verl and NeMo-RL have 0.5.

@@ -110,6 +110,7 @@ def _topology(place: Path, row: Row, device: str) -> Topology:
         "algorithm": {
             "entropy_coef": 0.05,
             "kl_loss_coef": 0.1,
+            "ref_update_interval": 3,  # the checkpoint after two steps has the reference, which moves before the last
             "num_steps_per_rollout": 2,
             "use_routing_replay": row.replay,
             "use_rollout_routing_replay": row.told,

@@ -19,6 +19,7 @@ from actors.trainer.megatron.imports import (
     merge,
     quiet,
 )
+from actors.trainer.megatron.kept_weights import STEPS, fill, set_steps, sharded_weights, steps_of, tensors_of
 from actors.trainer.megatron.optimizer_shards import PREFIX, sharded_optimizer
 from actors.trainer.megatron.rank_model import Replica
 from actors.trainer.megatron.reading import reading
@@ -47,7 +48,7 @@ def begin_save(
 
 
 def load_checkpoint(replica: Replica, path: Path) -> int:
-    """Load model, optimizer and random state. A collective of all ranks.
+    """Load model, optimizer, random state and kept weights. A collective of all ranks.
 
     Returns:
         Train steps that the state contains.
@@ -56,16 +57,18 @@ def load_checkpoint(replica: Replica, path: Path) -> int:
         ValueError: An earlier version of the trainer saved the checkpoint.
         Whatever Megatron raises when files are damaged or belong to another model.
     """
-    saved = _saved_distributed(path)
+    saved = _saved_values(path)
+    set_steps(replica.kept, saved.get(STEPS, {}))
     with quiet(), reading(path):
         wanted = _state(replica, step=0, loading=True)
         settings = _settings(replica)
-        optimizer = wanted.pop("optimizer")
-        _take_main_parameters(optimizer, replica, saved)
+        optimizer, kept = wanted.pop("optimizer"), tensors_of(wanted["kept"])
+        _take_main_parameters(optimizer, replica, saved[DISTRIBUTED])
         state = dist_checkpointing.load(wanted, str(path))
         state |= dist_checkpointing.load({"optimizer": optimizer}, str(path))  # may request the model's names, too
     for key, chunk in named_chunks(replica.complete_chunks()).items():
         chunk.load_state_dict(state[key])
+    fill(kept, state["kept"])
     loaded = settings if replica.is_distributed else merge(settings, state["optimizer"])  # distributed: read in place
     load_settings(replica.optimizer, loaded, state["optimizer_steps"])
     torch.set_rng_state(state["rng"][dist.get_rank() % len(state["rng"])])
@@ -120,9 +123,11 @@ def _state(replica: Replica, *, step: int, loading: bool) -> dict[str, Any]:
         "steps_before": replica.steps_before,
         "skipped_in_a_row": replica.skips.in_a_row,
         "skipped_recently": list(replica.skips.recent),
+        STEPS: steps_of(replica.kept),
         DISTRIBUTED: replica.is_distributed,
     }
-    return {**model, "optimizer": optimizer, "rng": _random_states(), **plain}
+    kept = sharded_weights(replica.kept, list(replica.weights()), list(leaves(model)))
+    return {**model, "optimizer": optimizer, "kept": kept, "rng": _random_states(), **plain}
 
 
 def sharded_state(replica: Replica, model: dict[str, Any], *, loading: bool) -> dict[Any, Any]:
@@ -193,12 +198,12 @@ def _random_states() -> list[torch.Tensor]:
     return states
 
 
-def _saved_distributed(path: Path) -> bool:
-    """Whether the distributed optimizer saved a checkpoint."""
+def _saved_values(path: Path) -> dict[str, Any]:
+    """Return the plain values of a checkpoint."""
     plain = dist_checkpointing.load_common_state_dict(str(path))
     if "optimizer_steps" not in plain:
         raise ValueError(f"{path} was written by an earlier version of the trainer, and is no longer read")
-    return plain[DISTRIBUTED]
+    return plain
 
 
 def _take_main_parameters(optimizer: Any, replica: Replica, saved: bool) -> None:

@@ -25,6 +25,7 @@ from actors.trainer.megatron.imports import (
     get_megatron_optimizer,
     quiet,
 )
+from actors.trainer.megatron.kept_weights import KeptWeights
 from actors.trainer.megatron.layers.head import HeadRequest, MtpRequest
 from actors.trainer.megatron.layers.router import Routers
 from actors.trainer.megatron.layers.rows import own_context, packing
@@ -127,6 +128,7 @@ class Replica:
         self._resting: Offloaded | None = None
         self.between: Callable[[], object] = nothing  # called before each micro-batch, on all ranks of a pipeline stage
         self.before_log_probs: Callable[[str], None] = _no_hook  # called with the name of the weights; of the user
+        self.kept: dict[str, KeptWeights] = {}  # copies of earlier weights that checkpoints contain, by name
         self.steps_before = 0  # train steps of the checkpoint that the run started from
         self.skips = Skips()  # skipped optimizer steps of the run so far
 
@@ -177,7 +179,7 @@ class Replica:
     def _expert_biases(self) -> list[Tensor]:
         return [bias for chunk in self.chunks for _, bias in expert_biases(chunk)]
 
-    def _weights(self) -> Iterator[Any]:
+    def weights(self) -> Iterator[Any]:
         """Yield this rank's parameters and expert biases."""
         for chunk in self.complete_chunks():
             yield from (tensor for _, tensor in tensors_of(chunk))
@@ -190,12 +192,19 @@ class Replica:
 
     def weights_copy(self) -> list[Tensor]:
         """Copy this rank's weights to the host, for `exchange_weights`."""
-        return [host_copy(weight.detach()) for weight in self._weights()]
+        return [host_copy(weight.detach()) for weight in self.weights()]
+
+    @torch.no_grad()
+    def keep_weights(self, kept: KeptWeights, step: int) -> None:
+        """Copy this rank's weights, which contain `step` train steps, in place of earlier ones."""
+        for weight, copy in zip(self.weights(), kept.tensors, strict=True):
+            copy.copy_(weight)
+        kept.step = step
 
     @torch.no_grad()
     def exchange_weights(self, weights: Sequence[Tensor]) -> None:
         """Swap this rank's weights with `weights`. The optimizer's copies stay unchanged."""
-        for weight, other in zip(self._weights(), weights, strict=True):
+        for weight, other in zip(self.weights(), weights, strict=True):
             before = weight.clone()
             weight.copy_(other)
             other.copy_(before)
@@ -324,6 +333,14 @@ class Replica:
             else:
                 self.restore_biases()
         return norm
+
+    def reset_optimizer(self) -> None:
+        """Set AdamW's moments and step counts to 0, as before its first step. The main parameters stay."""
+        with self.optimizer_at_hand(), torch.no_grad():
+            for part in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
+                for state in part.optimizer.state.values():
+                    for name in ("step", "exp_avg", "exp_avg_sq"):
+                        state[name].zero_()
 
     def _move(self, norm: float) -> None:
         """Do the part of Megatron's `optimizer.step` that follows the norm."""

@@ -9,42 +9,80 @@ import torch
 from actors.trainer.data.batch import Floats32, Ints, MicroBatch, TrainBatch
 from actors.trainer.data.precomputed import LogProbs, groups_to_compute
 from actors.trainer.megatron import groups as ranks
+from actors.trainer.megatron.kept_weights import KeptWeights
 from actors.trainer.megatron.rank_model import Replica
 from actors.trainer.models.files import file_source
 from actors.trainer.models.shapes import check_weights
 from actors.trainer.step.layout import group_by_group
-from runtime.settings.recipe import keeps_teacher
+from runtime.settings.recipe import keeps_teacher, uses_reference
 from runtime.settings.topology import Topology
 
 Compute = Callable[[TrainBatch, Sequence[MicroBatch]], Floats32]
 
 
+REF = "ref"  # name of the reference's weights in a checkpoint
+
+
 class ReferenceModel:
-    """Frozen weights of this rank, kept in host memory and swapped with the policy's to compute log-probs.
+    """Weights of this rank apart from the policy's, kept in host memory and swapped with them to compute log-probs.
 
     A run has one such copy for the reference, and one for a teacher. A swap needs GPU memory for one parameter at a
     time. The policy's weights are bit-equal before and after.
     """
 
-    def __init__(self, replica: Replica, ref_load: str | None, *, store_prefix: str = "ref_") -> None:
+    def __init__(
+        self,
+        replica: Replica,
+        ref_load: str | None,
+        *,
+        store_prefix: str = "ref_",
+        update_interval: int | None = None,
+    ) -> None:
         """Copy the weights. Create the reference model before a checkpoint is loaded.
 
         Args:
             replica: Model replica of this rank.
             ref_load: Model directory. None: the replica's current weights.
             store_prefix: Name of the weights for the user's hook.
+            update_interval: Train steps between updates by `follow`. The weights are then part of checkpoints. None:
+                the weights stay.
 
         Raises:
             ValueError, OSError: The directory cannot be used.
         """
         self._replica = replica
         self._store_prefix = store_prefix
-        self._weights = replica.weights_copy()
+        self._update_interval = update_interval
+        self._kept = KeptWeights(replica.weights_copy())
+        self._weights = self._kept.tensors
+        if update_interval is not None:
+            replica.kept[REF] = self._kept
         if ref_load is not None:
             check_weights(Path(ref_load), replica.hf)
             replica.set_weights(file_source(Path(ref_load)))
             replica.exchange_weights(self._weights)
             replica.optimizer.reload_model_params()
+
+    def follow(self, steps: int) -> None:
+        """Take the policy's weights if an update is due. Call it before a train step, and before log-probs for it.
+
+        The update after train step k, 2 k, ... of `update_interval` k happens here, before the next step: until then
+        the policy's weights do not change. Without weights of this training, as at the start, none is due.
+
+        Args:
+            steps: Train steps in the policy's weights, those of earlier runs included.
+        """
+        if self._update_interval is None:
+            return
+        due = steps - steps % self._update_interval
+        if self._kept.step is None:
+            self._kept.step = due
+        if self._kept.step < due:
+            self._replica.keep_weights(self._kept, due)
+
+    def metrics(self) -> dict[str, float]:
+        """Train steps in the weights at their last update, if there are updates."""
+        return {} if self._update_interval is None else {"train/ref_step": float(self._kept.step or 0)}
 
     def log_probs(self, batch: TrainBatch, micro_batches: Sequence[MicroBatch]) -> Floats32:
         """Compute log-probs of the trained tokens in these micro-batches. A collective of all ranks."""
@@ -54,6 +92,17 @@ class ReferenceModel:
         self._replica.fill_log_probs(micro_batches, column)
         self._replica.exchange_weights(self._weights)
         return column
+
+
+def reference_of(topology: Topology, replica: Replica) -> ReferenceModel | None:
+    """Load the reference model. None: the loss needs none.
+
+    Raises:
+        ValueError, OSError: Its directory cannot be used.
+    """
+    if not uses_reference(topology.algorithm):
+        return None
+    return ReferenceModel(replica, topology.model.ref_load, update_interval=topology.algorithm.ref_update_interval)
 
 
 def teacher_of(topology: Topology, replica: Replica) -> ReferenceModel | None:

@@ -166,6 +166,8 @@ class Learner:
             InputError: A loss or a gradient was not finite, and train.on_nonfinite, train.max_skipped or
                 train.max_skipped_share ends the run.
         """
+        if self._topology.algorithm.reset_optimizer_states:
+            self._replica.reset_optimizer()
         done: list[Done] = []
         for step in steps:
             if not self._prefix:

@@ -33,7 +33,7 @@ from actors.trainer.megatron.rank_model import Replica, TokenOutputs
 from actors.trainer.plugins.dry_run import try_plugins
 from actors.trainer.plugins.functions import hook
 from actors.trainer.plugins.rollout_data import Postprocess, rollout_data
-from actors.trainer.step.by_group import GroupLogProbs, ReferenceModel, teacher_of
+from actors.trainer.step.by_group import GroupLogProbs, reference_of, teacher_of
 from actors.trainer.step.estimator import advantage_inputs, group_of_one, response_mask, token_advantages
 from actors.trainer.step.layout import NO_SAMPLES, laid_out, shared_equally
 from actors.trainer.step.learner import Learner, OptimizerStep
@@ -58,7 +58,6 @@ from runtime.settings.recipe import (
     replays_experts,
     trains_demonstrations,
     trains_pairs,
-    uses_reference,
 )
 from runtime.settings.topology import Topology
 
@@ -105,7 +104,7 @@ def hook_before_log_probs(topology: Topology, replica: Replica) -> Callable[[str
 
 
 class TrainStep:
-    """Trains batches on a replica. Its only state is the reference model's weights."""
+    """Trains batches on a replica. Its only own state is weights of other models and earlier steps."""
 
     def __init__(self, topology: Topology, replica: Replica) -> None:
         """Copy the reference weights. Create the train step before a checkpoint is loaded.
@@ -130,8 +129,7 @@ class TrainStep:
         self._learner = Learner(topology, replica, self._objective.names)
         self._needs_all_old = not self._demonstrations and needs_all_old_log_probs(self._algorithm)
         self._group_of_one: GroupOfOne = group_of_one(topology)
-        ref_load = topology.model.ref_load
-        self._reference = ReferenceModel(replica, ref_load) if uses_reference(self._algorithm) else None
+        self._reference = reference_of(topology, replica)
         self._teacher = teacher_of(topology, replica)
         self._max_tokens = max_sample_tokens(topology)
         self._by_group: GroupLogProbs | None = None
@@ -149,6 +147,7 @@ class TrainStep:
                 fail on the same batch.
         """
         timer, memory = StepTimer(), self._replica.memory
+        self._update_reference(batch)
         batch = batch if self._demonstrations else with_penalties(batch, self._topology)
         steps = self._plan(batch)
         timer.lap("perf/plan_time")
@@ -178,6 +177,8 @@ class TrainStep:
                 metrics |= counted.counts(batch, trained, advantages_N, response_mask(batch))
             metrics |= reward_metrics(batch, self._algorithm)
             metrics["train/entropy_coef"] = self._entropy_coef(batch.step)
+        if self._reference is not None:
+            metrics |= self._reference.metrics()
         metrics["train/num_skipped_steps"] = len(done) - len(taken)
         metrics["train/grad_norm"] = float(np.mean([one.norm for one in taken or done]))
         metrics["train/lr-pg_0"] = self._learner.learning_rate(batch.step, steps[-1].number)
@@ -193,10 +194,18 @@ class TrainStep:
         return MaskedTokens(self._objective.names, len(batch.tokens_N), self._replica.device)
 
     def precompute(self, batch: TrainBatch) -> LogProbs:
-        """Precompute log-probs of groups that are in no batch yet. A collective of all ranks."""
+        """Precompute log-probs of groups that are in no batch yet, for the train step `batch.step`.
+
+        A collective of all ranks.
+        """
         assert self._by_group is not None
+        self._update_reference(batch)
         with self._replica.memory.phase("prepare"):
             return self._by_group.precompute(batch)
+
+    def _update_reference(self, batch: TrainBatch) -> None:
+        if self._reference is not None:
+            self._reference.follow(self._replica.steps_before + batch.step)
 
     def _plan(self, batch: TrainBatch) -> list[OptimizerStep]:
         replica, none_B = self._replica, np.zeros(len(batch.lengths_B), dtype=bool)

@@ -304,6 +304,9 @@ def _terms(recipe: Recipe) -> Iterator[Problem]:
     if recipe.model.ref_load is not None and not uses_reference(algorithm):
         message = "has no effect unless algorithm.kl_loss_coef is above 0"
         yield Problem.of("model.ref_load", recipe.model.ref_load, message)
+    if algorithm.ref_update_interval is not None and not uses_reference(algorithm):
+        message = "has no effect unless algorithm.kl_loss_coef is above 0"
+        yield Problem.of("algorithm.ref_update_interval", algorithm.ref_update_interval, message)
     if algorithm.positive_example_nll_weight and algorithm.custom_pg_loss_reducer is not None:
         message = "cannot be combined with algorithm.custom_pg_loss_reducer: it may give a token no weight"
         yield Problem.of("algorithm.positive_example_nll_weight", algorithm.positive_example_nll_weight, message)

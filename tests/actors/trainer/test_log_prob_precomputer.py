@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import anyio
+import msgspec
 import pytest
 
 from actors.trainer.commands import TrainerRank
@@ -61,8 +62,8 @@ class Computed:
 def precomputed(monkeypatch: pytest.MonkeyPatch) -> Computed:
     computed, compute_one = Computed(), LogProbPrecomputer.compute_one
 
-    async def counted(self: LogProbPrecomputer) -> float:
-        took_s = await compute_one(self)
+    async def counted(self: LogProbPrecomputer, step: int) -> float:
+        took_s = await compute_one(self, step)
         await computed.add()
         return took_s
 
@@ -107,6 +108,22 @@ async def test_groups_that_are_kept_are_computed_while_their_batch_is_awaited(
     metrics = [trained.metrics for trained in of(said, BatchTrained)]
     assert [one["perf/log_probs_ahead_ratio"] for one in metrics] == [1.0, 1.0]
     assert 0 < metrics[0]["perf/log_probs_ahead_time"] <= metrics[0]["perf/train_wait_time"]
+    assert [event.checksum for event in of(said, WeightsAnnounced)] == await checksums(topology, tmp_path / "other")
+
+
+async def test_log_probs_of_a_reference_that_has_moved_are_not_used(
+    topology: Topology, bus: Bus, tmp_path: Path, precomputed: Computed
+) -> None:
+    """Those of the second batch were computed before the first step, after which the reference is the policy."""
+    algorithm = msgspec.structs.replace(topology.algorithm, kl_loss_type="k3", ref_update_interval=1)
+    topology = msgspec.structs.replace(topology, algorithm=algorithm)
+    async with running(topology, bus, tmp_path / "run"):
+        await said_until(bus, WeightsAnnounced)
+        groups = [await publish_groups(bus, step, version=1) for step in range(NUM_STEPS)]
+        await precomputed.until(NUM_STEPS * GROUPS)
+        for step in range(NUM_STEPS):
+            await make(bus, step, groups[step])
+        said = await said_until(bus, WeightsAnnounced, NUM_STEPS + 1)
     assert [event.checksum for event in of(said, WeightsAnnounced)] == await checksums(topology, tmp_path / "other")
 
 

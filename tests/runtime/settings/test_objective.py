@@ -117,6 +117,8 @@ def test_a_reward_model_has_a_loss_of_rewards_without_a_reference(smoothing: flo
             "divergence",
             "+ 0.01 k3(policy, reference) x policy / old policy",
         ),
+        ({"kl_loss_coef": 0.01, "ref_update_interval": 40}, "reference", "= policy every 40 train steps"),
+        ({"loss_type": "dpo_loss", "ref_update_interval": 1}, "reference", "= policy every train step"),
         ({"entropy_coef": 0.1, "entropy_coef_end": 0.0}, "entropy", "- 0.1 entropy, 0 at the last step"),
         (
             {"positive_example_nll_weight": 0.1},
