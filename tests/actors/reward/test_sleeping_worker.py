@@ -6,6 +6,7 @@ import time
 
 import anyio
 import pytest
+from anyio.streams.buffered import BufferedByteReceiveStream
 
 from actors.reward.actor import RewardActor
 from actors.rollout.groups.scoring import Scorer
@@ -56,7 +57,8 @@ async def test_a_worker_that_sleeps_costs_redeliveries_and_nothing_else(bus: Bus
                     for number in range(NUM_REQUESTS):
                         asking.start_soon(ask, number)
                     assert worker.stdout is not None
-                    assert await worker.stdout.receive() == b"holds\n"
+                    said = BufferedByteReceiveStream(worker.stdout)
+                    assert await said.receive_until(b"\n", 100) == b"holds"
                     worker.send_signal(signal.SIGSTOP)
                     began = time.monotonic()
                     await group.start(RewardActor(topology_with(reward={"processes": 1}), bus).run)
