@@ -11,9 +11,10 @@ import ast
 import contextlib
 import json
 import subprocess
+import sys
 from collections import defaultdict
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any, Final
 
 import numpy as np
@@ -31,6 +32,8 @@ SECOND: Final = (0.5, 1.0, 0.5, 0.0, 0.25, 1.0)  # another reward of the same sa
 WEIGHTS: Final = (1.0, 0.5)  # of the two
 TURNS: Final = (2, 1, 3, 1, 2, 2)  # of each sample, with an input token each
 SCORES: Final = (0.5, -1.25, -2.0, 0.75, 3.0, 2.5)  # of chosen and rejected responses in turn
+TRAINS: Final = "11011 111 1001110 1 1011 111101"  # tokens of each response; 0: the output of a tool
+GAMMA, LAMBD, KL_COEF = 0.9, 0.8, 0.25
 BASELINES: Final = (0.5, 0.75, 0.5, 0.75, 0.5, 0.75)  # of the greedy sample of each sample's group
 
 
@@ -129,6 +132,7 @@ def of_verl(directory: Path, columns: dict[str, list[float]]) -> dict[str, Any]:
         found["losses"][name] = with_gradient(loss, new)
     found["own_losses"] = own_losses_of_verl(directory, columns, masked, config)
     found["token_baseline"] = token_baseline_of_verl(directory, columns)
+    found["returns"] = returns_of_verl(directory, columns, masked)
     for name in ("k1", "k2", "low_var_kl", "k3+"):
         new = torch.tensor(columns["new"], requires_grad=True)
         found["kl"][name] = with_gradient(peer.kl_penalty(new, torch.tensor(columns["ref"]), name).sum(), new)
@@ -169,6 +173,34 @@ def own_advantages_of_verl(directory: Path, grpo: Any, masked: Any) -> dict[str,
         for length in range(15)
     ]
     return {"gdpo": found[:, 0].tolist(), "remax": greedy[:, 0].tolist(), "overlong": overlong}
+
+
+def returns_of_verl(directory: Path, columns: dict[str, list[float]], masked: Any) -> dict[str, Any]:
+    """GAE and REINFORCE++, which skip tokens that do not train. Both advantages are whitened."""
+    source = (directory / "verl/trainer/ppo/core_algos.py").read_text()
+    gae, discounted = "compute_gae_advantage_return", "compute_reinforce_plus_plus_outcome_advantage"
+    peer = functions(source, (gae, discounted), verl_F=masked, Optional=Any, AlgoConfig=type("A", (), {}))
+    trains, there = padded(trained()), MASK > 0
+    rewards = -KL_COEF * padded(divergence(columns)) * trains
+    for row, reward in enumerate(REWARDS):
+        rewards[row, trains[row].nonzero()[-1]] += reward
+    advantages, returns = getattr(peer, gae)(rewards, padded(columns["rollout"]), trains, GAMMA, LAMBD)
+    whitened, plain = getattr(peer, discounted)(rewards, trains, Options(gamma=GAMMA))
+    return {
+        "gae": {"advantages": advantages[there].tolist(), "returns": returns[there].tolist()},
+        "reinforce_plus_plus": {"advantages": whitened[there].tolist(), "returns": plain[there].tolist()},
+    }
+
+
+def trained() -> list[float]:
+    """The loss mask of all responses."""
+    return [float(flag) for flag in TRAINS.replace(" ", "")]
+
+
+def divergence(columns: dict[str, list[float]]) -> list[float]:
+    """k1 of the old policy and the reference, 0 where the token does not train."""
+    found = (torch.tensor(columns["old"]) - torch.tensor(columns["ref"])) * torch.tensor(trained())
+    return found.tolist()
 
 
 def token_baseline_of_verl(directory: Path, columns: dict[str, list[float]]) -> list[float]:
@@ -231,6 +263,7 @@ def of_slime(git: Path, columns: dict[str, list[float]]) -> dict[str, Any]:
             loss = peer.compute_approx_kl(new, torch.tensor(columns["ref"]), name, ratio)
             found["kl"][f"{name} unbiased" if unbiased else name] = with_gradient(loss.sum(), new)
     found["mis"] = mis_of_slime(git, columns)
+    found["returns"] = returns_of_slime(git, columns)
     distilled = functions(shown(git, SLIME, "slime/backends/megatron_utils/loss.py"), ("apply_opd_kl_to_advantages",))
     found["opd"] = {}
     for coef in (0.5, 1.0):
@@ -249,6 +282,32 @@ def of_slime(git: Path, columns: dict[str, list[float]]) -> dict[str, Any]:
     loss, metrics = critic.value_loss_function(SimpleNamespace(value_clip=0.2), batch, None, torch.sum)
     found["value_loss"] = with_gradient(loss, new) | {"clipped": metrics["value_clipfrac"].item()}
     return found
+
+
+def returns_of_slime(git: Path, columns: dict[str, list[float]]) -> dict[str, Any]:
+    """REINFORCE++ of both kinds, and GAE by its chunks, over all tokens of the responses. Nothing is whitened."""
+    baseline, discounted = "get_reinforce_plus_plus_baseline_advantages", "get_reinforce_plus_plus_returns"
+    batch, scans = "get_advantages_and_returns_batch", ("chunked_gae", "chunked_discounted_returns", "vanilla_gae")
+    core = ModuleType("megatron.core")
+    core.mpu = SimpleNamespace(get_context_parallel_world_size=lambda: 1)  # type: ignore[attr-defined]
+    sys.modules["megatron"], sys.modules["megatron.core"] = ModuleType("megatron"), core
+    source = shown(git, SLIME, "slime/utils/ppo_utils.py")
+    peer = functions(source, (baseline, discounted, batch, *scans), F=torch.nn.functional)
+    kl, masks = torch.tensor(divergence(columns)).split(LENGTHS), torch.tensor(trained()).split(LENGTHS)
+    rewards = torch.tensor(REWARDS)
+    returns = getattr(peer, discounted)(rewards, kl, masks, LENGTHS, LENGTHS, KL_COEF, GAMMA)
+    means = torch.stack([rewards[torch.tensor(GROUPS) == group].mean() for group in GROUPS])
+    centred = getattr(peer, baseline)(rewards - means, kl, masks, KL_COEF)
+    tokens = [-KL_COEF * one for one in kl]
+    for one, reward in zip(tokens, REWARDS, strict=True):
+        one[-1] += reward
+    values = torch.tensor(columns["rollout"]).split(LENGTHS)
+    advantages, goals = getattr(peer, batch)(LENGTHS, LENGTHS, values, tokens, GAMMA, LAMBD)
+    return {
+        "reinforce_plus_plus": torch.cat(returns).tolist(),
+        "reinforce_plus_plus_baseline": torch.cat(centred).tolist(),
+        "gae": {"advantages": torch.cat(advantages).tolist(), "returns": torch.cat(goals).tolist()},
+    }
 
 
 def mis_of_slime(git: Path, columns: dict[str, list[float]]) -> dict[str, Any]:
@@ -405,6 +464,8 @@ def main() -> None:
         "groups": GROUPS,
         "rewards": REWARDS,
         "columns": columns,
+        "trains": trained(),
+        "kl": divergence(columns),
         "verl 0.9.1": of_verl(given.verl, columns),
         f"slime {SLIME}": of_slime(given.slime, columns),
         f"prime-rl {PRIME_RL}": of_prime_rl(given.prime_rl, columns),

@@ -10,6 +10,7 @@ import torch
 PEERS: Final[dict[str, Any]] = json.loads(Path(__file__).with_name("peer_numbers.json").read_text())
 VERL, SLIME, PRIME_RL, AREAL, NEMO_RL = (PEERS[name] for name in PEERS if " " in name)
 LENGTHS: Final[list[int]] = PEERS["lengths"]
+TRAINS, KL = np.array(PEERS["trains"]) > 0, np.array(PEERS["kl"])
 GROUPS, REWARDS = np.array(PEERS["groups"]), np.array(PEERS["rewards"])
 
 
