@@ -30,7 +30,11 @@ shapes, defaults, metrics, edges and sources, and one example that a test runs. 
 [algorithms](../train/algorithms.md) and [losses](../train/losses.md).
 
 - Losses, corrections and KL estimators take torch tensors, float32 or float64, and return the same dtype. Estimators of
-  advantages, whitening and reductions take numpy arrays or lists, and compute in float64.
+  advantages, whitening, penalties and reductions take lists, numpy arrays or torch tensors of any dtype, compute in
+  float64, and return numpy arrays.
+- Arguments before `*` can be given by position; those after it by name alone.
+- A column of another shape raises a ValueError that names it, and so does an unknown name of a choice, with what is
+  allowed, or a missing column.
 - B is the number of samples, M the number of trained tokens, N the number of tokens of all samples. `[M]` is a shape.
 - Log-probs are natural logarithms at the sampling temperature. Losses are minimised.
 - Log-ratios are limited to +-`max_log_ratio` before they are exponentiated. The default of functions and of the setting
@@ -124,7 +128,7 @@ def source_of(module: str) -> Source:
 def sources() -> list[Source]:
     """Return all modules of the package that have public functions or classes."""
     names = sorted(path.stem for path in (CODE / PACKAGE.replace(".", "/")).glob("*.py"))
-    found = [source_of(f"{PACKAGE}.{name}") for name in names if name != "__init__"]
+    found = [source_of(f"{PACKAGE}.{name}") for name in names if name not in ("__init__", "arguments")]
     return [source for source in found if source.functions or source.classes]
 
 

@@ -48,10 +48,13 @@ LOSSES: Final[Mapping[LossMode, tuple[str, str]]] = {
     "dppo_tv": ("-A sg(min(r, {cap})) log p unless |p - p_old| > {below} (up: {above})", "DPPO, arXiv 2602.04879"),
     "dppo_kl": ("-A sg(min(r, {cap})) log p unless KL(p_old, p) > {below} (up: {above})", "DPPO, arXiv 2602.04879"),
     "prime_rl": (
-        "-A r + {kl_tau} (log r)^2, A = 0 where p - q > {mask_high} or < -{mask_low}, r = policy p / engine q",
+        "-{adv}A r + {kl_tau} (log r)^2, A = 0 where p - q > {mask_high} or < -{mask_low}, r = policy p / engine q",
         "prime-rl's default; arXiv 2602.04879",
     ),
-    "prime_rl_ipo": ("-A r + {kl_tau} (log r)^2, A = 0 where |p - q| > {ipo}, r = policy p / engine q", "prime-rl"),
+    "prime_rl_ipo": (
+        "-{adv}A r + {kl_tau} (log r)^2, A = 0 where |p - q| > {ipo}, r = policy p / engine q",
+        "prime-rl",
+    ),
     "sapo": ("-A sigmoid(t (r - 1)) 4 / t, t = {tau_pos} for A > 0, else {tau_neg}, {ratio}", "SAPO, arXiv 2511.20347"),
     "gmpo": ("-mean(A) exp(mean(log r limited to [-{below}, {above}])), {ratio}", "GMPO, arXiv 2507.20673"),
     "decoupled_ppo": (
@@ -192,6 +195,7 @@ def _values(algorithm: AlgorithmConfig) -> Mapping[str, str]:
         "tau_pos": algorithm.tau_pos,
         "tau_neg": algorithm.tau_neg,
     }
+    shared["adv"] = "" if algorithm.adv_tau == 1 else f"{algorithm.adv_tau:g} "
     bound = "" if dual is None else f", at most -{dual:g} A for A < 0"
     return {**shared, **{name: f"{value:g}" for name, value in numbers.items()}, "dual": bound}
 

@@ -268,6 +268,8 @@ class AlgorithmConfig(Config, frozen=True, kw_only=True):
     dppo_mask_high: Fraction = 0.2
     # Largest change of a token's probability, with "prime_rl_ipo".
     ipo_threshold: Fraction = 0.1
+    # Factor of the advantages, with "prime_rl" and "prime_rl_ipo".
+    adv_tau: NonNegative = 1.0
     # Weight of the squared log-ratio of policy and engine, with "prime_rl" and "prime_rl_ipo".
     kl_tau: NonNegative = 1e-3
     # Temperature of the gate for positive advantages, with "sapo".
@@ -324,8 +326,8 @@ class AlgorithmConfig(Config, frozen=True, kw_only=True):
     # Number of train steps between updates of the reference model: it takes the weights of the policy. By default it
     # stays as it was loaded. Checkpoints then contain the reference, too.
     ref_update_interval: Positive | None = None
-    # Estimator of the KL divergence. "low_var_kl" is k3 clipped at 10 nats. "k3+" has the value of k3 and the gradient
-    # of k2.
+    # Estimator of the KL divergence. "low_var_kl" is k3 clipped at 10 nats. "k3+" has the value of low_var_kl and the
+    # gradient of k2.
     kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl", "k3+"] = "k1"
     # Multiply the KL divergence by the ratio of policy and old policy, which makes it unbiased for tokens that the old
     # policy sampled.

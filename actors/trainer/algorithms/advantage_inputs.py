@@ -24,7 +24,7 @@ Example:
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,12 +33,28 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 
+DTYPES: Final = {
+    "rewards": np.float64,
+    "groups": None,
+    "rollouts": None,
+    "lengths": np.int64,
+    "loss_mask": np.bool_,
+    "response_mask": np.bool_,
+    "baseline_rewards": np.float64,
+    "kl": np.float64,
+    "values": np.float64,
+    "old_log_probs": np.float64,
+    "ref_log_probs": np.float64,
+    "teacher_log_probs": np.float64,
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class AdvantageInputs:
     """Rewards, groups and tokens of one batch. Columns of tokens hold the samples one after the other.
 
-    Optional columns are None unless the recipe's estimator or its settings need them.
+    Optional columns are None unless the recipe's estimator or its settings need them. Lists become arrays of the dtypes
+    below. A column of another length raises a ValueError.
     """
 
     rewards: Floats  # [B], reward units; one that is not finite in float32 is excluded
@@ -56,6 +72,11 @@ class AdvantageInputs:
     teacher_log_probs: Floats | None = None  # [N], nats; 0 where the token does not train
 
     def __post_init__(self) -> None:
+        for name, kind in DTYPES.items():
+            if (values := getattr(self, name)) is not None:
+                object.__setattr__(self, name, np.asarray(values, dtype=kind))
+        named = {name: np.asarray(values, dtype=np.float64) for name, values in self.named_rewards.items()}
+        object.__setattr__(self, "named_rewards", named)
         num_samples, num_tokens = len(self.lengths), int(self.lengths.sum())
         sizes = {"rewards": num_samples, "groups": num_samples, "rollouts": num_samples, "loss_mask": num_tokens}
         sizes |= {"response_mask": num_tokens, "baseline_rewards": num_samples, "kl": num_tokens, "values": num_tokens}

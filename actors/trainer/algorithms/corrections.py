@@ -38,6 +38,7 @@ from typing import Final, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from actors.trainer.algorithms.arguments import check_choice
 from actors.trainer.algorithms.loss_inputs import MAX_LOG_RATIO, LossInputs, bounded
 
 Level = Literal["token", "sequence", "geometric"]
@@ -95,6 +96,7 @@ def importance_weights(
         slime. Token-level masks: IcePop, arXiv 2510.18855. Levels and modes: slime at 624b824a,
         examples/train_infer_mismatch_helper. Current policy: verl 0.9.1, bypass_mode.
     """
+    check_choice("mode", mode, Mode)
     log_ratios = _at_level(inputs, _log_ratios(inputs, current=current), level)
     ratio = torch.exp(bounded(log_ratios, max_log_ratio))
     if mode == "truncate":
@@ -152,8 +154,10 @@ def rejections(
 
     Source:
         slime at 624b824a, examples/train_infer_mismatch_helper. KPop: Guo et al., ringtech.notion.site/kpop, 2026, and
-        AReaL at cbff54d6, areal.utils.functional, which limits probabilities at 1e-8.
+        AReaL at cbff54d6, areal.utils.functional, which limits probabilities at 1e-8. verl 0.9.1 compares the inverse
+        ratio with the bounds of token_k1, seq_sum_k1 and seq_mean_k1: the same if low = 1 / high.
     """
+    check_choice("metric", metric, Metric)
     log_ratios = _log_ratios(inputs, current=current)
     if metric == "ratio":
         distance = torch.exp(bounded(_at_level(inputs, log_ratios, level), max_log_ratio))
@@ -212,11 +216,13 @@ def mean_weight(inputs: LossInputs, weights: Tensor, *, level: Level = "token") 
         The mean; 1 if it is 1e-8 or less, so that nothing is divided by it.
 
     Edges:
-        No tokens: 1.
+        No tokens: 1. With the mode "mask" slime takes the mean of the weights before the bounds, the metric tis, and
+        verl that of the factors.
 
     Source:
         slime at 624b824a, examples/train_infer_mismatch_helper.
     """
+    check_choice("level", level, Level)
     shares = torch.ones_like(weights) if level == "token" else 1.0 / inputs.sequences.lengths
     mean = float((weights * shares).sum() / shares.sum()) if len(weights) else 0.0
     return mean if mean > 1e-8 else 1.0
@@ -234,7 +240,7 @@ def mismatch_metrics(inputs: LossInputs) -> dict[str, Tensor]:
         [M] each, without gradients. KL(engine || trainer) by token: mis_kl, -d; mis_k3_kl, exp(d) - 1 - d. Perplexity
         by sequence: mis_training_ppl and mis_rollout_ppl, exp(-mean of log-probs), and their logarithms _log_ppl;
         mis_log_ppl_diff, -mean(d), mis_log_ppl_abs_diff, its absolute value, and mis_ppl_ratio, its exponential.
-        Chi-squared divergence: mis_chi2_token, exp(2 d) - 1, and mis_chi2_seq, exp(2 sum(d)) - 1. Every exponent is
+        Chi-squared divergence: mis_chi2_token, exp(d)^2 - 1, and mis_chi2_seq, exp(sum(d))^2 - 1. Every exponent is
         limited to +-20.
 
     Edges:
@@ -242,10 +248,9 @@ def mismatch_metrics(inputs: LossInputs) -> dict[str, Tensor]:
 
     Source:
         slime at 624b824a, examples/train_infer_mismatch_helper, with its names; verl 0.9.1, rollout_corr_helper, has
-        the same as rollout_corr/. Both limit d, not 2 d, in the chi-squared divergences.
+        the same as rollout_corr/. Both limit the exponents of the chi-squared divergences alone.
     """
-    assert inputs.trainer_log_probs is not None
-    trainer, engine, means = inputs.trainer_log_probs, inputs.rollout_log_probs, inputs.sequences.means
+    trainer, engine, means = inputs.needed("trainer_log_probs"), inputs.rollout_log_probs, inputs.sequences.means
     log_ratios = trainer - engine
     training, rollout = -means(trainer), -means(engine)
     difference = training - rollout
@@ -259,8 +264,8 @@ def mismatch_metrics(inputs: LossInputs) -> dict[str, Tensor]:
         "train/mis_log_ppl_diff": difference,
         "train/mis_log_ppl_abs_diff": difference.abs(),
         "train/mis_ppl_ratio": _exp(difference),
-        "train/mis_chi2_token": _exp(2.0 * log_ratios) - 1.0,
-        "train/mis_chi2_seq": _exp(2.0 * inputs.sequences.sums(log_ratios)) - 1.0,
+        "train/mis_chi2_token": _exp(log_ratios).square() - 1.0,
+        "train/mis_chi2_seq": _exp(inputs.sequences.sums(log_ratios)).square() - 1.0,
     }
 
 
@@ -289,6 +294,7 @@ def _binary_divergence(inputs: LossInputs, *, current: bool) -> Tensor:
 
 def _at_level(inputs: LossInputs, values: Tensor, level: Level) -> Tensor:
     """Return the values of tokens, or the sum or mean over each token's sequence, [M]."""
+    check_choice("level", level, Level)
     if level == "token":
         return values
     return inputs.sequences.sums(values) if level == "sequence" else inputs.sequences.means(values)

@@ -18,26 +18,25 @@ Example:
     ```
 """
 
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike
 from torch import Tensor
 
+from actors.trainer.algorithms.arguments import Floats, check_choice, column, floats
 from actors.trainer.algorithms.loss_inputs import Terms
 
-Floats = NDArray[np.float64]
 TopkKl = Literal["forward", "reverse", "mixed"]
 
 LOG_INFINITESIMAL: Final = -100.0  # nats: the teacher's log-prob outside of its top k
 
 
 def opd_advantages(
-    advantages: NDArray[np.floating[Any]],
-    log_probs: NDArray[np.floating[Any]],
-    teacher_log_probs: NDArray[np.floating[Any]],
-    loss_mask: NDArray[np.bool_],
+    advantages: ArrayLike,
+    log_probs: ArrayLike,
+    teacher_log_probs: ArrayLike,
+    loss_mask: ArrayLike,
     *,
     opd_kl_coef: float = 1.0,
 ) -> Floats:
@@ -63,9 +62,10 @@ def opd_advantages(
     Source:
         Lu, "On-Policy Distillation", Thinking Machines Lab, 2025; order of operations and default as in slime.
     """
-    found = advantages.astype(np.float64)
-    reverse_kl = log_probs[loss_mask].astype(np.float64) - teacher_log_probs[loss_mask].astype(np.float64)
-    found[loss_mask] -= opd_kl_coef * reverse_kl
+    found = floats("advantages", advantages)
+    trains = column("loss_mask", loss_mask, len(found)).astype(bool)
+    own = floats("log_probs", log_probs, len(found))[trains]
+    found[trains] -= opd_kl_coef * (own - floats("teacher_log_probs", teacher_log_probs, len(found))[trains])
     return found
 
 
@@ -107,6 +107,7 @@ def topk_distillation_loss(
     Source:
         NeMo-RL, DistillationLossFn at 7ea279ab.
     """
+    check_choice("kl_type", kl_type, TopkKl)
     ratios = teacher_topk_log_probs - topk_log_probs
     probs, teacher_probs = topk_log_probs.exp(), teacher_topk_log_probs.exp()
     forward = torch.where(teacher_probs > 0, teacher_probs * ratios, 0.0).sum(dim=-1)

@@ -3,7 +3,8 @@
 Every function works on the whole batch: groups and rollouts form by id, wherever their samples are. The parts of one
 rollout count once, with their mean reward. Rewards that are not finite in float32 are excluded: they count nowhere, and
 their advantage is NaN. Every token of a sample gets the sample's advantage. Whether tokens train changes nothing, but
-for OPO's lengths. Without `rollouts` every sample is a rollout. No samples: an empty array.
+for OPO's lengths. Without `rollouts` every sample is a rollout. No samples: an empty array. Columns are lists, numpy
+arrays or torch tensors; one of another length raises a ValueError, and so does an unknown name of a choice.
 
 Example:
     ```python
@@ -26,7 +27,8 @@ from typing import Final, Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-Floats = NDArray[np.float64]
+from actors.trainer.algorithms.arguments import Floats, check_choice, floats, group_numbers
+
 Ints = NDArray[np.int64]
 GroupOfOne = Literal["zero", "reward"]  # advantage of a rollout without others in its group
 
@@ -65,6 +67,7 @@ class _Votes:
 
     def alone(self, rewards: Floats, advantages: Floats, group_of_one: GroupOfOne) -> Floats:
         """Replace the advantages of groups of one rollout, [B]."""
+        check_choice("group_of_one", group_of_one, GroupOfOne)
         lone = self.usable & (self.counts[self.group_of] == 1)
         return np.where(lone, rewards if group_of_one == "reward" else 0.0, advantages)
 
@@ -85,13 +88,13 @@ def usable_rewards(rewards: ArrayLike) -> NDArray[np.bool_]:
         Rewards are stored and trained with in float32. The rule is ours.
     """
     with np.errstate(over="ignore"):
-        return np.isfinite(np.asarray(rewards).astype(np.float32))
+        return np.isfinite(floats("rewards", rewards).astype(np.float32))
 
 
 def _votes(rewards: Floats, groups: ArrayLike, rollouts: ArrayLike | None) -> _Votes:
-    usable, rollouts = usable_rewards(rewards), np.arange(len(rewards)) if rollouts is None else rollouts
-    _, group_of = np.unique(groups, return_inverse=True)
-    _, rollout_of = np.unique(rollouts, return_inverse=True)
+    usable, num_samples = usable_rewards(rewards), len(rewards)
+    group_of = group_numbers("groups", groups, num_samples)
+    rollout_of = group_numbers("rollouts", np.arange(num_samples) if rollouts is None else rollouts, num_samples)
     size = rollout_of.max(initial=0) + 1
     pairs, vote_of = np.unique(group_of * size + rollout_of, return_inverse=True)
     voters = pairs // size
@@ -120,8 +123,8 @@ def grpo_advantages(
 
     Args:
         rewards: [B], reward units.
-        groups: [B], integers, the prompt group of each sample, in any order.
-        rollouts: [B], integers, equal for samples that are parts of one rollout. None: no sample has parts.
+        groups: [B], integers or texts, the prompt group of each sample, in any order.
+        rollouts: [B], integers or texts, equal for samples that are parts of one rollout. None: no sample has parts.
         normalize: Centre the rewards. False returns the rewards themselves.
         normalize_std: Divide the centred rewards by the group's standard deviation. False: Dr. GRPO.
         group_of_one: Advantage of a group with a single rollout: 0, or its reward.
@@ -136,7 +139,7 @@ def grpo_advantages(
         DeepSeekMath, arXiv 2402.03300, outcome supervision. The paper leaves the standard deviation open. Here it
         divides by G - 1, like the default of torch.std and like slime. Without it: Dr. GRPO, arXiv 2503.20783.
     """
-    rewards = np.asarray(rewards, dtype=np.float64)
+    rewards = floats("rewards", rewards)
     if not normalize:
         return np.where(usable_rewards(rewards), rewards, np.nan)
     votes = _votes(rewards, groups, rollouts)
@@ -155,8 +158,8 @@ def rloo_advantages(
 
     Args:
         rewards: [B], reward units.
-        groups: [B], integers, prompt groups, in any order.
-        rollouts: [B], integers, equal for the parts of one rollout.
+        groups: [B], integers or texts, prompt groups, in any order.
+        rollouts: [B], integers or texts, equal for the parts of one rollout.
         group_of_one: Advantage of a group with a single rollout: 0 (verl's vectorised variant), or its reward (verl).
 
     Returns:
@@ -168,7 +171,7 @@ def rloo_advantages(
     Source:
         Back to Basics, arXiv 2402.14740.
     """
-    rewards = np.asarray(rewards, dtype=np.float64)
+    rewards = floats("rewards", rewards)
     votes = _votes(rewards, groups, rollouts)
     factors = votes.counts / np.maximum(votes.counts - 1, 1)
     return votes.alone(rewards, factors[votes.group_of] * votes.centred, group_of_one)
@@ -188,8 +191,8 @@ def opo_advantages(
 
     Args:
         rewards: [B], reward units.
-        groups: [B], integers, prompt groups, in any order.
-        rollouts: [B], integers, equal for the parts of one rollout, whose lengths are added.
+        groups: [B], integers or texts, prompt groups, in any order.
+        rollouts: [B], integers or texts, equal for the parts of one rollout, whose lengths are added.
         lengths: [B], integers, trained tokens of each sample.
         group_of_one: Advantage of a group with a single rollout: 0, or its reward (verl).
 
@@ -202,9 +205,9 @@ def opo_advantages(
     Source:
         On-Policy RL with Optimal Reward Baseline, arXiv 2505.23585.
     """
-    rewards = np.asarray(rewards, dtype=np.float64)
+    rewards = floats("rewards", rewards)
     votes = _votes(rewards, groups, rollouts)
-    weights = np.bincount(votes.vote_of, weights=np.where(votes.usable, lengths, 0))
+    weights = np.bincount(votes.vote_of, weights=np.where(votes.usable, floats("lengths", lengths, len(rewards)), 0))
     totals = np.bincount(votes.voters, weights=weights)
     sums = np.bincount(votes.voters, weights=weights * votes.votes)
     baselines = np.where(totals > 0, sums / np.maximum(totals, 1), votes.means)
@@ -221,8 +224,8 @@ def gpg_advantages(
 
     Args:
         rewards: [B], reward units.
-        groups: [B], integers, prompt groups, in any order.
-        rollouts: [B], integers, equal for the parts of one rollout.
+        groups: [B], integers or texts, prompt groups, in any order.
+        rollouts: [B], integers or texts, equal for the parts of one rollout.
         group_of_one: Advantage of a group with a single rollout: 0, or alpha times its reward (verl).
 
     Returns:
@@ -234,7 +237,7 @@ def gpg_advantages(
     Source:
         GPG, arXiv 2504.02546; alpha and its bound as in verl.
     """
-    rewards = np.asarray(rewards, dtype=np.float64)
+    rewards = floats("rewards", rewards)
     votes = _votes(rewards, groups, rollouts)
     is_zero = votes.votes + np.where(np.isfinite(votes.lowest), votes.lowest, 0.0)[votes.voters] == 0
     alpha = votes.is_cast.sum() / max(int((votes.is_cast & ~is_zero).sum()), 1)
@@ -248,8 +251,8 @@ def maxrl_advantages(rewards: ArrayLike, groups: ArrayLike, rollouts: ArrayLike 
 
     Args:
         rewards: [B], reward units.
-        groups: [B], integers, prompt groups, in any order.
-        rollouts: [B], integers, equal for the parts of one rollout.
+        groups: [B], integers or texts, prompt groups, in any order.
+        rollouts: [B], integers or texts, equal for the parts of one rollout.
 
     Returns:
         Advantages, [B], float64: exactly 0 where a group's rewards are equal or their mean is not positive.
@@ -260,7 +263,7 @@ def maxrl_advantages(rewards: ArrayLike, groups: ArrayLike, rollouts: ArrayLike 
     Source:
         Maximum likelihood reinforcement learning, arXiv 2602.02710; a mean of 0 or less as in prime-rl.
     """
-    rewards = np.asarray(rewards, dtype=np.float64)
+    rewards = floats("rewards", rewards)
     votes = _votes(rewards, groups, rollouts)
     means = np.where(np.isfinite(votes.lowest), votes.lowest, 0.0) + votes.means
     factors = np.where(means > 0, 1.0 / np.where(means > 0, means, 1.0), 0.0)
@@ -281,8 +284,8 @@ def passk_advantages(
 
     Args:
         rewards: [B], reward units.
-        groups: [B], integers, prompt groups, in any order.
-        rollouts: [B], integers, equal for the parts of one rollout.
+        groups: [B], integers or texts, prompt groups, in any order.
+        rollouts: [B], integers or texts, equal for the parts of one rollout.
         normalize_std: Divide by the standard deviation of the group's rollouts.
         group_of_one: Advantage of a group with a single rollout: 0, or its reward.
 
@@ -293,9 +296,9 @@ def passk_advantages(
         Equal best rewards or no spread: exactly 0. A group of one: `group_of_one`; verl raises.
 
     Source:
-        Pass@k policy optimization, arXiv 2505.15201, as in verl.
+        Optimizing language models for inference time objectives, arXiv 2503.19595, as in verl.
     """
-    rewards = np.asarray(rewards, dtype=np.float64)
+    rewards = floats("rewards", rewards)
     votes = _votes(rewards, groups, rollouts)
     cast = np.flatnonzero(votes.is_cast)
     order = cast[np.lexsort((votes.votes[cast], votes.voters[cast]))]  # rising within each group
@@ -316,7 +319,7 @@ def reinforce_advantages(rewards: ArrayLike, rollouts: ArrayLike | None = None, 
 
     Args:
         rewards: [B], reward units.
-        rollouts: [B], integers, equal for the parts of one rollout.
+        rollouts: [B], integers or texts, equal for the parts of one rollout.
         baseline: Subtract the mean over the batch's rollouts. False returns the rewards themselves.
 
     Returns:
@@ -328,7 +331,7 @@ def reinforce_advantages(rewards: ArrayLike, rollouts: ArrayLike | None = None, 
     Source:
         Williams, Simple statistical gradient-following algorithms, 1992.
     """
-    groups = np.zeros(len(np.asarray(rewards)), dtype=np.int64)
+    groups = np.zeros(len(floats("rewards", rewards)), dtype=np.int64)
     return grpo_advantages(rewards, groups, rollouts, normalize=baseline, normalize_std=False)
 
 
@@ -347,8 +350,8 @@ def gdpo_advantages(
 
     Args:
         named_rewards: [B] each, reward units, by name.
-        groups: [B], integers, prompt groups.
-        rollouts: [B], integers, equal for the parts of one rollout. None: no sample has parts.
+        groups: [B], integers or texts, prompt groups.
+        rollouts: [B], integers or texts, equal for the parts of one rollout. None: no sample has parts.
         weights: Weight of each reward, by name. A reward without a weight has weight 1.
         normalize_std: Divide each centred reward by its standard deviation in the group.
         group_of_one: Advantage of a group with a single rollout: 0, or its weighted rewards.
@@ -360,14 +363,18 @@ def gdpo_advantages(
         A sample of which any reward is excluded has NaN, and counts under no name. A group of one: `group_of_one`.
 
     Raises:
-        ValueError: There are no rewards.
+        ValueError: There are no rewards, they differ in length, or a weight has no reward.
 
     Source:
         GDPO, arXiv 2601.05242; the standard deviation divides by G - 1, as in verl.
     """
     if not named_rewards:
         raise ValueError("named_rewards is empty: GDPO needs at least one reward")
-    columns = {name: np.asarray(rewards, dtype=np.float64) for name, rewards in named_rewards.items()}
+    columns = {name: floats(f"named_rewards[{name!r}]", rewards) for name, rewards in named_rewards.items()}
+    if len({len(rewards) for rewards in columns.values()}) > 1:
+        raise ValueError(f"named_rewards differ in length: { {name: len(column) for name, column in columns.items()} }")
+    if unknown := sorted(set(weights or {}) - set(columns)):
+        raise ValueError(f"weights names {unknown}, which named_rewards has not; it has {sorted(columns)}")
     usable = np.logical_and.reduce([usable_rewards(rewards) for rewards in columns.values()])
     advantages = np.zeros(len(usable))
     for name, rewards in columns.items():
@@ -395,6 +402,7 @@ def remax_advantages(rewards: ArrayLike, baseline_rewards: ArrayLike) -> Floats:
     Source:
         ReMax, arXiv 2310.10505, with one reward at the end of the response.
     """
-    rewards, baselines = np.asarray(rewards, dtype=np.float64), np.asarray(baseline_rewards, dtype=np.float64)
+    rewards = floats("rewards", rewards)
+    baselines = floats("baseline_rewards", baseline_rewards, len(rewards))
     usable = usable_rewards(rewards) & usable_rewards(baselines)
     return np.where(usable, rewards - np.where(usable, baselines, 0.0), np.nan)

@@ -21,6 +21,7 @@ from typing import Final, Literal
 import torch
 from torch import Tensor
 
+from actors.trainer.algorithms.arguments import check_choice
 from actors.trainer.algorithms.loss_inputs import MAX_LOG_RATIO, bounded
 
 KlEstimator = Literal["k1", "k2", "k3", "low_var_kl", "k3+"]
@@ -39,8 +40,8 @@ def kl_divergence(
     """Estimate KL(policy || reference) per token from the sampled token alone.
 
     With d = log_probs - ref_log_probs: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d, and low_var_kl = k3 clamped to
-    10 nats. k1 is unbiased and may be negative. k3 is unbiased and never negative. "k3+" has the value of k3 and the
-    gradient of k2, which is an unbiased gradient of the divergence.
+    10 nats. k1 is unbiased and may be negative. k3 is unbiased and never negative. "k3+" has the value of low_var_kl,
+    which verl calls k3, and the gradient of k2, which is an unbiased gradient of the divergence.
 
     With old log-probs the estimate is multiplied by exp(log_probs - old_log_probs), with its gradient: then estimate
     and gradient are unbiased for tokens that the old policy sampled.
@@ -57,12 +58,20 @@ def kl_divergence(
 
     Edges:
         k3, low_var_kl and k3+ limit d to +-max_log_ratio before the exponential, and beyond it k3 and low_var_kl have
-        no gradient. low_var_kl is limited to +-10 after the factor. k1 and k2 are not limited. Equal log-probs give 0.
+        no gradient. low_var_kl is limited to +-10 after the factor, the value of k3+ before it. k1, k2 and the gradient
+        of k3+ are not limited. Equal log-probs give 0. slime does not limit d.
+
+    Raises:
+        ValueError: The estimator is unknown, or the shapes differ.
 
     Source:
         Schulman, "Approximating KL divergence", 2020. The limit of 10 nats is that of verl and slime. The factor:
-        DeepSeek-V3.2, arXiv 2512.02556, as in slime. k3+: verl.
+        DeepSeek-V3.2, arXiv 2512.02556, as in slime. k3+: verl. NeMo-RL's k3 is low_var_kl with
+        old_log_probs = log_probs.detach().
     """
+    check_choice("estimator", estimator, KlEstimator)
+    if log_probs.shape != ref_log_probs.shape:
+        raise ValueError(f"ref_log_probs has shape {tuple(ref_log_probs.shape)}, expected {tuple(log_probs.shape)}")
     found = _estimated(log_probs - ref_log_probs, estimator, max_log_ratio)
     if old_log_probs is not None:
         found = torch.exp(bounded(log_probs - old_log_probs, max_log_ratio)) * found
@@ -74,7 +83,7 @@ def kl_clamped(
 ) -> Tensor:
     """Mark tokens whose estimate of the divergence is limited.
 
-    1 where |log_probs - ref_log_probs| > max_log_ratio, or low_var_kl without a factor is above 10 nats.
+    1 where |log_probs - ref_log_probs| > max_log_ratio, or low_var_kl or k3+ without a factor is above 10 nats.
 
     Args:
         log_probs: [M], of the policy.
@@ -88,14 +97,18 @@ def kl_clamped(
     Edges:
         A log-ratio equal to the limit is not limited. NaN gives 0.
 
+    Raises:
+        ValueError: The estimator is unknown.
+
     Source:
         The limits are those of `kl_divergence`.
     """
+    check_choice("estimator", estimator, KlEstimator)
     difference = (log_probs - ref_log_probs).detach()
     if estimator in ("k1", "k2"):
         return torch.zeros_like(difference)
     limited = difference.abs() > max_log_ratio
-    if estimator == "low_var_kl":
+    if estimator != "k3":
         limited |= _estimated(difference, "k3", max_log_ratio) > LOW_VAR_KL_LIMIT
     return limited.to(difference.dtype)
 
@@ -108,4 +121,4 @@ def _estimated(difference: Tensor, estimator: KlEstimator, max_log_ratio: float)
         return k2
     difference = bounded(difference, max_log_ratio)
     k3 = torch.exp(-difference) - 1 + difference
-    return k3.detach() + (k2 - k2.detach()) if estimator == "k3+" else k3
+    return k3.detach().clamp(max=LOW_VAR_KL_LIMIT) + (k2 - k2.detach()) if estimator == "k3+" else k3

@@ -10,11 +10,10 @@ Example:
 """
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
+from actors.trainer.algorithms.arguments import Floats, floats, group_numbers
 from actors.trainer.algorithms.group_baselines import usable_rewards
-
-Floats = NDArray[np.float64]
 
 
 def overlong_penalties(
@@ -37,10 +36,15 @@ def overlong_penalties(
         No clamp: beyond max_response_len the penalty falls below -factor, as in verl. An empty response: 0, unless the
         zone is longer than max_response_len.
 
+    Raises:
+        ValueError: buffer_len is below 1.
+
     Source:
         DAPO, arXiv 2503.14476, soft overlong punishment; the paper gives -1 beyond the maximum.
     """
-    excess = np.asarray(response_lens, dtype=np.float64) - (max_response_len - buffer_len)
+    if buffer_len < 1:
+        raise ValueError(f"buffer_len is {buffer_len}, expected at least 1")
+    excess = floats("response_lens", response_lens) - (max_response_len - buffer_len)
     return np.minimum(-excess / buffer_len * factor, 0.0) + 0.0  # + 0.0: -0.0 is 0.0
 
 
@@ -63,9 +67,9 @@ def linear_length_penalties(
 
     Args:
         rewards: [B], reward units.
-        groups: [B], integers, prompt groups.
-        rollouts: [B], integers, equal for the parts of one rollout. Its parts are added up, and each part gets the
-            penalty. None: no sample has parts.
+        groups: [B], integers or texts, prompt groups.
+        rollouts: [B], integers or texts, equal for the parts of one rollout. Its parts are added up, and each part gets
+            the penalty. None: no sample has parts.
         output_lens: [B], integers, sampled tokens.
         input_lens: [B], integers, other tokens: prompt and tool output.
         num_turns: [B], integers, turns.
@@ -83,10 +87,10 @@ def linear_length_penalties(
     Source:
         prime-rl, its algorithm "grpo" with the linear length penalty.
     """
-    rewards = np.asarray(rewards, dtype=np.float64)
-    usable, rollouts = usable_rewards(rewards), np.arange(len(rewards)) if rollouts is None else rollouts
-    _, group_of = np.unique(groups, return_inverse=True)
-    _, rollout_of = np.unique(rollouts, return_inverse=True)
+    rewards = floats("rewards", rewards)
+    usable, num_samples = usable_rewards(rewards), len(rewards)
+    group_of = group_numbers("groups", groups, num_samples)
+    rollout_of = group_numbers("rollouts", np.arange(num_samples) if rollouts is None else rollouts, num_samples)
     size, num_groups = rollout_of.max(initial=0) + 1, group_of.max(initial=-1) + 1
     votes, vote_of = np.unique(group_of * size + rollout_of, return_inverse=True)
     voters = votes // size
@@ -95,12 +99,12 @@ def linear_length_penalties(
     is_cast = np.bincount(voters, weights=counts > 0, minlength=num_groups)
     pass_rates = np.bincount(voters, weights=means, minlength=num_groups) / np.maximum(is_cast, 1)
     shares = np.zeros(len(votes))
-    for sizes, weight in (
-        (output_lens, num_output_tokens_weight),
-        (input_lens, num_input_tokens_weight),
-        (num_turns, num_turns_weight),
+    for name, sizes, weight in (
+        ("output_lens", output_lens, num_output_tokens_weight),
+        ("input_lens", input_lens, num_input_tokens_weight),
+        ("num_turns", num_turns, num_turns_weight),
     ):
-        of_votes = np.bincount(vote_of, weights=np.asarray(sizes, dtype=np.float64))
+        of_votes = np.bincount(vote_of, weights=floats(name, sizes, num_samples))
         largest = np.ones(num_groups)
         np.maximum.at(largest, voters, of_votes)
         shares += weight * of_votes / largest[voters]

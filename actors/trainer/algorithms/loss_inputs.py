@@ -34,6 +34,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 MAX_LOG_RATIO: Final = 20.0  # nats; the default of the setting of that name
+COLUMNS: Final = (
+    "old_log_probs",
+    "rollout_log_probs",
+    "advantages",
+    "entropy",
+    "sequences",
+    "rollouts",
+    "ref_log_probs",
+    "rewards",
+    "trainer_log_probs",
+    "teacher_log_probs",
+)
 
 
 class Sequences:
@@ -54,6 +66,11 @@ class Sequences:
         self._numbers_M = numbers_M
         self._count = count
         self._group = group
+
+    @property
+    def shape(self) -> torch.Size:
+        """Number of tokens, (M,)."""
+        return self._numbers_M.shape
 
     @cached_property
     def lengths(self) -> Tensor:
@@ -96,22 +113,35 @@ class LossInputs:
     """Per-token inputs of a loss, [M] each, float32 or float64, nats. Log-probs are at the rollout temperature.
 
     Gradients flow through `log_probs` and `entropy` alone. A function names the columns that it uses; the others may
-    have any values of the same shape. Results have the dtype of the columns.
+    have any values of the same shape. Results have the dtype of the columns. A column of another shape raises a
+    ValueError, and so does a function that needs a column which is None.
     """
 
     log_probs: Tensor  # of the policy being trained
     old_log_probs: Tensor  # of the old policy, the one before the first optimizer step of the batch
     rollout_log_probs: Tensor  # of the engine that sampled the tokens
-    advantages: Tensor
+    advantages: Tensor  # of the tokens; positive ones make their tokens likelier
     entropy: Tensor  # of the policy being trained
     sequences: Sequences
     rollouts: Sequences | None = None  # sums over rollouts, where a micro-batch has them whole: preference pairs
     ref_log_probs: Tensor | None = None  # of the reference model; None: no term needs them
     rewards: Tensor | None = None  # of each token's sample; None: no term needs them
-    trainer_log_probs: Tensor | None = (
-        None  # of the weights before the first optimizer step; None: no metric needs them
-    )
+    trainer_log_probs: Tensor | None = None  # before the first optimizer step; None: no metric needs them
     teacher_log_probs: Tensor | None = None  # of the teacher of a distillation; None: there is none
+
+    def __post_init__(self) -> None:
+        size = tuple(self.log_probs.shape)
+        if len(size) != 1:
+            raise ValueError(f"log_probs has shape {size}, expected one dimension: the trained tokens")
+        for name in COLUMNS:
+            if (values := getattr(self, name)) is not None and tuple(values.shape) != size:
+                raise ValueError(f"{name} has shape {tuple(values.shape)}, expected {size}")
+
+    def needed(self, name: str) -> Tensor:
+        """Return an optional column, [M]. It raises a ValueError if the column is None."""
+        if (values := getattr(self, name)) is None:
+            raise ValueError(f"{name} is None, and this function needs it")
+        return values
 
 
 class Terms(NamedTuple):

@@ -37,7 +37,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from actors.trainer.algorithms.arguments import check_choice
 from actors.trainer.algorithms.loss_inputs import MAX_LOG_RATIO, LossInputs, Terms, bounded
+
+Divergence = Literal["tv", "kl"]
 
 
 def sft_loss(log_probs: Tensor) -> Tensor:
@@ -89,10 +92,11 @@ def ppo_loss(
     Edges:
         Log-ratios are limited to +-max_log_ratio before the exponential; beyond it the token has no gradient. With
         eps_clip_c the bound applies after the clip, and tokens that it bounds have no gradient. pg_clipfrac does not
-        count them.
+        count them. ppo_kl is not limited; verl limits it to +-20.
 
     Source:
-        PPO, arXiv 1707.06347; separate upper clip: DAPO, arXiv 2503.14476; dual clip: arXiv 1912.09729.
+        PPO, arXiv 1707.06347; separate upper clip: DAPO, arXiv 2503.14476; dual clip: arXiv 1912.09729. slime limits no
+        log-ratio, verl those beyond +-20; verl's eps_clip_c is 3.
     """
     log_ratios = inputs.log_probs - inputs.old_log_probs
     return _clipped(log_ratios, inputs.advantages, eps_clip, eps_clip_high, eps_clip_c, max_log_ratio)
@@ -126,6 +130,7 @@ def gspo_loss(
 
     Source:
         GSPO, arXiv 2507.18071, as in slime. verl's gradient is the same if the tokens of a sequence share an advantage.
+        verl limits the mean to at most 10 nats and has no dual clip.
     """
     log_ratios = inputs.sequences.means(inputs.log_probs - inputs.old_log_probs)
     return _clipped(log_ratios, inputs.advantages, eps_clip, eps_clip_high, eps_clip_c, max_log_ratio)
@@ -217,7 +222,7 @@ def cispo_loss(
 def dppo_loss(
     inputs: LossInputs,
     *,
-    divergence: Literal["tv", "kl"] = "tv",
+    divergence: Divergence = "tv",
     eps_clip: float = 0.2,
     eps_clip_high: float | None = None,
     eps_clip_c: float = 20.0,
@@ -239,16 +244,18 @@ def dppo_loss(
         max_log_ratio: Limit of log-ratios, nats.
 
     Returns:
-        The loss, [M], and metrics, [M] each: pg_clipfrac, 1 where the token is dropped; ppo_kl as of `ppo_loss`;
-        ratio_clampfrac, 1 where the log-ratio is beyond its limit or the ratio above eps_clip_c.
+        The loss, [M], and metrics, [M] each: pg_clipfrac, 1 where the token is dropped; pg_clipfrac_lower, 1 where it
+        is kept and the ratio is above eps_clip_c; ppo_kl as of `ppo_loss`; ratio_clampfrac, 1 where the log-ratio is
+        beyond its limit or the ratio above eps_clip_c.
 
     Edges:
         A divergence equal to its threshold is kept. An advantage of 0 counts as negative. The divergence is computed
         from log-probs that are not limited.
 
     Source:
-        arXiv 2602.04879, as in verl.
+        arXiv 2602.04879, as in verl, whose default of eps_clip_c is 3 with its own settings file.
     """
+    check_choice("divergence", divergence, Divergence)
     log_ratios = inputs.log_probs - inputs.old_log_probs
     high = eps_clip if eps_clip_high is None else eps_clip_high
     new, old = inputs.log_probs.detach().exp(), inputs.old_log_probs.exp()
@@ -262,6 +269,7 @@ def dppo_loss(
     loss = -inputs.advantages * ratio.clamp(max=eps_clip_c) * inputs.log_probs * (1.0 - dropped)
     metrics = _ratio_metrics(log_ratios, dropped, max_log_ratio)
     capped = (ratio > eps_clip_c).to(ratio.dtype)
+    metrics["train/pg_clipfrac_lower"] = capped * (1.0 - dropped)
     return Terms(loss, {**metrics, "train/ratio_clampfrac": torch.maximum(metrics["train/ratio_clampfrac"], capped)})
 
 
@@ -270,18 +278,21 @@ def prime_rl_loss(
     *,
     dppo_mask_low: float = 0.2,
     dppo_mask_high: float = 0.2,
+    adv_tau: float = 1.0,
     kl_tau: float = 1e-3,
     max_log_ratio: float = MAX_LOG_RATIO,
 ) -> Terms:
     """prime-rl's default loss: policy over engine, without tokens whose probability has moved too far.
 
-    -A r + kl_tau (log r)^2, with log r = log_probs - rollout_log_probs. A token loses its first term if A > 0 and its
-    probability is above the engine's by more than dppo_mask_high, or A <= 0 and it is below by more than dppo_mask_low.
+    -adv_tau A r + kl_tau (log r)^2, with log r = log_probs - rollout_log_probs. A token loses its first term if A > 0
+    and its probability is above the engine's by more than dppo_mask_high, or A <= 0 and it is below by more than
+    dppo_mask_low.
 
     Args:
         inputs: Uses log_probs, rollout_log_probs and advantages; no old log-probs.
         dppo_mask_low: Probability, 0 to 1.
         dppo_mask_high: Probability, 0 to 1.
+        adv_tau: Factor of the advantages.
         kl_tau: Weight of the squared log-ratio, which is not limited.
         max_log_ratio: Limit of the log-ratio in r, nats.
 
@@ -292,20 +303,28 @@ def prime_rl_loss(
     Edges:
         A change equal to its threshold is kept. The squared log-ratio is not limited: at 90 nats it is 8,100 kl_tau.
         is_masked counts tokens with an advantage of 0 that became less likely, is_masked_low does not.
+        prime-rl's masked_mismatch_kl is the mean of mismatch_kl over tokens with is_masked = 1, unmasked_mismatch_kl
+        over the others.
 
     Source:
         prime-rl at 559b4477, prime_rl.trainer.rl.loss; arXiv 2602.04879 and 2602.02276.
     """
     moved = inputs.log_probs.detach().exp() - inputs.rollout_log_probs.exp()
     up, down = moved > dppo_mask_high, moved < -dppo_mask_low
-    loss, metrics = _over_engine(inputs, torch.where(inputs.advantages > 0, up, down), kl_tau, max_log_ratio)
+    masked = torch.where(inputs.advantages > 0, up, down)
+    loss, metrics = _over_engine(inputs, masked, adv_tau, kl_tau, max_log_ratio)
     low, high = (inputs.advantages < 0) & down, (inputs.advantages > 0) & up
     sides = {"train/is_masked_low": low.to(loss.dtype), "train/is_masked_high": high.to(loss.dtype)}
     return Terms(loss, {**metrics, **sides})
 
 
 def prime_rl_ipo_loss(
-    inputs: LossInputs, *, ipo_threshold: float = 0.1, kl_tau: float = 1e-3, max_log_ratio: float = MAX_LOG_RATIO
+    inputs: LossInputs,
+    *,
+    ipo_threshold: float = 0.1,
+    adv_tau: float = 1.0,
+    kl_tau: float = 1e-3,
+    max_log_ratio: float = MAX_LOG_RATIO,
 ) -> Terms:
     """prime-rl's loss with the mask that it calls IPO: tokens whose probability has moved too far in any direction.
 
@@ -314,6 +333,7 @@ def prime_rl_ipo_loss(
     Args:
         inputs: Uses log_probs, rollout_log_probs and advantages; no old log-probs.
         ipo_threshold: Probability, 0 to 1.
+        adv_tau: Factor of the advantages.
         kl_tau: Weight of the squared log-ratio, which is not limited.
         max_log_ratio: Limit of the log-ratio in r, nats.
 
@@ -327,7 +347,7 @@ def prime_rl_ipo_loss(
         prime-rl at 559b4477, prime_rl.trainer.rl.loss. It is not the preference loss of that name.
     """
     moved = inputs.log_probs.detach().exp() - inputs.rollout_log_probs.exp()
-    return _over_engine(inputs, moved.abs() > ipo_threshold, kl_tau, max_log_ratio)
+    return _over_engine(inputs, moved.abs() > ipo_threshold, adv_tau, kl_tau, max_log_ratio)
 
 
 def sapo_loss(
@@ -386,7 +406,8 @@ def gmpo_loss(
         A token whose log-ratio is limited has no gradient.
 
     Source:
-        GMPO, arXiv 2507.20673, as in verl, which takes the mean over samples.
+        GMPO, arXiv 2507.20673, as in verl, which takes the mean over samples and limits no mean. verl's pg_clipfrac
+        counts tokens with A > 0 beyond either limit, its pg_clipfrac_lower those with A < 0.
     """
     log_ratios = inputs.log_probs - inputs.old_log_probs
     high = eps_clip if eps_clip_high is None else eps_clip_high
@@ -433,8 +454,7 @@ def positive_nll_loss(inputs: LossInputs) -> Tensor:
     Source:
         VAPO, arXiv 2504.05118, equation 10; NeMo-RL at 7ea279ab, positive_example_nll_weight.
     """
-    assert inputs.rewards is not None
-    return torch.where(inputs.rewards > 0, -inputs.log_probs, 0.0)
+    return torch.where(inputs.needed("rewards") > 0, -inputs.log_probs, 0.0)
 
 
 def _clipped(
@@ -459,12 +479,12 @@ def _clipped(
     return Terms(loss, metrics)
 
 
-def _over_engine(inputs: LossInputs, masked: Tensor, kl_tau: float, max_log_ratio: float) -> Terms:
+def _over_engine(inputs: LossInputs, masked: Tensor, adv_tau: float, kl_tau: float, max_log_ratio: float) -> Terms:
     """Compute the loss of prime-rl for tokens that are masked or not."""
     log_ratios = inputs.log_probs - inputs.rollout_log_probs
     ratio = torch.exp(bounded(log_ratios, max_log_ratio))
     dropped = masked.to(ratio.dtype)
-    loss = -inputs.advantages * ratio * (1.0 - dropped) + kl_tau * log_ratios.square()
+    loss = -adv_tau * inputs.advantages * ratio * (1.0 - dropped) + kl_tau * log_ratios.square()
     metrics = {
         "train/is_masked": dropped,
         "train/mismatch_kl": ratio - log_ratios - 1.0,

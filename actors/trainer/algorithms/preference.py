@@ -38,6 +38,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from actors.trainer.algorithms.arguments import check_choice
 from actors.trainer.algorithms.loss_inputs import LossInputs, Sequences, Terms
 
 Preference = Literal["sigmoid", "ipo"]
@@ -72,11 +73,12 @@ def dpo_loss(
     Source:
         DPO, arXiv 2305.18290; label smoothing, cDPO; IPO, arXiv 2310.12036, averaged as in TRL. Not prime-rl's "IPO".
     """
-    assert inputs.ref_log_probs is not None
-    assert inputs.rollouts is not None
+    check_choice("kind", kind, Preference)
+    if inputs.rollouts is None:
+        raise ValueError("rollouts is None, and this function needs it")
     chosen, rejected = (inputs.advantages > 0).to(inputs.log_probs), (inputs.advantages < 0).to(inputs.log_probs)
     is_whole = (inputs.rollouts.sums(chosen) > 0) & (inputs.rollouts.sums(rejected) > 0)
-    log_ratios = inputs.log_probs - inputs.ref_log_probs
+    log_ratios = inputs.log_probs - inputs.needed("ref_log_probs")
     if kind == "ipo":
         log_ratios = log_ratios / inputs.sequences.lengths
     of_chosen, of_rejected = inputs.rollouts.sums(log_ratios * chosen), inputs.rollouts.sums(log_ratios * rejected)

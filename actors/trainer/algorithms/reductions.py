@@ -12,6 +12,8 @@ Example:
     assert np.isclose(loss, (2.0 + 2.0 + 0.0) / 3)
     weights, shares = reduction([2, 1, 0], [0, 1, 2], mode="token-mean")
     assert np.isclose(sum(w * losses.sum() for w, losses in zip(weights, token_losses)) / shares.sum(), 6.0 / 3)
+    of_component, own_shares = reduction([0, 1, 0], [0, 1, 2], mode="token-mean")  # a term of the second sample alone
+    assert of_component[1] * token_losses[1].sum() / own_shares.sum() == 2.0
     ```
 """
 
@@ -21,9 +23,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from actors.trainer.algorithms.arguments import Floats, check_choice, floats, group_numbers
 from runtime.settings.recipe import AggMode
 
-Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 
@@ -58,11 +60,13 @@ def reduction(
     - "seq-mean-token-mean": the mean over samples of each sample's mean over its tokens.
     - "seq-mean-token-sum-norm": the mean over rollouts of each rollout's sum over its tokens, divided by a constant.
 
-    The loss is sum(token weight * token loss) / max(sum(shares), 1).
+    The loss is sum(token weight * token loss) / max(sum(shares), 1). For a component with tokens of its own, such as a
+    likelihood of good samples, `mask_sums` counts these tokens alone: with "token-mean" each component is then a mean
+    over its own count, as in prime-rl.
 
     Args:
         mask_sums: [B], integers, trained tokens of each sample.
-        rollouts: [B], integers, equal for the parts of one rollout.
+        rollouts: [B], integers or texts, equal for the parts of one rollout.
         mode: One of the above.
         scale: Constant of "seq-mean-token-sum-norm", in tokens.
         count_masked: Whether a rollout (or sample) without trained tokens counts in the denominator.
@@ -76,15 +80,23 @@ def reduction(
 
     Source:
         token-mean: DAPO, arXiv 2503.14476. rollout-mean: GRPO, arXiv 2402.03300, as in slime, which counts rollouts
-        without tokens; verl does not. A constant length: Dr. GRPO, arXiv 2503.20783. The names are verl's.
+        without tokens; verl does not. A constant length: Dr. GRPO, arXiv 2503.20783. The names are verl's, whose
+        seq-mean-token-sum is "seq-mean-token-sum-norm" with scale = 1, and whose token-sum has no counterpart. verl
+        adds 1e-8 to the lengths that it divides by.
+
+    Raises:
+        ValueError: The mode is unknown, or the columns differ in length.
     """
-    mask_sums, rollouts = np.asarray(mask_sums, dtype=np.int64), np.asarray(rollouts, dtype=np.int64)
+    check_choice("mode", mode, AggMode)
+    counts = floats("mask_sums", mask_sums).astype(np.int64)
+    votes = group_numbers("rollouts", rollouts, len(counts))
     if mode == "token-mean":
-        return Reduction(np.ones(len(mask_sums)), mask_sums)
-    votes = np.arange(len(rollouts)) if mode == "seq-mean-token-mean" else rollouts
+        return Reduction(np.ones(len(counts)), counts)
+    if mode == "seq-mean-token-mean":
+        votes = np.arange(len(counts))
     _, first, inverse = np.unique(votes, return_index=True, return_inverse=True)
-    sums = np.bincount(inverse, weights=mask_sums)
-    shares = np.zeros(len(rollouts), dtype=np.int64)
+    sums = np.bincount(inverse, weights=counts)
+    shares = np.zeros(len(counts), dtype=np.int64)
     shares[first] = 1 if count_masked else sums > 0
     lengths = np.full(len(sums), float(scale)) if mode == "seq-mean-token-sum-norm" else np.maximum(sums, 1.0)
     return Reduction(1.0 / lengths[inverse], shares)

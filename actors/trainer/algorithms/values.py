@@ -14,12 +14,13 @@ Example:
     ```
 """
 
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike
 from torch import Tensor, maximum
 
+from actors.trainer.algorithms.arguments import column, floats
 from actors.trainer.algorithms.loss_inputs import Terms
 
 VARIANCE_EPS: Final = 1e-5
@@ -46,7 +47,8 @@ def value_loss(
         Beyond the clip a token has no gradient if its clipped error is the larger one. NaN in any input gives NaN.
 
     Source:
-        PPO's value clipping in OpenAI's baselines; the metrics are slime's.
+        PPO's value clipping in OpenAI's baselines; the metrics are slime's. verl's vf_clipfrac counts tokens whose
+        clipped error is the larger one.
     """
     loss = (values - returns).square()
     clipped = values.new_zeros(values.shape)
@@ -58,9 +60,7 @@ def value_loss(
     return Terms(loss, {"train/value_loss": loss.detach(), "train/value_clipfrac": clipped.detach()})
 
 
-def explained_variance(
-    values: NDArray[np.floating[Any]], returns: NDArray[np.floating[Any]], mask: NDArray[np.bool_]
-) -> float:
+def explained_variance(values: ArrayLike, returns: ArrayLike, mask: ArrayLike) -> float:
     """Share of the returns' variance that the values explain: 1 - Var(R - V) / (Var(R) + 1e-5), in float64.
 
     Args:
@@ -77,9 +77,11 @@ def explained_variance(
     Source:
         The metric vf_explained_var of verl, whose epsilon it has.
     """
-    counted = mask & np.isfinite(values) & np.isfinite(returns)
+    predicted = floats("values", values)
+    found = floats("returns", returns, len(predicted))
+    counted = column("mask", mask, len(predicted)).astype(bool) & np.isfinite(predicted) & np.isfinite(found)
     if counted.sum() < 2:
         return 0.0
-    found = returns[counted].astype(np.float64)
-    errors = found - values[counted]
+    found = found[counted]
+    errors = found - predicted[counted]
     return float(1.0 - errors.var(ddof=1) / (found.var(ddof=1) + VARIANCE_EPS))

@@ -45,7 +45,8 @@ def policy_loss(algorithm: AlgorithmConfig) -> PolicyLoss:
     """Return the policy loss that the settings name, with its settings."""
     limit = algorithm.max_log_ratio
     clip = {"eps_clip": algorithm.eps_clip, "eps_clip_high": algorithm.eps_clip_high, "max_log_ratio": limit}
-    dual, kl_tau = {**clip, "eps_clip_c": algorithm.eps_clip_c}, algorithm.kl_tau
+    dual = {**clip, "eps_clip_c": algorithm.eps_clip_c}
+    taus = {"adv_tau": algorithm.adv_tau, "kl_tau": algorithm.kl_tau, "max_log_ratio": limit}
     match loss_mode(algorithm):
         case "ppo":
             return partial(ppo_loss, **dual)
@@ -61,10 +62,10 @@ def policy_loss(algorithm: AlgorithmConfig) -> PolicyLoss:
             return partial(dppo_loss, divergence="kl", **clip, eps_clip_c=algorithm.eps_clip_c or DPPO_CLIP_C)
         case "prime_rl":
             low, high = algorithm.dppo_mask_low, algorithm.dppo_mask_high
-            return partial(prime_rl_loss, dppo_mask_low=low, dppo_mask_high=high, kl_tau=kl_tau, max_log_ratio=limit)
+            return partial(prime_rl_loss, dppo_mask_low=low, dppo_mask_high=high, **taus)
         case "prime_rl_ipo":
             threshold = algorithm.ipo_threshold
-            return partial(prime_rl_ipo_loss, ipo_threshold=threshold, kl_tau=kl_tau, max_log_ratio=limit)
+            return partial(prime_rl_ipo_loss, ipo_threshold=threshold, **taus)
         case "sapo":
             return partial(sapo_loss, tau_pos=algorithm.tau_pos, tau_neg=algorithm.tau_neg, max_log_ratio=limit)
         case "gmpo":

@@ -78,6 +78,7 @@ APPLIES: Final[Mapping[str, Applies]] = {
     "dppo_mask_low": Applies("loss_mode", ("prime_rl",)),
     "dppo_mask_high": Applies("loss_mode", ("prime_rl",)),
     "ipo_threshold": Applies("loss_mode", ("prime_rl_ipo",)),
+    "adv_tau": Applies("loss_mode", ("prime_rl", "prime_rl_ipo")),
     "kl_tau": Applies("loss_mode", ("prime_rl", "prime_rl_ipo")),
     "tau_pos": Applies("loss_mode", ("sapo",)),
     "tau_neg": Applies("loss_mode", ("sapo",)),
