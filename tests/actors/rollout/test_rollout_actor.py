@@ -1,5 +1,7 @@
 """A rollout actor between the real bus, the real router and a scripted engine."""
 
+from typing import Any
+
 import anyio
 import msgspec
 import pytest
@@ -58,6 +60,27 @@ async def test_a_group_is_generated_stored_scored_and_completed(bus: Bus, router
         assert segment.sample.index == sample.index
         assert segment.prompt_ids.tolist() == [7, 8]
         assert segment.response_ids.tolist() == [1, 2, 3, 4]
+
+
+async def test_a_greedy_sample_is_scored_and_kept_apart(bus: Bus, router_url: str) -> None:
+    topology = topology_with(algorithm={"advantage_estimator": "remax"})
+    sampling = SamplingParams(max_new_tokens=8, temperature=0.7, top_p=0.9)
+    async with serving(ScriptedEngine()) as engine, anyio.create_task_group() as group:
+        group.start_soon(grade, bus, 0.5)
+        async with rollout_actor(bus, router_url, [engine], topology):
+            await bus.publish(announcement(1))
+            await bus.publish(msgspec.structs.replace(task(3), baseline=True, sampling=sampling))
+            event = await completed(bus)
+        group.cancel_scope.cancel()
+    assert [sample.index for sample in event.samples] == [0, 1]
+    assert event.baseline is not None
+    assert (event.baseline.index, event.baseline.reward, event.baseline.response_len) == (2, 0.5, 4)
+    asked = sorted((params["temperature"], params["top_p"]) for params in map(_sampling, engine.requests))
+    assert asked == [(0.0, 1.0), (0.7, 0.9), (0.7, 0.9)]
+
+
+def _sampling(request: dict[str, Any]) -> dict[str, Any]:
+    return request["sampling_params"]
 
 
 async def test_nothing_is_asked_of_an_engine_before_it_confirmed_the_weights(bus: Bus, router_url: str) -> None:

@@ -1,5 +1,7 @@
 """What earlier attempts left of a sample, and what is still to be done for it."""
 
+from typing import Any
+
 import pytest
 
 from actors.rollout.groups.open_samples import OpenSample, fresh_samples, inherit, tokens_left
@@ -92,6 +94,35 @@ def test_a_reward_that_is_no_number_is_a_failed_score(reward: float) -> None:
     sample = inherited(SampleStatus.COMPLETED)
     sample.take_score(Score(index=0, reward=reward), failed_reward=None)
     assert (sample.status, sample.reward, sample.reason) == (SampleStatus.FAILED, None, f"the reward is {reward}")
+
+
+KEYS = ("right", "format")
+
+
+def test_named_rewards_are_kept_with_the_sample() -> None:
+    sample = inherited(SampleStatus.COMPLETED)
+    score = Score(index=0, reward=0.5, details={"right": 1, "format": 0.25, "note": "fine"})
+    sample.take_score(score, failed_reward=None, reward_keys=KEYS)
+    assert (sample.status, sample.summary().reward) == (SampleStatus.COMPLETED, 0.5)
+    assert sample.summary().rewards == {"right": 1.0, "format": 0.25}
+
+
+@pytest.mark.parametrize(
+    ("details", "reason"),
+    [
+        (None, "the grader returned no dict with the rewards right, format, or one too large to send"),
+        ({"right": 1}, "the reward 'format' is None, not a finite number"),
+        ({"right": float("nan"), "format": 1}, "the reward 'right' is nan, not a finite number"),
+        ({"right": "1", "format": 1}, "the reward 'right' is '1', not a finite number"),
+    ],
+)
+def test_a_sample_without_each_named_reward_is_a_failed_score(details: dict[str, Any] | None, reason: str) -> None:
+    sample = inherited(SampleStatus.COMPLETED)
+    sample.take_score(Score(index=0, reward=0.5, details=details), failed_reward=None, reward_keys=KEYS)
+    assert (sample.status, sample.reward, sample.reason) == (SampleStatus.FAILED, None, reason)
+    lenient = inherited(SampleStatus.COMPLETED)
+    lenient.take_score(Score(index=0, reward=0.5, details=details), failed_reward=0.0, reward_keys=KEYS)
+    assert (lenient.status, lenient.reward, lenient.rewards) == (SampleStatus.COMPLETED, 0.0, dict.fromkeys(KEYS, 0.0))
 
 
 def test_a_sample_that_never_began_counts_as_aborted_and_has_no_reward() -> None:
