@@ -9,6 +9,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bin.entry import docs_folder, parser_of, run
+from runtime.settings.peers.names import peers_page
 from runtime.settings.reference.combinations import combinations_page
 from runtime.settings.reference.page import settings_page
 from runtime.settings.slime.page import from_slime_page
@@ -16,6 +17,7 @@ from runtime.settings.slime.page import from_slime_page
 PAGES: Final[dict[str, Callable[[], str]]] = {  # file in docs/reference/, and the function that returns its text
     "combinations.md": combinations_page,
     "from-slime.md": from_slime_page,
+    "from-verl.md": peers_page,
     "settings.md": settings_page,
 }
 

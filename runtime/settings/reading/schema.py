@@ -9,8 +9,9 @@ from typing import Any, Final, TypeGuard, cast, get_args, get_origin
 import msgspec
 import msgspec.inspect
 
+from runtime.settings.peers.names import peer_value
 from runtime.settings.reading.config import Config, Problem
-from runtime.settings.slime.hints import flag_hint, hint
+from runtime.settings.slime.hints import flag_hint, hint, peer_hint
 from runtime.util.formatting import show
 
 # Renamed keys and values of settings, for the errors about the old ones. "*" is any name.
@@ -80,9 +81,22 @@ def find_problems(value: object, expected: Any, key: str = "", schema: Any = Non
         try:
             msgspec.convert(value, expected)
         except msgspec.ValidationError as error:
-            shown = show(cast("object", value))
-            found = _renamed_value(key, shown) or f"{_readable(error)}; allowed: {describe(expected)}"
+            given = cast("object", value)
+            shown = show(given)
+            found = _renamed_value(key, shown) or f"{_readable(error)}; {_meant(key, given, expected)}"
             yield Problem(key=key, value=shown, message=found)
+
+
+def _meant(key: str, value: object, expected: Any) -> str:
+    """Return what a value is called here, if another project has it, and what is allowed."""
+    ours = peer_value(key, value)
+    meant = f"did you mean {show(ours)}? " if ours in get_args(_without_none(expected)) else ""
+    return f"{meant}allowed: {describe(expected)}"
+
+
+def _without_none(expected: Any) -> Any:
+    """Return the other type of an optional one."""
+    return next((part for part in get_args(expected) if get_args(part)), expected)
 
 
 def _renamed_value(key: str, value: str) -> str | None:
@@ -142,6 +156,8 @@ def type_at(schema: Any, parts: Sequence[str]) -> Any:
             fields = {field.encode_name: field.type for field in msgspec.structs.fields(schema)}
             if part not in fields:
                 message = unknown_key(".".join(parts[: number + 1]), list(fields), whole)
+                if number + 1 < len(parts) and (meant := peer_hint(".".join(parts))):
+                    message = f"unknown key, {meant}"
                 raise ValueError(f"{message} (in {'.'.join(parts[:number]) or 'the topology'})")
             schema = fields[part]
         elif item is not None:

@@ -1,4 +1,4 @@
-"""Hints for unknown keys: slime's name for a setting, another table's key, or a typo."""
+"""Hints for unknown keys: a name of slime, verl, prime-rl or NeMo-RL for a setting, another table's key, or a typo."""
 
 import re
 from collections.abc import Sequence
@@ -6,7 +6,8 @@ from difflib import SequenceMatcher, get_close_matches
 from typing import Final
 
 from runtime.settings.megatron.fields import megatron_hint
-from runtime.settings.slime.flags import Found, find_by_rule, find_flag, from_slime, spelled_as_flag
+from runtime.settings.peers.names import find_peer
+from runtime.settings.slime.flags import FlagAnswer, Found, find_by_rule, find_flag, from_slime, spelled_as_flag
 
 CLOSE: Final = 0.75  # similarity of whole names; 1 is equal
 CLOSE_WORD: Final = 0.6  # similarity of each word: min_lr is not a typo of max_lr
@@ -42,6 +43,8 @@ def hint(key: str, siblings: Sequence[str], keys: Sequence[str]) -> str | None:
         return f"did you mean {plain}?"
     if elsewhere := [known for known in keys if known.rpartition(".")[2] == plain]:
         return f"did you mean {' or '.join(_beside(known, table) for known in elsewhere)}?"
+    if of_peer := peer_hint(key):
+        return of_peer
     if of_megatron := megatron_hint(key):
         return of_megatron
     close = [known for known in get_close_matches(plain, siblings, cutoff=CLOSE) if _is_typo(plain, known)]
@@ -57,8 +60,20 @@ def flag_hint(key: str) -> str | None:
     return _text_of(found, table)
 
 
+def peer_hint(key: str) -> str | None:
+    """Return the equivalent of a setting of verl, prime-rl or NeMo-RL that a dotted key ends with."""
+    found = find_peer(key)
+    if found is None:
+        return None
+    project, setting = found
+    return _answered(f"{project}'s {setting.name}", setting.answer, key.rpartition(".")[0])
+
+
 def _text_of(found: Found, table: str) -> str:
-    answer, flag = found.answer, f"{found.whose}'s --{found.flag}"
+    return _answered(f"{found.whose}'s --{found.flag}", found.answer, table)
+
+
+def _answered(flag: str, answer: FlagAnswer, table: str) -> str:
     remark = plain_text(answer.remark)
     if answer.key is not None:
         return f"{flag} is {_beside(answer.key, table)} here" + (f" ({remark})" if remark else "")
