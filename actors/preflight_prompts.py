@@ -6,8 +6,8 @@ from typing import NamedTuple
 import msgspec
 
 from actors.buffer.prompts.generated import GeneratedPrompts, find_source
-from actors.buffer.prompts.prompts import PromptReader, Reader
-from actors.buffer.prompts.source import read_in_parts, training_reader
+from actors.buffer.prompts.prompts import Reader
+from actors.buffer.prompts.source import eval_reader, read_in_parts, training_reader
 from actors.buffer.prompts.tokenizing import Tokenizing, load_tokenizing
 from actors.reward.grader_check import SampleRow, check_graders
 from actors.reward.graders.builtin import find_grader
@@ -23,7 +23,6 @@ from runtime.settings.recipe import (
     DataConfig,
     eval_data,
     eval_sampling,
-    max_prompt_len,
     rollout_sampling,
     trains_demonstrations,
 )
@@ -182,7 +181,7 @@ def _sources(topology: Topology, tokenizing: Tokenizing) -> Iterator[Source]:
     for index, data in enumerate(topology.data):
         response = rollout_sampling(topology).max_response_len
         yield Source(f"data.{index}", data, training_reader(topology, tokenizing), response)
-    reader = PromptReader(tokenizing, max_prompt_len(topology.rollout))
+    reader = eval_reader(topology, tokenizing)
     for index, item in enumerate(topology.eval):
         response = eval_sampling(topology, item).max_response_len
         yield Source(f"eval.{index}", eval_data(topology, item), reader, response)

@@ -1,8 +1,11 @@
 """Actor registry: roles and how to build their actors. Imports an actor's module only when it is needed."""
 
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Literal, get_args
 
+from messages import Prompt
 from runtime.bus.bus import Bus
 from runtime.process.actor import Actor
 from runtime.process.hosting import Hosted
@@ -83,7 +86,13 @@ def _build(role: Role, topology: Topology, run_dir: Path, bus: Bus) -> Actor:
         case "trainer":
             from actors.trainer.actor import TrainerActor
 
-            return TrainerActor(topology, bus, run_dir=run_dir)
+            return TrainerActor(topology, bus, run_dir=run_dir, held_out=partial(_held_out, topology))
+
+
+def _held_out(topology: Topology) -> Mapping[str, Sequence[Prompt]]:
+    from actors.buffer.prompts.source import load_held_out
+
+    return load_held_out(topology)
 
 
 def _vocab_size(topology: Topology) -> int:

@@ -188,6 +188,23 @@ class BatchTrained(Message, kw_only=True, tag="batch_trained"):
 
 
 @register
+class PairsEvaluated(Message, kw_only=True, tag="pairs_evaluated"):
+    """Held-out preference pairs were evaluated under the weights after a train step. Written by trainer."""
+
+    plane = Plane.EVENT
+    topic = "pairs.evaluated"
+    step: int  # train steps that the weights contain
+    incarnation: int
+    metrics: dict[str, float]  # eval/<set>, the accuracy, and eval/<set>/<metric>
+    took_s: float
+    not_finite: tuple[str, ...] = ()  # names of metrics that are NaN or infinite, which JSON cannot represent
+    not_finite_values: tuple[str, ...] = ()  # values of the metrics in not_finite, in their order: nan, inf, -inf
+
+    def __post_init__(self) -> None:
+        leave_out_not_finite(self)
+
+
+@register
 class PayloadsMissing(Message, kw_only=True, tag="payloads_missing"):
     """Groups of a batch cannot be trained, because their stored payloads are gone. Written by trainer."""
 

@@ -1,15 +1,17 @@
 """Trainer actor: starts a rank, which then leads (rank 0) or follows."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import anyio
+from anyio import to_thread
 from anyio.abc import TaskStatus
 
 from actors.trainer.data.feed import Feed
+from actors.trainer.data.held_out import HeldOut
 from actors.trainer.data.history import HISTORY
 from actors.trainer.data.skipped import LengthLimit
 from actors.trainer.data.staleness import Masking
@@ -25,10 +27,12 @@ from messages import (
     CheckpointSetAside,
     EnginesAnswered,
     MembersGiven,
+    PairsEvaluated,
     PayloadsMissing,
     PhaseChanged,
     PhaseReached,
     PhaseRequested,
+    Prompt,
     SegmentsPublished,
     SnapshotTaken,
     TrainerStarted,
@@ -52,6 +56,14 @@ if TYPE_CHECKING:
     from actors.trainer.commands import TrainerRank
 
 
+HeldOutPairs = Mapping[str, Sequence[Prompt]]  # by evaluation set
+
+
+def no_pairs() -> HeldOutPairs:
+    """Return no evaluation sets."""
+    return {}
+
+
 class TrainerActor(Actor):
     """Trains each batch once and publishes the weights. Rank 0 leads, other ranks follow.
 
@@ -71,6 +83,7 @@ class TrainerActor(Actor):
     writes = (
         TrainerStarted,
         BatchTrained,
+        PairsEvaluated,
         PayloadsMissing,
         WeightsAnnounced,
         CheckpointSaved,
@@ -87,8 +100,21 @@ class TrainerActor(Actor):
         WeightSyncEnded,
     )
 
-    def __init__(self, topology: Topology, bus: Bus, *, run_dir: Path) -> None:
-        """Raises ValueError if WORLD_SIZE differs from the topology's number of trainer ranks."""
+    def __init__(
+        self, topology: Topology, bus: Bus, *, run_dir: Path, held_out: Callable[[], HeldOutPairs] = no_pairs
+    ) -> None:
+        """Set up one rank, without reading anything.
+
+        Args:
+            topology: the topology of the run.
+            bus: the bus to publish on.
+            run_dir: directory of the run.
+            held_out: reads the evaluation sets of preference pairs, on rank 0.
+
+        Raises:
+            ValueError: WORLD_SIZE differs from the topology's number of trainer ranks.
+        """
+        self._read_held_out = held_out
         self._topology = topology
         self._bus = bus
         self._run_dir = run_dir
@@ -149,11 +175,12 @@ class TrainerActor(Actor):
             colocation = self._colocation = Colocation(self._topology, self._bus, feed)
             await colocation.take_over()  # before the model is built and needs memory
             rank = await torch_thread.run(build)
+            held_out = HeldOut(self._topology, await to_thread.run_sync(self._read_held_out))
             colocation.lead(torch_thread, rank)
             try:
                 step = await torch_thread.run(rank.resume)
                 await feed.caught_up.wait()
-                self._leader = Leader(self._topology, self._bus, feed, torch_thread, rank, step, colocation)
+                self._leader = Leader(self._topology, self._bus, feed, torch_thread, rank, step, colocation, held_out)
                 async with self._bus.serve({WeightSyncRequested: self._leader.sessions.requested}):
                     await self._leader.announce_start()
                     task_status.started()

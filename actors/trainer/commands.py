@@ -23,6 +23,7 @@ from actors.trainer.checkpoints import (
     set_aside_damaged,
 )
 from actors.trainer.data.batch import ExpertIds, TrainBatch
+from actors.trainer.data.held_out import PairSums
 from actors.trainer.data.precomputed import LogProbs
 from actors.trainer.megatron import groups as ranks
 from actors.trainer.megatron.build import nothing
@@ -41,6 +42,7 @@ from actors.trainer.models.weight_export import DeltaBase, WeightExport, copied
 from actors.trainer.orders import (
     AdvanceExport,
     ComputeLogProbs,
+    Evaluate,
     Export,
     FinishExport,
     FinishSave,
@@ -184,6 +186,11 @@ class TrainerRank:
         """
         encoded = encode_batch(replace(batch, routed_experts_N=None))
         return self._lead(ComputeLogProbs(len(encoded)), encoded)
+
+    def evaluate(self, batch: TrainBatch) -> PairSums:
+        """Sum the metrics of held-out preference pairs under the current weights, without training."""
+        encoded = encode_batch(batch)
+        return self._lead(Evaluate(len(encoded)), encoded)
 
     def begin_save(self, *, step: int, incarnation: int, frontier: int = 0) -> Future[None]:
         """Copy the training state and write it in the background.
@@ -343,6 +350,8 @@ class TrainerRank:
             case ComputeLogProbs():
                 assert isinstance(self._train_step, TrainStep)
                 return self._train_step.precompute(decode_batch(self._channel.broadcast(payload, command.size_bytes)))
+            case Evaluate():
+                return self._train_step.evaluate(decode_batch(self._channel.broadcast(payload, command.size_bytes)))
             case Save():
                 with self._replica.optimizer_at_hand():
                     self._saving = self._begin_save(command)

@@ -1,7 +1,8 @@
 """Trainer leader (rank 0): trains batches from the log and publishes weights for the engines.
 
 After a train step the leader acts in this order. It writes the weights to disk. It publishes batch.trained, then
-weights.announced. If a checkpoint is due, it saves one and publishes checkpoint.saved. The reasons:
+pairs.evaluated if held-out preference pairs are due, then weights.announced. If a checkpoint is due, it saves one and
+publishes checkpoint.saved. The reasons:
 
 - Before batch.trained is stored, no other process knows of the step. A crash before that leaves files that were never
   announced. The step is then trained again as if for the first time.
@@ -44,6 +45,7 @@ import anyio
 import structlog
 
 from actors.trainer.data.feed import FedBatch, Feed
+from actors.trainer.data.held_out import HeldOut, held_out_metrics
 from actors.trainer.data.skipped import NO_GRADIENTS, gradients_of
 from actors.trainer.log_prob_precomputer import LogProbPrecomputer
 from actors.trainer.phases.colocation import Colocation
@@ -54,6 +56,7 @@ from messages import (
     BatchTrained,
     CheckpointSaved,
     CheckpointSetAside,
+    PairsEvaluated,
     PayloadsMissing,
     TrainerStarted,
     WeightsAnnounced,
@@ -83,6 +86,7 @@ class Leader:
         rank: "TrainerRank",
         step: int,
         colocation: Colocation,
+        held_out: HeldOut,
     ) -> None:
         """Continue from the state of the log.
 
@@ -94,6 +98,7 @@ class Leader:
             rank: rank 0, with its checkpoint loaded.
             step: train steps in the loaded weights.
             colocation: colocation with engines in the same memory; does nothing if they have separate memory.
+            held_out: evaluation sets of preference pairs.
 
         Raises:
             InputError: the log no longer holds a batch that has to be trained again.
@@ -106,6 +111,7 @@ class Leader:
         self._torch_thread = torch_thread
         self._rank = rank
         self._colocation = colocation
+        self._held_out = held_out
         self._precomputer = LogProbPrecomputer(topology, feed, torch_thread, rank)
         incarnation = feed.history.incarnation + 1
         self.sessions = WeightSessions(topology, bus, torch_thread, rank, incarnation=incarnation, wake=feed.tell)
@@ -160,6 +166,8 @@ class Leader:
         incarnation may have died before it published its own. This event ends the run, so the export comes before it.
         """
         async with anyio.create_task_group() as self._writing, self._serving():
+            if self.step == 0:
+                await self._evaluate()
             while self.step < self._train.num_steps:
                 await self._train_step()
             await self._announced.wait()
@@ -209,6 +217,7 @@ class Leader:
         metrics["perf/update_weights_time"] = next(filter(None, pauses_s), 0.0)
         metrics["perf/step_time"] = time.perf_counter() - begin
         await self._bus.publish(self._trained_event(fed, trained, metrics, replay=replay))
+        await self._evaluate()
         saves = self._checkpoint_is_due()
         if saves and self._colocation.is_on:  # before the trainer's state is offloaded
             await self._save()
@@ -222,6 +231,25 @@ class Leader:
         self._precomputer.weights_moved()
         if saves and not self._colocation.is_on:
             await self._save()
+
+    async def _evaluate(self) -> None:
+        """Evaluate held-out pairs that are due. Does nothing while lost steps are trained again.
+
+        The evaluation of a step is published before a checkpoint of it begins and before the next step is trained.
+        So that of a step before the frontier, or of a loaded checkpoint, is in the log.
+        """
+        due = self._held_out.due(self.step) if self.step >= self._frontier else []
+        if not due:
+            return
+        begin, metrics = time.perf_counter(), dict[str, float]()
+        for name in due:
+            batches = self._held_out.batches(name, self.step)
+            found = [await self._torch_thread.run(self._rank.evaluate, batch) for batch in batches]
+            metrics |= held_out_metrics(name, found)
+        took_s = time.perf_counter() - begin
+        self.busy_s += took_s
+        evaluated = PairsEvaluated(step=self.step, incarnation=self._incarnation, metrics=metrics, took_s=took_s)
+        await self._bus.publish(evaluated)
 
     async def _next_batch(self) -> FedBatch:
         """Wait for the batch of this step.

@@ -35,6 +35,12 @@ class ComputeLogProbs(msgspec.Struct, tag=True):
     size_bytes: int  # of the groups, encoded as a batch that is broadcast next
 
 
+class Evaluate(msgspec.Struct, tag=True):
+    """Evaluate held-out preference pairs."""
+
+    size_bytes: int  # of the pairs, encoded as a batch that is broadcast next
+
+
 class Save(msgspec.Struct, tag=True):
     """Start a checkpoint."""
 
@@ -146,6 +152,7 @@ Order = (
     | LoadCheckpoint
     | Train
     | ComputeLogProbs
+    | Evaluate
     | Save
     | FinishSave
     | Export

@@ -13,6 +13,7 @@ from messages import (
     EvalEnded,
     GroupCompleted,
     Message,
+    PairsEvaluated,
     RunFinished,
     TrainerStarted,
     WeightsApplied,
@@ -129,7 +130,9 @@ class Report:
             case BatchReady():
                 return self._batch(event, seq)
             case EvalEnded():
-                return self._evaluate(event, time)
+                return self._evaluate(event, time, f" ({_weights_of(event)})")
+            case PairsEvaluated():
+                return self._evaluate(event, time, took_s=event.took_s)
             case RunFinished():
                 self.finished = event.reason
                 return self.close()
@@ -273,18 +276,19 @@ class Report:
         self._first_rollout = time
         return [*lines, SampleShown("first", seq, graded=self._graded)]
 
-    def _evaluate(self, event: EvalEnded, time: float) -> list[Notice]:
+    def _evaluate(
+        self, event: EvalEnded | PairsEvaluated, time: float, weights: str = "", *, took_s: float | None = None
+    ) -> list[Notice]:
         all_metrics = event.metrics | not_finite_in(event)
         means = eval_means(all_metrics)
         self.evals |= means
         self.first_evals = means | self.first_evals
         self._times.end_evaluation(time)
         metrics = {"eval/step": event.step, **all_metrics}
+        if took_s is not None:
+            metrics["perf/eval_time"] = took_s
         shown = ", ".join(f"{name} {number(value)}" for name, value in means.items())
-        weights = f"weights v{event.version}"
-        if event.newest_version:
-            weights = f"begun with {weights}, ended with v{event.newest_version}"
-        line = Line(f"evaluation after step {event.step} ({weights}): {shown}")
+        line = Line(f"evaluation after step {event.step}{weights}: {shown}")
         if self._row is not None and self._row["step"] == event.step:
             self._row |= metrics
             return [line]
@@ -294,3 +298,9 @@ class Report:
         elif before is None or before["step"] != event.step:
             return [line]  # its row was written before this start
         return [line, RowDone(before | metrics)]
+
+
+def _weights_of(event: EvalEnded) -> str:
+    """Name the weights of an evaluation on engines."""
+    begun = f"weights v{event.version}"
+    return f"begun with {begun}, ended with v{event.newest_version}" if event.newest_version else begun

@@ -480,7 +480,10 @@ class TrainConfig(Config, frozen=True, kw_only=True):
 
 
 class EvalConfig(Config, frozen=True, kw_only=True):
-    """One evaluation set. Unset keys take their values from the rollout table and the first data source."""
+    """One evaluation set. Unset keys take their values from the rollout table and the first data source.
+
+    With "dpo_loss" and "rm_loss" it holds preference pairs, which the trainer evaluates without generating.
+    """
 
     # Name of the set. Its metrics begin with `eval/<name>`.
     name: Name
@@ -488,7 +491,7 @@ class EvalConfig(Config, frozen=True, kw_only=True):
     path: Text
     # Number of train steps between evaluations.
     interval: Positive
-    # Number of samples per prompt. The metric is their mean.
+    # Number of samples per prompt. The metric is their mean. Not for preference pairs, like the next four keys.
     n_samples_per_eval_prompt: Positive = 1
     # Sampling temperature; 0 is greedy. By default `rollout.temperature`.
     temperature: NonNegative | None = None
@@ -721,6 +724,8 @@ def eval_data(recipe: Recipe, item: EvalConfig) -> DataConfig:
         path=item.path,
         input_key=item.input_key or first.input_key,
         label_key=item.label_key or first.label_key,
+        chosen_key=first.chosen_key,
+        rejected_key=first.rejected_key,
         metadata_key=item.metadata_key or first.metadata_key,
         tool_key=item.tool_key or first.tool_key,
         apply_chat_template=first.apply_chat_template if template is None else template,

@@ -15,6 +15,7 @@ from runtime.settings.recipe import (
     needs_baseline,
     over_sampling_batch_size,
     rollout_sampling,
+    trains_pairs,
 )
 from runtime.settings.topology import Topology, is_colocated
 
@@ -46,6 +47,7 @@ def schedule_of(topology: Topology, eval_sizes: Mapping[str, int]) -> Schedule:
             skip_before_train=item.skip_eval_before_train,
         )
         for item in topology.eval
+        if not trains_pairs(topology)  # the trainer evaluates pairs
     )
     return Schedule(
         num_steps=topology.train.num_steps,

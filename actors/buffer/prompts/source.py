@@ -19,7 +19,7 @@ from runtime.data.data_files import DataError
 from runtime.data.rows import read_rows
 from runtime.node.checks.apart import Doing, unlimited
 from runtime.settings.reading.config import TopologyError
-from runtime.settings.recipe import DataConfig, Recipe, eval_data, max_prompt_len, trains_demonstrations
+from runtime.settings.recipe import DataConfig, Recipe, eval_data, max_prompt_len, trains_demonstrations, trains_pairs
 from runtime.settings.rules.validate import validate
 from runtime.settings.topology import Topology
 
@@ -100,8 +100,7 @@ def load_prompts(recipe: Recipe) -> PromptSet | GeneratedPrompts:
         DataError: a file, a row, a function or the tokenizer cannot be used.
     """
     tokenizing = load_tokenizing(recipe.model.hf_checkpoint, trust_remote_code=recipe.model.trust_remote_code)
-    prompts = PromptReader(tokenizing, max_prompt_len(recipe.rollout))
-    evals = [load_data(eval_data(recipe, item), prompts) for item in recipe.eval]
+    evals = _load_evals(recipe, tokenizing)
     reader = training_reader(recipe, tokenizing)
     if (value := recipe.data[0].source) is not None:
         return GeneratedPrompts(find_source("data.0.source", value), recipe.data[0], reader, evals)
@@ -114,6 +113,30 @@ def training_reader(recipe: Recipe, tokenizing: Tokenizing) -> Reader:
     if trains_demonstrations(recipe):
         return DemonstrationReader(tokenizing, recipe.rollout)
     return PromptReader(tokenizing, max_prompt_len(recipe.rollout), is_graded=not recipe.algorithm.use_opd)
+
+
+def eval_reader(recipe: Recipe, tokenizing: Tokenizing) -> Reader:
+    """The reader of evaluation rows: for prompts, or for preference pairs."""
+    if trains_pairs(recipe):
+        return training_reader(recipe, tokenizing)
+    return PromptReader(tokenizing, max_prompt_len(recipe.rollout))
+
+
+def _load_evals(recipe: Recipe, tokenizing: Tokenizing) -> list[LoadedData]:
+    reader = eval_reader(recipe, tokenizing)
+    return [load_data(eval_data(recipe, item), reader) for item in recipe.eval]
+
+
+def load_held_out(recipe: Recipe) -> Mapping[str, Sequence[Prompt]]:
+    """Load the evaluation sets of preference pairs, by name. Empty: there are none. Blocks, as `load_prompts`.
+
+    Raises:
+        DataError: a file, a row or the tokenizer cannot be used.
+    """
+    if not recipe.eval or not trains_pairs(recipe):
+        return {}
+    tokenizing = load_tokenizing(recipe.model.hf_checkpoint, trust_remote_code=recipe.model.trust_remote_code)
+    return {item.name: item.prompts for item in _load_evals(recipe, tokenizing)}
 
 
 def read_in_parts(data: DataConfig, reader: Reader) -> Iterator[list[Prompt]]:

@@ -3,21 +3,16 @@
 A pair is a rollout with two parts. The chosen response has reward 1, the rejected one reward 0.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from actors.trainer.algorithms.loss_inputs import Sequences, Terms
-from actors.trainer.data.batch import Ints, MicroBatch
-
-
-class PairSums(NamedTuple):
-    """Metrics summed over preference pairs."""
-
-    num_pairs: int
-    sums: dict[str, float]  # by metric name
+from actors.trainer.algorithms.loss_inputs import LossInputs, Sequences, Terms
+from actors.trainer.data.batch import Ints, MicroBatch, TrainBatch
+from actors.trainer.data.held_out import PairSums
 
 
 def signs_of(rewards_B: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -39,6 +34,32 @@ def rollouts_in(
     """
     _, rollout_of = np.unique(rollouts_B[micro_batch.samples], return_inverse=True)
     return Sequences(torch.from_numpy(rollout_of[numbers_M]).to(device), micro_batch.num_sequences, group)
+
+
+def pair_inputs(batch: TrainBatch, policy_N: Tensor, ref_N: Tensor) -> tuple[LossInputs, Ints]:
+    """Return the inputs of a loss of pairs for all trained tokens of a batch, and the pair of each.
+
+    Args:
+        batch: The pairs.
+        policy_N: Log-probs of the policy, on the CPU.
+        ref_N: Log-probs of the reference.
+    """
+    trains = np.flatnonzero(batch.loss_mask_N)
+    sample_M = np.repeat(np.arange(len(batch.lengths_B)), batch.lengths_B)[trains]
+    rollouts_M = batch.rollouts_B[sample_M]
+    policy_M, ref_M = (column_N[torch.from_numpy(trains)].double() for column_N in (policy_N, ref_N))
+    none = torch.zeros_like(policy_M)
+    inputs = LossInputs(
+        log_probs=policy_M,
+        old_log_probs=none,
+        rollout_log_probs=none,
+        ref_log_probs=ref_M,
+        advantages=torch.from_numpy(signs_of(batch.rewards_B)[sample_M]),
+        entropy=none,
+        sequences=Sequences(torch.from_numpy(sample_M), len(batch.lengths_B)),
+        rollouts=Sequences(torch.from_numpy(rollouts_M), int(batch.rollouts_B[-1]) + 1),
+    )
+    return inputs, rollouts_M
 
 
 def sums_over_pairs(terms: Terms, rollouts_M: Ints) -> PairSums:

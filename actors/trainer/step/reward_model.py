@@ -15,6 +15,7 @@ import torch
 from actors.trainer.algorithms.loss_inputs import Sequences, Terms
 from actors.trainer.algorithms.preference import rm_loss
 from actors.trainer.data.batch import Ints, MicroBatch, TrainBatch
+from actors.trainer.data.held_out import PairSums
 from actors.trainer.data.plan import split_steps
 from actors.trainer.megatron import groups as ranks
 from actors.trainer.megatron.rank_model import Replica, TokenValues
@@ -22,7 +23,7 @@ from actors.trainer.plugins.dry_run import try_plugins
 from actors.trainer.step.layout import NO_SAMPLES, laid_out, shared_equally
 from actors.trainer.step.learner import Learner, OptimizerStep
 from actors.trainer.step.metrics import StepTimer, memory_metrics, size_metrics, speed_metrics
-from actors.trainer.step.pairs import PairSums, rollouts_in, signs_of, sums_over_pairs
+from actors.trainer.step.pairs import rollouts_in, signs_of, sums_over_pairs
 from actors.trainer.step.train_step import Trained
 from runtime.settings.placement import max_sample_tokens
 from runtime.settings.topology import Topology

@@ -25,6 +25,7 @@ from actors.trainer.data.batch import (
     only_where,
     with_mtp,
 )
+from actors.trainer.data.held_out import PairSums
 from actors.trainer.data.plan import split_steps
 from actors.trainer.data.precomputed import LogProbs
 from actors.trainer.data.skipped import with_mask, with_masked
@@ -48,7 +49,7 @@ from actors.trainer.step.metrics import (
     speed_metrics,
 )
 from actors.trainer.step.objective import Objective, weigh
-from actors.trainer.step.pairs import rollouts_in
+from actors.trainer.step.pairs import pair_inputs, rollouts_in, sums_over_pairs
 from actors.trainer.step.rewards import reward_metrics, with_penalties
 from runtime.settings.placement import max_sample_tokens
 from runtime.settings.recipe import (
@@ -206,6 +207,24 @@ class TrainStep:
     def _update_reference(self, batch: TrainBatch) -> None:
         if self._reference is not None:
             self._reference.follow(self._replica.steps_before + batch.step)
+
+    def evaluate(self, batch: TrainBatch) -> PairSums:
+        """Sum the metrics of preference pairs under the current weights, without training. A collective of all ranks.
+
+        Args:
+            batch: The pairs.
+        """
+        assert self._reference is not None
+        samples = np.arange(len(batch.lengths_B))
+        shares = shared_equally(self._replica, batch, samples, max_tokens=self._max_tokens)
+        micro_batches = laid_out(self._replica, batch, shares)
+        own_N = np.zeros_like(batch.rollout_log_probs_N)
+        self._replica.before_log_probs("")
+        self._replica.fill_log_probs(micro_batches, own_N)
+        columns = own_N, self._reference.log_probs(batch, micro_batches)
+        policy_N, ref_N = (ranks.sum_over_replicas(torch.from_numpy(column_N)) for column_N in columns)
+        inputs, rollouts_M = pair_inputs(batch, policy_N, ref_N)
+        return sums_over_pairs(self._objective(inputs, entropy_coef=0.0), rollouts_M)
 
     def _plan(self, batch: TrainBatch) -> list[OptimizerStep]:
         replica, none_B = self._replica, np.zeros(len(batch.lengths_B), dtype=bool)

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator
 
+import msgspec
+
 from runtime.bus.limits import MAX_EVENT_BYTES
 from runtime.settings.reading.config import Problem
 from runtime.settings.recipe import (
@@ -19,6 +21,15 @@ from runtime.settings.recipe import (
 from runtime.settings.rules.algorithm import algorithm_problems
 from runtime.settings.sizes import growing_events, show_bytes
 
+OF_SAMPLES = (  # keys of an evaluation set that have no meaning for preference pairs
+    "n_samples_per_eval_prompt",
+    "temperature",
+    "top_p",
+    "top_k",
+    "max_response_len",
+    "label_key",
+    "rm_type",
+)
 MAX_KEPT = 4096  # tokens that SGLang lists of one token: its default of --sampling-mask-max-tokens
 EVENT_ROOM_BYTES = 64 << 10  # for the parts of an event that do not grow
 
@@ -153,6 +164,9 @@ def _demonstrations(recipe: Recipe) -> Iterator[Problem]:
     if rollout.on_surplus != "train":
         message = f'would drop demonstrations {why}; allowed: "train"'
         yield Problem.of("rollout.on_surplus", rollout.on_surplus, message)
+    if not rollout.eval_overlap and trains_pairs(recipe):
+        message = f"has no effect {why}: nothing is trained during an evaluation"
+        yield Problem.of("rollout.eval_overlap", False, message)
     without_effect = ("kl_loss_coef", "entropy_coef", "use_routing_replay", "use_rollout_routing_replay")
     for key in without_effect:
         if value := getattr(algorithm, key):
@@ -163,8 +177,18 @@ def _demonstrations(recipe: Recipe) -> Iterator[Problem]:
             key = "loss_agg_mode" if algorithm.loss_agg_mode is not None else "calculate_per_token_loss"
             yield Problem.of(f"algorithm.{key}", getattr(algorithm, key), message)
     for index, item in enumerate(recipe.eval):
+        if trains_pairs(recipe):
+            yield from _held_out(item, f"eval.{index}", why)
+            continue
         message = f"not possible {why}, which runs no engine: evaluate the exported model (train.save_hf)"
         yield Problem.of(f"eval.{index}.name", item.name, message)
+
+
+def _held_out(item: EvalConfig, key: str, why: str) -> Iterator[Problem]:
+    """Yield settings of sampling and grading in an evaluation set of preference pairs."""
+    for field in msgspec.structs.fields(EvalConfig):
+        if field.name in OF_SAMPLES and (value := getattr(item, field.name)) != field.default:
+            yield Problem.of(f"{key}.{field.name}", value, f"has no effect {why}: nothing is sampled and graded")
 
 
 def _pairs(recipe: Recipe) -> Iterator[Problem]:

@@ -4,13 +4,14 @@ import ipaddress
 import re
 from collections.abc import Iterator
 
-from runtime.settings.placement import home_node, is_loopback, num_engines
+from runtime.settings.placement import home_node, is_loopback, num_engines, trainer_nodes
 from runtime.settings.reading.config import Problem
 from runtime.settings.recipe import (
     eval_data,
     needs_baseline,
     precomputes_old_log_probs,
     trains_demonstrations,
+    trains_pairs,
     trains_reward_model,
 )
 from runtime.settings.sizes import MAX_MESSAGE_BYTES, needed_sizes, show_bytes
@@ -54,6 +55,7 @@ def topology_problems(topology: Topology) -> Iterator[Problem]:
         _load,
         _precomputed,
         _reward_model,
+        _held_out,
         _sampling_masks,
     ):
         yield from rule(topology)
@@ -328,6 +330,16 @@ def _reward_model(topology: Topology) -> Iterator[Problem]:
             'has no effect with algorithm.loss_type = "rm_loss": MTP layers predict tokens, and the model scores them'
         )
         yield Problem.of("trainer.megatron.mtp_num_layers", layers, message)
+
+
+def _held_out(topology: Topology) -> Iterator[Problem]:
+    """Refuse evaluation sets of preference pairs where the trainer does not run beside the data."""
+    first, home = trainer_nodes(topology)[0], home_node(topology)
+    if topology.eval and trains_pairs(topology) and first != home:
+        message = (
+            f"not implemented yet: the trainer reads held-out pairs on its node {first}, and the data is on {home}"
+        )
+        yield Problem.of("eval.0.path", topology.eval[0].path, message)
 
 
 def _precomputed(topology: Topology) -> Iterator[Problem]:
