@@ -55,8 +55,18 @@ def run(name: str, place: Path) -> Done:
 
 def dpo(done: Done) -> None:
     assert [row["train/preference_loss"] > 0 for row in done.metrics if "train/preference_loss" in row] == [True] * 2
+    evaluated = [(row["eval/step"], 0 <= row["eval/held-out"] <= 1) for row in done.metrics if "eval/step" in row]
+    assert evaluated == [(0, True), (2, True)]
     assert (done.run_dir / "hf" / "model.safetensors").is_file()
     assert sorted({(sample["part"], sample["reward"]) for sample in done.samples()}) == [(0, 1.0), (1, 0.0)]
+
+
+def rm(done: Done) -> None:
+    dpo(done)
+    losses = [row["train/loss"] for row in done.metrics if "train/loss" in row]
+    assert losses[0] == pytest.approx(np.log(2), abs=0.2)  # random weights, whose rewards are near 0
+    config = json.loads((done.run_dir / "hf" / "config.json").read_text())
+    assert config["architectures"] == ["Qwen3ForSequenceClassification"]
 
 
 def own_recipe(done: Done) -> None:
@@ -142,6 +152,7 @@ CHECKS: dict[str, Callable[[Done], None]] = {
     "dpo": dpo,
     "own-recipe": own_recipe,
     "own-reward": own_reward,
+    "rm": rm,
     "sft": sft,
     "tool-use": tool_use,
 }
@@ -154,7 +165,7 @@ def test_an_example_trains_with_its_own_functions(name: str, tmp_path: Path) -> 
     done = run(name, tmp_path)
     groups = done.result["groups"]
     assert done.result["steps"] == NUM_STEPS
-    assert groups["trained"] == NUM_STEPS * {"sft": 16, "dpo": 128, "tool-use": 4}.get(name, 8)
+    assert groups["trained"] == NUM_STEPS * {"sft": 16, "dpo": 128, "rm": 128, "tool-use": 4}.get(name, 8)
     assert groups["issued"] == sum(count for state, count in groups.items() if state != "issued")
     CHECKS[name](done)
 

@@ -52,13 +52,14 @@ def batch_of(step: TrainStep) -> TrainBatch:
 
 
 def trained_pairs(topology: Topology, policy: Replica) -> dict[str, float]:
-    """Metrics of a train step on preference pairs. A reward model has a replica of its own."""
+    """Metrics of an evaluation and a train step on preference pairs. A reward model has a replica of its own."""
     replica = Replica(topology, policy.device) if trains_reward_model(topology) else policy
     step = (RewardModelStep if trains_reward_model(topology) else TrainStep)(topology, replica)
     batch = pairs(0)
     ref_N = np.random.default_rng(7).normal(-3.5, 0.5, len(batch.tokens_N))
     batch = replace(batch, ref_log_probs_N=(ref_N * batch.loss_mask_N).astype(np.float32))
-    return step(batch).metrics
+    evaluated = {f"evaluated {name}": value for name, value in step.evaluate(batch).sums.items()}
+    return step(batch).metrics | evaluated
 
 
 def train(topology: Topology, cases: dict[str, Any], ranks: Ranks) -> dict[str, dict[str, float]]:

@@ -3,7 +3,7 @@
 import random
 
 PROMPTS = [f"{number:02}" for number in range(100)]
-TRAINED = [prompt for prompt in PROMPTS if int(prompt) % 5]  # held-out-pairs.jsonl has the others
+TRAINED = [prompt for prompt in PROMPTS if int(prompt) % 5]  # data/held-out-pairs.jsonl has the others
 
 
 def pair(number):

@@ -96,7 +96,7 @@ class RewardModelStep:
 
     def evaluate(self, batch: TrainBatch) -> PairSums:
         """Sum the metrics of preference pairs under the current weights. A collective of all ranks."""
-        pairs = Sequences(torch.from_numpy(batch.rollouts_B), int(batch.rollouts_B[-1]) + 1)
+        pairs = Sequences(torch.tensor(batch.rollouts_B), int(batch.rollouts_B[-1]) + 1)
         signs = torch.from_numpy(signs_of(batch.rewards_B))
         return sums_over_pairs(_reported(self._loss(self.rewards(batch), signs, pairs)), batch.rollouts_B)
 

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import anyio
 
-from actors.trainer.actor import TrainerActor
+from actors.trainer.actor import HeldOutPairs, TrainerActor, no_pairs
 from messages import (
     BatchTrained,
     CheckpointSaved,
     CheckpointSetAside,
     Message,
     MessageT,
+    PairsEvaluated,
     PayloadsMissing,
     TrainerStarted,
     WeightsAnnounced,
@@ -22,22 +23,36 @@ from runtime.process.hosting import Hosted, host
 from runtime.settings.topology import Topology
 from runtime.util.errors import flatten
 
-SAID = (TrainerStarted, BatchTrained, PayloadsMissing, CheckpointSaved, CheckpointSetAside, WeightsAnnounced)
+SAID = (
+    TrainerStarted,
+    BatchTrained,
+    PairsEvaluated,
+    PayloadsMissing,
+    CheckpointSaved,
+    CheckpointSetAside,
+    WeightsAnnounced,
+)
 TIMEOUT_S = 20.0
 
 
 @asynccontextmanager
 async def running(
-    topology: Topology, bus: Bus, run_dir: Path, *, through: Callable[[Bus], Bus] = lambda view: view
+    topology: Topology,
+    bus: Bus,
+    run_dir: Path,
+    *,
+    through: Callable[[Bus], Bus] = lambda view: view,
+    held_out: Callable[[], HeldOutPairs] = no_pairs,
 ) -> AsyncGenerator[None, None]:
     """A trainer for the duration of a block, ended as SIGTERM would.
 
     Args:
         through: what it sees of the bus.
+        held_out: reads its evaluation sets of preference pairs.
     """
 
     def build(view: Bus) -> TrainerActor:
-        return TrainerActor(topology, through(view), run_dir=run_dir)
+        return TrainerActor(topology, through(view), run_dir=run_dir, held_out=held_out)
 
     trainer = Hosted(name="trainer", role="trainer", actor_type=TrainerActor, build=build)
     async with anyio.create_task_group() as group:

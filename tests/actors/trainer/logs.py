@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from messages import (
@@ -105,3 +106,22 @@ async def publish_batch(bus: Bus, step: int, *, version: int | None = None) -> N
     """Publish the groups of a step and its batch."""
     groups = await publish_groups(bus, step, version=version)
     await bus.publish(BatchReady(incarnation=1, step=step, groups=groups))
+
+
+async def publish_pairs(bus: Bus, step: int) -> None:
+    """Publish preference pairs as the groups of a step, and its batch: a sample of two parts each."""
+    groups: list[GroupRef] = []
+    for group_id in range(step * GROUPS, (step + 1) * GROUPS):
+        stored = payload(group_id, num_samples=2)
+        parts = tuple(
+            msgspec.structs.replace(part, sample=SampleKey(group_id=group_id, attempt=0, index=0, part=number))
+            for number, part in enumerate(stored.segments)
+        )
+        seq = await bus.publish(msgspec.structs.replace(stored, segments=parts))
+        members = tuple(summary(0, [(seq, number)], reward=1.0 - number, part=number) for number in range(2))
+        issued = IssuedGroup(group_id=group_id, attempt=0, prompt=group_id)
+        await bus.publish(GroupsIssued(incarnation=1, round=step, min_version=1, groups=(issued,), num_samples=1))
+        event_seq = await bus.publish(group_of(group_id, members))
+        await bus.publish(VerdictGiven(group_id=group_id, attempt=0, event_seq=event_seq, outcome=Outcome.KEEP))
+        groups.append(GroupRef(group_id=group_id, attempt=0, event_seq=event_seq))
+    await bus.publish(BatchReady(incarnation=1, step=step, groups=tuple(groups)))

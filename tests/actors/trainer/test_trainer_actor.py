@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from threading import Event
 
+import msgspec
 import pytest
 
 from actors.trainer.checkpoints import checkpoints_in
@@ -21,6 +22,7 @@ from messages import (
     CheckpointSaved,
     CheckpointSetAside,
     GroupRef,
+    PairsEvaluated,
     TrainerStarted,
     WeightsAnnounced,
     WeightsApplied,
@@ -32,9 +34,11 @@ from runtime.bus.errors import Fenced
 from runtime.models.checksums import checksums_of
 from runtime.process.actor import InputError
 from runtime.report.lines import line_of
+from runtime.settings.recipe import EvalConfig
 from runtime.settings.topology import Topology
+from tests.actors.trainer.data.test_held_out import pair
 from tests.actors.trainer.hosting import errors_of, names, of, running, said_until
-from tests.actors.trainer.logs import GROUPS, completed, publish_batch
+from tests.actors.trainer.logs import GROUPS, completed, publish_batch, publish_pairs
 from tests.actors.trainer.tiny import TINY
 from tests.build.topology import MakeTopology
 
@@ -437,3 +441,39 @@ async def test_weights_that_no_engine_takes_are_announced_but_not_written(
     ]  # fmt: skip
     assert not (tmp_path / "run" / "weights").exists()
     assert (tmp_path / "run" / "hf" / "model.safetensors").is_file()
+
+
+async def test_held_out_pairs_are_evaluated_after_their_steps_and_after_a_crash_as_before(
+    make_topology: MakeTopology, bus: Bus, tmp_path: Path
+) -> None:
+    topology = make_topology(
+        train={"num_steps": 4, "save_interval": 2},
+        rollout={"n_samples_per_prompt": 1},
+        algorithm={"loss_type": "rm_loss", "num_steps_per_rollout": 1},
+    )
+    item = EvalConfig(name="s", path="none", interval=1)
+    topology = msgspec.structs.replace(topology, eval=(item,))
+    pairs = {"s": [pair(number, chosen=2 + number) for number in range(5)]}
+    async with running(topology, bus, tmp_path / "run", held_out=lambda: pairs):
+        for step in range(3):
+            await publish_pairs(bus, step)
+        first = await said_until(bus, WeightsAnnounced, 4)
+        await said_until(bus, CheckpointSaved)
+    assert [name for name in names(first) if name != "CheckpointSaved"] == [
+        *("TrainerStarted", "WeightsAnnounced", "PairsEvaluated"),
+        *("BatchTrained", "PairsEvaluated", "WeightsAnnounced") * 3,
+    ]
+    last_seq = (await bus.state(BatchTrained.plane)).last_seq
+    async with running(topology, bus, tmp_path / "run", held_out=lambda: pairs):
+        await publish_pairs(bus, 3)
+        second = await said_until(bus, CheckpointSaved, from_seq=last_seq + 1)
+    assert of(second, TrainerStarted)[0].step == 2
+    before, after = of(first, PairsEvaluated), of(second, PairsEvaluated)
+    assert [event.step for event in before] == [0, 1, 2, 3]
+    assert [event.step for event in after] == [3, 4]  # not of step 2, which the checkpoint contains
+    assert after[0].metrics == before[3].metrics
+    assert before[0].metrics.keys() == {
+        *("eval/s", "eval/s/preference_loss", "eval/s/rewards_chosen", "eval/s/rewards_rejected"),
+        "eval/s/rewards_margins",
+    }
+    assert len({event.metrics["eval/s/preference_loss"] for event in (*before, *after)}) == 5

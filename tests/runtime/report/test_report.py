@@ -17,6 +17,7 @@ from messages import (
     GroupRef,
     GroupsClosed,
     Outcome,
+    PairsEvaluated,
     PromptsLoaded,
     RunFinished,
     RunStalled,
@@ -226,6 +227,26 @@ def test_a_run_on_demonstrations_is_told_by_its_loss() -> None:
     result = story.report.result(STARTED + 60)
     assert (result.loss_first, result.loss_last, result.reward_first, result.reward_last) == (2.0, 2.0, None, None)
     assert story.report.summary(STARTED + 60)[1] == "loss      2.000 → 2.000  █▁"
+
+
+def test_an_evaluation_of_held_out_pairs_is_in_the_row_of_its_step() -> None:
+    story = Story(num_steps=2)
+    for step, accuracy in enumerate((0.5, 0.75, 1.0)):
+        if step:
+            story.issue(step, round=step)
+            story.judge(step, story.complete(step, 0.0))
+            story.train(step - 1, step, train__loss=1.0, train__preference_loss=1.0)
+        metrics = {"eval/s": accuracy, "eval/s/preference_loss": 2.0}
+        story.tell(PairsEvaluated(step=step, incarnation=1, metrics=metrics, took_s=0.25))
+    story.tell(RunFinished(incarnation=1, steps=2, reason="all steps trained"))
+    assert [(row["step"], row["eval/step"], row["eval/s"], row["perf/eval_time"]) for row in story.rows()] == [
+        (0, 0, 0.5, 0.25),
+        (1, 1, 0.75, 0.25),
+        (2, 2, 1.0, 0.25),
+    ]
+    assert "evaluation after step 2: s 1.000" in story.lines()
+    assert story.report.result(STARTED + 60).eval_last == 1.0
+    assert "eval      0.500 → 1.000  s" in story.report.summary(STARTED + 60)
 
 
 def test_the_summary_says_where_the_time_went() -> None:

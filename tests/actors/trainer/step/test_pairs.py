@@ -75,3 +75,30 @@ def test_training_equals_a_plain_loop(make_topology: MakeTopology, tmp_path: Pat
     state = model.state_dict()
     for name, weight in whole_weights(replica.complete_chunks(), replica.hf).items():
         torch.testing.assert_close(weight, state[name], rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize("kind", ["sigmoid", "ipo"])
+def test_an_evaluation_of_held_out_pairs_is_that_of_plain_torch(
+    make_topology: MakeTopology, tmp_path: Path, kind: Any
+) -> None:
+    model, reference = write_model(tmp_path / "weights"), write_model(tmp_path / "weights")
+    settings: dict[str, Any] = {"preference_loss": kind, "dpo_beta": 0.3, "num_steps_per_rollout": 1}
+    topology = topology_of(make_topology, tmp_path / "weights", max_tokens=4096, **settings)
+    replica = Replica(topology, CPU)
+    step = TrainStep(topology, replica)
+    step(pairs(0))
+    weights = whole_weights(replica.complete_chunks(), replica.hf)
+    model.load_state_dict(weights)
+    known, batch = {name: weight.clone() for name, weight in weights.items()}, pairs(1)
+    found = step.evaluate(batch)
+    assert all(torch.equal(weight, known[name]) for name, weight in weights.items())
+    with torch.no_grad():
+        losses = [plain_loss(model, reference, batch, pair, kind, 0.3).item() for pair in range(8)]
+    assert found.num_pairs == 8
+    assert found.sums["train/preference_loss"] == pytest.approx(sum(losses), abs=1e-4)
+    assert found.sums["train/rewards_accuracies"] == sum(0 < loss < expected_at_zero(kind) for loss in losses)
+
+
+def expected_at_zero(kind: str) -> float:
+    """The loss of a pair whose margin is 0: below it the margin is above 0."""
+    return (1 / 0.6) ** 2 if kind == "ipo" else float(np.log(2))
