@@ -1,36 +1,17 @@
 """Both halves of boxed-copy as a user runs them: demonstrations without an engine, then RL from the model they made."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 
 from tests.support.metric_names import undocumented
+from tests.support.whole_runs import run_topology
 
-ROOT = Path(__file__).parent.parent
 LIMIT_S = 600  # for each half; a loaded machine takes several times what an idle one does
 ASYNCHRONOUS = ("rollout.max_staleness=1", "rollout.over_sampling_batch_size=96")
 
 pytestmark = pytest.mark.timeout(2 * LIMIT_S + 60)  # the first test begins with the first half
-
-
-def run(topology: str, place: Path, *overrides: str) -> dict[str, Any]:
-    """The result of a run that finished."""
-    command = [sys.executable, str(ROOT / "bin/start_topology.py"), str(ROOT / "topologies" / topology), "--json"]
-    for override in overrides:
-        command += ["--set", override]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout)
-
-
-def rows(place: Path, name: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (place / "runs" / name / "metrics.jsonl").read_text().splitlines()]
 
 
 def books_closed(groups: dict[str, int]) -> bool:
@@ -60,7 +41,9 @@ def halves(request: pytest.FixtureRequest) -> Halves:
 def place(tmp_path_factory: pytest.TempPathFactory, halves: Halves) -> Path:
     """Where the first half has been run."""
     place = tmp_path_factory.mktemp("boxed-copy")
-    result = run("boxed-copy-sft.toml", place, f"train.num_steps={halves.sft_steps}")
+    steps = f"train.num_steps={halves.sft_steps}"
+    result, metrics, _ = run_topology(place, "topologies/boxed-copy-sft.toml", steps, limit_s=LIMIT_S)
+    assert undocumented(metrics) == set()
     assert result["groups"]["trained"] == result["groups"]["issued"] == halves.sft_steps * 64
     assert result["loss_first"] > 2.5  # ln 16 = 2.77 at random weights
     assert result["loss_last"] < (
@@ -72,7 +55,6 @@ def place(tmp_path_factory: pytest.TempPathFactory, halves: Halves) -> Path:
 def test_demonstrations_are_trained_without_an_engine_and_exported(place: Path) -> None:
     logs = {path.stem for path in (place / "runs/boxed-copy-sft/logs").glob("*.jsonl")}
     assert {"daemon", "trainer", "rollout", "buffer"} <= logs
-    assert undocumented(rows(place, "boxed-copy-sft")) == set()
     assert not [name for name in logs if name.startswith(("engine", "router", "reward", "filter"))]
     exported = {path.name for path in (place / "runs/boxed-copy-sft/hf").iterdir()}
     assert exported == {
@@ -88,13 +70,13 @@ def test_rl_goes_on_from_the_exported_model_by_partial_rollout_one_step_off(plac
     """Synchronous learning is that of test_laptop.py."""
     name, num_steps = "asynchronous", halves.rl_steps
     settings = (f"run.name={name}", f"train.num_steps={num_steps}", f"eval.0.interval={num_steps}")
-    result = run("boxed-copy.toml", place, *settings, *ASYNCHRONOUS)
+    finished = run_topology(place, "topologies/boxed-copy.toml", *settings, *ASYNCHRONOUS, limit_s=LIMIT_S)
+    result, metrics, _ = finished
     assert result["steps"] == num_steps
     assert books_closed(result["groups"])
     assert result["groups"]["trained"] == num_steps * 64
-    metrics = rows(place, name)
     assert undocumented(metrics) == set()
-    steps = [row for row in metrics if row["step"] > 0]
+    steps = finished.steps
     assert max(row["train/train_rollout_logprob_abs_diff_max"] for row in steps) < 1e-3
     assert max(row["rollout/staleness_max"] for row in steps) > 0
     if halves.learns:

@@ -1,44 +1,28 @@
 """A run that samples with top-p: log-probs of engine and trainer are over the same kept tokens."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from tests.support.whole_runs import run_topology
+
 LIMIT_S = 300
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(LIMIT_S + 60)
 def test_engine_and_trainer_agree_on_log_probs_over_kept_tokens(tmp_path: Path) -> None:
-    settings = {
-        "rollout.top_p": "0.5",
-        "rollout.top_k": "12",
-        "rollout.temperature": "0.8",
-        "rollout.return_sampling_mask": "true",
-        "optimizer.lr": "1e-2",  # the weights of the second step are others than those of the first
-        "train.num_steps": "2",
-        "run.dump_details": "dump",
-    }
-    command = [sys.executable, "-P", str(ROOT / "bin" / "start_topology.py"), str(ROOT / "topologies/slime/grpo.toml")]
-    command += [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
-    done = subprocess.run(
-        command,
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
+    settings = (
+        "rollout.top_p=0.5",
+        "rollout.top_k=12",
+        "rollout.temperature=0.8",
+        "rollout.return_sampling_mask=true",
+        "optimizer.lr=1e-2",  # the weights of the second step are others than those of the first
+        "train.num_steps=2",
+        "run.dump_details=dump",
     )
-    assert done.returncode == 0, done.stderr[-4000:]
-    rows = [json.loads(line) for line in (tmp_path / "runs/slime-grpo/metrics.jsonl").read_text().splitlines()]
-    trained = [row for row in rows if "train/loss" in row]
+    trained = run_topology(tmp_path, "topologies/slime/grpo.toml", *settings, limit_s=LIMIT_S).steps
     assert len(trained) == 2
     for row in trained:
         assert row["train/train_rollout_logprob_abs_diff"] < 1e-5

@@ -1,16 +1,14 @@
 """The laptop run learns: the whole system, every part real, from random weights to a solved task."""
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from tests.support.metric_names import undocumented
+from tests.support.whole_runs import run_topology
 
-ROOT = Path(__file__).parent.parent
 FEWER_STEPS = 100  # of the recipe's 200: it has learnt by then
 LIMIT_S = 900  # a loaded machine takes several times the two minutes of an idle one
 
@@ -20,19 +18,8 @@ LIMIT_S = 900  # a loaded machine takes several times the two minutes of an idle
     "num_steps", [pytest.param(FEWER_STEPS, marks=pytest.mark.slow), pytest.param(200, marks=pytest.mark.nightly)]
 )
 def test_the_laptop_run_learns_to_reverse_digits_and_its_books_close(tmp_path: Path, num_steps: int) -> None:
-    command = [
-        sys.executable,
-        str(ROOT / "bin" / "start_topology.py"),
-        str(ROOT / "topologies" / "laptop.toml"),
-        "--json",
-        "--set",
-        f"train.num_steps={num_steps}",
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
-    assert done.returncode == 0, done.stderr[-4000:]
-    (line,) = done.stdout.splitlines()
-    result = json.loads(line)
+    settings = f"train.num_steps={num_steps}"
+    result, rows, _ = finished = run_topology(tmp_path, "topologies/laptop.toml", settings, limit_s=LIMIT_S)
     assert result["run"] == "laptop"
     assert result["steps"] == num_steps
     assert result["reward_first"] < 0.2
@@ -40,9 +27,8 @@ def test_the_laptop_run_learns_to_reverse_digits_and_its_books_close(tmp_path: P
     assert result["eval_last"] >= 0.85
     groups = result["groups"]
     assert groups["issued"] == groups["trained"] == num_steps * 64
-    rows = [json.loads(row) for row in (tmp_path / "runs" / "laptop" / "metrics.jsonl").read_text().splitlines()]
     assert undocumented(rows) == set()
-    steps = [row for row in rows if row["step"] > 0]
+    steps = finished.steps
     assert [row["step"] for row in steps] == list(range(1, num_steps + 1))
     # engine and trainer compute the same model: their log-probs of the same tokens under the same weights
     assert max(row["train/train_rollout_logprob_abs_diff"] for row in steps) < 1e-3
@@ -58,12 +44,8 @@ def test_the_laptop_run_learns_to_reverse_digits_and_its_books_close(tmp_path: P
 @pytest.mark.parametrize("layout", ["laptop", "laptop-split", "laptop-colocated"])
 def test_it_learns_whichever_way_weights_go(tmp_path: Path, layout: str, seed: int) -> None:
     """By files, by broadcast from two ranks to two engines, in shared memory in turns: from the same beginnings."""
-    command = [sys.executable, str(ROOT / "bin/start_topology.py"), str(ROOT / f"topologies/{layout}.toml"), "--json"]
-    command += ["--set", f"run.seed={seed}", "--set", f"train.num_steps={FEWER_STEPS}"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
-    assert done.returncode == 0, done.stderr[-4000:]
-    result = json.loads(done.stdout)
+    settings = (f"run.seed={seed}", f"train.num_steps={FEWER_STEPS}")
+    result = run_topology(tmp_path, f"topologies/{layout}.toml", *settings, limit_s=LIMIT_S).result
     sys.stdout.write(f"{layout}, seed {seed}: {json.dumps(result)}\n")
     assert result["reward_last"] >= 0.9
     assert result["groups"]["issued"] == result["groups"]["trained"] == FEWER_STEPS * 64
