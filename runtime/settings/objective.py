@@ -117,6 +117,9 @@ def _terms(recipe: Recipe) -> Iterator[PlannedTerm]:
     if algorithm.use_opd:
         yield _term("teacher", f"A - {algorithm.opd_kl_coef:g} log(old policy / teacher)", "algorithm.use_opd")
     yield _policy_loss(algorithm)
+    if algorithm.keep_old_actor:
+        kept = f"= the weights that sampled the token, kept for {recipe.rollout.max_token_staleness} train steps"
+        yield _term("old policy", kept, "algorithm.keep_old_actor")
     yield from _corrections(algorithm)
     if algorithm.kl_loss_coef:
         factor = " x policy / old policy" if algorithm.use_unbiased_kl else ""

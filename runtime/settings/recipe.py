@@ -372,6 +372,10 @@ class AlgorithmConfig(Config, frozen=True, kw_only=True):
     # MoE rollout routing replay (R3): train tokens with the engine's experts. Not implemented yet: reading them from an
     # engine, so they must come from a dump.
     use_rollout_routing_replay: bool = False
+    # Compute the old log-probs of each token with the weights that sampled it, not with those before the train step.
+    # The trainer and its checkpoints keep the weights of the last `rollout.max_token_staleness` train steps, which must
+    # be set.
+    keep_old_actor: bool = False
     # Use the engines' log-probs as those of the old policy. This saves a forward pass.
     use_rollout_logprobs: bool = False
     # Set the optimizer's moments and step counts to 0 before each train step.

@@ -69,6 +69,14 @@ def with_kept(batch: TrainBatch, topology: Topology) -> TrainBatch:
     return replace(batch, kept_counts_N=np.array(counts, dtype=np.int32), kept_ids_K=np.array(ids, dtype=np.int32))
 
 
+def with_ages(batch: TrainBatch, topology: Topology) -> TrainBatch:
+    """With tokens of older weights, where those are kept."""
+    if not topology.algorithm.keep_old_actor:
+        return batch
+    ages_N = np.random.default_rng(batch.step).integers(0, min(batch.step, 2) + 1, len(batch.tokens_N))
+    return replace(batch, staleness_N=np.where(batch.loss_mask_N, ages_N, -1).astype(np.int32))
+
+
 def main(directory: Path, rank: int, port: int, half: str) -> None:
     torch.set_num_threads(1)
     jobs: list[dict[str, Any]] = json.loads((directory / "jobs.json").read_text())
@@ -118,6 +126,7 @@ def train(place: Path, ranks: Ranks, half: str, *, spoilt: bool) -> None:
 def with_precomputed(engine: TrainerRank, topology: Topology, batch: TrainBatch) -> TrainBatch:
     """The batch; where that is asked for, every second group's log-probs are computed before."""
     precomputed, batch = PrecomputedLogProbs(), with_kept(with_told(batch, topology), topology)
+    batch = with_ages(batch, topology)
     if not topology.trainer.log_probs_ahead:
         return batch
     together = engine.log_probs(batch)

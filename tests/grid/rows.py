@@ -93,6 +93,7 @@ class Row:
     ahead: bool = False  # log-probs are computed group by group, of every second one before its batch
     told: bool = False  # routed experts of all tokens come with the samples
     kept: bool = False  # log-probs are over the tokens that top-p kept
+    aged: bool = False  # tokens are up to two train steps old, and old log-probs are by the weights that sampled them
     balance: str = ""  # the router's load balancing loss, beside which its z loss trains too; empty: neither
 
     @property
@@ -128,6 +129,7 @@ class Row:
             balance=self.balance,
             spoilt=self.spoilt,
             kept=self.kept,
+            aged=self.aged,
         )
 
     @property
@@ -147,6 +149,7 @@ class Row:
         parts += [self.balance.replace("_", " "), "z loss"] if self.balance else []
         parts += ["masked samples"] if self.spoilt else []
         parts += ["kept tokens"] if self.kept else []
+        parts += ["old actors"] if self.aged else []
         return ", ".join([*parts, *(["recompute"] if self.recompute else []), *(["bf16"] if self.is_half else [])])
 
     @property
@@ -271,7 +274,12 @@ KEPT = tuple(
     Row(layout, packed=packed, kept=True)
     for layout, packed in (("TP2+SP", True), ("TP2", False), ("CP2", True), ("DP2", False), ("PP2", True))
 )
+AGED = tuple(
+    Row(layout, packed=packed, aged=True)
+    for layout, packed in (("DP2+DO", False), ("PP2", True), ("CP2", True), ("TP2+SP", True), ("CP2xPP2", False))
+)
 FEW += KEPT[:1]
+FEW += AGED[:1]
 FEW += AHEAD[:1]
 FEW += SPOILT[:4]
 FEW += (BALANCED[0], BALANCED[9], BALANCED[2])  # TP2+SP and EP2xTP2+SP of a micro-batch, CP2 packed of a sequence
@@ -289,6 +297,7 @@ ALL = (
     *TOLD,
     *SPOILT,
     *KEPT,
+    *AGED,
     *(
         Row(layout, packed, recompute, tied)
         for layout in LAYOUTS

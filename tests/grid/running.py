@@ -114,8 +114,13 @@ def _topology(place: Path, row: Row, device: str) -> Topology:
             "num_steps_per_rollout": 2,
             "use_routing_replay": row.replay,
             "use_rollout_routing_replay": row.told,
+            "keep_old_actor": row.aged,
         },
-        "rollout": {"return_sampling_mask": row.kept, **({"top_p": 0.9, "top_k": 8} if row.kept else {})},
+        "rollout": {
+            "return_sampling_mask": row.kept,
+            "max_token_staleness": 2 if row.aged else None,
+            **({"top_p": 0.9, "top_k": 8} if row.kept else {}),
+        },
         "optimizer": {"lr": 1e-2, "adam_eps": 1e-4},  # at 1e-8 correct code differs by 3e-5
         "train": {"max_tokens_per_gpu": row.max_tokens, "num_steps": 4},
         "trainer": {"device": device, "export_bucket_bytes": 20_000, **row.trainer()},

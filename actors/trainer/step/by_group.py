@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from actors.trainer.data.batch import Floats32, Ints, MicroBatch, TrainBatch
 from actors.trainer.data.precomputed import LogProbs, groups_to_compute
@@ -54,13 +55,12 @@ class ReferenceModel:
         self._store_prefix = store_prefix
         self._update_interval = update_interval
         self._kept = KeptWeights(replica.weights_copy())
-        self._weights = self._kept.tensors
         if update_interval is not None:
             replica.kept[REF] = self._kept
         if ref_load is not None:
             check_weights(Path(ref_load), replica.hf)
             replica.set_weights(file_source(Path(ref_load)))
-            replica.exchange_weights(self._weights)
+            replica.exchange_weights(self._kept.tensors)
             replica.optimizer.reload_model_params()
 
     def follow(self, steps: int) -> None:
@@ -86,12 +86,34 @@ class ReferenceModel:
 
     def log_probs(self, batch: TrainBatch, micro_batches: Sequence[MicroBatch]) -> Floats32:
         """Compute log-probs of the trained tokens in these micro-batches. A collective of all ranks."""
-        column = np.zeros_like(batch.rollout_log_probs_N)
-        self._replica.exchange_weights(self._weights)
-        self._replica.before_log_probs(self._store_prefix)
-        self._replica.fill_log_probs(micro_batches, column)
-        self._replica.exchange_weights(self._weights)
-        return column
+        return log_probs_by(self._replica, self._kept.tensors, self._store_prefix, batch, micro_batches)
+
+
+def log_probs_by(
+    replica: Replica,
+    weights: Sequence[Tensor],
+    store_prefix: str,
+    batch: TrainBatch,
+    micro_batches: Sequence[MicroBatch],
+) -> Floats32:
+    """Compute log-probs of the trained tokens by other weights than the policy's. A collective of all ranks.
+
+    Args:
+        replica: Model replica of this rank. Its weights are bit-equal before and after.
+        weights: The other weights, as `weights_copy` returns them.
+        store_prefix: Name of the weights for the user's hook.
+        batch: The whole batch, with N tokens.
+        micro_batches: Micro-batches of this replica.
+
+    Returns:
+        [N], on the last pipeline stage, 0 for tokens of other replicas.
+    """
+    column_N = np.zeros_like(batch.rollout_log_probs_N)
+    replica.exchange_weights(weights)
+    replica.before_log_probs(store_prefix)
+    replica.fill_log_probs(micro_batches, column_N)
+    replica.exchange_weights(weights)
+    return column_N
 
 
 def reference_of(topology: Topology, replica: Replica) -> ReferenceModel | None:

@@ -49,6 +49,7 @@ from actors.trainer.step.metrics import (
     speed_metrics,
 )
 from actors.trainer.step.objective import Objective, weigh
+from actors.trainer.step.old_actor import OldActor, old_actor_metrics
 from actors.trainer.step.pairs import pair_inputs, rollouts_in, sums_over_pairs
 from actors.trainer.step.rewards import reward_metrics, with_penalties
 from runtime.settings.placement import max_sample_tokens
@@ -74,6 +75,7 @@ class _Columns:
     ref_log_probs_N: Tensor | None
     teacher_log_probs_N: Tensor | None
     rewards_N: Tensor  # of the token's sample
+    is_kept_N: Tensor | None  # tokens whose `trainer_log_probs_N` are by the older weights that sampled them
     weight_scale: float  # mean importance weight of the batch, or 1
     rollouts_B: Ints | None  # rollout of each sample, where micro-batches have rollouts whole
 
@@ -133,6 +135,10 @@ class TrainStep:
         self._reference = reference_of(topology, replica)
         self._teacher = teacher_of(topology, replica)
         self._max_tokens = max_sample_tokens(topology)
+        self._old_actor: OldActor | None = None
+        if self._algorithm.keep_old_actor:
+            num_copies = topology.rollout.max_token_staleness or 0
+            self._old_actor = OldActor(replica, num_copies, max_tokens=self._max_tokens)
         self._by_group: GroupLogProbs | None = None
         if topology.trainer.log_probs_ahead:
             self._by_group = GroupLogProbs(
@@ -180,6 +186,8 @@ class TrainStep:
             metrics["train/entropy_coef"] = self._entropy_coef(batch.step)
         if self._reference is not None:
             metrics |= self._reference.metrics()
+        if columns.is_kept_N is not None:
+            metrics |= old_actor_metrics(columns.is_kept_N.cpu().numpy(), batch)
         metrics["train/num_skipped_steps"] = len(done) - len(taken)
         metrics["train/grad_norm"] = float(np.mean([one.norm for one in taken or done]))
         metrics["train/lr-pg_0"] = self._learner.learning_rate(batch.step, steps[-1].number)
@@ -273,6 +281,11 @@ class TrainStep:
     def _prepare(self, batch: TrainBatch, steps: list[OptimizerStep], timer: StepTimer) -> _Columns:
         """Compute all inputs of the loss except the policy's own forward pass."""
         trainer_log_probs_N = self._old_log_probs(batch, steps if self._needs_all_old else steps[1:])
+        is_kept_N = None
+        if self._old_actor is not None:
+            kept_log_probs_N, is_kept_N = self._old_actor.log_probs(batch)
+            trainer_log_probs_N = np.where(is_kept_N, kept_log_probs_N, trainer_log_probs_N)
+            self._old_actor.keep(batch)
         weight_scale = 1.0
         if self._algorithm.tis_batch_normalize:
             weight_scale = self._mean_weight(batch, trainer_log_probs_N)
@@ -309,10 +322,11 @@ class TrainStep:
         )
         ref_N = None if ref_log_probs_N is None else torch.tensor(ref_log_probs_N, device=device)
         teacher_N = None if teacher_log_probs_N is None else torch.tensor(teacher_log_probs_N, device=device)
+        kept_N = None if is_kept_N is None else torch.tensor(is_kept_N, device=device)
         timer.lap("perf/plan_time")
         rollouts_B = batch.rollouts_B if self._pairs else None
         return _Columns(
-            advantages_N, weights_N, rollout_N, trainer_N, ref_N, teacher_N, rewards_N, weight_scale, rollouts_B
+            advantages_N, weights_N, rollout_N, trainer_N, ref_N, teacher_N, rewards_N, kept_N, weight_scale, rollouts_B
         )
 
     def _postprocessed(
@@ -409,7 +423,10 @@ class TrainStep:
         """Compute the loss of a micro-batch's tokens."""
         where_M = outputs.columns_M
         if step.number == 0 and not self._needs_all_old:
-            columns.trainer_log_probs_N[where_M] = outputs.log_probs.detach()
+            found_M = outputs.log_probs.detach()
+            if columns.is_kept_N is not None:
+                found_M = torch.where(columns.is_kept_N[where_M], columns.trainer_log_probs_N[where_M], found_M)
+            columns.trainer_log_probs_N[where_M] = found_M
         numbers = micro_batch.sequences.ravel()[micro_batch.rows_M]
         group = ranks.context_parallel_group() if self._replica.context.size > 1 else None
         trainer_M, rollout_M = columns.trainer_log_probs_N[where_M], columns.rollout_log_probs_N[where_M]

@@ -17,6 +17,8 @@ from runtime.settings.recipe import (
     estimator,
     keeps_teacher,
     loss_mode,
+    measures_all,
+    replays_experts,
     trains_demonstrations,
     trains_pairs,
     uses_groups,
@@ -150,6 +152,7 @@ def algorithm_problems(recipe: Recipe) -> Iterator[Problem]:
         yield from _rewards(recipe)
         yield from _corrections(recipe.algorithm)
         yield from _distillation(recipe)
+    yield from _old_actor(recipe)
     yield from _custom(recipe)
     yield from _reductions(recipe.algorithm)
     yield from _terms(recipe)
@@ -251,6 +254,27 @@ def _bypass(algorithm: AlgorithmConfig) -> Iterator[Problem]:
     else:
         return
     yield Problem.of("algorithm.bypass_mode", True, message)
+
+
+def _old_actor(recipe: Recipe) -> Iterator[Problem]:
+    """Yield what old log-probs of the weights that sampled a token cannot be combined with."""
+    algorithm = recipe.algorithm
+    if not algorithm.keep_old_actor:
+        return
+    if not measures_all(recipe):
+        message = "has no effect: the loss does not read log-probs of an old policy that the trainer computes"
+    elif loss_mode(algorithm) == "decoupled_ppo":
+        message = (
+            'contradicts algorithm.loss_mode = "decoupled_ppo", whose old policy is the one before the train step; '
+            'use "ppo"'
+        )
+    elif replays_experts(algorithm):
+        message = "cannot be combined with replayed experts, which are those of the policy before the train step"
+    elif not recipe.rollout.max_token_staleness:
+        message = "needs rollout.max_token_staleness of at least 1: the number of train steps to keep weights of"
+    else:
+        return
+    yield Problem.of("algorithm.keep_old_actor", True, message)
 
 
 def _custom(recipe: Recipe) -> Iterator[Problem]:

@@ -125,6 +125,40 @@ from tests.runtime.settings.shipped import LAPTOP, problems
             "has no effect with algorithm.custom_advantage; it applies to grpo",
         ),
         (
+            ("algorithm.keep_old_actor=true", "algorithm.use_rollout_logprobs=false"),
+            "algorithm.keep_old_actor",
+            "needs rollout.max_token_staleness of at least 1",
+        ),
+        (
+            ("algorithm.keep_old_actor=true", "algorithm.use_rollout_logprobs=false", "rollout.max_token_staleness=0"),
+            "algorithm.keep_old_actor",
+            "needs rollout.max_token_staleness of at least 1",
+        ),
+        (
+            ("algorithm.keep_old_actor=true", "algorithm.use_rollout_logprobs=true"),
+            "algorithm.keep_old_actor",
+            "has no effect",
+        ),
+        (("algorithm.keep_old_actor=true", "algorithm.loss_mode=gpg"), "algorithm.keep_old_actor", "has no effect"),
+        (
+            (
+                "algorithm.keep_old_actor=true",
+                "algorithm.use_rollout_logprobs=false",
+                "algorithm.loss_mode=decoupled_ppo",
+            ),
+            "algorithm.keep_old_actor",
+            "is the one before the train step",
+        ),
+        (
+            (
+                "algorithm.keep_old_actor=true",
+                "algorithm.use_rollout_logprobs=false",
+                "algorithm.use_routing_replay=true",
+            ),
+            "algorithm.keep_old_actor",
+            "cannot be combined with replayed experts",
+        ),
+        (
             ("algorithm.custom_pg_loss_reducer=a.py:f", "algorithm.positive_example_nll_weight=0.1"),
             "algorithm.positive_example_nll_weight",
             "cannot be combined with algorithm.custom_pg_loss_reducer",

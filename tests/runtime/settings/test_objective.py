@@ -10,7 +10,7 @@ from runtime.settings.objective import ADVANTAGES, LEVELS, LOSSES, REDUCTIONS, o
 from runtime.settings.recipe import AggMode, AlgorithmConfig, Estimator, Level, LossMode, Recipe
 from tests.runtime.settings.shipped import LAPTOP
 
-RECIPE: Recipe = load_topology(LAPTOP, ("rollout.max_response_len=32",)).topology
+RECIPE: Recipe = load_topology(LAPTOP, ("rollout.max_response_len=32", "rollout.max_token_staleness=3")).topology
 
 
 def shown(**algorithm: Any) -> dict[str, list[str]]:
@@ -117,6 +117,7 @@ def test_a_reward_model_has_a_loss_of_rewards_without_a_reference(smoothing: flo
             "divergence",
             "+ 0.01 k3(policy, reference) x policy / old policy",
         ),
+        ({"keep_old_actor": True}, "old policy", "= the weights that sampled the token, kept for 3 train steps"),
         ({"kl_loss_coef": 0.01, "ref_update_interval": 40}, "reference", "= policy every 40 train steps"),
         ({"loss_type": "dpo_loss", "ref_update_interval": 1}, "reference", "= policy every train step"),
         ({"entropy_coef": 0.1, "entropy_coef_end": 0.0}, "entropy", "- 0.1 entropy, 0 at the last step"),

@@ -1,5 +1,6 @@
 """GRPO written again from the formulae, on transformers and torch.optim.AdamW, one sample at a time."""
 
+import copy
 import math
 from typing import Any
 
@@ -18,6 +19,7 @@ class ReferenceTrainer:
         self._teacher = teacher
         self._topology = topology
         self._mean_weight = 1.0
+        self._past: dict[int, Any] = {}  # models before each train step, if old actors are kept
         config = topology.optimizer
         self._parameters = dict(model.named_parameters())  # a tied weight once
         decayed = [parameter for parameter in self._parameters.values() if parameter.ndim > 1]
@@ -34,9 +36,14 @@ class ReferenceTrainer:
         samples = [self._sample(batch, index) for index in range(len(batch.lengths_B))]
         self._set_advantages(samples)
         algorithm = self._topology.algorithm
+        if algorithm.keep_old_actor:
+            self._past[batch.step] = copy.deepcopy(self.model)
         with torch.no_grad():
             for sample in samples:
                 before = self._outputs(self.model, sample)[0]
+                for age in set(sample["age"].tolist()) - {-1, 0} if algorithm.keep_old_actor else ():
+                    older = self._outputs(self._past[batch.step - age], sample)[0]
+                    before = torch.where(sample["age"] == age, older, before)
                 sample["before"] = before
                 sample["old"] = sample["engine"] if algorithm.use_rollout_logprobs else before
                 if algorithm.use_opd:
@@ -61,6 +68,7 @@ class ReferenceTrainer:
         return {
             "tokens": torch.from_numpy(batch.tokens_N[tokens]).long(),
             "mask": torch.from_numpy(batch.loss_mask_N[tokens])[1:].float(),
+            "age": torch.from_numpy(batch.staleness_N[tokens])[1:],
             "engine": torch.from_numpy(batch.rollout_log_probs_N[tokens])[1:],
             "reward": float(batch.rewards_B[index]) + self._overlong(batch.response_lens_B, index),
             "baseline": float(batch.baseline_rewards_B[index]) + self._overlong(batch.baseline_lens_B, index),
