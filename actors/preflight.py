@@ -7,6 +7,7 @@ from typing import Final
 import msgspec
 
 from actors.hooks import check_hooks
+from actors.preflight_pools import memory_of_pools, pool_problems
 from actors.preflight_prompts import MODEL, CheckOutput, context_of, end_of, prompt_problems
 from actors.rollout.engines.external import ServerRequirements
 from actors.rollout.sglang.model_support import dense_layers_refusal, fp8_refusal, parallel_sizes
@@ -29,7 +30,7 @@ from runtime.settings.plugins import is_plugin
 from runtime.settings.reading.config import Problem
 from runtime.settings.recipe import has_critic
 from runtime.settings.sizes import show_bytes
-from runtime.settings.topology import Topology, answers_are_recorded, critic_topology
+from runtime.settings.topology import POLICY, EngineConfig, Topology, answers_are_recorded, critic_topology
 from runtime.util.formatting import count_of
 
 WIDEST: Final = 1 << 17  # largest hidden_size; at 2^19, engine and trainer log-probs differed by 0.011 (measured)
@@ -127,7 +128,7 @@ def _of_urls(topology: Topology, broken: set[str]) -> Iterator[Problem]:
         try:
             wanted = ServerRequirements.by(topology, engine)
         except (OSError, ValueError):  # the model's own check reports it
-            return
+            continue
         from actors.rollout.engines.liveness import url_problems  # imports an HTTP client, which most runs do not need
 
         yield from url_problems(key, engine.urls, wanted)
@@ -144,7 +145,7 @@ def _of_model(
             yield from _layout(topology, shape)
             yield from _replay(topology, shape)
             yield from block_problems(topology, shape)
-        _ = [read_dense_model(Path(model.hf_checkpoint)) for _ in _tiny_pools(topology)]
+        _ = [read_dense_model(Path(model.hf_checkpoint)) for _ in _tiny_engines(topology)]
         yield from _of_sglang(topology, shape)
     except (OSError, ValueError, ModelError) as error:
         yield Problem.of(MODEL, model.hf_checkpoint, str(error))
@@ -176,6 +177,7 @@ def _of_model(
     if not roles.is_home:  # only home has the data
         return
     yield from _limits(topology, shape)
+    yield from pool_problems(topology, context_of(shape), broken)
     found = list(prompt_problems(topology, shape, broken, output))
     if not answers_are_recorded(topology) and MODEL not in {problem.key for problem in found}:
         yield from _served(topology)
@@ -202,8 +204,8 @@ def _memory(topology: Topology, shape: HfConfig, critic: HfConfig | None) -> Ite
     trains = topology.run.only != "rollout" and topology.trainer.device == "cpu"
     trained = weights + (0 if critic is None else num_weights(critic))
     needed = trained * replicas * BYTES_TRAINED if trains else 0
-    engines = sum(topology.engines[name].num_engines for name in _tiny_pools(topology))
-    needed += weights * engines * BYTES_SERVED
+    engines = sum(pool.num_engines for pool in _tiny_engines(topology))
+    needed += weights * engines * BYTES_SERVED + memory_of_pools(topology)
     free = free_memory_bytes()
     if needed > free:
         message = (
@@ -214,17 +216,19 @@ def _memory(topology: Topology, shape: HfConfig, critic: HfConfig | None) -> Ite
         yield Problem.of(MODEL, topology.model.hf_checkpoint, message)
 
 
-def _tiny_pools(topology: Topology) -> Iterator[str]:
-    if not answers_are_recorded(topology):
-        yield from (name for name, pool in topology.engines.items() if pool.kind == "tiny" and not pool.urls)
+def _tiny_engines(topology: Topology) -> Iterator[EngineConfig]:
+    """Yield the pool of tiny engines that serve the trained model, if there is one."""
+    pool = None if answers_are_recorded(topology) else topology.engines.get(POLICY)
+    if pool is not None and pool.kind == "tiny" and not pool.urls:
+        yield pool
 
 
 def _of_sglang(topology: Topology, shape: HfConfig) -> Iterator[Problem]:
     """Refuse a Qwen3-MoE with dense layers if SGLang serves it."""
-    pools = () if answers_are_recorded(topology) else topology.engines.values()
+    pool = None if answers_are_recorded(topology) else topology.engines.get(POLICY)
     if shape.model_type != "qwen3_moe" or shape.experts is None or all(shape.experts.layers):
         return
-    if any(pool.kind == "sglang" for pool in pools):
+    if pool is not None and pool.kind == "sglang":
         directory = topology.model.hf_checkpoint
         yield Problem.of(MODEL, directory, dense_layers_refusal(Path(directory)))
 

@@ -34,7 +34,7 @@ from runtime.settings.processes import (
     Tier,
     WhenListening,
 )
-from runtime.settings.topology import EngineConfig, Topology, answers_are_recorded, has_filter
+from runtime.settings.topology import POLICY, EngineConfig, Topology, answers_are_recorded, has_filter, model_of
 from runtime.util.import_path import ROOT
 
 OURS: Final = {
@@ -60,7 +60,7 @@ def process_specs(topology: Topology, node: str, run_dir: Path) -> list[ProcessS
     placed = topology.reward.nodes
     for pool, engine in topology.engines.items() if not recorded else ():
         specs += _engines(topology, pool, engine, node)
-        if home:
+        if home and pool == POLICY:  # requests to other pools name their engine
             specs.append(_router(topology, pool, engine))
     if topology.run.only != "rollout":
         specs += _trainer(topology, node, run_dir)
@@ -137,8 +137,8 @@ def _engine(topology: Topology, pool: str, engine: EngineConfig, index: int, dev
 
 
 def _tiny_engine(topology: Topology, engine: EngineConfig, index: int) -> tuple[str, ...]:
-    load_format = "dummy" if topology.model.random_init else "auto"
-    command = [sys.executable, "-P", "-m", "actors.tiny_engine", "--model-path", topology.model.hf_checkpoint]
+    load_format = "dummy" if topology.model.random_init and engine.hf_checkpoint is None else "auto"
+    command = [sys.executable, "-P", "-m", "actors.tiny_engine", "--model-path", model_of(topology, engine)]
     return with_arguments(command, common_arguments(topology, engine, index) | {"load_format": load_format})
 
 

@@ -45,14 +45,14 @@ class PromptStored(Message, kw_only=True, tag="prompt_stored", eq=False):
 
 @register
 class ColumnPublished(Message, kw_only=True, tag="column_published", eq=False):
-    """A named per-token column of one sample: ref_log_probs, values, teacher_log_probs."""
+    """A named per-token column of one sample, such as teacher_log_probs. Written by rollout, read by the trainer."""
 
     plane = Plane.DATA
     topic = "column"
     keyed = True
     sample: SampleKey
     column: str
-    values: Float32Array  # [T] over the sample's response tokens, all segments
+    values: Float32Array  # [T], of all tokens after the sample's first prompt, those between turns included
 
     def key(self) -> str:
         return f"{self.sample.group_id}.{self.sample.attempt}"

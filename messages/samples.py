@@ -110,6 +110,7 @@ class SampleSummary(msgspec.Struct, frozen=True, kw_only=True):
     last_version: int | None = None
     reason: str | None = None  # why it failed
     metadata: dict[str, Any] = {}  # of this sample alone, set by a generate function
+    columns: dict[str, int] = {}  # sequence numbers of its data messages ColumnPublished, by column
 
 
 class EngineNumbers(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -27,6 +27,8 @@ from actors.rollout.engines.weights.verifier import WeightVerifier
 from actors.rollout.groups.scoring import Scorer
 from actors.rollout.groups.task_runner import ACK_WAIT_S, TaskRunner
 from actors.rollout.groups.tools import GroupDependencies
+from actors.rollout.pools.frozen import FrozenPool
+from actors.rollout.pools.starting import pool_settings, run_pool
 from actors.rollout.requests.interrupting import RunningRequests
 from actors.rollout.requests.sending import Generator
 from actors.rollout.requests.watching import TokenTimeouts, Watchdog
@@ -36,6 +38,7 @@ from actors.rollout.sglang.client import SglangClient
 from actors.rollout.sglang.served_model import ServedModel
 from messages import (
     ActorExited,
+    ColumnPublished,
     EngineRequestsFailed,
     EnginesAnswered,
     EngineStateChanged,
@@ -77,7 +80,14 @@ from runtime.bus.bus import Bus
 from runtime.node.external_clients import clients_of_grader
 from runtime.process.actor import Actor
 from runtime.settings.placement import num_engines
-from runtime.settings.topology import Topology, grader_names, reads_copies
+from runtime.settings.topology import (
+    TEACHER_LOG_PROBS,
+    Topology,
+    frozen_pools,
+    grader_names,
+    reads_copies,
+    teacher_pools,
+)
 from runtime.util.formatting import count_of
 
 log = structlog.get_logger()
@@ -113,6 +123,7 @@ class RolloutActor(Actor):
     writes = (
         SegmentsPublished,
         SegmentsSpilled,
+        ColumnPublished,
         SpillsRequested,
         ScoreRequested,
         GroupCompleted,
@@ -148,6 +159,7 @@ class RolloutActor(Actor):
         self._bus_dir = Path(topology.run.dir) / topology.run.name / "bus"
         self._conversations: set[Conversation] = set()
         self._waits: list[Callable[[], str]] = []
+        self._pools: dict[str, FrozenPool] = {}
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         connector = aiohttp.TCPConnector(limit=0)  # the slots limit concurrency
@@ -156,7 +168,7 @@ class RolloutActor(Actor):
             client = SglangClient(
                 session,
                 await engine_key(self._bus.kv),
-                strangers=pool.urls,
+                strangers=tuple(url for engine in self._topology.engines.values() for url in engine.urls),
                 update_timeout_s=pool.update_timeout_s,
                 generate_timeout_s=rollout.generate_timeout_s,
             )
@@ -174,6 +186,10 @@ class RolloutActor(Actor):
                 start_weights=pool.start_weights,
             )
             fleet = Fleet(client, verifier, RateLimitedEvents(self._bus.name), update_groups=pool.update_groups)
+            self._pools = {
+                name: FrozenPool(pool_settings(self._topology, name), client, fleet.events)
+                for name in frozen_pools(self._topology)
+            }
             tools = self._tools(client, fleet)
             updater.interrupt_by(tools.generator.running.interrupt)
             fleet.give_up_by(partial(self._gives_up, fleet))
@@ -181,6 +197,9 @@ class RolloutActor(Actor):
                 updater.hold_by(fleet.held)
             follower = await self._follower(fleet, tools.generator.running)
             self._waits = [fleet.waits_for, tools.generator.running.waits_for, tools.scorer.waits_for]
+            for frozen in self._pools.values():
+                self._waits.append(frozen.waits_for)
+                group.start_soon(run_pool, frozen, self._topology, self._bus)
             await group.start(tools.scorer.run)
             group.start_soon(self._watch_engines, fleet, client, follower)
             group.start_soon(self._watch_router, fleet)
@@ -229,7 +248,13 @@ class RolloutActor(Actor):
             failed_reward=0.0 if reward.on_failure == "zero" else None,
             reward_keys=self._topology.algorithm.gdpo_reward_keys,
             conversations=self._conversations,
+            pools_of=self._pools_of,
         )
+
+    def _pools_of(self, data: str) -> dict[str, FrozenPool]:
+        """Return the pools that compute columns of the samples of a data source, by column."""
+        teacher = teacher_pools(self._topology).get(data)
+        return {} if teacher is None else {TEACHER_LOG_PROBS: self._pools[teacher]}
 
     async def _follower(self, fleet: Fleet, running: RunningRequests) -> PhaseFollower | None:
         """Create the follower of the colocation phases; None without colocation."""

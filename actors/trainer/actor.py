@@ -25,6 +25,7 @@ from messages import (
     BucketSent,
     CheckpointSaved,
     CheckpointSetAside,
+    ColumnPublished,
     EnginesAnswered,
     MembersGiven,
     PairsEvaluated,
@@ -50,7 +51,7 @@ from runtime.bus.bus import Bus
 from runtime.models.config import read_model
 from runtime.process.actor import Actor
 from runtime.settings.placement import num_ranks
-from runtime.settings.topology import Topology
+from runtime.settings.topology import Topology, column_names
 
 if TYPE_CHECKING:
     from actors.trainer.commands import TrainerRank
@@ -75,6 +76,7 @@ class TrainerActor(Actor):
         *HISTORY,
         SnapshotTaken,
         SegmentsPublished,
+        ColumnPublished,
         PhaseReached,
         WeightSyncRequested,
         MembersGiven,
@@ -169,6 +171,7 @@ class TrainerActor(Actor):
                 limit,
                 shape.vocab_size,
                 needs_kept=self._topology.rollout.return_sampling_mask,
+                column_names=column_names(self._topology),
                 reward_keys=self._topology.algorithm.gdpo_reward_keys,
             )
             group.start_soon(feed.run)  # reads the log while the other thread imports torch and loads the model

@@ -51,6 +51,21 @@ def log_prob_problem(log_probs: Sequence[float | None] | NDArray[Any]) -> str | 
     return f"token {place} has log-prob {shown} (allowed: {MIN_LOG_PROB:g} to {MAX_LOG_PROB:g})"
 
 
+def given_log_prob_problem(log_probs: Sequence[float | None] | NDArray[Any]) -> str | None:
+    """Describe the first log-prob that is impossible for a token that another model sampled; None if there is none.
+
+    Such a token may be as unlikely as it likes, but not impossible: the log-prob is finite.
+    """
+    values = np.asarray(log_probs, dtype=np.float64)
+    right = np.isfinite(values) & (values <= MAX_LOG_PROB)
+    if right.all():
+        return None
+    place = int(right.argmin())
+    value = log_probs[place]
+    shown = "null" if value is None else f"{value:g}"
+    return f"token {place} has log-prob {shown} (allowed: finite, at most {MAX_LOG_PROB:g})"
+
+
 def kept_problem(
     ids: Sequence[int] | NDArray[Any],
     counts: NDArray[np.integer[Any]],

@@ -138,8 +138,10 @@ def wrong_count(event: GroupCompleted, num_samples: int) -> str:
 
 
 def _cited(state: LedgerState, samples: Iterable[SampleSummary]) -> tuple[int, ...]:
-    """The data messages of the samples' segments."""
+    """The data messages of the samples' segments and columns."""
+    samples = tuple(samples)
     cited = tuple(ref.seq for sample in samples for ref in sample.segments)
+    cited += tuple(seq for sample in samples for seq in sample.columns.values())
     state.newest_payload = max(state.newest_payload, max(cited, default=0))
     return cited
 

@@ -29,7 +29,7 @@ from runtime.node.start import RunRefused, node_address
 from runtime.process.logs import silenced
 from runtime.settings.placement import bus_port, home_node, roles_of, trainer_nodes
 from runtime.settings.reading.config import Problem
-from runtime.settings.topology import Topology
+from runtime.settings.topology import POLICY, Topology
 from runtime.util.files import PRIVATE_DIRECTORY
 from runtime.util.secrets import Login, Secret
 
@@ -69,8 +69,8 @@ def questions(topology: Topology, node: str) -> Iterator[str]:
         if other == node:
             continue
         roles = roles_of(topology, other)
-        in_files = [pool for pool in roles.pools if topology.engines[pool].weight_transport == "disk"]
-        shares = bool(in_files) or (roles.trains and len(trainer_nodes(topology)) > 1)
+        in_files = POLICY in roles.pools and topology.engines[POLICY].weight_transport == "disk"
+        shares = in_files or (roles.trains and len(trainer_nodes(topology)) > 1)
         asked = [
             "versions",
             f"{settings.gpus} GPUs" if settings.gpus else "",

@@ -165,6 +165,7 @@ def _find_paths(topology: Topology, loaded: Loaded) -> Topology:
         engines={
             name: msgspec.structs.replace(
                 engine,
+                hf_checkpoint=finder.optional(f"engines.{name}.hf_checkpoint", engine.hf_checkpoint),
                 python=finder.interpreter(f"engines.{name}.python", engine.python),
                 env=finder.import_path(f"engines.{name}.env", engine.env),
             )

@@ -6,7 +6,14 @@ from collections import Counter
 from typing import Final, NamedTuple
 
 from runtime.settings.gpus import Gpu, order_gpus, parse_gpus
-from runtime.settings.topology import EngineConfig, Topology, TrainerConfig, WeightFormat, answers_are_recorded
+from runtime.settings.topology import (
+    POLICY,
+    EngineConfig,
+    Topology,
+    TrainerConfig,
+    WeightFormat,
+    answers_are_recorded,
+)
 
 AUTO: Final = "auto"
 LOOPBACK: Final = "127.0.0.1"
@@ -173,7 +180,7 @@ def _on_gpus(gpus: tuple[Gpu, ...], least: int) -> tuple[ProcessPlace, ...]:
 
 def weight_format(topology: Topology) -> WeightFormat:
     """Return the dtype or quantization in which engines of the pool "policy" get new weights."""
-    pool = topology.engines.get("policy")
+    pool = topology.engines.get(POLICY)
     return "as_trained" if pool is None else pool.weight_format
 
 

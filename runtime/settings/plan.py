@@ -22,7 +22,7 @@ from runtime.settings.sizes import (
     stream_limits,
     stream_sizes,
 )
-from runtime.settings.topology import Topology, answers_are_recorded
+from runtime.settings.topology import Topology, answers_are_recorded, teacher_pools
 
 __all__ = ["Plan", "PlannedNode", "PlannedProcess", "draw", "plan_of", "stream_limits", "stream_sizes"]
 WIDTH = 18  # of a process name
@@ -142,7 +142,11 @@ def _head(topology: Topology, plan: Plan) -> Iterator[str]:
     for name, engine in topology.engines.items() if not answers_are_recorded(topology) else ():
         where = f", colocated with the {engine.colocate}" if engine.colocate else ""
         amount = f"{engine.concurrency} samples at a time each"
-        yield f"  engines  {name}: {engine.kind}, {amount}, weights by {engine.weight_transport}{where}"
+        weights = f"weights by {engine.weight_transport}{where}"
+        if engine.hf_checkpoint is not None:
+            of = [data for data, pool in teacher_pools(topology).items() if pool == name]
+            weights = f"{engine.hf_checkpoint}, teacher of {', '.join(of)}"
+        yield f"  engines  {name}: {engine.kind}, {amount}, {weights}"
     for item in topology.eval:
         yield f"  eval     {item.name}: {item.path}, every {item.interval} steps"
 

@@ -107,6 +107,9 @@ class DataConfig(Config, frozen=True, kw_only=True):
     # Grader of the samples: a built-in, a name in `reward.graders` or `reward.external`, "module:function" or
     # "path/file.py:function". With `algorithm.use_opd` it may be left out: rewards are 0 then.
     rm_type: Text | None = None
+    # Engine pool of the teacher of these samples, with `algorithm.opd_type = "sglang"`: a name in `engines`. By default
+    # "teacher".
+    teacher: Name | None = None
     # Size limit of a row's prompt, label and metadata in bytes. A larger row ends the start with its file and line.
     max_row_bytes: RowBytes = 16 << 20  # expert
 

@@ -13,13 +13,14 @@ from runtime.settings.recipe import (
     trains_demonstrations,
     trains_pairs,
 )
-from runtime.settings.topology import EngineConfig, Topology
+from runtime.settings.topology import EngineConfig, Topology, column_names
 
 KIB: Final = 1024
 MIB: Final = 1024 * KIB
 ASSUMED_PROMPT_LEN: Final = 4096  # tokens, if the recipe sets no limit
 SAMPLE_BYTES: Final = 1 * KIB  # ids, names, spans and headers of one sample
 RESPONSE_TOKEN_BYTES: Final = 20  # id 4, log-prob 4, mask 1, and its text
+COLUMN_TOKEN_BYTES: Final = 4  # a number of a column, such as a teacher's log-prob
 PROMPT_TOKEN_BYTES: Final = 4
 KEPT_TOKENS: Final = 64  # tokens that top-p and top-k keep on average of a response; one with more may need more room
 TEXT_TOKEN_BYTES: Final = 10  # escaped text
@@ -161,11 +162,12 @@ def logged_steps(recipe: Recipe) -> int:
     return min(train.num_steps, train.keep_checkpoints * interval + recipe.rollout.max_staleness + SPARE_BATCHES)
 
 
-def group_bytes(recipe: Recipe) -> int:
+def group_bytes(recipe: Topology) -> int:
     """Return the payload bytes of one prompt group with samples of maximum length."""
-    each_bytes = RESPONSE_TOKEN_BYTES + _kept_bytes(recipe)
+    columns = len(column_names(recipe))
+    each_bytes = RESPONSE_TOKEN_BYTES + _kept_bytes(recipe) + COLUMN_TOKEN_BYTES * columns
     tokens = PROMPT_TOKEN_BYTES * prompt_len_bound(recipe) + each_bytes * recipe.rollout.max_response_len
-    return recipe.rollout.n_samples_per_prompt * (SAMPLE_BYTES + tokens)
+    return recipe.rollout.n_samples_per_prompt * (SAMPLE_BYTES * (1 + columns) + tokens)
 
 
 def _kept_bytes(recipe: Recipe) -> int:

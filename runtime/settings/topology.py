@@ -12,6 +12,7 @@ from runtime.settings.recipe import (
     Positive,
     Recipe,
     Text,
+    asks_teachers,
     critic_optimizer,
     trains_demonstrations,
 )
@@ -24,6 +25,9 @@ Variable = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
 LightActor = Literal["rollout", "reward", "filter", "buffer"]
 SOLE_NODE: Final = "local"  # the node of a topology that names none
+POLICY: Final = "policy"  # the pool that generates samples; all other pools serve models that do not change
+TEACHER_LOG_PROBS: Final = "teacher_log_probs"  # column of a sample
+TEACHER: Final = "teacher"  # the pool of a data source that names no teacher
 EXPORT_DIRECTORY: Final = "hf"  # below the run directory, written at the end with train.save_hf
 
 
@@ -228,10 +232,17 @@ Verify = Literal["always", "first", "never"]
 
 
 class EngineConfig(Config, frozen=True, kw_only=True):
-    """One pool of engines that serve the same model."""
+    """One pool of engines that serve the same model.
+
+    The pool `policy` serves the model that is trained. Other pools serve a model that does not change: each sample of a
+    data source gets its log-probs from the teacher pool that `data.teacher` names.
+    """
 
     # Inference server: SGLang, or the tiny engine, which runs on the CPU.
     kind: Literal["sglang", "tiny"] = "sglang"
+    # Model directory or hub name of a pool other than `policy`, with weights. Its tokens are those of the trained
+    # model. `policy` serves `model.hf_checkpoint`.
+    hf_checkpoint: Text | None = None
     # GPUs of the pool, such as "n0:0-7". By default the pool has `num_engines` engines on the CPU.
     gpus: Text | None = None
     # Share memory with the trainer: engines and trainer use it alternately. Needs `rollout.max_staleness = 0`.
@@ -352,7 +363,8 @@ class Topology(Recipe, frozen=True, kw_only=True):
     # The machines of the run. Without this table there is one node, "local".
     nodes: dict[Name, NodeConfig] = msgspec.field(default_factory=_sole_node)
     trainer: TrainerConfig = TrainerConfig()
-    # The pool "policy" generates samples. Training on demonstrations runs no engines.
+    # The pool "policy" generates samples. With `algorithm.opd_type = "sglang"`, "teacher" and the pools that
+    # `data.teacher` names compute log-probs of the samples. Training on demonstrations runs no engines.
     engines: dict[Name, EngineConfig] = {}
     reward: RewardConfig = RewardConfig()
     buffer: BufferConfig = BufferConfig()
@@ -424,6 +436,28 @@ def has_filter(topology: Topology) -> bool:
 def is_colocated(topology: Topology) -> bool:
     """Return whether trainer and engines are colocated: they use the same memory alternately."""
     return not answers_are_recorded(topology) and any(engine.colocate for engine in topology.engines.values())
+
+
+def model_of(topology: Topology, engine: EngineConfig) -> str:
+    """Return the model directory of a pool's engines."""
+    return engine.hf_checkpoint or topology.model.hf_checkpoint
+
+
+def teacher_pools(topology: Topology) -> dict[str, str]:
+    """Return the pool of the teacher of each data source; none if no engine computes log-probs of a teacher."""
+    if not asks_teachers(topology.algorithm):
+        return {}
+    return {data.name: data.teacher or TEACHER for data in topology.data}
+
+
+def column_names(topology: Topology) -> tuple[str, ...]:
+    """Return the columns that engine pools compute of each trained sample."""
+    return (TEACHER_LOG_PROBS,) if teacher_pools(topology) else ()
+
+
+def frozen_pools(topology: Topology) -> tuple[str, ...]:
+    """Return the pools that the run uses and whose model does not change."""
+    return tuple(dict.fromkeys(teacher_pools(topology).values()))
 
 
 def reads_copies(topology: Topology, engine: EngineConfig) -> bool:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from messages import (
     BufferStarted,
+    ColumnPublished,
     DeadLetter,
     DecodeError,
     EvalEnded,
@@ -189,6 +190,14 @@ OLD = [
         b'"metadata":{}}],"metadata":{},"prompt_parts":[],"rollout_time_s":0.0,"reward_time_s":0.0,"engine":{}}',
     ),
     (
+        "group_completed",
+        b'{"type":"group_completed","group_id":4,"attempt":1,"lease":"a","round":2,"instance":"rollout","data":"d",'
+        b'"samples":[{"index":0,"part":0,"status":"completed","segments":[{"seq":9,"position":0}],"prompt_len":4,'
+        b'"response_len":3,"reward":0.5,"score":null,"rewards":{},"is_baseline":false,"first_version":2,'
+        b'"last_version":3,"reason":null,"metadata":{}}],"baseline":null,"metadata":{},"prompt_parts":[],'
+        b'"rollout_time_s":0.0,"reward_time_s":0.0,"engine":{}}',
+    ),
+    (
         "eval_ended",
         b'{"type":"eval_ended","incarnation":1,"step":2,"version":3,"metrics":{"eval/s":0.5},"not_finite":[]}',
     ),
@@ -211,7 +220,7 @@ GOLDEN = [
         b'{"type":"group_completed","group_id":4,"attempt":1,"lease":"a","round":2,"instance":"rollout","data":"d",'
         b'"samples":[{"index":0,"part":0,"status":"completed","segments":[{"seq":9,"position":0}],"prompt_len":4,'
         b'"response_len":3,"reward":0.5,"score":null,"rewards":{},"is_baseline":false,"first_version":2,'
-        b'"last_version":3,"reason":null,"metadata":{}}],"baseline":null,"metadata":{},"prompt_parts":[],'
+        b'"last_version":3,"reason":null,"metadata":{},"columns":{}}],"baseline":null,"metadata":{},"prompt_parts":[],'
         b'"rollout_time_s":0.0,"reward_time_s":0.0,"engine":{}}',
         GroupCompleted(
             group_id=4,
@@ -287,6 +296,20 @@ def test_golden_bytes_of_packed_segments() -> None:
     for old in (before_kept, older):
         (segment,) = decode(bytes.fromhex(old), encode(published([258, 3], [1])).headers).segments  # type: ignore[attr-defined]
         assert (segment.routed_experts, segment.kept_counts, segment.kept_ids) == (None, None, None)
+
+
+def test_golden_bytes_of_a_column() -> None:
+    key = SampleKey(group_id=1, attempt=2, index=3)
+    column = ColumnPublished(sample=key, column="teacher_log_probs", values=Float32Array([-0.5, -1.0]))
+    written = encode(column)
+    assert written.payload.hex() == (
+        "84a474797065b0636f6c756d6e5f7075626c6973686564a673616d706c6584a867726f75705f696401a7617474656d707402"
+        "a5696e64657803a47061727400a6636f6c756d6eb1746561636865725f6c6f675f70726f6273a676616c756573d702"
+        "000000bf000080bf"
+    )
+    back = decode(*written)
+    assert isinstance(back, ColumnPublished)
+    assert (back.sample, back.column, back.values.tolist()) == (key, "teacher_log_probs", [-0.5, -1.0])
 
 
 def test_a_snapshot_carries_its_state_verbatim() -> None:

@@ -19,7 +19,7 @@ RIGHT: Final = ServerRequirements(architectures=("Qwen3ForCausalLM",), dtype="fl
 WRONG: Final[list[tuple[dict[str, Any], str]]] = [
     (
         {"architectures": ("LlamaForCausalLM",)},
-        "architectures = ['Qwen3ForCausalLM']; allowed: ['LlamaForCausalLM'], the same as model.hf_checkpoint",
+        "architectures = ['Qwen3ForCausalLM']; allowed: ['LlamaForCausalLM'], those of hf_checkpoint",
     ),
     ({"dtype": "bfloat16"}, "dtype = 'float32'; allowed: bfloat16, from model.dtype"),
     (

@@ -8,7 +8,7 @@ import msgspec
 
 from actors.rollout.sglang.errors import EngineError
 from runtime.settings.placement import served_dtype
-from runtime.settings.topology import EngineConfig, Topology
+from runtime.settings.topology import EngineConfig, Topology, model_of
 
 
 class WrongEngine(EngineError):
@@ -19,7 +19,7 @@ class ServerRequirements(NamedTuple):
     """Properties that the recipe requires of a server."""
 
     architectures: tuple[str, ...]
-    dtype: str
+    dtype: str  # empty: any
     context: int  # tokens of the longest sample; 0: no limit in the recipe
     keeps_prefixes: bool = True  # the prefix cache may be enabled
 
@@ -30,12 +30,12 @@ class ServerRequirements(NamedTuple):
         Raises:
             OSError, ValueError: the model directory is unreadable.
         """
-        directory = Path(topology.model.hf_checkpoint)
+        directory, is_frozen = Path(model_of(topology, engine)), engine.hf_checkpoint is not None
         return cls(
             architectures=_architectures_of((directory / "config.json").read_bytes()),
-            dtype=served_dtype(topology, engine),
+            dtype="" if is_frozen else served_dtype(topology, engine),
             context=topology.rollout.max_context_len or 0,
-            keeps_prefixes=topology.rollout.on_weight_update != "in_place",
+            keeps_prefixes=is_frozen or topology.rollout.on_weight_update != "in_place",
         )
 
 
@@ -68,13 +68,11 @@ def check_server(url: str, says: Mapping[str, Any], wanted: ServerRequirements) 
 def _differences(says: Mapping[str, Any], wanted: ServerRequirements) -> Iterator[str]:
     architectures = says.get("architectures")
     if architectures and wanted.architectures and tuple(architectures) != wanted.architectures:
-        yield _wrong(
-            "architectures", list(architectures), f"{list(wanted.architectures)}, the same as model.hf_checkpoint"
-        )
+        yield _wrong("architectures", list(architectures), f"{list(wanted.architectures)}, those of hf_checkpoint")
     if says.get("is_generation") is False:
         yield _wrong("is_generation", False, "true")
     dtype = says.get("dtype")
-    if dtype not in (None, "auto", wanted.dtype):
+    if wanted.dtype and dtype not in (None, "auto", wanted.dtype):
         yield _wrong("dtype", dtype, f"{wanted.dtype}, from model.dtype and weight_format")
     dp_size = says.get("dp_size")
     if dp_size not in (None, 1):

@@ -33,6 +33,7 @@ class OpenSample:
     turns: list[Turn] = field(default_factory=list[Turn])
     turn_status: SampleStatus = SampleStatus.PENDING  # status of the last request of the current turn
     metadata: dict[str, Any] = field(default_factory=dict[str, Any])
+    columns: dict[str, int] = field(default_factory=dict[str, int])  # data messages of its columns, by name
     text: str = ""
     reward: float | None = None
     details: dict[str, object] | None = None
@@ -69,6 +70,7 @@ class OpenSample:
             self.prefix.extend(segment.prompt_ids.tolist())
         self.prefix.extend(segment.response_ids.tolist())
         self.pending = []
+        self.columns = {}  # they were of fewer tokens
         self.text += segment.text
         self.turns[-1].num_tokens += len(segment.response_ids)
         self.turns[-1].text += segment.text
@@ -128,6 +130,7 @@ class OpenSample:
             last_version=self.last_version,
             reason=self.reason,
             metadata=dict(self.metadata),
+            columns=dict(self.columns),
         )
 
     def _count_versions(self, segment: Segment) -> None:
@@ -176,7 +179,7 @@ def inherit(sample: OpenSample, carried: SampleSummary, segments: Sequence[Segme
         sample.stored_at(ref, segment)
     sample.status, sample.reward, sample.details = carried.status, carried.reward, carried.score
     sample.rewards = dict(carried.rewards)
-    sample.metadata = dict(carried.metadata)
+    sample.metadata, sample.columns = dict(carried.metadata), dict(carried.columns)
     if carried.status is SampleStatus.FAILED:  # its tokens are valid, only its score failed: score it again
         truncated = tokens_left(sample, max_new_tokens) <= 0
         sample.status = SampleStatus.TRUNCATED if truncated else SampleStatus.COMPLETED

@@ -12,6 +12,7 @@ from actors.rollout.groups.scoring import SampleScoring
 from actors.rollout.groups.spilling import SegmentStore
 from actors.rollout.groups.tasks import GroupTask
 from actors.rollout.groups.tools import GroupDependencies
+from actors.rollout.pools.columns import SampleColumns
 from messages import EngineNumbers, SampleStatus
 
 
@@ -29,9 +30,10 @@ class GroupRun:
         self._scoring = SampleScoring(
             task, tools.scorer, failed_reward=tools.failed_reward, reward_keys=tools.reward_keys
         )
+        self._columns = SampleColumns(task, tools.bus, tools.pools_of(task.prompt.data))
         self._store = SegmentStore(task, samples, tools.bus, self._scoring.start_ended)
-        self._generation = Generation(task, tools, self._store, self._scoring.start_ended, self._note_answer)
-        self._tasks: TaskGroup | None = None  # runs scoring and spilling
+        self._generation = Generation(task, tools, self._store, self._note_ended, self._note_answer)
+        self._tasks: TaskGroup | None = None  # runs scoring, columns and spilling
         self._on_generated: Callable[[], None] | None = None
         self._halted = False
         self._until_halt = anyio.CancelScope()
@@ -58,8 +60,8 @@ class GroupRun:
 
     @property
     def complete(self) -> bool:
-        """Whether every sample is finished and scored, or failed."""
-        return self.generated and not any(sample.unscored for sample in self.samples)
+        """Whether every sample is finished and scored and has its columns, or failed."""
+        return self.generated and not any(sample.unscored or self._columns.missing(sample) for sample in self.samples)
 
     async def run(self, on_generated: Callable[[], None]) -> None:
         """Process all samples to their end, or until the round is halted.
@@ -77,19 +79,25 @@ class GroupRun:
             try:
                 async with anyio.create_task_group() as self._tasks:
                     self._scoring.begin(self._tasks)
+                    self._columns.begin(self._tasks)
                     await self._generate_and_score(on_generated)
             finally:
                 self._tasks = None
 
     async def _generate_and_score(self, on_generated: Callable[[], None]) -> None:
         unfinished = self._generation.unfinished(self.samples)
-        self._scoring.start_ended(self.samples)
+        self._note_ended(self.samples)
         await self._generation.run(unfinished)
         on_generated()
         if self._halted:
             self._until_halt.cancel()
         elif self._task.group_rm and self.generated:
             self._scoring.start(self.samples)
+
+    def _note_ended(self, samples: Sequence[OpenSample]) -> None:
+        """Request scores and columns of samples that may have all their tokens."""
+        self._scoring.start_ended(samples)
+        self._columns.start(samples)
 
     def _note_answer(self) -> None:
         if self.generated and self._on_generated is not None:
@@ -102,9 +110,10 @@ class GroupRun:
             self._tasks.start_soon(self._store.spill, self._generation.streams)
 
     def _halt(self) -> None:
-        """Stop waiting for scores. Generation then ends by itself and keeps its tokens."""
+        """Stop waiting for scores and columns. Generation then ends by itself and keeps its tokens."""
         self._halted = True
         self._scoring.halt()
+        self._columns.halt()
         self._generation.halt()
         if self._generation.over:
             self._until_halt.cancel()

@@ -115,7 +115,7 @@ class SegmentStore:
     async def _tell(self) -> None:
         """Publish the stored segments if there are more than in the last event."""
         task, stored = self._task, [sample for sample in self._samples if sample.refs and sample.stored]
-        num_facts = sum(len(sample.refs) + (sample.reward is not None) for sample in stored)
+        num_facts = sum(len(sample.refs) + len(sample.columns) + (sample.reward is not None) for sample in stored)
         if num_facts <= self._num_published or task.round is None:
             return
         self._num_published = num_facts

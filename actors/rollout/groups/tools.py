@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from actors.rollout.groups.scoring import Scorer
+from actors.rollout.pools.columns import PoolsOf, no_pools
 from actors.rollout.requests.sending import Generator
 from actors.rollout.sessions.conversation import Conversation, GenerateFunction
 from actors.rollout.sglang.served_model import ServedModel
@@ -23,3 +24,4 @@ class GroupDependencies:
     failed_reward: float | None  # reward of a sample if all scoring attempts failed; None: the sample fails
     reward_keys: tuple[str, ...]  # names of the rewards that a training sample's score must hold
     conversations: set[Conversation]  # conversations with a running function
+    pools_of: PoolsOf = no_pools  # the pools that compute columns of the samples of a data source

@@ -285,6 +285,39 @@ class SglangClient:
                 return [log_prob for log_prob, _, _ in meta.input_token_logprobs] if right else []
         raise EngineUnavailable(f"{url}: the probe of its weights was aborted {PROBE_TRIES} times")
 
+    async def given_log_probs(
+        self, engine: str, rid: str, token_ids: Sequence[int], first: int, timeout_s: float
+    ) -> list[float | None]:
+        """Return the log-probs of given tokens at temperature 1, each given all tokens before it.
+
+        Args:
+            engine: URL of the engine.
+            rid: id of the request; the engine refuses a second one while the first runs.
+            token_ids: all tokens, at least two.
+            first: number of tokens before the first one that is asked about, at least 1.
+            timeout_s: for the answer.
+
+        Returns:
+            One for each token from `first` on.
+
+        Raises:
+            EngineUnavailable: no answer, or the request was aborted, e.g. by another client.
+            EngineFailed: the answer is unreadable, or for other tokens.
+            RequestRefused: the request is invalid.
+        """
+        url, asked = engine + "/generate", list(token_ids[first:])
+        data = await self._post(url, probe_body(rid, token_ids, first - 1), timeout_s)
+        meta = _decode(url, data, ProbeAnswer).meta_info
+        if (meta.finish_reason or {}).get("type") == "abort":
+            raise EngineUnavailable(f"{url}: the request was aborted")
+        found = meta.input_token_logprobs[1:]  # the first entry is of the token before
+        if len(found) != len(asked):
+            raise EngineFailed(f"{url}: {len(found)} log-probs of {len(asked)} tokens")
+        wrong = next((place for place, entry in enumerate(found) if entry[1] != asked[place]), None)
+        if wrong is not None:
+            raise EngineFailed(f"{url}: log-prob {wrong} is of token {found[wrong][1]}, not of {asked[wrong]}")
+        return [log_prob for log_prob, _, _ in found]
+
     async def abort(self, engine: str, rid: str | None) -> None:
         """Abort one request, or all requests of an engine if rid is None. Unknown requests are ignored."""
         body = {"abort_all": True} if rid is None else {"rid": rid}

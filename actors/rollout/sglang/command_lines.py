@@ -10,7 +10,7 @@ from actors.rollout.sglang.peer_weights import PEERS_VARIABLE
 from actors.rollout.sglang.server_arguments import FOREIGN, LAUNCH
 from runtime.models.fp8 import SERVED
 from runtime.settings.placement import served_dtype
-from runtime.settings.topology import EngineConfig, Topology, sglang_arguments
+from runtime.settings.topology import EngineConfig, Topology, model_of, sglang_arguments
 
 READY_TIMEOUT_S: Final = 1800.0  # a slow disk needs that long for a large model
 STREAM_INTERVAL: Final = 64  # tokens per streamed chunk; an engine crash loses at most this many tokens of a sample
@@ -30,7 +30,7 @@ def server_command(topology: Topology, engine: EngineConfig, index: int) -> tupl
     arguments: dict[str, Any] = own | common_arguments(topology, engine, index)
     if topology.model.trust_remote_code:
         arguments["trust_remote_code"] = True
-    if topology.model.random_init:
+    if topology.model.random_init and engine.hf_checkpoint is None:
         arguments["load_format"] = "dummy"
     if engine.colocate is not None and engine.gpus is not None:
         arguments["enable_memory_saver"] = True  # without it SGLang does not release memory on request
@@ -39,7 +39,7 @@ def server_command(topology: Topology, engine: EngineConfig, index: int) -> tupl
         config = {"quantization_config": SERVED, **arguments.get(OVERRIDES, {})}
         arguments |= {"quantization": "fp8", OVERRIDES: config, "load_format": "dummy"}
     command = [engine.python or sys.executable, LAUNCH, "sglang.launch_server"]
-    return with_arguments([*command, "--model-path", topology.model.hf_checkpoint], arguments)
+    return with_arguments([*command, "--model-path", model_of(topology, engine)], arguments)
 
 
 def peers_environment(engine: EngineConfig) -> dict[str, str]:
@@ -55,6 +55,8 @@ def rank_arguments(rank: int, num_processes: int) -> tuple[str, ...]:
 def common_arguments(topology: Topology, engine: EngineConfig, index: int) -> dict[str, object]:
     """Return the arguments that an SGLang server and a tiny engine both take."""
     longest = topology.rollout.max_context_len
+    if longest is not None and engine.hf_checkpoint is not None:
+        longest += 1  # whole samples are the input of such engines, which takes one token more
     arguments: dict[str, object | None] = {
         "max_running_requests": engine.concurrency,
         "random_seed": topology.run.seed + index,

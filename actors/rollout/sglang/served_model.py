@@ -107,6 +107,16 @@ class ServedModel:
             file = self._directory / TOKENIZER
             raise ValueError(f"{file}: it has token {highest}, but the vocabulary of the model has {self.vocab_size}")
 
+    def tokens(self) -> dict[str, int]:
+        """Return the ids of all tokens by their text; empty without a tokenizer.
+
+        Raises:
+            ValueError: the tokenizer cannot be read.
+        """
+        if not (self._directory / TOKENIZER).is_file():
+            return {}
+        return self._tokenizer().get_vocab(with_added_tokens=True)
+
     def check_stop(self, texts: Sequence[str]) -> None:
         """Check that an engine can search for these stop strings.
 

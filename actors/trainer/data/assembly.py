@@ -7,9 +7,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actors.trainer.data.batch import NOT_KNOWN, ExpertIds, LeftOut, TrainBatch, expert_ids
+from actors.trainer.data.columns import Columns, column_problem, of_all_tokens
 from actors.trainer.data.skipped import SamplePlace
 from actors.trainer.data.staleness import NOT_SAMPLED, Masking, loss_masks, staleness_of
-from messages import GroupCompleted, SampleStatus, SampleSummary, Segment, SegmentsPublished
+from messages import ColumnPublished, GroupCompleted, SampleStatus, SampleSummary, Segment, SegmentsPublished
 from runtime.data.tokens import sample_problem
 
 
@@ -21,6 +22,7 @@ class CollectedGroup:
     payloads: Mapping[int, SegmentsPublished]  # by sequence in the data stream
     too_long: frozenset[SamplePlace] = frozenset()  # samples over the length limit; their payloads are not fetched
     problems: Mapping[SamplePlace, str] = field(default_factory=dict[SamplePlace, str])  # invalid samples with reasons
+    columns: Columns = field(default_factory=dict[int, ColumnPublished])
 
     def left_out(self, sample: SampleSummary) -> LeftOut:
         """Whether the tokens of a sample are left out, and why."""
@@ -34,6 +36,12 @@ def payload_seqs(completed: GroupCompleted, too_long: Collection[SamplePlace] = 
     """Data stream sequences of a group's segments, without duplicates and without samples that are too long."""
     wanted = (sample for sample in completed.samples if (sample.index, sample.part) not in too_long)
     return sorted({ref.seq for sample in wanted for ref in sample.segments})
+
+
+def column_seqs(completed: GroupCompleted, names: Collection[str], too_long: Collection[SamplePlace] = ()) -> list[int]:
+    """Data stream sequences of the named columns of a group, without samples that are not trained or too long."""
+    wanted = (s for s in completed.samples if trainable(s) and (s.index, s.part) not in too_long)
+    return sorted({sample.columns[name] for sample in wanted for name in names if name in sample.columns})
 
 
 def trainable(sample: SampleSummary) -> bool:
@@ -50,6 +58,7 @@ def assemble(
     steps_of_versions: Mapping[int, int],
     masking: Masking = NO_MASKING,
     reward_keys: Sequence[str] = (),
+    column_names: Sequence[str] = (),
 ) -> TrainBatch | None:
     """Concatenate the samples of a train step.
 
@@ -59,6 +68,7 @@ def assemble(
         steps_of_versions: Train steps that each published weight version contains.
         masking: Masks tokens by the weights that sampled them.
         reward_keys: Names of the rewards that the recipe trains, if there are several.
+        column_names: Names of the columns that engine pools computed.
 
     Returns:
         The batch, or None when no sample can be trained.
@@ -66,7 +76,7 @@ def assemble(
     Raises:
         ValueError: A payload holds another sample than the event names, and the sample is not marked invalid.
     """
-    builder = _Builder(step, steps_of_versions, masking, reward_keys)
+    builder = _Builder(step, steps_of_versions, masking, reward_keys, column_names)
     for group in groups:
         builder.baseline = group.completed.baseline
         rollouts: dict[int, int] = {}
@@ -76,6 +86,7 @@ def assemble(
                 left_out = group.left_out(sample)
                 segments = [] if left_out else list(segments_of(group.completed, group.payloads, sample))
                 builder.add(group.completed.group_id, rollout, sample, segments, left_out)
+                builder.add_columns(sample, segments, group.columns)
         builder.num_rollouts += len(rollouts)
     return builder.build()
 
@@ -106,6 +117,8 @@ def problems_of(
     reward_keys: Sequence[str] = (),
     *,
     needs_kept: bool = False,
+    columns: Columns | None = None,
+    column_names: Sequence[str] = (),
 ) -> dict[SamplePlace, str]:
     """Find the invalid samples of a group and describe the problem of each.
 
@@ -116,6 +129,8 @@ def problems_of(
         too_long: Samples whose payloads are not fetched.
         reward_keys: Names of the rewards that each sample must have.
         needs_kept: Whether trained tokens need the tokens that top-p and top-k kept.
+        columns: Columns by sequence in the data stream.
+        column_names: Names of the columns that each sample must have.
     """
     problems: dict[SamplePlace, str] = {}
     for sample in completed.samples:
@@ -128,7 +143,9 @@ def problems_of(
             problems[place] = str(error)
             continue
         num_tokens = sample.prompt_len + sample.response_len or None
-        problem = sample_problem(segments, vocab_size, num_tokens=num_tokens, needs_kept=needs_kept)
+        problem = sample_problem(segments, vocab_size, num_tokens=num_tokens, needs_kept=needs_kept) or column_problem(
+            completed, sample, segments, columns or {}, column_names
+        )
         if problem is not None:
             problems[place] = problem
         elif missing := [key for key in reward_keys if key not in sample.rewards]:
@@ -152,7 +169,12 @@ def raw_reward(sample: SampleSummary) -> float:
 
 class _Builder:
     def __init__(
-        self, step: int, steps_of_versions: Mapping[int, int], masking: Masking, reward_keys: Sequence[str]
+        self,
+        step: int,
+        steps_of_versions: Mapping[int, int],
+        masking: Masking,
+        reward_keys: Sequence[str],
+        column_names: Sequence[str],
     ) -> None:
         self.num_rollouts = 0
         self.baseline: SampleSummary | None = None  # of the group whose samples are added
@@ -173,6 +195,7 @@ class _Builder:
         ] = []  # token count, and the experts of each token if they are recorded
         self._kept_counts: list[NDArray[np.int32]] = []
         self._kept_ids: list[NDArray[np.int32]] = []
+        self._columns: dict[str, list[NDArray[np.float32]]] = {name: [] for name in column_names}
 
     def add(
         self, group: int, rollout: int, sample: SampleSummary, segments: Sequence[Segment], left_out: LeftOut
@@ -203,6 +226,11 @@ class _Builder:
             given = sum(len(segment.prompt_ids) for segment in segments)
         response = sample.response_len or output
         self._sizes.append((response, output, given, num_turns(sample, segments)))
+
+    def add_columns(self, sample: SampleSummary, segments: Sequence[Segment], columns: Columns) -> None:
+        """Add the columns of the sample that was added last."""
+        for name, parts in self._columns.items():
+            parts.append(of_all_tokens(columns.get(sample.columns.get(name, 0)), segments))
 
     def _add_nothing(self) -> int:
         """Add one token without loss for a sample that is left out, so that its rollout counts."""
@@ -248,6 +276,7 @@ class _Builder:
             routed_experts_N=self._routed_experts(),
             kept_counts_N=np.concatenate(self._kept_counts) if self._kept_ids else None,
             kept_ids_K=np.concatenate(self._kept_ids) if self._kept_ids else None,
+            **{f"{name}_N": np.concatenate(parts) * mask for name, parts in self._columns.items()},
         )
 
     def _routed_experts(self) -> ExpertIds | None:

@@ -3,13 +3,20 @@
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import anyio
 import structlog
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
-from actors.trainer.data.assembly import NO_MASKING, CollectedGroup, assemble, payload_seqs, problems_of
+from actors.trainer.data.assembly import (
+    NO_MASKING,
+    CollectedGroup,
+    assemble,
+    column_seqs,
+    payload_seqs,
+    problems_of,
+)
 from actors.trainer.data.batch import TrainBatch
 from actors.trainer.data.history import HISTORY, History
 from actors.trainer.data.skipped import LengthLimit
@@ -18,6 +25,7 @@ from messages import (
     BatchReady,
     BufferStarted,
     CheckpointRequested,
+    ColumnPublished,
     GroupCompleted,
     GroupRef,
     Message,
@@ -55,6 +63,13 @@ class FedBatch:
     reason: str = ""  # of the first lost group
 
 
+class Payloads(NamedTuple):
+    """Fetched data messages of a group, by sequence in the data stream."""
+
+    segments: dict[int, SegmentsPublished]
+    columns: dict[int, ColumnPublished]
+
+
 class Feed:
     """Batches by step. Fetches the payloads of groups as the groups complete, before a batch names them."""
 
@@ -67,6 +82,7 @@ class Feed:
         *,
         reward_keys: Sequence[str] = (),
         needs_kept: bool = False,
+        column_names: Sequence[str] = (),
         event_timeout_s: float = EVENT_TIMEOUT_S,
         snapshot_timeout_s: float = SNAPSHOT_TIMEOUT_S,
     ) -> None:
@@ -79,6 +95,7 @@ class Feed:
             vocab_size: Vocabulary size of the model. None: unknown.
             reward_keys: Names of the rewards that the recipe trains, if there are several.
             needs_kept: Whether trained tokens need the tokens that top-p and top-k kept.
+            column_names: Names of the columns that engine pools compute of each sample.
             event_timeout_s: Seconds for one read of an event that is known to be in the log.
             snapshot_timeout_s: Seconds for the buffer to fold the archive and take a snapshot.
         """
@@ -90,10 +107,11 @@ class Feed:
         self._vocab_size = vocab_size
         self._reward_keys = reward_keys
         self._needs_kept = needs_kept
+        self._column_names = column_names
         self._event_timeout_s = event_timeout_s
         self._snapshot_timeout_s = snapshot_timeout_s
         self._changed = anyio.Condition()
-        self._payloads: dict[int, dict[int, SegmentsPublished]] = {}  # by log sequence of the group
+        self._payloads: dict[int, Payloads] = {}  # by log sequence of the group
         self._prefetch: MemoryObjectSendStream[int] | None = None
         self._own_start: TrainerStarted | None = None
         self._own_start_seq = 0
@@ -189,7 +207,8 @@ class Feed:
             for (index, part), problem in group.problems.items():
                 names = {"group_id": group.completed.group_id, "index": index, "part": part}
                 log.warning("sample_invalid", **names, written_by=group.completed.instance, reason=problem)
-        batch = assemble(step, groups, self.history.steps_of_versions, self._masking, self._reward_keys)
+        versions = self.history.steps_of_versions
+        batch = assemble(step, groups, versions, self._masking, self._reward_keys, self._column_names)
         missing = tuple(ref for ref in refs if ref in lost)
         return FedBatch(step, refs, batch, missing, next(iter(lost.values()), ""))
 
@@ -202,7 +221,11 @@ class Feed:
         completed = self.history.completed[seq]
         collected = self._checked(completed, self._payloads[seq])
         return assemble(
-            self.history.frontier, [collected], self.history.steps_of_versions, reward_keys=self._reward_keys
+            self.history.frontier,
+            [collected],
+            self.history.steps_of_versions,
+            reward_keys=self._reward_keys,
+            column_names=self._column_names,
         )
 
     async def prefetch(self, step: int) -> None:
@@ -235,12 +258,19 @@ class Feed:
                 group.start_soon(collect, ref)
         return [collected[ref.event_seq] for ref in refs if ref not in lost], lost
 
-    def _checked(self, completed: GroupCompleted, payloads: dict[int, SegmentsPublished]) -> CollectedGroup:
+    def _checked(self, completed: GroupCompleted, payloads: Payloads) -> CollectedGroup:
         too_long = self._limit.too_long(completed)
         problems = problems_of(
-            completed, payloads, self._vocab_size, too_long, self._reward_keys, needs_kept=self._needs_kept
+            completed,
+            payloads.segments,
+            self._vocab_size,
+            too_long,
+            self._reward_keys,
+            needs_kept=self._needs_kept,
+            columns=payloads.columns,
+            column_names=self._column_names,
         )
-        return CollectedGroup(completed, payloads, too_long, problems)
+        return CollectedGroup(completed, payloads.segments, too_long, problems, payloads.columns)
 
     async def _completed(self, ref: GroupRef) -> GroupCompleted:
         if ref.event_seq in self.history.completed:
@@ -254,11 +284,13 @@ class Feed:
         self.history.completed[ref.event_seq] = received.message
         return received.message
 
-    async def _fetch(self, seq: int, completed: GroupCompleted) -> dict[int, SegmentsPublished]:
+    async def _fetch(self, seq: int, completed: GroupCompleted) -> Payloads:
         if seq not in self._payloads:
-            payloads: dict[int, SegmentsPublished] = {}
-            for payload_seq in payload_seqs(completed, self._limit.too_long(completed)):
-                payloads[payload_seq] = await self._bus.fetch(SegmentsPublished, payload_seq)
+            payloads, too_long = Payloads({}, {}), self._limit.too_long(completed)
+            for payload_seq in payload_seqs(completed, too_long):
+                payloads.segments[payload_seq] = await self._bus.fetch(SegmentsPublished, payload_seq)
+            for column_seq in column_seqs(completed, self._column_names, too_long):
+                payloads.columns[column_seq] = await self._bus.fetch(ColumnPublished, column_seq)
             self._payloads[seq] = payloads
         return self._payloads[seq]
 

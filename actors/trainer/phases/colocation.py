@@ -50,7 +50,7 @@ class Colocation:
         self._bus = bus
         self._feed = feed
         self._roster = Roster(bus)
-        pools = topology.engines.values()
+        pools = [engine for engine in topology.engines.values() if engine.colocate]
         self._update_s = max((engine.update_timeout_s for engine in pools), default=0.0)
         self._release_s = self._update_s + topology.rollout.generate_timeout_s  # running requests end first
         self._torch_thread: TorchThread | None = None

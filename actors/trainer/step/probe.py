@@ -13,7 +13,7 @@ from actors.trainer.data.batch import MicroBatch, packed_lengths, part_of
 from actors.trainer.megatron import groups as ranks
 from actors.trainer.megatron.rank_model import Replica
 from messages import WeightProbe
-from runtime.settings.topology import Topology
+from runtime.settings.topology import POLICY, Topology
 
 MAX_TOKENS: Final = 64
 DECIMALS: Final = 6  # of log-probs; engines are compared with a tolerance of 1e-3
@@ -37,7 +37,8 @@ def probe_tokens(topology: Topology, vocab_size: int, context: int) -> tuple[int
         vocab_size: Vocabulary size of the model.
         context: Context length of the model, in tokens.
     """
-    limits = [engine.max_total_tokens for engine in topology.engines.values()] + [topology.rollout.max_context_len]
+    pool = topology.engines.get(POLICY)
+    limits = [None if pool is None else pool.max_total_tokens, topology.rollout.max_context_len]
     context = min([context, *(limit for limit in limits if limit is not None)])
     length = max(2, min(MAX_TOKENS, context // 2))
     special = special_tokens(Path(topology.model.hf_checkpoint))

@@ -8,7 +8,7 @@ from runtime.node.checks.facts import SGLANG, NodeFacts
 from runtime.node.claims.rundir import differing
 from runtime.settings.placement import NodeRoles, bus_node, roles_of, trainer_nodes
 from runtime.settings.reading.config import Problem
-from runtime.settings.topology import Topology
+from runtime.settings.topology import POLICY, Topology
 
 
 class Refusal(NamedTuple):
@@ -86,7 +86,7 @@ def _without_directory(topology: Topology, node: str, roles: NodeRoles) -> Itera
     place = Path(topology.run.dir) / topology.run.name
     why = f"{place} is not the directory of node {bus_node(topology) or 'with the streams'} here"
     for pool in roles.pools:
-        if (transport := topology.engines[pool].weight_transport) == "disk":
+        if pool == POLICY and (transport := topology.engines[pool].weight_transport) == "disk":
             remedy = 'use a common directory (run.dir), or weight_transport = "collective"'
             yield Problem.of(f"engines.{pool}.weight_transport", transport, f"{why}; {remedy}")
     if roles.trains and len(trainer_nodes(topology)) > 1:

@@ -32,6 +32,10 @@ def check_paths(findings: Findings, node: str) -> None:
         _model(findings, "model.ref_load", topology.model.ref_load, weights=True)
     if topology.model.opd_teacher_load is not None and (roles.trains or roles.is_home):
         _model(findings, "model.opd_teacher_load", topology.model.opd_teacher_load, weights=True)
+    for name, engine in topology.engines.items():
+        if engine.hf_checkpoint is not None and (name in roles.pools or roles.is_home):
+            weights = not engine.urls
+            _model(findings, f"engines.{name}.hf_checkpoint", engine.hf_checkpoint, weights=weights)
     if topology.critic.hf_checkpoint is not None and (roles.trains or roles.is_home):
         _model(findings, "critic.hf_checkpoint", topology.critic.hf_checkpoint, weights=True)
     if roles.is_home or topology.train.num_epoch is not None:  # epochs are counted on every node
@@ -51,6 +55,7 @@ def paths_of(topology: Topology) -> Iterator[str]:
     named = {"model.hf_checkpoint": model.hf_checkpoint, "model.ref_load": model.ref_load}
     named |= {"model.opd_teacher_load": model.opd_teacher_load}
     named["critic.hf_checkpoint"] = topology.critic.hf_checkpoint
+    named |= {f"engines.{name}.hf_checkpoint": engine.hf_checkpoint for name, engine in topology.engines.items()}
     named |= {f"data.{index}.path": item.path for index, item in enumerate(topology.data)}
     named |= {f"eval.{index}.path": item.path for index, item in enumerate(topology.eval)}
     named |= {"run.load": topology.run.load, "run.dir": topology.run.dir, "bus.credentials": topology.bus.credentials}

@@ -40,11 +40,13 @@ class HubModel(msgspec.Struct, frozen=True):
 def hub_models(loaded: LoadedTopology) -> Iterator[HubModel]:
     """Yield the hub models of a topology: names that are not directories."""
     model = loaded.topology.model
+    engines = loaded.topology.engines.items()
     named = (
         ("model.hf_checkpoint", model.hf_checkpoint, not model.random_init),
         ("model.ref_load", model.ref_load, True),
         ("model.opd_teacher_load", model.opd_teacher_load, True),
         ("critic.hf_checkpoint", loaded.topology.critic.hf_checkpoint, True),
+        *((f"engines.{name}.hf_checkpoint", engine.hf_checkpoint, not engine.urls) for name, engine in engines),
     )
     for key, value, weights in named:
         if value is not None and not Path(value).is_dir() and is_hub_name(loaded, key, value):
@@ -113,16 +115,23 @@ def with_downloaded(loaded: LoadedTopology, report: Callable[[str], None]) -> Lo
 def _with_paths(
     loaded: LoadedTopology, find: Callable[[HubModel], Path | None], how: str, report: Callable[[str], None]
 ) -> LoadedTopology:
-    paths: dict[str, dict[str, str]] = {"model": {}, "critic": {}}
+    paths: dict[str, dict[str, str]] = {}
     for model in hub_models(loaded):
         if (path := find(model)) is not None:
-            table, _, key = model.key.partition(".")
-            paths[table][key] = str(path)
+            table, _, key = model.key.rpartition(".")
+            paths.setdefault(table, {})[key] = str(path)
             report(f"{model.key} = {show(model.name)}: {how}, {path}")
     topology = loaded.topology
-    model = msgspec.structs.replace(topology.model, **paths["model"])
-    critic = msgspec.structs.replace(topology.critic, **paths["critic"])
-    return with_topology(loaded, msgspec.structs.replace(topology, model=model, critic=critic))
+    replace = msgspec.structs.replace
+    found = replace(
+        topology,
+        model=replace(topology.model, **paths.get("model", {})),
+        critic=replace(topology.critic, **paths.get("critic", {})),
+        engines={
+            name: replace(engine, **paths.get(f"engines.{name}", {})) for name, engine in topology.engines.items()
+        },
+    )
+    return with_topology(loaded, found)
 
 
 def _patterns(model: HubModel) -> list[str]:

@@ -16,7 +16,7 @@ from runtime.node.checks.findings import Findings
 from runtime.settings.devices import gpus_here, handed_out
 from runtime.settings.placement import NodeRoles, num_ranks, roles_of
 from runtime.settings.reading.config import Problem
-from runtime.settings.topology import EngineConfig, Topology, answers_are_recorded
+from runtime.settings.topology import POLICY, EngineConfig, Topology, answers_are_recorded
 
 TRAINER: Final = ("torch", "megatron.core", "safetensors")
 TINY_ENGINE: Final = ("torch", "safetensors")
@@ -135,7 +135,7 @@ def _needed(topology: Topology, roles: NodeRoles) -> Iterator[Needed]:
         return
     for name, engine in topology.engines.items():
         key = f"engines.{name}.kind"
-        if roles.is_home:
+        if roles.is_home and name == POLICY:
             yield Needed(key, engine.kind, ROUTER, "router")
         if engine.kind == "tiny" and name in roles.pools:
             yield Needed(key, engine.kind, TINY_ENGINE, "engine")

@@ -4,9 +4,12 @@ import ipaddress
 import re
 from collections.abc import Iterator
 
+import msgspec
+
 from runtime.settings.placement import home_node, is_loopback, num_engines, trainer_nodes
 from runtime.settings.reading.config import Problem
 from runtime.settings.recipe import (
+    asks_teachers,
     eval_data,
     needs_baseline,
     precomputes_old_log_probs,
@@ -15,7 +18,15 @@ from runtime.settings.recipe import (
     trains_reward_model,
 )
 from runtime.settings.sizes import MAX_MESSAGE_BYTES, needed_sizes, show_bytes
-from runtime.settings.topology import EngineConfig, Topology, answers_are_recorded, is_colocated, sglang_arguments
+from runtime.settings.topology import (
+    POLICY,
+    EngineConfig,
+    Topology,
+    answers_are_recorded,
+    frozen_pools,
+    is_colocated,
+    sglang_arguments,
+)
 
 SET_ELSEWHERE = {  # SGLang arguments that the run sets itself, and their source
     "api_key": "the run generates the key of its engines and router",
@@ -36,7 +47,10 @@ SET_ELSEWHERE = {  # SGLang arguments that the run sets itself, and their source
 DETERMINISTIC = ("enable_deterministic_inference", "rl_on_policy_target")  # arguments that make SGLang follow seeds
 SET_BY_US = ("CUDA_VISIBLE_DEVICES", "PHYSARUM_")  # variables or their prefixes
 NAME_OR_INTERFACE = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.@-]*[A-Za-z0-9_])?")
-POLICY = "policy"  # the pool that generates training samples
+FOR_UPDATES = (  # settings of pools whose weights change
+    *("colocate", "update_timeout_s", "weight_transport", "weight_format", "start_weights", "local_copy"),
+    *("update_groups", "verify", "batch_requests", "next_token_after_s"),
+)
 TINY_ENGINE_CONCURRENCY = 4096  # the maximum that the tiny engine accepts
 
 
@@ -51,6 +65,7 @@ def topology_problems(topology: Topology) -> Iterator[Problem]:
         _placed,
         _sizes,
         _engines,
+        _frozen,
         _shares,
         _load,
         _precomputed,
@@ -232,9 +247,10 @@ def _engines(topology: Topology) -> Iterator[Problem]:
             'only demonstrations (algorithm.loss_type = "sft_loss") need none'
         )
         yield Problem(key=f"engines.{POLICY}", message=message)
+    used = (POLICY, *frozen_pools(topology))
     for name, engine in topology.engines.items():
-        if name != POLICY:
-            yield Problem(key=f"engines.{name}", message=f"no actor uses this pool; allowed: {POLICY}")
+        if name not in used:
+            yield Problem(key=f"engines.{name}", message=f"no actor uses this pool; allowed: {', '.join(used)}")
         if trains_demonstrations(topology):
             message = f'no actor uses this pool with algorithm.loss_type = "{topology.algorithm.loss_type}": remove it'
             yield Problem(key=f"engines.{name}", message=message)
@@ -243,6 +259,38 @@ def _engines(topology: Topology) -> Iterator[Problem]:
         yield from _least(topology, engine, f"engines.{name}")
         yield from _seeds(engine, f"engines.{name}")
         yield from _environment(engine, f"engines.{name}")
+
+
+def _frozen(topology: Topology) -> Iterator[Problem]:
+    """Yield problems of pools that serve a model of their own, which does not change."""
+    policy = topology.engines.get(POLICY)
+    if policy is not None and policy.hf_checkpoint is not None:
+        message = "has no effect: these engines serve the model that is trained, model.hf_checkpoint"
+        yield Problem.of(f"engines.{POLICY}.hf_checkpoint", policy.hf_checkpoint, message)
+    for index, data in enumerate(topology.data):
+        if data.teacher is not None and not asks_teachers(topology.algorithm):
+            message = 'has no effect without algorithm.use_opd = true and algorithm.opd_type = "sglang"'
+            yield Problem.of(f"data.{index}.teacher", data.teacher, message)
+        elif data.teacher == POLICY:
+            message = "is the pool of the model that is trained; a teacher has a pool of its own"
+            yield Problem.of(f"data.{index}.teacher", data.teacher, message)
+    for name in frozen_pools(topology) if not answers_are_recorded(topology) else ():
+        key, engine = f"engines.{name}", topology.engines.get(name)
+        if engine is None:
+            message = 'missing: the engines of a teacher, which algorithm.opd_type = "sglang" needs'
+            yield Problem(key=key, message=message)
+        elif name != POLICY:
+            yield from _frozen_pool(engine, key)
+
+
+def _frozen_pool(engine: EngineConfig, key: str) -> Iterator[Problem]:
+    if engine.hf_checkpoint is None:
+        message = "missing: the model of these engines; of external engines (urls), a directory with its config"
+        yield Problem(key=f"{key}.hf_checkpoint", message=message)
+    for field in msgspec.structs.fields(EngineConfig):
+        value = getattr(engine, field.name)
+        if field.name in FOR_UPDATES and value != field.default:
+            yield Problem.of(f"{key}.{field.name}", value, "has no effect: the model of this pool does not change")
 
 
 def _engine(engine: EngineConfig, key: str) -> Iterator[Problem]:

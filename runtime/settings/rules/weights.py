@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 from runtime.settings.placement import engine_places, is_networked, nodes_of_engine, num_engines
 from runtime.settings.reading.config import Problem
-from runtime.settings.topology import EngineConfig, Topology, answers_are_recorded, sglang_arguments
+from runtime.settings.topology import POLICY, EngineConfig, Topology, answers_are_recorded, sglang_arguments
 
 LOOPBACK: Final = ("127.0.0.1", "localhost", "::1")
 STAGES: Final = ("pp_size", "pipeline_parallel_size")  # SGLang's names
@@ -18,6 +18,8 @@ REPLICAS: Final = ("dp_size", "data_parallel_size")  # SGLang's names
 def transport_problems(topology: Topology) -> Iterator[Problem]:
     """Yield weight transports that the layout, the weight export or the engines do not allow."""
     for name, engine in topology.engines.items():
+        if name != POLICY:
+            continue  # its weights do not change
         key = f"engines.{name}"
         if engine.weight_transport == "ipc" and engine.colocate is None:
             message = f'needs {key}.colocate = "trainer"; allowed otherwise: disk, collective'

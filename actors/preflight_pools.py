@@ -1,0 +1,90 @@
+"""Pre-start checks of engine pools whose model does not change: teachers."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from actors.rollout.sglang.facts import KEPT_OF_INPUT
+from actors.rollout.sglang.served_model import TOKENIZER, ServedModel
+from runtime.models.config import ModelError, read_dense_model
+from runtime.settings.reading.config import Problem
+from runtime.settings.topology import EngineConfig, Topology, answers_are_recorded, frozen_pools, model_of
+
+BYTES_LOADED: Final = 2  # memory of a tiny engine per byte of its weight files
+
+
+class _Config(msgspec.Struct, frozen=True):
+    max_position_embeddings: int | None = None
+
+
+def pool_problems(topology: Topology, context: int, broken: set[str]) -> Iterator[Problem]:
+    """Check that the models of these pools read the samples of the trained model.
+
+    Args:
+        topology: the topology.
+        context: most tokens of a prompt and its response in the trained model.
+        broken: keys that already have a problem.
+    """
+    for name in frozen_pools(topology) if not answers_are_recorded(topology) else ():
+        engine, key = topology.engines[name], f"engines.{name}.hf_checkpoint"
+        if engine.hf_checkpoint is None or key in broken:
+            continue
+        directory = Path(engine.hf_checkpoint)
+        try:
+            served = ServedModel.read(directory)
+            if engine.kind == "tiny" and not engine.urls:
+                read_dense_model(directory)
+            config = msgspec.json.decode((directory / "config.json").read_bytes(), type=_Config)
+            problem = tokenizer_problem(ServedModel.read(Path(topology.model.hf_checkpoint)), served)
+        except (OSError, ValueError, ModelError) as error:
+            yield Problem.of(key, engine.hf_checkpoint, str(error))
+            continue
+        if problem is not None:
+            yield Problem.of(key, engine.hf_checkpoint, problem)
+        longest, room = _longest(topology, context), config.max_position_embeddings
+        if room is not None and room <= longest + KEPT_OF_INPUT:
+            message = f"its context has {room} tokens; samples of {longest} tokens need {longest + KEPT_OF_INPUT + 1}"
+            yield Problem.of(key, engine.hf_checkpoint, message)
+
+
+def tokenizer_problem(trained: ServedModel, served: ServedModel) -> str | None:
+    """Describe why a model cannot read the tokens of the trained model; None if it can.
+
+    A directory without `tokenizer.json` is compared by its vocabulary size.
+
+    Raises:
+        ValueError: a tokenizer cannot be read.
+    """
+    own = trained.tokens()
+    highest = max(own.values(), default=trained.vocab_size - 1)
+    if highest >= served.vocab_size:
+        return f"its vocabulary has {served.vocab_size} tokens, and the tokenizer of the trained model has id {highest}"
+    found = served.tokens()
+    other = next((text for text, token in own.items() if found.get(text) != token), None) if found else None
+    if other is None:
+        return None
+    return f"its {TOKENIZER} is another one: {other!r} is token {own[other]} of the trained model, and here " + (
+        f"token {found[other]}" if other in found else "no token"
+    )
+
+
+def memory_of_pools(topology: Topology) -> int:
+    """Return the bytes that the weights of tiny engines need, of pools whose model does not change."""
+    pools = [topology.engines[name] for name in frozen_pools(topology) if name in topology.engines]
+    return sum(_memory(topology, engine) for engine in pools if engine.kind == "tiny" and not engine.urls)
+
+
+def _memory(topology: Topology, engine: EngineConfig) -> int:
+    files = Path(model_of(topology, engine)).glob("*.safetensors")
+    return engine.num_engines * BYTES_LOADED * sum(file.stat().st_size for file in files)
+
+
+def _longest(topology: Topology, context: int) -> int:
+    """Return the most tokens that a sample may have."""
+    rollout = topology.rollout
+    limits = [context if rollout.max_context_len is None else rollout.max_context_len, context]
+    if rollout.max_prompt_len is not None:
+        limits.append(rollout.max_prompt_len + rollout.max_response_len)
+    return min(limits)

@@ -1,0 +1,67 @@
+"""Columns of a group's samples that engine pools compute, such as a teacher's log-probs of their tokens."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+from anyio.abc import TaskGroup
+
+from actors.rollout.groups.open_samples import OpenSample
+from actors.rollout.groups.tasks import GroupTask
+from actors.rollout.pools.frozen import FrozenPool
+from messages import ColumnPublished, SampleKey
+from runtime.bus.bus import Bus
+
+Pools = Mapping[str, FrozenPool]  # by column
+PoolsOf = Callable[[str], Pools]  # by the name of a data source
+
+
+def no_pools(_data: str) -> Pools:
+    """Return no pools: the samples get no columns."""
+    return {}
+
+
+class SampleColumns:
+    """Requests the columns of one group's samples as they end, while other samples generate.
+
+    A column is stored before the event that completes the group, which names its data message. A redelivered task
+    computes a lost column again: the tokens and the model are the same.
+    """
+
+    def __init__(self, task: GroupTask, bus: Bus, pools: Pools) -> None:
+        self._task = task
+        self._bus = bus
+        self._pools: Pools = pools if task.store else {}  # evaluations are not trained
+        self._tasks: TaskGroup | None = None
+        self._asked: set[tuple[int, str]] = set()
+        self._halted = False
+
+    def begin(self, tasks: TaskGroup) -> None:
+        """Set the task group for the requests."""
+        self._tasks = tasks
+
+    def halt(self) -> None:
+        """Start no more requests."""
+        self._halted = True
+
+    def missing(self, sample: OpenSample) -> list[str]:
+        """Return the columns that a finished sample lacks. The greedy sample is not trained and needs none."""
+        if not sample.finished or sample.is_baseline or not sample.prefix:
+            return []
+        return [column for column in self._pools if column not in sample.columns]
+
+    def start(self, samples: Sequence[OpenSample]) -> None:
+        """Request the missing columns of samples whose tokens are all stored."""
+        for sample in samples:
+            for column in self.missing(sample) if sample.stored and not self._halted else ():
+                if (sample.index, column) not in self._asked:
+                    assert self._tasks is not None
+                    self._asked.add((sample.index, column))
+                    self._tasks.start_soon(partial(self._compute, sample, column))
+
+    async def _compute(self, sample: OpenSample, column: str) -> None:
+        task, prompt = self._task, self._task.prompt.prompt_ids.tolist()
+        rid = f"{task.lease}-{sample.index}-{column}"
+        values = await self._pools[column].log_probs(rid, prompt + sample.prefix, len(prompt))
+        key = SampleKey(group_id=task.group_id, attempt=task.attempt, index=sample.index)
+        seq = await self._bus.publish(ColumnPublished(sample=key, column=column, values=values))
+        sample.columns = {**sample.columns, column: seq}

@@ -1,0 +1,54 @@
+"""Columns that engine pools computed of samples: checks, and their join to the tokens of a batch."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from messages import ColumnPublished, GroupCompleted, SampleSummary, Segment
+from runtime.data.tokens import given_log_prob_problem
+
+Columns = Mapping[int, ColumnPublished]  # by sequence in the data stream
+
+
+def column_problem(
+    completed: GroupCompleted,
+    sample: SampleSummary,
+    segments: Sequence[Segment],
+    columns: Columns,
+    names: Sequence[str],
+) -> str | None:
+    """Describe the first column that a sample lacks, or that is not of its tokens; None if there is none.
+
+    Args:
+        completed: The sample's group.
+        sample: The sample.
+        segments: Its segments in order.
+        columns: Fetched columns.
+        names: Names of the columns that it needs.
+    """
+    for name in names:
+        if name not in sample.columns:
+            return f"it has no {name}"
+        found = columns[sample.columns[name]]
+        key = found.sample
+        if (key.group_id, key.index, key.part, found.column) != (completed.group_id, sample.index, sample.part, name):
+            return f"its {name} in message {sample.columns[name]} are {found.column} of {key}"
+        if len(found.values) != (length := column_length(segments)):
+            return f"it has {len(found.values)} {name} for {length} tokens"
+        if (problem := given_log_prob_problem(np.asarray(found.values))) is not None:
+            return f"{name}: {problem}"
+    return None
+
+
+def column_length(segments: Sequence[Segment]) -> int:
+    """Count the tokens after a sample's first prompt."""
+    num_tokens = sum(len(segment.prompt_ids) + len(segment.response_ids) for segment in segments)
+    return num_tokens - len(segments[0].prompt_ids) if segments else 0
+
+
+def of_all_tokens(column: ColumnPublished | None, segments: Sequence[Segment]) -> NDArray[np.float32]:
+    """Return a column over all tokens of a sample: 0 for its first prompt. Without segments: of the token left in."""
+    if column is None or not segments:
+        return np.zeros(1, dtype=np.float32)
+    return np.concatenate([np.zeros(len(segments[0].prompt_ids), dtype=np.float32), np.asarray(column.values)])
