@@ -28,6 +28,7 @@ from messages import (
     BufferStarted,
     CheckpointRequested,
     CheckpointSaved,
+    ColumnPublished,
     EvalCompleted,
     EvalEnded,
     EvalIssued,
@@ -87,7 +88,15 @@ class BufferActor(Actor):
     When two buffers run, the older one is fenced: an append succeeds only if its writer has folded the whole ledger.
     """
 
-    reads = (*LEDGER_EVENTS, PhaseChanged, PromptsLoaded, SpillsRequested, SegmentsPublished, PromptStored)
+    reads = (
+        *LEDGER_EVENTS,
+        PhaseChanged,
+        PromptsLoaded,
+        SpillsRequested,
+        SegmentsPublished,
+        ColumnPublished,
+        PromptStored,
+    )
     writes = (
         BufferStarted,
         GroupsIssued,

@@ -11,6 +11,7 @@ atomically, the lines last. Line i and row i of the columns are the same sample.
     weight_spans [k, 3], span_offsets [s + 1]   version, start, end within the segment's response
     routed_experts, routed_offsets [s + 1]      experts of all layers for each token; optional
     kept_counts, kept_ids, kept_offsets [s + 1] tokens that top-p and top-k kept for each response token; optional
+    teacher_log_probs, teacher_log_probs_offsets [n + 1]   of all tokens after the first prompt; optional
     told_by [2]                          log sequence and Unix microseconds of the event that closed the pair
 """
 
@@ -158,7 +159,9 @@ def read_pair(directory: Path, step: int, vocab_size: int | None = None) -> tupl
     samples, path = read_lines(directory, step), columns_path(directory, step)
     check_columns(directory, step, len(samples))
     columns = _load(
-        path, [*_KEYS, "sample_offsets", "segment_attempt", *_ARRAYS, *_OFFSETS], may_lack=(*_ROUTED, *_KEPT)
+        path,
+        [*_KEYS, "sample_offsets", "segment_attempt", *_ARRAYS, *_OFFSETS],
+        may_lack=(*_ROUTED, *_KEPT, *_COMPUTED),
     )
     for number, sample in enumerate(samples):
         key = tuple(int(columns[name][number]) for name in _KEYS)
@@ -178,7 +181,14 @@ def read_pair(directory: Path, step: int, vocab_size: int | None = None) -> tupl
         range(len(samples)), key=lambda number: (samples[number].group_id, samples[number].attempt)
     ):
         own = list(numbers)
-        found.append(DumpedGroup(samples=tuple(samples[i] for i in own), segments=tuple(segments[i] for i in own)))
+        computed = tuple(_computed_of(i, columns) for i in own)
+        found.append(
+            DumpedGroup(
+                samples=tuple(samples[i] for i in own),
+                segments=tuple(segments[i] for i in own),
+                columns=computed if any(computed) else (),
+            )
+        )
     return tuple(sorted(found, key=lambda group: group.group_id))
 
 
@@ -186,6 +196,8 @@ _ARRAYS: Final = ("prompt_ids", "response_ids", "loss_mask", "rollout_log_probs"
 _OFFSETS: Final = ("prompt_offsets", "response_offsets", "span_offsets")
 _KEPT: Final = ("kept_counts", "kept_ids", "kept_offsets")
 _ROUTED: Final = ("routed_experts", "routed_offsets")
+_OF_POOLS: Final = ("teacher_log_probs",)  # computed by engine pools, a number per token after the first prompt
+_COMPUTED: Final = tuple(name for column in _OF_POOLS for name in (column, f"{column}_offsets"))
 
 
 def _columns(groups: Sequence[DumpedGroup]) -> dict[str, NDArray[Any]]:
@@ -207,7 +219,27 @@ def _columns(groups: Sequence[DumpedGroup]) -> dict[str, NDArray[Any]]:
         "weight_spans": np.array(spans, dtype=np.int64).reshape(-1, 3),
         **_routed(segments),
         **_kept(segments),
+        **_computed(groups),
     }
+
+
+def _computed(groups: Sequence[DumpedGroup]) -> dict[str, NDArray[Any]]:
+    per_sample = [own for group in groups for own in group.columns or ({},) * len(group.samples)]
+    found: dict[str, NDArray[Any]] = {}
+    for name in _OF_POOLS:
+        values = [own.get(name, ()) for own in per_sample]
+        if any(map(len, values)):
+            found |= {name: _joined(values, np.float32), f"{name}_offsets": _offsets([*map(len, values)])}
+    return found
+
+
+def _computed_of(sample: int, columns: Columns) -> dict[str, Float32Array]:
+    found: dict[str, Float32Array] = {}
+    for name in _OF_POOLS:
+        if name in columns and f"{name}_offsets" in columns:
+            begin, end = (int(bound) for bound in columns[f"{name}_offsets"][sample : sample + 2])
+            found |= {name: Float32Array(columns[name][begin:end])} if end > begin else {}
+    return found
 
 
 def _routed(segments: Sequence[Segment]) -> dict[str, NDArray[Any]]:

@@ -6,6 +6,8 @@ from typing import Any
 import msgspec
 
 from messages import (
+    ColumnPublished,
+    Float32Array,
     GroupCompleted,
     Outcome,
     Prompt,
@@ -61,6 +63,7 @@ class DumpedGroup(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     samples: tuple[DumpedSample, ...]
     segments: tuple[tuple[Segment, ...], ...]
+    columns: tuple[Mapping[str, Float32Array], ...] = ()  # by name, of each sample; empty: none has any
 
     @property
     def group_id(self) -> int:
@@ -85,13 +88,18 @@ class DumpedGroup(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
 
 def group_of(
-    completed: GroupCompleted, payloads: Mapping[int, SegmentsPublished], fate: Fate, stored: Prompt | None = None
+    completed: GroupCompleted,
+    payloads: Mapping[int, SegmentsPublished],
+    fate: Fate,
+    stored: Prompt | None = None,
+    columns: Mapping[int, ColumnPublished] | None = None,
 ) -> DumpedGroup:
     """Make the dump content of a completed group.
 
     Args:
         payloads: all payloads that the event cites, by sequence.
         stored: its prompt, if that is stored separately.
+        columns: all columns that the event cites, by sequence.
 
     Raises:
         ValueError: a reference points to another sample's segment.
@@ -130,7 +138,11 @@ def group_of(
         )
         for sample, own in zip(completed.samples, segments, strict=True)
     ]
-    return DumpedGroup(samples=tuple(lines), segments=segments)
+    of_samples = tuple(
+        {name: columns[seq].values for name, seq in sample.columns.items()} if columns else {}
+        for sample in completed.samples
+    )
+    return DumpedGroup(samples=tuple(lines), segments=segments, columns=of_samples if any(of_samples) else ())
 
 
 def summary_of(sample: DumpedSample) -> SampleSummary:

@@ -48,6 +48,21 @@ def test_no_engine_is_started_where_running_ones_are_named() -> None:
     assert "router.policy" in found
 
 
+def test_engines_of_a_teacher_serve_its_model_without_a_router() -> None:
+    teacher = '{kind = "tiny", hf_checkpoint = "topologies/demo/models/boxed-copy", num_engines = 2}'
+    overrides = ("algorithm.use_opd=true", "algorithm.opd_type=sglang", f"engines.teacher={teacher}")
+    found = specs("laptop.toml", "local", *overrides, "rollout.max_context_len=20")
+    teachers = [found[f"engine.teacher.{index}"] for index in range(2)]
+    assert "router.teacher" not in found
+    assert [spec.critical for spec in teachers] == [False, False]
+    for spec in teachers:
+        assert flag(spec, "--model-path") == str(TOPOLOGIES / "demo/models/boxed-copy")
+        assert flag(spec, "--load-format") == "auto"
+    assert flag(found["engine.policy.0"], "--load-format") == "dummy"
+    lengths = [int(flag(found[f"engine.{pool}.0"], "--context-length")) for pool in ("policy", "teacher")]
+    assert lengths[1] == lengths[0] + 1  # whole samples are its input
+
+
 def test_arguments_of_the_sglang_table_are_passed_through() -> None:
     engine = specs(
         "disaggregate-2x8gpu.toml",

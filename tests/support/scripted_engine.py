@@ -138,7 +138,7 @@ class ScriptedEngine:
         if self.probe_at is not None:
             await self.probe_at.wait()
         answer = self._whole("probe", [], self.probe_reason())
-        first, *rest = body["input_ids"]
+        first, *rest = body["input_ids"][body["logprob_start_len"] :]
         log_probs = [[self.prompt_log_prob, token, None] for token in rest]
         answer["meta_info"]["input_token_logprobs"] = [[None, first, None], *log_probs]
         return web.json_response(answer)

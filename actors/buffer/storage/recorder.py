@@ -15,7 +15,7 @@ import structlog
 from anyio import to_thread
 
 from actors.buffer.storage.records import GroupRecord, Records, StepDump, payloads_of
-from messages import Plane, SegmentsPublished
+from messages import ColumnPublished, Plane, SegmentsPublished
 from runtime.bus.bus import Bus
 from runtime.bus.errors import PayloadLost, PayloadUnreadable
 from runtime.data.dump_files import RUN_FILE, TOKENIZER, TOPOLOGY_FILE, DumpedRun, told_by_of, write_pair
@@ -127,7 +127,9 @@ class Recorder:
         try:
             payloads = {seq: await self._bus.fetch(SegmentsPublished, seq) for seq in payloads_of(completed.samples)}
             prompt = await fetch_prompt(self._bus, completed.prompt_parts) if completed.prompt_parts else None
-            return group_of(completed, payloads, fate, prompt)
+            seqs = {seq for sample in completed.samples for seq in sample.columns.values()}
+            columns = {seq: await self._bus.fetch(ColumnPublished, seq) for seq in sorted(seqs)}
+            return group_of(completed, payloads, fate, prompt, columns)
         except (PayloadLost, PayloadUnreadable, ValueError) as error:
             log.warning("group_not_dumped", group_id=completed.group_id, reason=str(error))
             return None

@@ -2,8 +2,8 @@
 
 import time
 import uuid
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Protocol
 
@@ -16,11 +16,14 @@ from anyio.abc import TaskStatus
 from actors.rollout.groups.endings import Endings
 from actors.rollout.groups.spilling import label_of, store, text_of
 from messages import (
+    ColumnPublished,
+    Float32Array,
     GroupCompleted,
     GroupFailed,
     Prompt,
     PromptStored,
     RolloutRequested,
+    SampleKey,
     SampleSummary,
     Segment,
     SegmentRef,
@@ -44,7 +47,8 @@ class OfflineSample:
     """An existing sample: its segments in order, and its summary for the event."""
 
     segments: tuple[Segment, ...]  # carry the task's sample key (group_id, attempt, index, part)
-    summary: SampleSummary  # its `segments` field is filled in when they are stored
+    summary: SampleSummary  # its `segments` and `columns` are filled in when they are stored
+    columns: Mapping[str, Float32Array] = field(default_factory=dict[str, Float32Array])  # by name
 
 
 class AnswerSource(Protocol):
@@ -77,7 +81,7 @@ class OfflineRolloutActor(Actor):
     """
 
     reads = (RolloutRequested, PromptStored)
-    writes = (SegmentsPublished, GroupCompleted, GroupFailed)
+    writes = (SegmentsPublished, ColumnPublished, GroupCompleted, GroupFailed)
 
     def __init__(self, bus: Bus, source: AnswerSource) -> None:
         self._bus = bus
@@ -144,6 +148,21 @@ class OfflineRolloutActor(Actor):
             refs = await store(self._bus, message)
         left = iter(refs)
         return tuple(
-            msgspec.structs.replace(sample.summary, segments=tuple(islice(left, len(sample.segments))))
-            for sample in samples
+            [
+                msgspec.structs.replace(
+                    sample.summary,
+                    segments=tuple(islice(left, len(sample.segments))),
+                    columns=await self._store_columns(task, sample),
+                )
+                for sample in samples
+            ]
         )
+
+    async def _store_columns(self, task: RolloutRequested, sample: OfflineSample) -> dict[str, int]:
+        """Publish the columns of a sample; return the sequences of their messages by name."""
+        one = sample.summary
+        key = SampleKey(group_id=task.group_id, attempt=task.attempt, index=one.index, part=one.part)
+        return {
+            name: await self._bus.publish(ColumnPublished(sample=key, column=name, values=values))
+            for name, values in sample.columns.items()
+        }

@@ -45,10 +45,11 @@ class Dumped:
 def samples_for(task: RolloutRequested, group: DumpedGroup) -> list[OfflineSample]:
     """Return a dumped group with its sample keys replaced by those of the task."""
     found: list[OfflineSample] = []
-    for sample, segments in zip(group.samples, group.segments, strict=True):
+    of_samples = group.columns or ({},) * len(group.samples)
+    for sample, segments, columns in zip(group.samples, group.segments, of_samples, strict=True):
         key = SampleKey(group_id=task.group_id, attempt=task.attempt, index=sample.index, part=sample.part)
         renamed = tuple(_renamed(segment, key) for segment in segments)
-        found.append(OfflineSample(renamed, summary_of(sample)))
+        found.append(OfflineSample(renamed, summary_of(sample), columns))
     if (baseline := baseline_of(group)) is not None:
         found.append(OfflineSample((), baseline))
     return found

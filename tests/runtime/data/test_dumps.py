@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from messages import (
+    ColumnPublished,
     Float32Array,
     GroupCompleted,
     Int32Array,
@@ -67,6 +68,7 @@ def segments(draw: st.DrawFn, key: SampleKey) -> Segment:
 @st.composite
 def groups(draw: st.DrawFn, group_id: int) -> DumpedGroup:
     attempt, payloads, summaries = draw(st.integers(0, 3)), dict[int, SegmentsPublished](), list[SampleSummary]()
+    columns: dict[int, ColumnPublished] = {}
     for index in range(draw(st.integers(1, 3))):
         refs: list[SegmentRef] = []
         for _ in range(draw(st.integers(0, 3))):
@@ -81,10 +83,16 @@ def groups(draw: st.DrawFn, group_id: int) -> DumpedGroup:
                 label=[1, "x"],
             )
             refs.append(SegmentRef(seq=seq, position=0))
+        values = draw(st.lists(st.floats(-50, 0, width=32), max_size=5))
+        key = SampleKey(group_id=group_id, attempt=attempt, index=index, part=index % 2)
+        if values:
+            name = "teacher_log_probs"
+            columns[200 + index] = ColumnPublished(sample=key, column=name, values=Float32Array(values))
         summaries.append(
             SampleSummary(
                 index=index,
                 part=index % 2,
+                columns={"teacher_log_probs": 200 + index} if values else {},
                 status=draw(st.sampled_from(SampleStatus)),
                 segments=tuple(refs),
                 reward=draw(st.none() | st.floats(allow_nan=False, allow_infinity=False)),
@@ -103,13 +111,17 @@ def groups(draw: st.DrawFn, group_id: int) -> DumpedGroup:
         metadata=draw(st.dictionaries(TEXT, JSON, max_size=2)),
     )
     fate = Fate(verdict=draw(st.none() | st.sampled_from(Outcome)), step=draw(st.none() | st.integers(0, 9)))
-    return group_of(completed, payloads, fate)
+    return group_of(completed, payloads, fate, columns=columns)
 
 
 def plain(group: DumpedGroup) -> Any:
     """What compares: arrays as lists."""
     return msgspec.to_builtins(
-        (group.samples, [[msgspec.structs.asdict(segment) for segment in own] for own in group.segments]),
+        (
+            group.samples,
+            [[msgspec.structs.asdict(segment) for segment in own] for own in group.segments],
+            group.columns,
+        ),
         enc_hook=lambda array: array.tolist(),
     )
 

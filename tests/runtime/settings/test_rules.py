@@ -6,6 +6,8 @@ from runtime.settings.load import load_topology
 from runtime.settings.placement import num_engines
 from tests.runtime.settings.shipped import COLOCATE, DISAGGREGATE, LAPTOP, problems
 
+ASKS = ("algorithm.use_opd=true", "algorithm.opd_type=sglang")
+
 
 def test_gpus_of_a_node_that_has_none_are_refused() -> None:
     found = problems(LAPTOP, "trainer.device=cuda", "trainer.gpus=local:0-1")
@@ -248,6 +250,24 @@ def test_external_graders_of_a_run_that_listens_are_no_problem() -> None:
         (("engines.policy.kind=embedded",), "engines.policy.kind", 'renamed to "tiny"'),
         (("engines.a b.kind=tiny",), "engines.a b", "this name is not allowed"),
         (("engines.judge.kind=tiny",), "engines.judge", "no actor uses this pool; allowed: policy"),
+        (("engines.teacher.kind=tiny",), "engines.teacher", "no actor uses this pool; allowed: policy"),
+        (("engines.policy.hf_checkpoint=x/y",), "engines.policy.hf_checkpoint", "serve the model that is trained"),
+        (ASKS, "engines.teacher", 'missing: the engines of a teacher, which algorithm.opd_type = "sglang" needs'),
+        ((*ASKS, "engines.math.kind=tiny"), "engines.math", "no actor uses this pool; allowed: policy, teacher"),
+        ((*ASKS, "data.0.teacher=math"), "engines.math", "missing: the engines of a teacher"),
+        ((*ASKS, "data.0.teacher=policy"), "data.0.teacher", "is the pool of the model that is trained"),
+        (("data.0.teacher=math",), "data.0.teacher", "has no effect without algorithm.use_opd = true"),
+        ((*ASKS, "engines.teacher.kind=tiny"), "engines.teacher.hf_checkpoint", "missing: the model of these engines"),
+        (
+            (*ASKS, 'engines.teacher={kind = "tiny", hf_checkpoint = "x/y", weight_transport = "collective"}'),
+            "engines.teacher.weight_transport",
+            "has no effect: the model of this pool does not change",
+        ),
+        (
+            (*ASKS, 'engines.teacher={kind = "tiny", hf_checkpoint = "x/y", colocate = "trainer"}'),
+            "engines.teacher.colocate",
+            "has no effect: the model of this pool does not change",
+        ),
         (("engines.policy.env.PHYSARUM_RUN='r'",), "engines.policy.env.PHYSARUM_RUN", "the run sets this variable"),
         (("engines.policy.env.A=b", "engines.policy.urls=['http://x']"), "engines.policy.env", "has no effect"),
         (("engines.policy.env={\"A B\" = \"c\"}",), "engines.policy.env", "allowed: a table"),

@@ -1,0 +1,135 @@
+"""Log-probs of given tokens from engines whose model does not change: numbers, checks, lost and silent engines."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import aiohttp
+import anyio
+import pytest
+
+from actors.rollout.engines.rate_limited_events import RateLimitedEvents
+from actors.rollout.pools.frozen import MAX_FAILURES, FrozenEngine, FrozenPool, PoolSettings
+from actors.rollout.sglang.client import SglangClient
+from actors.rollout.sglang.errors import EnginesUnwilling, RequestRefused
+from runtime.util.retrying import Backoff
+from tests.support.scripted_engine import ScriptedEngine, serving
+from tests.support.tiny_engine import running_engine
+from tests.support.tiny_models import teacher_forced, write_model
+
+pytestmark = pytest.mark.anyio
+PROMPT, RESPONSE = [3, 4, 5], [60, 2, 33, 9, 9, 17]
+
+
+@asynccontextmanager
+async def pool_of(*engines: FrozenEngine, **settings: float) -> AsyncGenerator[FrozenPool]:
+    async with aiohttp.ClientSession() as session, anyio.create_task_group() as group:
+        known = PoolSettings(name="teacher", vocab_size=64, at_once=8, **settings)  # type: ignore[arg-type]
+        pool = FrozenPool(known, SglangClient(session), RateLimitedEvents())
+        for engine in engines:
+            group.start_soon(pool.attend, engine)
+        yield pool
+        group.cancel_scope.cancel()
+
+
+@pytest.fixture(autouse=True)
+def retries_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("actors.rollout.pools.frozen.RESEND", Backoff(first_s=0.01, max_s=0.01))
+
+
+def engine_at(url: str) -> FrozenEngine:
+    return FrozenEngine("engine.teacher.0", url, None)
+
+
+async def test_log_probs_equal_a_teacher_forced_forward_of_transformers(tmp_path: Path) -> None:
+    write_model(tmp_path, seed=5)
+    with running_engine(tmp_path) as engine:
+        async with pool_of(engine_at(engine.url)) as pool:
+            found = await pool.log_probs("r", PROMPT + RESPONSE, len(PROMPT))
+    assert found.dtype.name == "float32"
+    assert found.tolist() == pytest.approx(teacher_forced(tmp_path, PROMPT, RESPONSE).tolist(), abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("answer", "problem"),
+    [
+        (b"[[null,5,null],[-0.5,60,null],[null,2,null]]", "token 1 has log-prob null"),
+        (b"[[null,5,null],[-0.5,60,null],[0.5,2,null]]", "token 1 has log-prob 0.5 (allowed: finite, at most 0.001)"),
+        (b"[[null,5,null],[-0.5,60,null]]", "1 log-probs of 2 tokens"),
+        (b"[[null,5,null],[-0.5,60,null],[-0.5,3,null]]", "log-prob 1 is of token 3, not of 2"),
+        (b"[[null,5,null],[-0.5,60,null],[-1e999,2,null]]", "unreadable answer"),
+        (b'"none"', "unreadable answer"),
+    ],
+)
+async def test_an_impossible_answer_is_refused_with_the_name_of_the_engine(answer: bytes, problem: str) -> None:
+    raw = b'{"meta_info":{"finish_reason":{"type":"length"},"input_token_logprobs":' + answer + b"}}"
+    scripted = ScriptedEngine(raw_answers={"/generate": raw})
+    async with serving(scripted) as engine, pool_of(engine_at(engine.url)) as pool:
+        with pytest.raises(RequestRefused) as error:
+            await pool.log_probs("r", [*PROMPT, 60, 2], len(PROMPT))
+    assert f"engine.teacher.0 ({engine.url}): {MAX_FAILURES} failures" in str(error.value)
+    assert problem in str(error.value)
+
+
+async def test_tokens_that_would_crash_or_confuse_an_engine_are_not_sent() -> None:
+    async with serving(ScriptedEngine()) as engine, pool_of(engine_at(engine.url), confuses_last=True) as pool:
+        with pytest.raises(RequestRefused, match=r"engines\.teacher: not sent: token 3 has id 64"):
+            await pool.log_probs("r", [*PROMPT, 64], len(PROMPT))
+        with pytest.raises(RequestRefused, match="the log-prob of token 0 for 63"):
+            await pool.log_probs("r", [*PROMPT, 63], len(PROMPT))
+    assert engine.probes == []
+
+
+async def test_a_request_waits_for_an_engine_that_was_killed_and_comes_back(tmp_path: Path) -> None:
+    """Its engine ends while the request is there; another process takes its place at another address."""
+    write_model(tmp_path, seed=5)
+    gated = ScriptedEngine(probe_at=asyncio.Event())
+    found: list[list[float]] = []
+
+    async def ask(pool: FrozenPool) -> None:
+        found.append((await pool.log_probs("r", PROMPT + RESPONSE, len(PROMPT))).tolist())
+
+    async with pool_of() as pool, anyio.create_task_group() as group:
+        async with serving(gated), anyio.create_task_group() as first:
+            first.start_soon(pool.attend, engine_at(gated.url))
+            group.start_soon(ask, pool)
+            with anyio.fail_after(10):
+                while not gated.probes:  # noqa: ASYNC110 - the engine has no event for it
+                    await anyio.sleep(0.01)
+            assert pool.waits_for() == "engines.teacher: log-probs of 1 sample (engine.teacher.0 is up)"
+            first.cancel_scope.cancel()
+        assert pool.waits_for() == "engines.teacher: log-probs of 1 sample (engine.teacher.0 is away)"
+        with running_engine(tmp_path) as engine:
+            group.start_soon(pool.attend, engine_at(engine.url))
+            with anyio.fail_after(20):
+                while not found:  # noqa: ASYNC110
+                    await anyio.sleep(0.01)
+        assert pool.waits_for() == ""
+        group.cancel_scope.cancel()
+    assert found[0] == pytest.approx(teacher_forced(tmp_path, PROMPT, RESPONSE).tolist(), abs=1e-4)
+
+
+async def test_without_any_answer_the_run_ends_at_last() -> None:
+    async with pool_of(give_up_after_s=0.2) as pool:
+        with pytest.raises(EnginesUnwilling, match=r"engines\.teacher answered no request for 0\.2 s"):
+            await pool.log_probs("r", PROMPT + RESPONSE, len(PROMPT))
+
+
+async def test_a_silent_engine_is_restarted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("actors.rollout.pools.frozen.LOOK_S", 0.2)
+    killed: list[str] = []
+
+    async def kill(reason: str) -> None:
+        killed.append(reason)
+        scripted.probe_at = None
+
+    scripted = ScriptedEngine(probe_at=asyncio.Event())
+    async with serving(scripted) as engine:
+        slow = FrozenEngine("engine.teacher.0", engine.url, kill)
+        async with pool_of(slow, answer_timeout_s=0.2) as pool:
+            found = await pool.log_probs("r", PROMPT + RESPONSE, len(PROMPT))
+        assert scripted.probe_at is None
+    assert len(killed) == 1
+    assert "no answer within 0.2 s" in killed[0]
+    assert found.tolist() == [-0.5] * len(RESPONSE)

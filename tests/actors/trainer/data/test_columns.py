@@ -1,0 +1,80 @@
+"""Columns of engine pools join the tokens of their samples; a sample without its column does not train."""
+
+import msgspec
+import pytest
+
+from actors.trainer.data.assembly import CollectedGroup, assemble, column_seqs, problems_of
+from actors.trainer.data.batch import LeftOut
+from messages import ColumnPublished, Float32Array, SampleKey, SegmentsPublished
+from tests.actors.trainer.logs import group_of, segment, summary
+
+NAMES = ("teacher_log_probs",)
+KEY = SampleKey(group_id=5, attempt=0, index=0)
+TURNS = (
+    segment(KEY, [1, 2], [3, 4], ((1, 0, 2),)),
+    segment(KEY, [5], [6, 7, 8], ((1, 0, 3),), mask=[1, 0, 1]),
+)
+MESSAGE = SegmentsPublished(group_id=5, attempt=0, lease="lease", segments=TURNS)
+SAMPLE = msgspec.structs.replace(summary(0, [(9, 0), (9, 1)], reward=0.5), columns={"teacher_log_probs": 12})
+COLUMN = ColumnPublished(sample=KEY, column="teacher_log_probs", values=Float32Array([-1, -2, -3, -4, -5, -6]))
+
+
+def test_a_column_covers_the_tokens_after_the_first_prompt_and_is_0_where_a_token_does_not_train() -> None:
+    left_out = msgspec.structs.replace(summary(1, [(9, 0)]), columns={"teacher_log_probs": 13})
+    group = CollectedGroup(
+        group_of(5, (SAMPLE, left_out)), {9: MESSAGE}, problems={(1, 0): "broken"}, columns={12: COLUMN}
+    )
+    batch = assemble(0, [group], {1: 0}, column_names=NAMES)
+    assert batch is not None
+    assert batch.tokens_N.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 0]
+    assert batch.teacher_log_probs_N is not None
+    assert batch.teacher_log_probs_N.tolist() == [0, 0, -1, -2, 0, -4, 0, -6, 0]
+    assert batch.left_out_B.tolist() == [LeftOut.NO, LeftOut.INVALID]
+
+
+def test_without_column_names_a_batch_has_no_column() -> None:
+    batch = assemble(0, [CollectedGroup(group_of(5, (SAMPLE,)), {9: MESSAGE}, columns={12: COLUMN})], {1: 0})
+    assert batch is not None
+    assert batch.teacher_log_probs_N is None
+
+
+@pytest.mark.parametrize(
+    ("columns", "column", "problem"),
+    [
+        ({}, COLUMN, "it has no teacher_log_probs"),
+        ({"teacher_log_probs": 12}, COLUMN, None),
+        (
+            {"teacher_log_probs": 12},
+            msgspec.structs.replace(COLUMN, values=Float32Array([-1.0])),
+            "it has 1 teacher_log_probs for 6 tokens",
+        ),
+        (
+            {"teacher_log_probs": 12},
+            msgspec.structs.replace(COLUMN, values=Float32Array([-1, -2, float("nan"), -4, -5, -6])),
+            "teacher_log_probs: token 2 has log-prob nan",
+        ),
+        (
+            {"teacher_log_probs": 12},
+            msgspec.structs.replace(COLUMN, sample=msgspec.structs.replace(KEY, index=3)),
+            "its teacher_log_probs in message 12 are teacher_log_probs of SampleKey",
+        ),
+        (
+            {"teacher_log_probs": 12},
+            msgspec.structs.replace(COLUMN, column="values"),
+            "its teacher_log_probs in message 12 are values of SampleKey",
+        ),
+    ],
+)
+def test_a_sample_needs_its_own_column(columns: dict[str, int], column: ColumnPublished, problem: str | None) -> None:
+    group = group_of(5, (msgspec.structs.replace(SAMPLE, columns=columns),))
+    found = problems_of(group, {9: MESSAGE}, None, columns={12: column}, column_names=NAMES)
+    assert len(found) == (problem is not None)
+    assert problem is None or found[0, 0].startswith(problem)
+
+
+def test_only_columns_that_the_recipe_needs_of_samples_that_train_are_fetched() -> None:
+    more = msgspec.structs.replace(SAMPLE, columns={"teacher_log_probs": 12, "values": 14})
+    failed = msgspec.structs.replace(summary(1, [(9, 0)], reward=None), columns={"teacher_log_probs": 13})
+    long = msgspec.structs.replace(summary(2, [(9, 0)]), columns={"teacher_log_probs": 15})
+    assert column_seqs(group_of(5, (more, failed, long)), NAMES, {(2, 0)}) == [12]
+    assert column_seqs(group_of(5, (more,)), ()) == []

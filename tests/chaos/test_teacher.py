@@ -1,0 +1,40 @@
+"""kill -9 of a teacher's engine and of those that ask it: the run finishes, and every trained sample has its column."""
+
+from pathlib import Path
+
+import pytest
+
+from runtime.data.dump_files import read_pair, steps_in
+from tests.chaos.audit import audit
+from tests.chaos.harness import EVENTS_PER_STEP, Run, moments_of
+from tests.support.distilling import write_teacher
+
+pytestmark = [pytest.mark.chaos, pytest.mark.anyio, pytest.mark.timeout(400)]
+
+
+async def test_the_engine_of_the_teacher_is_killed_and_its_callers_too(tmp_path: Path) -> None:
+    teacher, moments = write_teacher(tmp_path / "teacher"), moments_of("teacher")
+    overrides = (
+        "algorithm.use_opd=true",
+        "algorithm.opd_type=sglang",
+        f'engines.teacher={{kind = "tiny", hf_checkpoint = "{teacher}"}}',
+        "run.dump_details=dump",
+    )
+    run = Run(tmp_path, num_steps=8, overrides=overrides)
+    names = ["engine.teacher.0", "rollout", "engine.teacher.0"]
+    async with run.started() as command:
+        for number, name in enumerate(names, start=1):
+            await command.log.until_trained(2 * number)
+            await command.log.pass_over(moments.randrange(EVENTS_PER_STEP))
+            command.log.kill(name)
+        family = command.family()
+        assert await command.end() == 0
+        await run.gone(family)
+    books = await audit(run, killed=names)
+    assert books.failed == 0
+    trained = [row for row in run.rows() if "train/opd_reverse_kl" in row]
+    assert len(trained) == 8
+    dumped = [group for step in steps_in(tmp_path / "dump") for group in read_pair(tmp_path / "dump", step)]
+    for group in dumped:
+        for own, columns in zip(group.segments, group.columns, strict=True):
+            assert len(columns["teacher_log_probs"]) == sum(len(segment.response_ids) for segment in own)
