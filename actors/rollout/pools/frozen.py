@@ -36,7 +36,7 @@ log = structlog.get_logger()
 RESEND: Final = Backoff(first_s=0.2, max_s=5.0)
 MAX_FAILURES: Final = 5  # errors and impossible answers to one request before it is given up; lost ones do not count
 LOOK_S: Final = 5.0  # for a sign of life of an engine that did not answer in time
-REFUSED_S: Final = 5.0  # before an external engine that serves another model is asked again
+REFUSED_S: Final = 5.0  # between checks of an external engine that serves another model
 
 
 class PoolSettings(NamedTuple):

@@ -294,7 +294,7 @@ class SglangClient:
             engine: URL of the engine.
             rid: id of the request; the engine refuses a second one while the first runs.
             token_ids: all tokens, at least two.
-            first: number of tokens before the first one that is asked about, at least 1.
+            first: number of tokens before the first one of the answer, at least 1.
             timeout_s: for the answer.
 
         Returns:

@@ -14,7 +14,10 @@ from runtime.settings.topology import Topology
 
 LAPTOP = Path(__file__).resolve().parents[4] / "topologies/laptop.toml"
 TABLES = ("", "run", "bus", "nodes.n1", "trainer", "trainer.megatron", "engines.judge", "data.1", "optimizer", "reward")
-OTHERS = {("run", "load")}  # a key of ours by the name of a flag that means another thing
+OTHERS = {  # a key of ours by the name of a flag that means another thing
+    ("run", "load"),
+    ("engines.judge", "hf_checkpoint"),
+}
 FLAGS = [(name, flag) for flag in from_slime().flags() for name in (flag.flag, *flag.also)]
 
 
@@ -101,7 +104,7 @@ def test_a_flag_of_slime_is_known_in_every_table_and_spelling(name: str, flag: F
         ("model.bf16", 'Megatron\'s --bf16 is model.dtype here ("bfloat16")'),
         ("trainer.moe_router_topk", "Megatron's --moe-router-topk has no key here: read from the model's config.json"),
         ("algorithm.weight_decay", "did you mean optimizer.weight_decay or critic.weight_decay?"),
-        ("teacher_port", "slime's teacher server's --teacher-port is not implemented yet"),
+        ("teacher_port", "slime's teacher server's --teacher-port has no key here: engines of SGLang"),
     ],
 )  # fmt: skip
 def test_what_is_said_by_set(key: str, said: str) -> None:
