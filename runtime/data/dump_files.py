@@ -224,10 +224,10 @@ def _columns(groups: Sequence[DumpedGroup]) -> dict[str, NDArray[Any]]:
 
 
 def _computed(groups: Sequence[DumpedGroup]) -> dict[str, NDArray[Any]]:
-    per_sample = [own for group in groups for own in group.columns or ({},) * len(group.samples)]
+    per_sample = [own for group in groups for own in group.columns_of_samples]
     found: dict[str, NDArray[Any]] = {}
     for name in _OF_POOLS:
-        values = [own.get(name, ()) for own in per_sample]
+        values = [own.get(name, Float32Array()) for own in per_sample]
         if any(map(len, values)):
             found |= {name: _joined(values, np.float32), f"{name}_offsets": _offsets([*map(len, values)])}
     return found

@@ -69,6 +69,12 @@ class DumpedGroup(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     def group_id(self) -> int:
         return self.samples[0].group_id
 
+    @property
+    def columns_of_samples(self) -> tuple[Mapping[str, Float32Array], ...]:
+        """The columns of each sample by name."""
+        none: Mapping[str, Float32Array] = {}
+        return self.columns or (none,) * len(self.samples)
+
     def completed(self) -> GroupCompleted:
         """Rebuild its completion event from the dump. It cites no payloads."""
         first = self.samples[0]

@@ -45,8 +45,7 @@ class Dumped:
 def samples_for(task: RolloutRequested, group: DumpedGroup) -> list[OfflineSample]:
     """Return a dumped group with its sample keys replaced by those of the task."""
     found: list[OfflineSample] = []
-    of_samples = group.columns or ({},) * len(group.samples)
-    for sample, segments, columns in zip(group.samples, group.segments, of_samples, strict=True):
+    for sample, segments, columns in zip(group.samples, group.segments, group.columns_of_samples, strict=True):
         key = SampleKey(group_id=task.group_id, attempt=task.attempt, index=sample.index, part=sample.part)
         renamed = tuple(_renamed(segment, key) for segment in segments)
         found.append(OfflineSample(renamed, summary_of(sample), columns))
