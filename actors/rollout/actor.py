@@ -27,8 +27,7 @@ from actors.rollout.engines.weights.verifier import WeightVerifier
 from actors.rollout.groups.scoring import Scorer
 from actors.rollout.groups.task_runner import ACK_WAIT_S, TaskRunner
 from actors.rollout.groups.tools import GroupDependencies
-from actors.rollout.pools.frozen import FrozenPool
-from actors.rollout.pools.starting import pool_settings, run_pool
+from actors.rollout.pools.frozen import FrozenPool, PoolSettings
 from actors.rollout.requests.interrupting import RunningRequests
 from actors.rollout.requests.sending import Generator
 from actors.rollout.requests.watching import TokenTimeouts, Watchdog
@@ -187,7 +186,7 @@ class RolloutActor(Actor):
             )
             fleet = Fleet(client, verifier, RateLimitedEvents(self._bus.name), update_groups=pool.update_groups)
             self._pools = {
-                name: FrozenPool(pool_settings(self._topology, name), client, fleet.events)
+                name: FrozenPool(PoolSettings.of(self._topology, name), client, fleet.events)
                 for name in frozen_pools(self._topology)
             }
             tools = self._tools(client, fleet)
@@ -199,7 +198,7 @@ class RolloutActor(Actor):
             self._waits = [fleet.waits_for, tools.generator.running.waits_for, tools.scorer.waits_for]
             for frozen in self._pools.values():
                 self._waits.append(frozen.waits_for)
-                group.start_soon(run_pool, frozen, self._topology, self._bus)
+                group.start_soon(frozen.run, self._bus, self._topology)
             await group.start(tools.scorer.run)
             group.start_soon(self._watch_engines, fleet, client, follower)
             group.start_soon(self._watch_router, fleet)

@@ -3,7 +3,8 @@
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, NamedTuple
+from pathlib import Path
+from typing import Final, NamedTuple, Self
 
 import anyio
 import structlog
@@ -24,10 +25,13 @@ from actors.rollout.sglang.errors import (
     EngineUnavailable,
     RequestRefused,
 )
+from actors.rollout.sglang.served_model import ServedModel
 from messages import Float32Array
 from runtime.bus.addresses import Address
 from runtime.bus.bus import Bus
 from runtime.data.tokens import given_log_prob_problem, id_problem
+from runtime.settings.placement import num_engines
+from runtime.settings.topology import Topology, model_of
 from runtime.util.formatting import count_of
 from runtime.util.retrying import Backoff
 
@@ -57,6 +61,23 @@ class PoolSettings(NamedTuple):
     answer_timeout_s: float = 300.0
     give_up_after_s: float = 14_400.0
     confuses_last: bool = False
+
+    @classmethod
+    def of(cls, topology: Topology, name: str) -> Self:
+        """Derive the settings of a pool from the topology and the directory of its model.
+
+        Raises:
+            OSError, ValueError: the directory cannot be read.
+        """
+        engine = topology.engines[name]
+        return cls(
+            name=name,
+            vocab_size=ServedModel.read(Path(model_of(topology, engine))).vocab_size,
+            at_once=engine.concurrency * num_engines(engine),
+            answer_timeout_s=engine.first_token_after_s,
+            give_up_after_s=topology.rollout.generate_timeout_s,
+            confuses_last=engine.kind == "sglang",
+        )
 
 
 @dataclass(eq=False)
@@ -94,20 +115,16 @@ class FrozenPool:
         known = ", ".join(f"{engine.name} {'is up' if engine.is_up else 'is away'}" for engine in self._known())
         return f"engines.{self.name}: log-probs of {count_of(self._num_waiting, 'sample')} ({known or 'no engine yet'})"
 
-    async def run(self, bus: Bus, urls: Sequence[str], wanted: ServerRequirements | None = None) -> None:
-        """Follow the pool's engines. Never returns.
-
-        Args:
-            bus: has the addresses of the engines that the run starts.
-            urls: external engines.
-            wanted: properties that an external engine must have.
-        """
+    async def run(self, bus: Bus, topology: Topology) -> None:
+        """Follow the pool's engines: those that the run starts, and external ones. Never returns."""
+        pool = topology.engines[self.name]
+        wanted = ServerRequirements.by(topology, pool) if pool.urls else None
 
         async def attend(name: str, address: Address) -> None:
             await self.attend(FrozenEngine(name, address.url, partial(kill_server, bus, name, address)))
 
         async with anyio.create_task_group() as group:
-            for index, url in enumerate(urls):
+            for index, url in enumerate(pool.urls):
                 name = f"engines.{self.name}.urls[{index}]"
                 group.start_soon(self.attend, FrozenEngine(name, url, None), wanted)
             await attend_servers(bus, "engine", self.name, attend)

@@ -38,12 +38,6 @@ def payload_seqs(completed: GroupCompleted, too_long: Collection[SamplePlace] = 
     return sorted({ref.seq for sample in wanted for ref in sample.segments})
 
 
-def column_seqs(completed: GroupCompleted, names: Collection[str], too_long: Collection[SamplePlace] = ()) -> list[int]:
-    """Data stream sequences of the named columns of a group, without samples that are not trained or too long."""
-    wanted = (s for s in completed.samples if trainable(s) and (s.index, s.part) not in too_long)
-    return sorted({sample.columns[name] for sample in wanted for name in names if name in sample.columns})
-
-
 def trainable(sample: SampleSummary) -> bool:
     """Whether a sample enters the batch: it has tokens and a reward, and did not fail."""
     return sample.reward is not None and bool(sample.segments) and sample.status is not SampleStatus.FAILED

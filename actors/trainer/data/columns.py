@@ -1,14 +1,21 @@
 """Columns that engine pools computed of samples: checks, and their join to the tokens of a batch."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
+from actors.trainer.data.skipped import SamplePlace
 from messages import ColumnPublished, GroupCompleted, SampleSummary, Segment
 from runtime.data.tokens import given_log_prob_problem
 
 Columns = Mapping[int, ColumnPublished]  # by sequence in the data stream
+
+
+def column_seqs(completed: GroupCompleted, names: Collection[str], too_long: Collection[SamplePlace] = ()) -> list[int]:
+    """Data stream sequences of the named columns of a group, without samples that are too long."""
+    wanted = (sample for sample in completed.samples if (sample.index, sample.part) not in too_long)
+    return sorted({sample.columns[name] for sample in wanted for name in names if name in sample.columns})
 
 
 def column_problem(

@@ -13,11 +13,11 @@ from actors.trainer.data.assembly import (
     NO_MASKING,
     CollectedGroup,
     assemble,
-    column_seqs,
     payload_seqs,
     problems_of,
 )
 from actors.trainer.data.batch import TrainBatch
+from actors.trainer.data.columns import column_seqs
 from actors.trainer.data.history import HISTORY, History
 from actors.trainer.data.skipped import LengthLimit
 from actors.trainer.data.staleness import Masking

@@ -3,8 +3,9 @@
 import msgspec
 import pytest
 
-from actors.trainer.data.assembly import CollectedGroup, assemble, column_seqs, problems_of
+from actors.trainer.data.assembly import CollectedGroup, assemble, problems_of
 from actors.trainer.data.batch import LeftOut
+from actors.trainer.data.columns import column_seqs
 from messages import ColumnPublished, Float32Array, SampleKey, SegmentsPublished
 from tests.actors.trainer.logs import group_of, segment, summary
 
@@ -72,9 +73,8 @@ def test_a_sample_needs_its_own_column(columns: dict[str, int], column: ColumnPu
     assert problem is None or found[0, 0].startswith(problem)
 
 
-def test_only_columns_that_the_recipe_needs_of_samples_that_train_are_fetched() -> None:
+def test_only_columns_that_the_recipe_needs_are_fetched_and_none_of_samples_that_are_too_long() -> None:
     more = msgspec.structs.replace(SAMPLE, columns={"teacher_log_probs": 12, "values": 14})
-    failed = msgspec.structs.replace(summary(1, [(9, 0)], reward=None), columns={"teacher_log_probs": 13})
     long = msgspec.structs.replace(summary(2, [(9, 0)]), columns={"teacher_log_probs": 15})
-    assert column_seqs(group_of(5, (more, failed, long)), NAMES, {(2, 0)}) == [12]
+    assert column_seqs(group_of(5, (more, long)), NAMES, {(2, 0)}) == [12]
     assert column_seqs(group_of(5, (more,)), ()) == []
