@@ -20,6 +20,7 @@ PACKAGE: Final = "actors.trainer.algorithms"
 CODE: Final = Path(__file__).resolve().parent.parent
 SECTIONS: Final = ("Args", "Returns", "Raises", "Edges", "Source", "Example")
 HEAD: Final = re.compile(rf"^({'|'.join(SECTIONS)}):$", re.MULTILINE)
+METRIC: Final = re.compile(r"train/\w+$")
 ENTRY: Final = re.compile(r"^(\w+): ", re.MULTILINE)
 
 INTRODUCTION: Final = """# Functions of advantages, losses and corrections
@@ -181,16 +182,24 @@ def _names(source: Source) -> list[str]:
     for name, module in source.imported:
         if value := source_of(module).values.get(name):
             known[name] = value
+        if module.startswith(PACKAGE) and name in [node.name for node in source_of(module).classes]:
+            page_of = module.rpartition(".")[2]
+            known[name] = f"a class: [{page_of}]({page_of}.md)"
     used = {name: value for name, value in known.items() if re.search(rf"\b{name}\b", shown)}
     if not used:
         return []
-    rows = [f"| `{name}` | `{value}` |" for name, value in used.items()]
+    cells = {name: value if value.startswith("a class") else f"`{value}`" for name, value in used.items()}
+    rows = [f"| `{name}` | {cell} |" for name, cell in cells.items()]
     return ["## Constants and types", "", "| name | value |", "|---|---|", *rows, ""]
 
 
 def _class(source: Source, node: ast.ClassDef) -> list[str]:
     lines = [f"## `{node.name}`", "", ast.get_docstring(node) or "", ""]
     lines += ["```python", f"from {source.name} import {node.name}", "```", ""]
+    if any("kw_only=True" in ast.unparse(decorator) for decorator in node.decorator_list):
+        lines += ["All of these are given by name.", ""]
+    elif any(isinstance(part, ast.AnnAssign) for part in node.body):
+        lines += ["In this order, by position or by name.", ""]
     for part in node.body:
         if isinstance(part, ast.AnnAssign):
             default = f" = {ast.unparse(part.value)}" if part.value else ""
@@ -221,10 +230,24 @@ def _function(source: Source, node: ast.FunctionDef) -> list[str]:
     lines += [f"- `{name}`: {text}" for name, text in entries_of(parts.get("Args", "")).items()]
     if node.returns is not None and "Returns" in parts:
         parts["Returns"] = f"`{ast.unparse(node.returns)}`. {parts['Returns']}"
-    for section in ("Returns", "Raises", "Edges", "Source"):
+    if names := sorted(metrics_of(source, node.name)):
+        parts["Metrics"] = ", ".join(f"`{name}`" for name in names) + "."
+    for section in ("Returns", "Metrics", "Raises", "Edges", "Source"):
         if section in parts:
             lines += ["", f"**{section}.** {' '.join(parts[section].split())}"]
     return [*lines, ""]
+
+
+def metrics_of(source: Source, function: str, seen: frozenset[str] = frozenset()) -> set[str]:
+    """Return the names of metrics that a function's code has, also in functions of its module that it calls."""
+    known = {node.name: node for node in source.body if isinstance(node, ast.FunctionDef)}
+    found: set[str] = set()
+    for node in ast.walk(known[function]):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and METRIC.match(node.value):
+            found.add(node.value)
+        elif isinstance(node, ast.Name) and node.id in known and node.id not in seen | {function}:
+            found |= metrics_of(source, node.id, seen | {function})
+    return found
 
 
 def pages() -> dict[str, str]:

@@ -114,4 +114,30 @@ def halves(pair: Pair, *, by: float = LIMIT, deep: bool = False) -> float:
     found = page(Source("made.up", text))
     assert "halves(\n    pair: Pair,\n    *,\n    by: float = LIMIT,\n    deep: bool = False,\n) -> float\n" in found
     assert "| `LIMIT` | `3.0` |" in found
-    assert "- `one: float`: nats\n- `other: float = LIMIT`\n" in found
+    assert "In this order, by position or by name.\n\n- `one: float`: nats\n- `other: float = LIMIT`\n" in found
+
+
+def test_a_page_names_the_metrics_of_a_function_and_of_those_that_it_calls() -> None:
+    text = '''"""A module."""
+
+def outer(values: Tensor) -> Terms:
+    """Add train/not_one of its own."""
+    return Terms(values, {"train/own": values, **_inner(values)})
+
+def _inner(values: Tensor) -> dict[str, Tensor]:
+    return {"train/inner": values} or outer(values)
+
+def other(values: Tensor) -> Tensor:
+    """Has none."""
+'''
+    found = page(Source("made.up", text))
+    assert "**Metrics.** `train/inner`, `train/own`.\n" in found
+    assert found.count("**Metrics.**") == 1
+
+
+def test_a_page_links_the_classes_of_its_arguments_and_says_how_to_give_them() -> None:
+    assert "| `LossInputs` | a class: [loss_inputs](loss_inputs.md) |" in page(SOURCES["policy_losses"])
+    assert page(SOURCES["loss_inputs"]).count("All of these are given by name.") == 1
+    assert "`train/pg_clipfrac`, `train/pg_clipfrac_lower`, `train/ppo_kl`, `train/ratio_clampfrac`." in page(
+        SOURCES["policy_losses"]
+    )

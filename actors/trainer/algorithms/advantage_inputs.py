@@ -33,7 +33,7 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 
-DTYPES: Final = {
+_DTYPES: Final = {
     "rewards": np.float64,
     "groups": None,
     "rollouts": None,
@@ -72,7 +72,7 @@ class AdvantageInputs:
     teacher_log_probs: Floats | None = None  # [N], nats; 0 where the token does not train
 
     def __post_init__(self) -> None:
-        for name, kind in DTYPES.items():
+        for name, kind in _DTYPES.items():
             if (values := getattr(self, name)) is not None:
                 object.__setattr__(self, name, np.asarray(values, dtype=kind))
         named = {name: np.asarray(values, dtype=np.float64) for name, values in self.named_rewards.items()}

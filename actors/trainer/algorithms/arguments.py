@@ -18,6 +18,14 @@ def check_choice(name: str, value: object, allowed: Any) -> None:
         raise ValueError(f"{name} is {value!r}; allowed: {', '.join(map(repr, get_args(allowed)))}")
 
 
+def array(values: Any) -> NDArray[Any]:
+    """Return a sequence, numpy array or torch tensor as an array. A tensor leaves its gradient and device behind."""
+    if hasattr(values, "detach"):
+        values = values.detach().cpu()
+        values = (values.double() if values.is_floating_point() else values).numpy()  # numpy has no bfloat16
+    return np.asarray(values)
+
+
 def column(name: str, values: Any, size: int | None = None) -> NDArray[Any]:
     """Return a sequence, numpy array or torch tensor as a one-dimensional array of its dtype.
 
@@ -29,10 +37,7 @@ def column(name: str, values: Any, size: int | None = None) -> NDArray[Any]:
     Raises:
         ValueError: It has another shape.
     """
-    if hasattr(values, "detach"):
-        values = values.detach().cpu()
-        values = (values.double() if values.is_floating_point() else values).numpy()  # numpy has no bfloat16
-    found = np.asarray(values)
+    found = array(values)
     if found.ndim != 1 or (size is not None and len(found) != size):
         raise ValueError(f"{name} has shape {found.shape}, expected {'one dimension' if size is None else (size,)}")
     return found

@@ -85,7 +85,9 @@ def importance_weights(
     Returns:
         Factors, [M]: the weights after the bounds. Metrics, [M]: tis, the weight before the bounds; tis_clipfrac, 1
         where a bound changes it; tis_clampfrac, 1 where the log-ratio is beyond its limit; tis_abs, |tis - 1|; ois,
-        policy over old policy, unless `current`.
+        policy over old policy, unless `current`; mis_tis_weight_after_bound, the factor (slime keeps rejected weights
+        in it); and 1 where the weight is out of bounds, by side and mode: mis_tis_truncate_fraction, or
+        mis_tis_clip_fraction_low and _high, or mis_tis_mask_fraction_low and _high.
 
     Edges:
         A weight equal to a bound is inside. With "truncate" the lower bound has no effect. If all weights are rejected,
@@ -94,7 +96,8 @@ def importance_weights(
     Source:
         Truncated IS: Yao et al., "Your efficient RL framework secretly brings you off-policy RL training", 2025, and
         slime. Token-level masks: IcePop, arXiv 2510.18855. Levels and modes: slime at 624b824a,
-        examples/train_infer_mismatch_helper. Current policy: verl 0.9.1, bypass_mode.
+        examples/train_infer_mismatch_helper, whose low is 1 / high by default. Its mis_tis_weight_before_bound is tis.
+        Current policy: verl 0.9.1, bypass_mode.
     """
     check_choice("mode", mode, Mode)
     log_ratios = _at_level(inputs, _log_ratios(inputs, current=current), level)
@@ -108,6 +111,8 @@ def importance_weights(
     changed = (weights != ratio).to(ratio.dtype)
     clamped = (log_ratios.abs() > max_log_ratio).to(ratio.dtype)
     metrics = {"train/tis": ratio, "train/tis_clipfrac": changed, "train/tis_clampfrac": clamped}
+    metrics["train/mis_tis_weight_after_bound"] = weights
+    metrics |= _sides(mode, (ratio < low).to(ratio.dtype), (ratio > high).to(ratio.dtype))
     metrics["train/tis_abs"] = (ratio - 1.0).abs()
     if not current:
         metrics["train/ois"] = torch.exp(bounded(inputs.log_probs.detach() - inputs.old_log_probs, max_log_ratio))
@@ -271,6 +276,15 @@ def mismatch_metrics(inputs: LossInputs) -> dict[str, Tensor]:
 
 def _exp(exponents: Tensor) -> Tensor:
     return torch.exp(bounded(exponents, METRIC_LOG_RATIO))
+
+
+def _sides(mode: Mode, below: Tensor, above: Tensor) -> dict[str, Tensor]:
+    """Return weights out of bounds by side, by the names of the mode."""
+    if mode == "truncate":
+        return {"train/mis_tis_truncate_fraction": above}
+    if mode == "clip":
+        return {"train/mis_tis_clip_fraction_low": below, "train/mis_tis_clip_fraction_high": above}
+    return {"train/mis_tis_mask_fraction_low": below, "train/mis_tis_mask_fraction_high": above}
 
 
 def _policy(inputs: LossInputs, *, current: bool) -> Tensor:

@@ -34,7 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 MAX_LOG_RATIO: Final = 20.0  # nats; the default of the setting of that name
-COLUMNS: Final = (
+_COLUMNS: Final = (
     "old_log_probs",
     "rollout_log_probs",
     "advantages",
@@ -133,7 +133,7 @@ class LossInputs:
         size = tuple(self.log_probs.shape)
         if len(size) != 1:
             raise ValueError(f"log_probs has shape {size}, expected one dimension: the trained tokens")
-        for name in COLUMNS:
+        for name in _COLUMNS:
             if (values := getattr(self, name)) is not None and tuple(values.shape) != size:
                 raise ValueError(f"{name} has shape {tuple(values.shape)}, expected {size}")
 

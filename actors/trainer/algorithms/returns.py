@@ -30,6 +30,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from actors.trainer.algorithms.advantage_inputs import Advantages, Flags, Floats, Ints, sample_sums
+from actors.trainer.algorithms.arguments import array, column, floats
 from actors.trainer.algorithms.group_baselines import GroupOfOne, grpo_advantages, usable_rewards
 
 CHUNK: Final = 32  # tokens in a row of a matrix product
@@ -54,7 +55,7 @@ def token_rewards(
         [N], float64, 0 outside of the mask.
 
     Raises:
-        ValueError: A coefficient that is not 0, but no divergence.
+        ValueError: A coefficient that is not 0, but no divergence. A column of another length.
 
     Edges:
         A sample without tokens in the mask has no reward anywhere. A reward that is not finite stays one.
@@ -63,15 +64,16 @@ def token_rewards(
         PPO of InstructGPT, arXiv 2203.02155. In slime the reward is on the last response token for "ppo", and on the
         last trained token for "reinforce_plus_plus"; here the mask decides.
     """
-    counted, sizes = np.asarray(mask, dtype=bool), np.asarray(lengths, dtype=np.int64)
+    sizes = column("lengths", lengths).astype(np.int64)
+    counted, given = column("mask", mask, int(sizes.sum())).astype(bool), floats("rewards", rewards, len(sizes))
     found = np.zeros(len(counted))
     if kl_coef:
         if kl is None:
             raise ValueError(f"kl_coef = {kl_coef:g} needs the KL divergence of each token")
-        found[counted] = -kl_coef * np.asarray(kl, dtype=np.float64)[counted]
+        found[counted] = -kl_coef * floats("kl", kl, len(counted))[counted]
     last = np.cumsum(sample_sums(counted.astype(np.int64), sizes))
     has_tokens = np.diff(last, prepend=0) > 0
-    found[np.flatnonzero(counted)[last[has_tokens] - 1]] += np.asarray(rewards, dtype=np.float64)[has_tokens]
+    found[np.flatnonzero(counted)[last[has_tokens] - 1]] += given[has_tokens]
     return found
 
 
@@ -287,8 +289,8 @@ def reinforce_plus_plus_baseline_advantages(
 
     Args:
         rewards: [B], reward units.
-        groups: [B], integers, the prompt group of each sample, in any order.
-        rollouts: [B], integers, equal for samples that are parts of one rollout.
+        groups: [B], integers or texts, the prompt group of each sample, in any order.
+        rollouts: [B], integers or texts, equal for samples that are parts of one rollout.
         lengths: [B], tokens of prompt and response.
         kl: [N], divergence from the reference, nats, 0 where the token does not train. None: 0.
         kl_coef: Reward units per nat.
@@ -312,11 +314,11 @@ def reinforce_plus_plus_baseline_advantages(
     per_sample = grpo_advantages(
         rewards, groups, rollouts, normalize=normalize, normalize_std=False, group_of_one=group_of_one
     )
-    found = np.repeat(per_sample, np.asarray(lengths, dtype=np.int64))
+    found = np.repeat(per_sample, column("lengths", lengths, len(per_sample)).astype(np.int64))
     if kl_coef:
         if kl is None:
             raise ValueError(f"kl_coef = {kl_coef:g} needs the KL divergence of each token")
-        found = found - kl_coef * np.asarray(kl, dtype=np.float64)
+        found = found - kl_coef * floats("kl", kl, len(found))
     return Advantages(found, found)
 
 
@@ -332,7 +334,7 @@ class _Packed:
     """Tokens of the mask, sample after sample, and the way back to the shape that was given."""
 
     def __init__(self, like: ArrayLike, lengths: ArrayLike | None, mask: ArrayLike | None) -> None:
-        self._shape = np.shape(like)
+        self._shape = array(like).shape
         if lengths is None:
             if len(self._shape) != 2:
                 raise ValueError(f"tokens have shape {self._shape}: without lengths they are [B, T]")
@@ -343,7 +345,7 @@ class _Packed:
             raise ValueError(f"lengths sum to {self._sizes.sum()}, but there are {num_tokens} tokens")
         self._counted: Flags | None = None
         if mask is not None:
-            counted = np.asarray(mask, dtype=bool)
+            counted = array(mask).astype(bool)
             if counted.shape != self._shape:
                 raise ValueError(f"mask has shape {counted.shape}, expected {self._shape}")
             if not counted.all():
@@ -356,11 +358,11 @@ class _Packed:
         Raises:
             ValueError: A column has another shape.
         """
-        found = [np.asarray(column) for column in columns]
-        for column in found:
-            if column.shape != self._shape:
-                raise ValueError(f"a column has shape {column.shape}, expected {self._shape}")
-        return [column.ravel() if self._counted is None else column.ravel()[self._counted] for column in found]
+        found = [array(values) for values in columns]
+        for values in found:
+            if values.shape != self._shape:
+                raise ValueError(f"a column has shape {values.shape}, expected {self._shape}")
+        return [values.ravel() if self._counted is None else values.ravel()[self._counted] for values in found]
 
     def blocks(self) -> Iterator["_Block"]:
         """Yield each sample's tokens in blocks, from its last to its first."""
@@ -368,12 +370,12 @@ class _Packed:
             for stop in range(end, end - size, -BLOCK):
                 yield _Block(slice(max(stop - BLOCK, end - size), stop), size, stop == end)
 
-    def restored(self, column: Floats) -> Floats:
+    def restored(self, values: Floats) -> Floats:
         """Put a column back where its tokens were."""
         if self._counted is None:
-            return column.reshape(self._shape)
+            return values.reshape(self._shape)
         found = np.zeros(len(self._counted))
-        found[self._counted] = column
+        found[self._counted] = values
         return found.reshape(self._shape)
 
 
@@ -404,7 +406,7 @@ def _powers(factor: float) -> Floats:
     return np.where(distances >= 0, float(factor) ** np.maximum(distances, 0), 0.0)
 
 
-def _without_unusable(column: Floats, rewards: ArrayLike, lengths: ArrayLike) -> Floats:
+def _without_unusable(values: Floats, rewards: ArrayLike, lengths: ArrayLike) -> Floats:
     """Set samples without a usable reward to NaN."""
     usable = usable_rewards(rewards)
-    return column if usable.all() else np.where(np.repeat(usable, np.asarray(lengths)), column, np.nan)
+    return values if usable.all() else np.where(np.repeat(usable, array(lengths)), values, np.nan)

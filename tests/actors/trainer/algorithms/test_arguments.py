@@ -7,7 +7,16 @@ import numpy as np
 import pytest
 import torch
 
-from actors.trainer.algorithms import corrections, distillation, kl, length_penalties, policy_losses, preference, values
+from actors.trainer.algorithms import (
+    corrections,
+    distillation,
+    kl,
+    length_penalties,
+    policy_losses,
+    preference,
+    returns,
+    values,
+)
 from actors.trainer.algorithms.advantage_inputs import AdvantageInputs
 from actors.trainer.algorithms.group_baselines import (
     gdpo_advantages,
@@ -131,12 +140,18 @@ REFUSED: Final[dict[str, tuple[Callable[[], Any], str]]] = {
     "verl's kl": (lambda: kl.kl_divergence(ONE, ONE, "kl"), "estimator is 'kl'; allowed: 'k1', 'k2'"),  # type: ignore[arg-type]
     "verl's mse": (lambda: kl.kl_clamped(ONE, ONE, "mse"), "estimator is 'mse'; allowed: 'k1'"),  # type: ignore[arg-type]
     "token-sum": (lambda: reduction([1], [0], mode="token-sum"), "mode is 'token-sum'; allowed: 'rollout-mean'"),  # type: ignore[arg-type]
-    "a divergence": (lambda: policy_losses.dppo_loss(given(), divergence="js"), "'js'; allowed: 'tv', 'kl'"),  # type: ignore[arg-type]
+    "an unknown divergence": (lambda: policy_losses.dppo_loss(given(), divergence="js"), "'js'; allowed: 'tv', 'kl'"),  # type: ignore[arg-type]
     "icepop": (lambda: corrections.importance_weights(given(), mode="icepop"), "mode is 'icepop'; allowed"),  # type: ignore[arg-type]
     "a level": (lambda: corrections.importance_weights(given(), level="seq"), "level is 'seq'; allowed"),  # type: ignore[arg-type]
     "a metric": (lambda: corrections.rejections(given(), metric="k3"), "metric is 'k3'; allowed: 'ratio'"),  # type: ignore[arg-type]
     "another level": (lambda: corrections.mean_weight(given(), ONE, level="seq"), "level is 'seq'; allowed"),  # type: ignore[arg-type]
     "a preference": (lambda: preference.dpo_loss(given(), kind="hinge"), "kind is 'hinge'; allowed"),  # type: ignore[arg-type]
+    "token rewards": (
+        lambda: returns.token_rewards([1.0], [1, 1], [1, 1]),
+        r"rewards has shape \(1,\), expected \(2,\)",
+    ),
+    "a divergence": (lambda: returns.token_rewards([1.0], [2], [1, 1], [0.5], kl_coef=1.0), r"kl has shape \(1,\)"),
+    "values of a critic": (lambda: returns.gae([[1.0, 2.0]], [[0.0]]), r"shape \(1, 1\), expected \(1, 2\)"),
     "a group of one": (lambda: rloo_advantages([1.0], [0], group_of_one="one"), "group_of_one is 'one'; allowed"),  # type: ignore[arg-type]
     "top-k": (
         lambda: distillation.topk_distillation_loss(ONE[None], ONE[None], kl_type="js"),  # type: ignore[arg-type]
@@ -161,6 +176,10 @@ def test_inputs_of_estimators_may_be_lists() -> None:
 
 
 def test_other_functions_take_lists_and_tensors() -> None:
+    found = returns.gae(
+        torch.tensor([[1.0, 2.0]], dtype=torch.bfloat16), torch.zeros(1, 2, requires_grad=True), lambd=0.5
+    )
+    assert found.advantages.tolist() == [[2.0, 2.0]]
     assert values.explained_variance(torch.tensor([1.0, 2.0]), [1.0, 2.0], [1, 1]) == 1.0
     found = distillation.opd_advantages([0.5, 0.5], [0.0, -1.0], torch.tensor([9.0, -1.5], requires_grad=True), [0, 1])
     assert found.tolist() == [0.5, 0.0]

@@ -87,6 +87,25 @@ def test_weights_and_rejections_are_those_of_slime(name: str) -> None:
     for key, values in SLIME["mis"][name].get("metrics", {}).items():
         if key.startswith("rs_"):
             assert more[f"train/mis_{key}"].tolist() == values
+        elif key.endswith(("fraction", "fraction_low", "fraction_high")):
+            assert metrics[f"train/mis_{key}"].tolist() == values
+
+
+@MODES
+def test_weights_out_of_bounds_are_counted_by_side(mode: Mode) -> None:
+    given = between([math.log(4), math.log(0.25), 0.0])
+    weights, metrics = importance_weights(given, mode=mode, low=0.5, high=2.0)
+    assert torch.equal(metrics["train/mis_tis_weight_after_bound"], weights)
+    counted = {name: values.tolist() for name, values in metrics.items() if "_fraction" in name}
+    low, high = [0.0, 1.0, 0.0], [1.0, 0.0, 0.0]
+    assert (
+        counted
+        == {
+            "truncate": {"train/mis_tis_truncate_fraction": high},
+            "clip": {"train/mis_tis_clip_fraction_low": low, "train/mis_tis_clip_fraction_high": high},
+            "mask": {"train/mis_tis_mask_fraction_low": low, "train/mis_tis_mask_fraction_high": high},
+        }[mode]
+    )
 
 
 def test_weights_and_rejections_of_the_current_policy_by_hand() -> None:
