@@ -14,7 +14,7 @@ from actors.rollout.sglang.model_support import dense_layers_refusal, fp8_refusa
 from actors.rollout.sglang.served_model import ServedModel
 from actors.rollout.sglang.server_arguments import engine_problems
 from actors.trainer.checkpoints import beginning_of, newest_of_run
-from actors.trainer.models.config import HfConfig, read_hf_config, trained_model, with_value_head
+from actors.trainer.models.config import HfConfig, critic_model, trained_model
 from actors.trainer.models.layout import check_layout
 from actors.trainer.models.shapes import check_weights, hf_shapes, num_weights
 from runtime.data.dump_files import RUN_FILE, DumpedRun
@@ -158,7 +158,7 @@ def _of_model(
     critic = None
     if has_critic(topology) and "critic.hf_checkpoint" not in broken:
         try:
-            critic = with_value_head(read_hf_config(Path(critic_topology(topology).model.hf_checkpoint)))
+            critic = critic_model(topology)
             yield from _critic(topology, shape, critic, roles)
         except (OSError, ValueError) as error:
             yield Problem.of("critic.hf_checkpoint", topology.critic.hf_checkpoint, str(error))
@@ -172,8 +172,8 @@ def _of_model(
     ):
         yield from _weights("model.opd_teacher_load", model.opd_teacher_load, shape)
     if roles.trains:
-        yield from _load(topology, shape)
-        yield from _resumed(topology, shape) if not fresh else ()
+        yield from _load(topology, shape, critic)
+        yield from _resumed(topology, shape, critic) if not fresh else ()
     if not roles.is_home:  # only home has the data
         return
     yield from _limits(topology, shape)
@@ -264,15 +264,15 @@ def block_problems(topology: Topology, shape: HfConfig) -> Iterator[Problem]:
                 yield Problem.of(f"engines.{name}.weight_format", "fp8", message)
 
 
-def _load(topology: Topology, shape: HfConfig) -> Iterator[Problem]:
+def _load(topology: Topology, shape: HfConfig, critic: HfConfig | None) -> Iterator[Problem]:
     """Check that the run can start from the checkpoint in trainer.load."""
     try:
-        beginning_of(topology, shape)
+        beginning_of(topology, shape, critic)
     except ValueError as error:
         yield Problem.of("trainer.load", topology.trainer.load, str(error))
 
 
-def _resumed(topology: Topology, shape: HfConfig) -> Iterator[Problem]:
+def _resumed(topology: Topology, shape: HfConfig, critic: HfConfig | None) -> Iterator[Problem]:
     """Check that the run's newest checkpoint fits its model. The start sets an unreadable checkpoint aside."""
     try:
         newest = newest_of_run(Path(topology.run.dir) / topology.run.name)
@@ -281,7 +281,7 @@ def _resumed(topology: Topology, shape: HfConfig) -> Iterator[Problem]:
     try:
         if newest is not None:
             path, saved = newest
-            saved.check(path, shape, dtype=topology.model.dtype, resumes=True)
+            saved.check(path, shape, dtype=topology.model.dtype, resumes=True, critic=critic)
     except ValueError as error:
         yield Problem.of(MODEL, topology.model.hf_checkpoint, str(error))
 

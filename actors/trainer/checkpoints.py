@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from actors.trainer.file_checksums import CHECKSUMS_FILE, damage_of
-from actors.trainer.models.config import HfConfig
+from actors.trainer.models.config import HfConfig, with_value_head
 from runtime.settings.topology import MegatronConfig, Topology
 
 RUN_FILE: Final = "run.json"  # in a checkpoint: its metadata
@@ -143,33 +143,45 @@ class SavedRun(msgspec.Struct, frozen=True, kw_only=True):
     num_processes: int
     megatron: MegatronConfig
     use_distributed_optimizer: bool
+    critic: HfConfig | None = None  # None: it has no critic
     has_checksums: bool = False  # checkpoints of earlier versions have no checksums
 
-    def check(self, path: Path, model: HfConfig, *, dtype: str | None, resumes: bool = False) -> None:
-        """Reject a checkpoint of another model.
+    def check(
+        self, path: Path, model: HfConfig, *, dtype: str | None, resumes: bool = False, critic: HfConfig | None = None
+    ) -> None:
+        """Reject a checkpoint of another model, or of another critic.
 
         Args:
             path: directory of the checkpoint.
             model: model of the run that continues from it.
             dtype: training dtype of that run; None: it loads only the weights.
             resumes: the same run continues; otherwise a new run starts, whose context may be longer.
+            critic: critic of that run; None: it needs none.
 
         Raises:
             ValueError: the models or dtypes differ, or an earlier version wrote the checkpoint. The message says which.
         """
-        saved, expected = dict(_values("", self.model)), dict(_values("", model))
-        for name in (*expected, *saved):
-            there, here = (_shown(values.get(name)) for values in (saved, expected))
-            if there != here and (resumes or name not in WITHOUT_EFFECT):
-                raise ValueError(
-                    f"{path} is of another model: {name} is {there} in the checkpoint, and {here} in config.json"
-                )
+        _compare(path, "model", self.model, model, resumes=resumes)
+        if critic is not None and self.critic is not None:
+            _compare(path, "critic", self.critic, critic, resumes=resumes)
+        elif critic is not None and resumes:
+            raise ValueError(f'{path} has no critic, which algorithm.advantage_estimator = "ppo" continues with')
         if resumes and not self.has_checksums:
             raise _too_old(path)
         if dtype not in (None, self.dtype):
             raise ValueError(
                 f"{path} was trained in {self.dtype}, and its optimizer's state does not fit model.dtype = {dtype}: "
                 f"set model.dtype = {self.dtype}, or load only the weights with trainer.load_weights_only = true"
+            )
+
+
+def _compare(path: Path, role: str, there: HfConfig, here: HfConfig, *, resumes: bool) -> None:
+    saved, expected = dict(_values("", there)), dict(_values("", here))
+    for name in (*expected, *saved):
+        old, new = (_shown(values.get(name)) for values in (saved, expected))
+        if old != new and (resumes or name not in WITHOUT_EFFECT):
+            raise ValueError(
+                f"{path} is of another {role}: {name} is {old} in the checkpoint, and {new} in config.json"
             )
 
 
@@ -194,12 +206,15 @@ class StartCheckpoint(NamedTuple):
     of_megatron_lm: bool = False  # False: written by a Physarum run
 
 
-def beginning_of(topology: Topology, shape: HfConfig, *, thorough: bool = False) -> StartCheckpoint | None:
+def beginning_of(
+    topology: Topology, shape: HfConfig, critic: HfConfig | None = None, *, thorough: bool = False
+) -> StartCheckpoint | None:
     """Find the checkpoint that a run without its own checkpoints starts from (`trainer.load`).
 
     Args:
         topology: topology of the run.
         shape: model of the run.
+        critic: critic of the run. If the checkpoint has none, it starts from the policy in the checkpoint.
         thorough: hash all files of the checkpoint; otherwise compare only sizes.
 
     Returns:
@@ -221,7 +236,10 @@ def beginning_of(topology: Topology, shape: HfConfig, *, thorough: bool = False)
     path, saved = checkpoint_at(Path(trainer.load))
     if (damage := _damage_of(path, thorough=thorough)) is not None:
         raise ValueError(f"{path} is damaged: {damage}")
-    saved.check(path, shape, dtype=None if trainer.load_weights_only else topology.model.dtype)
+    dtype = None if trainer.load_weights_only else topology.model.dtype
+    saved.check(path, shape, dtype=dtype, critic=critic)
+    if critic is not None and saved.critic is None and topology.critic.hf_checkpoint is None:
+        _compare(path, "critic", with_value_head(saved.model), critic, resumes=False)
     return StartCheckpoint(path)
 
 

@@ -5,8 +5,9 @@ Rank 0 receives calls and sends them to the other ranks as orders. All ranks car
 
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,13 +28,14 @@ from actors.trainer.data.held_out import PairSums
 from actors.trainer.data.precomputed import LogProbs
 from actors.trainer.megatron import groups as ranks
 from actors.trainer.megatron.build import nothing
-from actors.trainer.megatron.checkpoint import begin_from, begin_save, load_checkpoint
+from actors.trainer.megatron.checkpoint import CRITIC, begin_critic_from, begin_from, begin_save, load_checkpoint
 from actors.trainer.megatron.config import DTYPES
 from actors.trainer.megatron.groups import Ranks
 from actors.trainer.megatron.megatron_lm import begin_from_megatron_lm
 from actors.trainer.megatron.memory import held_bytes
 from actors.trainer.megatron.rank_model import Replica
 from actors.trainer.megatron.saving import Saving
+from actors.trainer.models.config import HfConfig
 from actors.trainer.models.files import copy_small_files, set_dtype, set_value_head
 from actors.trainer.models.gathering import own_parts
 from actors.trainer.models.publish import NOT_WRITTEN, WEIGHTS, PendingVersion, Published, Versions, Written
@@ -62,14 +64,15 @@ from actors.trainer.plugins.functions import hook
 from actors.trainer.sending.calls import AskOf
 from actors.trainer.sending.cast import FORMS
 from actors.trainer.sending.rank import RankSender, SendingOrders
+from actors.trainer.step.critic import Critic
 from actors.trainer.step.probe import probe, probe_tokens
 from actors.trainer.step.profile import profiled
 from actors.trainer.step.reward_model import RewardModelStep
 from actors.trainer.step.train_step import Trained, TrainStep
 from messages import WeightProbe
 from runtime.settings.placement import weight_format
-from runtime.settings.recipe import trains_reward_model
-from runtime.settings.topology import Topology, WeightFormat, answers_are_recorded
+from runtime.settings.recipe import has_critic, trains_reward_model
+from runtime.settings.topology import Topology, WeightFormat, answers_are_recorded, critic_topology
 from runtime.util.files import atomic_directory
 
 
@@ -116,8 +119,12 @@ class TrainerRank:
         hook(topology, "custom_megatron_init")()
         self._channel = Channel(self._ranks, device)
         self._replica = Replica(topology, device)
-        step_type = RewardModelStep if trains_reward_model(topology) else TrainStep
-        self._train_step = step_type(topology, self._replica)
+        self._critic = Critic(topology, device) if has_critic(topology) else None
+        self._train_step = (
+            RewardModelStep(topology, self._replica)
+            if trains_reward_model(topology)
+            else TrainStep(topology, self._replica, self._critic)
+        )
         self._sender = RankSender(topology, self._replica, run_directory, ask_of)
         self.sending = SendingOrders(self._lead)
         hf = self._replica.hf
@@ -131,7 +138,21 @@ class TrainerRank:
         self._checksums: Mapping[str, str] = {}  # by tensor, of the version that was written last
         self._probe_tokens = probe_tokens(topology, hf.vocab_size, hf.max_position_embeddings)
         if topology.trainer.optimizer.optimizer_cpu_offload:
-            self._replica.rest(run_directory)
+            for replica in self._replicas:
+                replica.rest(run_directory)
+
+    @property
+    def _replicas(self) -> list[Replica]:
+        """The models that this rank trains: the policy, and the critic if there is one."""
+        return [self._replica] if self._critic is None else [self._replica, self._critic.replica]
+
+    @property
+    def _critic_replica(self) -> Replica | None:
+        return None if self._critic is None else self._critic.replica
+
+    @property
+    def _critic_config(self) -> HfConfig | None:
+        return None if self._critic is None else self._critic.replica.hf
 
     # rank 0
 
@@ -149,9 +170,10 @@ class TrainerRank:
         found = self._sound_checkpoints(thorough=True)
         if found:
             path = found[-1].path
-            saved_run(path).check(path, self._replica.hf, dtype=self._topology.model.dtype, resumes=True)
+            dtype = self._topology.model.dtype
+            saved_run(path).check(path, self._replica.hf, dtype=dtype, resumes=True, critic=self._critic_config)
             return self._lead(Load(str(path)))
-        beginning = beginning_of(self._topology, self._replica.hf, thorough=True)
+        beginning = beginning_of(self._topology, self._replica.hf, self._critic_config, thorough=True)
         if beginning is not None:
             self._lead(LoadCheckpoint(str(beginning.path), beginning.of_megatron_lm))
         return 0
@@ -263,14 +285,27 @@ class TrainerRank:
         return replace(published, took_s=time.perf_counter() - begin, probe=begun.probe)
 
     def export(self, directory: Path) -> None:
-        """Write a self-contained Hugging Face model directory. Replaces an existing directory."""
+        """Write a self-contained Hugging Face model directory. Replaces an existing directory.
+
+        A critic gets the directory `critic` in it.
+        """
         with atomic_directory(directory) as unfinished:
             self._lead(Export(str(unfinished)))
             self._lead(FinishExport())
-            copy_small_files(self._model_directory, unfinished, tokenizer=True)
-            set_dtype(unfinished / "config.json", self._topology.model.dtype)
-            set_value_head(unfinished / "config.json", self._replica.hf)
+            self._copy_files(self._model_directory, unfinished, self._replica.hf)
+            if self._critic is not None:
+                (unfinished / CRITIC).mkdir()
+                self._lead(Export(str(unfinished / CRITIC), of_critic=True))
+                self._lead(FinishExport())
+                started_from = Path(critic_topology(self._topology).model.hf_checkpoint)
+                self._copy_files(started_from, unfinished / CRITIC, self._critic.replica.hf)
             shutil.rmtree(directory, ignore_errors=True)
+
+    def _copy_files(self, model_directory: Path, directory: Path, model: HfConfig) -> None:
+        """Copy the files of a model that has been exported, except its weights."""
+        copy_small_files(model_directory, directory, tokenizer=True)
+        set_dtype(directory / "config.json", self._topology.model.dtype)
+        set_value_head(directory / "config.json", model)
 
     def unwritten(self) -> Published:
         """Probe the weights, for engines that receive them without files."""
@@ -335,14 +370,11 @@ class TrainerRank:
     def _carry_out(self, command: Order, payload: bytes) -> Any:
         match command:
             case Load():
-                with self._replica.optimizer_at_hand():
-                    return load_checkpoint(self._replica, Path(command.path))
+                with self._optimizers_at_hand():
+                    return load_checkpoint(self._replica, Path(command.path), self._critic_replica)
             case LoadCheckpoint():
-                begin = begin_from_megatron_lm if command.of_megatron_lm else begin_from
-                with self._replica.optimizer_at_hand():
-                    return begin(
-                        self._replica, Path(command.path), weights_only=self._topology.trainer.load_weights_only
-                    )
+                with self._optimizers_at_hand():
+                    return self._begin_from(Path(command.path), of_megatron_lm=command.of_megatron_lm)
             case Train():
                 batch = decode_batch(self._channel.broadcast(payload, command.size_bytes))
                 routed, self._routed_experts = self._routed_experts, None
@@ -353,7 +385,7 @@ class TrainerRank:
             case Evaluate():
                 return self._train_step.evaluate(decode_batch(self._channel.broadcast(payload, command.size_bytes)))
             case Save():
-                with self._replica.optimizer_at_hand():
+                with self._optimizers_at_hand():
                     self._saving = self._begin_save(command)
                 return self._saving
             case FinishSave():
@@ -376,15 +408,41 @@ class TrainerRank:
                 self._checksums = written.checksums
                 return written
             case Offload():
-                return self._replica.offload(self.run_directory)
+                freed = self._replica.offload(self.run_directory)
+                if self._critic is not None:  # engines do not need its weights
+                    freed += self._critic.replica.offload(self.run_directory, weights=True)
+                return freed
             case Onload():
-                return self._replica.onload()
+                for replica in self._replicas:
+                    replica.onload()
+                return None
             case Probe():
                 return probe(self._replica, self._probe_tokens)
             case Stop():
                 return None
             case _:
                 return self._sender.carry_out(command)
+
+    @contextmanager
+    def _optimizers_at_hand(self) -> Generator[None]:
+        """Keep the optimizer states of all models on the device inside the block."""
+        with ExitStack() as stack:
+            for replica in self._replicas:
+                stack.enter_context(replica.optimizer_at_hand())
+            yield
+
+    def _begin_from(self, path: Path, *, of_megatron_lm: bool) -> None:
+        """Start from the checkpoint of another run."""
+        weights_only = self._topology.trainer.load_weights_only
+        begin = begin_from_megatron_lm if of_megatron_lm else begin_from
+        begin(self._replica, path, weights_only=weights_only)
+        if self._critic is None:
+            return
+        own_weights = self._topology.critic.hf_checkpoint is not None
+        if not of_megatron_lm:
+            begin_critic_from(self._critic.replica, path, weights_only=weights_only, own_weights=own_weights)
+        elif not own_weights:
+            begin_from_megatron_lm(self._critic.replica, path, weights_only=True, with_head=False)
 
     def _train(self, batch: TrainBatch) -> Trained:
         config, rank, device = self._topology.trainer.profile, self._ranks.rank, self._replica.device
@@ -399,10 +457,11 @@ class TrainerRank:
             step=command.step,
             incarnation=command.incarnation,
             run_file=self._saved_run(command),
+            critic=self._critic_replica,
         )
 
     def _begin_export(self, command: Export) -> WeightExport:
-        replica = self._replica
+        replica = self._replicas[-1 if command.of_critic else 0]
         parts = own_parts(replica.complete_chunks(), replica.hf)
         bucket_bytes = self._topology.trainer.export_bucket_bytes
         export = WeightExport(
@@ -428,6 +487,7 @@ class TrainerRank:
             incarnation=command.incarnation,
             dtype=topology.model.dtype,
             model=self._replica.hf,
+            critic=self._critic_config,
             num_processes=self._ranks.world_size,
             megatron=topology.trainer.megatron,
             use_distributed_optimizer=self._replica.is_distributed,

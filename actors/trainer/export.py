@@ -13,11 +13,14 @@ from actors.trainer.file_checksums import damage_of
 from runtime.node.claims.rundir import TOPOLOGY_FILE
 from runtime.settings.devices import HIDDEN
 from runtime.settings.placement import weight_format
-from runtime.settings.topology import MegatronConfig, Topology, decode_topology
+from runtime.settings.recipe import has_critic
+from runtime.settings.topology import MegatronConfig, Topology, critic_topology, decode_topology
 from runtime.util.files import atomic_directory
 
 if TYPE_CHECKING:
     import torch
+
+    from actors.trainer.models.config import HfConfig
 
 
 class CannotExport(Exception):
@@ -34,7 +37,7 @@ class Source:
 
 
 def export_run(directory: Path, out: Path, *, step: int | None = None) -> Source:
-    """Write a run's model to a directory, which appears once it is complete.
+    """Write a run's model to a directory, which appears once it is complete. A critic gets `critic/` in it.
 
     Call it in a separate process: exporting a checkpoint hides all GPUs from the process.
 
@@ -110,35 +113,53 @@ def _write_checkpoint(path: Path, unfinished: Path, topology: Topology) -> None:
     os.environ.update(HIDDEN)  # before torch looks for GPUs
     import torch
 
-    _write_weights(path, unfinished, topology, torch.device("cpu"))
-    _copy_small_files(unfinished, topology)
-
-
-def _write_weights(path: Path, unfinished: Path, topology: Topology, device: "torch.device") -> None:
-    """Load a checkpoint into a model on this single rank, and write its weights."""
     from actors.trainer.megatron import groups
+    from actors.trainer.megatron.checkpoint import CRITIC
+    from actors.trainer.models.config import critic_model, trained_model
+
+    alone, device = MegatronConfig(mtp_num_layers=topology.trainer.megatron.mtp_num_layers), torch.device("cpu")
+    model, critic = trained_model(topology), critic_model(topology) if has_critic(topology) else None
+    # config.json must match: it is exported too
+    saved_run(path).check(path, model, dtype=None, resumes=True, critic=critic)
+    groups.join(groups.Ranks(), alone, device, seed=topology.run.seed)
+    _write_weights(path, unfinished, topology, model, device)
+    _copy_small_files(unfinished, topology, model)
+    if critic is not None:
+        (unfinished / CRITIC).mkdir()
+        own = critic_topology(topology)
+        _write_weights(path, unfinished / CRITIC, own, critic, device, is_critic=True)
+        _copy_small_files(unfinished / CRITIC, own, critic)
+
+
+def _write_weights(
+    path: Path,
+    unfinished: Path,
+    topology: Topology,
+    model: "HfConfig",
+    device: "torch.device",
+    *,
+    is_critic: bool = False,
+) -> None:
+    """Load a checkpoint into a model on this single rank, and write its weights."""
     from actors.trainer.megatron.build import build_chunks
     from actors.trainer.megatron.checkpoint import load_model
     from actors.trainer.megatron.config import DTYPES, transformer_config
     from actors.trainer.megatron.imports import quiet
-    from actors.trainer.models.config import trained_model
     from actors.trainer.models.gathering import own_parts
     from actors.trainer.models.weight_export import WeightExport
 
     alone = MegatronConfig(mtp_num_layers=topology.trainer.megatron.mtp_num_layers)
-    groups.join(groups.Ranks(), alone, device, seed=topology.run.seed)
-    model = trained_model(topology)
-    saved_run(path).check(path, model, dtype=None, resumes=True)  # config.json must match: it is exported too
     with quiet():
         chunks = build_chunks(
             model, transformer_config(model, alone, dtype=DTYPES[topology.model.dtype], device=device)
         )
-    load_model(chunks, path)
+    load_model(chunks, path, is_critic=is_critic)
     parts, bucket_bytes = own_parts(chunks, model), topology.trainer.export_bucket_bytes
     WeightExport(parts, model, unfinished, device=device, bucket_bytes=bucket_bytes).finish()
 
 
 def _copy_published(path: Path, unfinished: Path, topology: Topology) -> None:
+    from actors.trainer.models.config import trained_model
     from actors.trainer.models.publish import BASE
     from runtime.models.checksums import checksums_of
     from runtime.models.safetensors import INDEX_FILE, safetensors_files
@@ -153,15 +174,14 @@ def _copy_published(path: Path, unfinished: Path, topology: Topology) -> None:
     found = checksums_of(unfinished).total
     if noted and found != noted[0].checksum:
         raise CannotExport(f"{path} is damaged: its checksum is {found}, {noted[0].checksum} was published")
-    _copy_small_files(unfinished, topology)
+    _copy_small_files(unfinished, topology, trained_model(topology))
     if weight_format(topology) != "as_trained":
         shutil.copyfile(path / "config.json", unfinished / "config.json")  # it states the dtype and quantization
 
 
-def _copy_small_files(unfinished: Path, topology: Topology) -> None:
-    from actors.trainer.models.config import trained_model
+def _copy_small_files(unfinished: Path, topology: Topology, model: "HfConfig") -> None:
     from actors.trainer.models.files import copy_small_files, set_dtype, set_value_head
 
     copy_small_files(Path(topology.model.hf_checkpoint), unfinished, tokenizer=True)
     set_dtype(unfinished / "config.json", topology.model.dtype)
-    set_value_head(unfinished / "config.json", trained_model(topology))
+    set_value_head(unfinished / "config.json", model)

@@ -171,9 +171,10 @@ class Leader:
             while self.step < self._train.num_steps:
                 await self._train_step()
             await self._announced.wait()
-            if self._train.save_hf:
-                await self._torch_thread.run(self._rank.export, self._run_directory / EXPORT_DIRECTORY)
-            await self._save()
+            async with self._colocation.taken(self.step):  # the export reads the critic's weights
+                if self._train.save_hf:
+                    await self._torch_thread.run(self._rank.export, self._run_directory / EXPORT_DIRECTORY)
+                await self._save()
         self._waiting = "nothing: all steps are trained", time.monotonic()
 
     @asynccontextmanager

@@ -61,6 +61,7 @@ class Export(msgspec.Struct, tag=True):
     weight_format: WeightFormat = "as_trained"
     delta: str = ""  # directory for the delta to the previous version; empty: no delta
     base: str = ""  # full files of the previous version
+    of_critic: bool = False  # write the critic, not the policy
 
 
 class AdvanceExport(msgspec.Struct, tag=True):

@@ -11,6 +11,7 @@ from runtime.settings.recipe import (
     LossMode,
     Recipe,
     agg_mode,
+    has_critic,
     loss_mode,
     rejection_bounds,
     trains_demonstrations,
@@ -40,6 +41,7 @@ ADVANTAGES: Final[Mapping[Estimator, tuple[str, str]]] = {  # without normalisat
     "grpo_passk": ("(best R - second best R) / (std of group + 1e-6) for the best sample, else 0", "arXiv 2505.15201"),
     "gdpo": ("sum of w (R_k - mean of group) / (std of group + 1e-6) over {rewards}", "GDPO, arXiv 2601.05242"),
     "remax": ("R - R of the prompt's greedy sample", "ReMax, arXiv 2310.10505"),
+    "ppo": ("sum of (gamma lambda)^k (r_k + gamma V_k+1 - V_k) over the next tokens", "GAE, arXiv 1506.02438"),
 }
 LOSSES: Final[Mapping[LossMode, tuple[str, str]]] = {
     "ppo": ("max(-r A, -clip(r, {low}, {high}) A){dual}, {ratio}", "PPO, arXiv 1707.06347"),
@@ -116,6 +118,7 @@ def _terms(recipe: Recipe) -> Iterator[PlannedTerm]:
     yield _advantage(algorithm)
     if algorithm.use_opd:
         yield _term("teacher", f"A - {algorithm.opd_kl_coef:g} log(old policy / teacher)", "algorithm.use_opd")
+    yield from _critic(recipe)
     yield _policy_loss(algorithm)
     if algorithm.keep_old_actor:
         kept = f"= the weights that sampled the token, kept for {recipe.rollout.max_token_staleness} train steps"
@@ -170,6 +173,20 @@ def _advantage(algorithm: AlgorithmConfig) -> PlannedTerm:
     formula = formula.replace("{rewards}", _named(algorithm))
     whitened = ", whitened over the batch's tokens" if algorithm.normalize_advantages else ""
     return _term("advantage", f"A = {formula}{whitened}", source)
+
+
+def _critic(recipe: Recipe) -> Iterator[PlannedTerm]:
+    if not has_critic(recipe):
+        return
+    algorithm = recipe.algorithm
+    coef = "" if algorithm.value_loss_coef == 1 else f"{algorithm.value_loss_coef:g} "
+    clipped = f"clip(V, V_old - {algorithm.value_clip:g}, V_old + {algorithm.value_clip:g})"
+    formula = f"{coef}max((V - G)^2, ({clipped} - G)^2)"
+    yield _term("critic loss", formula, "PPO; algorithm.value_clip, value_loss_coef")
+    if algorithm.num_critic_only_steps:
+        yield _term(
+            "critic alone", f"the first {algorithm.num_critic_only_steps} steps", "algorithm.num_critic_only_steps"
+        )
 
 
 def _policy_loss(algorithm: AlgorithmConfig) -> PlannedTerm:

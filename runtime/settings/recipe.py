@@ -36,6 +36,7 @@ Estimator = Literal[
     "grpo_passk",
     "gdpo",
     "remax",
+    "ppo",
 ]
 LossMode = Literal[
     "ppo",
@@ -217,7 +218,8 @@ class AlgorithmConfig(Config, frozen=True, kw_only=True):
     # "reinforce" subtracts the mean of the batch; "gpg" and "maxrl" scale differences from the group's mean;
     # "opo" weights that mean by length; "grpo_passk" rewards the best sample of a group alone. "gspo" and "cispo" are
     # "grpo" with the loss of that name. "gdpo" trains several rewards. "remax" subtracts the reward of a greedy sample,
-    # which each prompt gets in addition to `rollout.n_samples_per_prompt`.
+    # which each prompt gets in addition to `rollout.n_samples_per_prompt`. "ppo" estimates them with a critic (table
+    # `critic`).
     advantage_estimator: Estimator = "grpo"
     # Function that computes the advantages, in place of `advantage_estimator`: "module:function" or
     # "path/file.py:function". It is tried on two samples at the start.
@@ -383,6 +385,12 @@ class AlgorithmConfig(Config, frozen=True, kw_only=True):
     use_rollout_logprobs: bool = False
     # Set the optimizer's moments and step counts to 0 before each train step.
     reset_optimizer_states: bool = False
+    # Lambda of the returns that the critic learns. By default that of the advantages. VAPO and NeMo-RL's recipes of it
+    # have 1.
+    gae_lambda_value: Fraction | None = None
+    # Lambda of the advantages by response length: 1 - 1 / (`length_adaptive_alpha` x tokens of the response), at least
+    # 0, in place of `lambd` (VAPO). 0 turns it off.
+    length_adaptive_alpha: NonNegative = 0.0
     # Largest change of a value that lowers the critic's loss, in reward units.
     value_clip: Annotated[float, msgspec.Meta(gt=0)] = 0.2
     # Factor of the critic's squared error: 1 as in slime; verl and NeMo-RL have 0.5.
@@ -641,7 +649,7 @@ def asks_teachers(algorithm: AlgorithmConfig) -> bool:
 
 def has_critic(recipe: Recipe) -> bool:
     """Return whether a critic estimates values."""
-    return str(recipe.algorithm.advantage_estimator) == "ppo" and not trains_demonstrations(recipe)
+    return estimator(recipe.algorithm) == "ppo" and not trains_demonstrations(recipe)
 
 
 def critic_optimizer(recipe: Recipe) -> OptimizerConfig:
@@ -653,7 +661,7 @@ def critic_optimizer(recipe: Recipe) -> OptimizerConfig:
 
 def uses_groups(algorithm: AlgorithmConfig) -> bool:
     """Return whether the estimator compares the samples of a group."""
-    return estimator(algorithm) not in ("reinforce", "remax", "custom")
+    return estimator(algorithm) not in ("reinforce", "remax", "ppo", "custom")
 
 
 def needs_baseline(algorithm: AlgorithmConfig) -> bool:

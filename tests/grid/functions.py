@@ -36,6 +36,12 @@ FURTHER: Final[dict[str, Settings]] = {
     "mismatch metrics": {"get_mismatch_metrics": True},
     "engine's log-probs": {"use_rollout_logprobs": True},
     "on-policy distillation": {"use_opd": True, "opd_type": "sglang", "normalize_advantages": True},
+    "critic, lambda by length": {
+        "advantage_estimator": "ppo",
+        "gae_lambda_value": 0.7,
+        "length_adaptive_alpha": 0.4,
+        "normalize_advantages": True,
+    },
     "length penalties": {"overlong_buffer_len": 4, "length_penalty": "linear"},
     "not whitened, no std": {"advantage_estimator": "grpo", "disable_grpo_std_normalization": True},
 }

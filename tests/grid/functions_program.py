@@ -20,9 +20,10 @@ from actors.trainer.data.batch import TrainBatch
 from actors.trainer.megatron import groups
 from actors.trainer.megatron.groups import Ranks
 from actors.trainer.megatron.rank_model import Replica
+from actors.trainer.step.critic import Critic
 from actors.trainer.step.reward_model import RewardModelStep
 from actors.trainer.step.train_step import TrainStep
-from runtime.settings.recipe import trains_pairs, trains_reward_model
+from runtime.settings.recipe import has_critic, trains_pairs, trains_reward_model
 from runtime.settings.topology import Topology, decode_topology
 from tests.actors.trainer.tiny import pairs, random_batch
 from tests.grid import faults
@@ -66,15 +67,17 @@ def train(topology: Topology, cases: dict[str, Any], ranks: Ranks) -> dict[str, 
     """Train one step with each case, and return its metrics."""
     device = torch.device("cpu")
     groups.join(ranks, topology.trainer.megatron, device, seed=topology.run.seed)
-    replica = Replica(topology, device)
-    before = replica.weights_copy()
+    replica, critic = Replica(topology, device), Critic(topology, device)
+    before = [copy for trained in (replica, critic.replica) for copy in trained.weights_copy()]
     batch = batch_of(TrainStep(topology, replica))
     found: dict[str, dict[str, float]] = {}
     for name, settings in cases.items():
         own = msgspec.structs.replace(topology, algorithm=algorithm(settings))
-        metrics = trained_pairs(own, replica) if trains_pairs(own) else TrainStep(own, replica)(batch).metrics
+        step = None if trains_pairs(own) else TrainStep(own, replica, critic if has_critic(own) else None)
+        metrics = trained_pairs(own, replica) if step is None else step(batch).metrics
         found[name] = {key: float(value) for key, value in metrics.items() if not key.startswith("perf/")}
-    assert all(map(torch.equal, before, replica.weights_copy())), "a step with learning rate 0 moved weights"
+    after = [copy for trained in (replica, critic.replica) for copy in trained.weights_copy()]
+    assert all(map(torch.equal, before, after)), "a step with learning rate 0 moved weights"
     groups.leave()
     return found
 

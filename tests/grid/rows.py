@@ -94,6 +94,7 @@ class Row:
     told: bool = False  # routed experts of all tokens come with the samples
     kept: bool = False  # log-probs are over the tokens that top-p kept
     aged: bool = False  # tokens are up to two train steps old, and old log-probs are by the weights that sampled them
+    critic: bool = False  # PPO: a critic is trained, too
     balance: str = ""  # the router's load balancing loss, beside which its z loss trains too; empty: neither
 
     @property
@@ -130,6 +131,7 @@ class Row:
             spoilt=self.spoilt,
             kept=self.kept,
             aged=self.aged,
+            critic=self.critic,
         )
 
     @property
@@ -150,6 +152,7 @@ class Row:
         parts += ["masked samples"] if self.spoilt else []
         parts += ["kept tokens"] if self.kept else []
         parts += ["old actors"] if self.aged else []
+        parts += ["critic"] if self.critic else []
         return ", ".join([*parts, *(["recompute"] if self.recompute else []), *(["bf16"] if self.is_half else [])])
 
     @property
@@ -278,6 +281,18 @@ AGED = tuple(
     Row(layout, packed=packed, aged=True)
     for layout, packed in (("DP2+DO", False), ("PP2", True), ("CP2", True), ("TP2+SP", True), ("CP2xPP2", False))
 )
+# values, and a second model whose output layer is not sharded
+CRITIC = (
+    Row("TP2+SP", packed=True, critic=True),
+    Row("CP2", critic=True),
+    Row("PP2", packed=True, tied=True, critic=True),
+    Row("DP2+DO, overlapped", recompute=True, critic=True),
+    Row("CP2xDP2+DO", packed=True, critic=True),
+    Row("TP2+SPxPP2", recompute=True, critic=True),
+    Row("PP4xVPP2", critic=True),
+    Row("EP2xTP2+SP", packed=True, kind="qwen3_moe", critic=True),
+)
+FEW += CRITIC[:4]
 FEW += KEPT[:1]
 FEW += AGED[:1]
 FEW += AHEAD[:1]
@@ -298,6 +313,7 @@ ALL = (
     *SPOILT,
     *KEPT,
     *AGED,
+    *CRITIC,
     *(
         Row(layout, packed, recompute, tied)
         for layout in LAYOUTS
@@ -360,9 +376,11 @@ FEW_FAULTY = (
     *(one for one in FAULTY if one[1] == "routers choose anew"),
 )
 
+WITH_CRITIC = "qwen3, critic"
 # layouts of which each reads the others' checkpoints, by kind of model
 SAVED = (
     ("qwen3", ("1", "TP2", "PP2", "CP2", "1+DO", "DP2+DO", "TP2xDP2+DO")),
     ("qwen3_moe", ("1", "TP2+SP", "PP2", "EP2", "1+DO", "DP2+DO", "EP2+DO")),
     ("deepseek_v3", ("TP2+SP", "PP2")),
+    (WITH_CRITIC, ("1", "TP2+SP", "PP2", "DP2+DO")),
 )

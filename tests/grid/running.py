@@ -29,6 +29,9 @@ MODEL: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_attent
 MODEL |= {"head_dim": 16, "vocab_size": 96}
 SPREAD = {4: 0.1, 8: 0.06}  # of first weights, by layers: so that rounding alone does not drive two trainings apart
 CALM = {"deepseek_v3": 0.06}  # of kinds whose norms of short latents make more of rounding
+LOSSES = ("train/loss", "train/mtp_loss", "train/value_loss", "rollout/values", "rollout/returns")
+NORMS = ("train/grad_norm", "train/critic-grad_norm")
+CRITIC = "critic."  # begins the names of its tensors in a checkpoint
 NOISE = 0.05  # in norms and all else
 
 
@@ -37,7 +40,7 @@ class Outcome(NamedTuple):
 
     metrics: list[dict[str, float]]  # of each step
     probe: list[float]  # log-probs of fixed tokens at the end
-    weights: dict[str, torch.Tensor]  # at the end, by Hugging Face name
+    weights: dict[str, torch.Tensor]  # at the end, by Hugging Face name; the critic's by name in the checkpoint
     moments: dict[str, torch.Tensor]  # of the optimizer at the end, by name in the checkpoint
 
 
@@ -89,9 +92,15 @@ def outcome(place: Path, job: Job) -> Outcome:
     return Outcome(
         [metrics for half in halves for metrics in half["metrics"]],
         halves[1]["probe"],
-        published(Path(halves[1]["weights"])),
+        published(Path(halves[1]["weights"])) | of_critic(saved),
         {name: tensor.float() for name, tensor in saved.items() if ".exp_avg" in name},
     )
+
+
+def of_critic(saved: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The weights of the critic in a checkpoint, without its optimizer."""
+    own = (name for name in saved if name.startswith(CRITIC) and not name.startswith(f"{CRITIC}optimizer."))
+    return {name: saved[name] for name in own}
 
 
 def published(directory: Path) -> dict[str, torch.Tensor]:
@@ -115,7 +124,9 @@ def _topology(place: Path, row: Row, device: str) -> Topology:
             "use_routing_replay": row.replay,
             "use_rollout_routing_replay": row.told,
             "keep_old_actor": row.aged,
+            **({"advantage_estimator": "ppo", "normalize_advantages": True} if row.critic else {}),
         },
+        "critic": {"init_method_std": 0.1, "lr": 3e-3} if row.critic else {},
         "rollout": {
             "return_sampling_mask": row.kept,
             "max_token_staleness": 2 if row.aged else None,
@@ -166,10 +177,10 @@ def differences(found: Outcome, expected: Outcome) -> dict[str, float]:
     if found.weights.keys() != expected.weights.keys() or found.moments.keys() != expected.moments.keys():
         return {"weights": math.inf}
     return {
-        "loss": max(metric(name) for name in ("train/loss", "train/mtp_loss") if name in expected.metrics[0]),
+        "loss": max(metric(name) for name in LOSSES if name in expected.metrics[0]),
         "entropy": metric("train/entropy_loss"),
         "KL": metric("train/kl_loss"),
-        "gradient norm": metric("train/grad_norm", relative=True),
+        "gradient norm": max(metric(name, relative=True) for name in NORMS if name in expected.metrics[0]),
         "log-probs": max(abs(one - other) for one, other in zip(found.probe, expected.probe, strict=True)),
         "weights": max(_apart(found.weights[name], expected.weights[name]) for name in expected.weights),
         "moments": max(_of_largest(found.moments, expected.moments, kind) for kind in (".exp_avg.", ".exp_avg_sq.")),

@@ -14,8 +14,8 @@ from actors.trainer.export import export_run
 from runtime.models.safetensors import SINGLE_FILE
 from runtime.settings.devices import HIDDEN
 from tests.grid import table
-from tests.grid.rows import ALL, FAULTY, FEW, FEW_FAULTY, SAVED, Row
-from tests.grid.running import Job, copied, differences, outcome, train
+from tests.grid.rows import ALL, FAULTY, FEW, FEW_FAULTY, SAVED, WITH_CRITIC, Row
+from tests.grid.running import CRITIC, Job, copied, differences, outcome, train
 
 TIMEOUT_S = 5400.0  # for the whole grid, on a busy machine
 LIMITS = {
@@ -44,6 +44,7 @@ def marked(items: Sequence[Any], few: Sequence[Any], names: Sequence[str]) -> li
 PAIRS = [(kind, one, other) for kind, layouts in SAVED for one in layouts for other in layouts]
 FEW_PAIRS = [("qwen3", "1", "TP2"), ("qwen3", "PP2", "1"), ("qwen3", "TP2", "DP2+DO"), ("qwen3", "DP2+DO", "PP2")]
 FEW_PAIRS += [("qwen3", "DP2+DO", "DP2+DO"), ("qwen3_moe", "EP2", "1")]
+FEW_PAIRS += [(WITH_CRITIC, "TP2+SP", "DP2+DO"), (WITH_CRITIC, "DP2+DO", "PP2")]
 MAIN = "optimizer.state.param."  # main parameters: the other optimizer has none in float32
 ROWS = [*ALL, *(row for row in FEW if row not in ALL)]
 HALVES = [row for row in ROWS if row.is_half]
@@ -80,6 +81,8 @@ def needed(params: dict[str, Any]) -> list[Job]:
 def pair_of(names: tuple[str, str, str]) -> tuple[Row, Row]:
     """Who wrote a checkpoint, and who reads it."""
     kind, one, other = names
+    if kind == WITH_CRITIC:
+        return Row(one, critic=True), Row(other, critic=True)
     return Row(one, kind=kind), Row(other, kind=kind)
 
 
@@ -109,7 +112,12 @@ def test_one_process_exports_the_checkpoint_of_a_layout(
     for name in HIDDEN:
         monkeypatch.setenv(name, "")
     assert export_run(grid / job.directory, tmp_path / "hf").description == "checkpoint of step 4"
-    exported, expected = load_file(tmp_path / "hf" / SINGLE_FILE), outcome(grid, job).weights
+    exported, weights = load_file(tmp_path / "hf" / SINGLE_FILE), outcome(grid, job).weights
+    expected = {name: tensor for name, tensor in weights.items() if not name.startswith(CRITIC)}
+    if row.critic:
+        critic = load_file(tmp_path / "hf" / "critic" / SINGLE_FILE)
+        assert torch.equal(critic["score.weight"], weights[f"{CRITIC}output_layer.weight"])
+        assert critic.keys() - exported.keys() == {"score.weight", "score.bias"}
     assert exported.keys() == expected.keys()
     assert [name for name in expected if not torch.equal(exported[name], expected[name])] == []
 
@@ -135,6 +143,6 @@ def test_a_checkpoint_is_read_by_another_layout_to_the_bit(grid: Path, pair: tup
 
 def without_main_parameters(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """They are the model's weights."""
-    main = {name: tensor for name, tensor in tensors.items() if name.startswith(MAIN)}
-    assert all(torch.equal(tensor, tensors[name.removeprefix(MAIN)]) for name, tensor in main.items())
+    main = {name: tensor for name, tensor in tensors.items() if MAIN in name}
+    assert all(torch.equal(tensor, tensors[name.replace(MAIN, "")]) for name, tensor in main.items())
     return {name: tensor for name, tensor in tensors.items() if name not in main}

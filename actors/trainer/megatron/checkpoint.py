@@ -26,12 +26,21 @@ from actors.trainer.megatron.reading import reading
 from actors.trainer.megatron.saving import Saving
 from actors.trainer.step.skips import Skips
 
+CRITIC = "critic"  # entry of the critic's state; its tensors are saved under names that begin with "critic."
 DISTRIBUTED = "use_distributed_optimizer"
+HEAD = "output_layer."  # names of the output layer's parameters
 MAIN_PARAMETERS = {True: f"{PREFIX}param.", False: f"{PREFIX}fp32_param."}  # True: distributed optimizer
 
 
 def begin_save(
-    replica: Replica, root: Path, executor: Executor, *, step: int, incarnation: int, run_file: SavedRun | None = None
+    replica: Replica,
+    root: Path,
+    executor: Executor,
+    *,
+    step: int,
+    incarnation: int,
+    run_file: SavedRun | None = None,
+    critic: Replica | None = None,
 ) -> Saving:
     """Copy the state and start to write a checkpoint. A collective of all ranks.
 
@@ -42,39 +51,65 @@ def begin_save(
         step: Train steps that the checkpoint contains.
         incarnation: Incarnation of the trainer.
         run_file: Contents of the checkpoint's run file.
+        critic: The critic's replica, which is saved with it. None: there is no critic.
     """
     path = directory_of(root, step=step, incarnation=incarnation)
-    return Saving(_state(replica, step=step, loading=False), path, executor, run_file=run_file)
+    state = _state(replica, loading=False) | {"rng": _random_states(), "step": step}
+    if critic is not None:
+        state[CRITIC] = _of_critic(_state(critic, loading=False))
+    return Saving(state, path, executor, run_file=run_file)
 
 
-def load_checkpoint(replica: Replica, path: Path) -> int:
+def load_checkpoint(replica: Replica, path: Path, critic: Replica | None = None) -> int:
     """Load model, optimizer, random state and kept weights. A collective of all ranks.
+
+    Args:
+        replica: Model replica to load.
+        path: Directory of the checkpoint.
+        critic: The critic's replica, which is loaded, too. None: the critic of the checkpoint is not read.
 
     Returns:
         Train steps that the state contains.
 
     Raises:
-        ValueError: An earlier version of the trainer saved the checkpoint.
+        ValueError: An earlier version of the trainer saved the checkpoint, or it has no critic.
         Whatever Megatron raises when files are damaged or belong to another model.
     """
     saved = _saved_values(path)
+    _load_replica(replica, path, saved)
+    if critic is not None:
+        if CRITIC not in saved:
+            raise ValueError(f"{path} has no critic")
+        _load_replica(critic, path, saved[CRITIC], is_critic=True)
+    torch.set_rng_state(saved["rng"][dist.get_rank() % len(saved["rng"])])
+    return saved["step"]
+
+
+def _load_replica(replica: Replica, path: Path, saved: dict[str, Any], *, is_critic: bool = False) -> None:
+    """Load a model, its optimizer and its kept weights.
+
+    Args:
+        replica: Model replica to load.
+        path: Directory of the checkpoint.
+        saved: What the checkpoint holds of it besides tensors.
+        is_critic: Load the critic, not the policy.
+    """
     set_steps(replica.kept, saved.get(STEPS, {}))
     with quiet(), reading(path):
-        wanted = _state(replica, step=0, loading=True)
+        wanted = _state(replica, loading=True)
         settings = _settings(replica)
         optimizer, kept = wanted.pop("optimizer"), tensors_of(wanted["kept"])
         _take_main_parameters(optimizer, replica, saved[DISTRIBUTED])
-        state = dist_checkpointing.load(wanted, str(path))
-        state |= dist_checkpointing.load({"optimizer": optimizer}, str(path))  # may request the model's names, too
+        model = {key: wanted[key] for key in (*named_chunks(replica.chunks), "kept")}
+        state = _read(path, model, is_critic=is_critic)
+        state |= _read(path, {"optimizer": optimizer}, is_critic=is_critic)  # may request the model's names, too
     for key, chunk in named_chunks(replica.complete_chunks()).items():
         chunk.load_state_dict(state[key])
     fill(kept, state["kept"])
     loaded = settings if replica.is_distributed else merge(settings, state["optimizer"])  # distributed: read in place
-    load_settings(replica.optimizer, loaded, state["optimizer_steps"])
-    torch.set_rng_state(state["rng"][dist.get_rank() % len(state["rng"])])
-    replica.skips = Skips(state["skipped_in_a_row"], tuple(state.get("skipped_recently", ())))
-    replica.steps_before = state["steps_before"]
-    return state["step"]
+    load_settings(replica.optimizer, loaded, saved["optimizer_steps"])
+    replica.skips = Skips(saved["skipped_in_a_row"], tuple(saved.get("skipped_recently", ())))
+    replica.steps_before = saved["steps_before"]
 
 
 def begin_from(replica: Replica, path: Path, *, weights_only: bool) -> None:
@@ -93,22 +128,72 @@ def begin_from(replica: Replica, path: Path, *, weights_only: bool) -> None:
     replica.skips = Skips()
 
 
-def load_model(chunks: Sequence[Any], path: Path) -> None:
+def begin_critic_from(critic: Replica, path: Path, *, weights_only: bool, own_weights: bool) -> None:
+    """Start a run's critic from the checkpoint of another run. A collective of all ranks.
+
+    From a checkpoint without a critic it takes the policy's weights, and keeps its new value head.
+
+    Args:
+        critic: The critic's replica, with its initial weights.
+        path: Directory of the checkpoint.
+        weights_only: Take the weights alone from a critic in the checkpoint.
+        own_weights: Keep the initial weights if the checkpoint has no critic.
+    """
+    saved = _saved_values(path)
+    if CRITIC not in saved:
+        if not own_weights:
+            load_model(critic.complete_chunks(), path, with_head=False)
+            critic.optimizer.reload_model_params()
+        return
+    if weights_only:
+        load_model(critic.complete_chunks(), path, is_critic=True)
+        critic.optimizer.reload_model_params()
+        return
+    _load_replica(critic, path, saved[CRITIC], is_critic=True)
+    critic.steps_before += saved["step"]
+    critic.skips = Skips()
+
+
+def load_model(chunks: Sequence[Any], path: Path, *, is_critic: bool = False, with_head: bool = True) -> None:
     """Load the model alone, from a checkpoint of any layout and optimizer. A collective of all ranks.
 
     Args:
         chunks: GPTModels of this rank.
         path: Directory of the checkpoint.
+        is_critic: Load the critic, not the policy.
+        with_head: Load the output layer, too.
     """
     named = named_chunks(chunks)
+    wanted = {key: chunk.sharded_state_dict() for key, chunk in named.items()}
+    if not with_head:
+        wanted = {key: without_head(chunk) for key, chunk in wanted.items()}
     with quiet(), reading(path):
-        state = dist_checkpointing.load({key: chunk.sharded_state_dict() for key, chunk in named.items()}, str(path))
+        state = _read(path, wanted, is_critic=is_critic)
     for key, chunk in named.items():
-        chunk.load_state_dict(state[key])
+        chunk.load_state_dict(state[key], strict=with_head)
 
 
-def _state(replica: Replica, *, step: int, loading: bool) -> dict[str, Any]:
-    """Build the state dict of a checkpoint: the data when saving, the expected shapes when loading.
+def _read(path: Path, wanted: dict[str, Any], *, is_critic: bool) -> dict[str, Any]:
+    """Read the tensors of a state dict."""
+    if is_critic:
+        return dist_checkpointing.load({CRITIC: _of_critic(wanted)}, str(path))[CRITIC]
+    return dist_checkpointing.load(wanted, str(path))
+
+
+def _of_critic(state: dict[str, Any]) -> dict[str, Any]:
+    """Give the tensors of a state dict the names that those of the critic have in a checkpoint. Changes the leaves."""
+    for leaf in leaves(state):
+        leaf.key = f"{CRITIC}.{leaf.key}"
+    return state
+
+
+def without_head(state: dict[str, Any]) -> dict[str, Any]:
+    """Leave the output layer out of a chunk's state dict."""
+    return {name: leaf for name, leaf in state.items() if not name.startswith(HEAD)}
+
+
+def _state(replica: Replica, *, loading: bool) -> dict[str, Any]:
+    """Build the state dict of a model and its optimizer: the data when saving, the expected shapes when loading.
 
     The optimizer contributes its tensors and the step count. Its settings come from the run. Their form
     depends on the layout: expert-parallel experts have an optimizer of their own, and Megatron could not read its
@@ -119,7 +204,6 @@ def _state(replica: Replica, *, step: int, loading: bool) -> dict[str, Any]:
     optimizer = sharded_state(replica, model, loading=loading)
     plain = {
         "optimizer_steps": _optimizer_steps(replica.optimizer),
-        "step": step,
         "steps_before": replica.steps_before,
         "skipped_in_a_row": replica.skips.in_a_row,
         "skipped_recently": list(replica.skips.recent),
@@ -127,7 +211,7 @@ def _state(replica: Replica, *, step: int, loading: bool) -> dict[str, Any]:
         DISTRIBUTED: replica.is_distributed,
     }
     kept = sharded_weights(replica.kept, list(replica.weights()), list(leaves(model)))
-    return {**model, "optimizer": optimizer, "kept": kept, "rng": _random_states(), **plain}
+    return {**model, "optimizer": optimizer, "kept": kept, **plain}
 
 
 def sharded_state(replica: Replica, model: dict[str, Any], *, loading: bool) -> dict[Any, Any]:
@@ -200,7 +284,7 @@ def _random_states() -> list[torch.Tensor]:
 
 def _saved_values(path: Path) -> dict[str, Any]:
     """Return the plain values of a checkpoint."""
-    plain = dist_checkpointing.load_common_state_dict(str(path))
+    plain: dict[str, Any] = dist_checkpointing.load_common_state_dict(str(path))
     if "optimizer_steps" not in plain:
         raise ValueError(f"{path} was written by an earlier version of the trainer, and is no longer read")
     return plain

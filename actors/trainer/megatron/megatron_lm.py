@@ -17,6 +17,7 @@ from actors.trainer.megatron.checkpoint import (
     named_chunks,
     own_settings,
     sharded_state,
+    without_head,
 )
 from actors.trainer.megatron.imports import TorchCommonLoadStrategy, dist_checkpointing, quiet
 from actors.trainer.megatron.rank_model import Replica
@@ -32,10 +33,16 @@ READABLE: Final = "fully_reshardable"
 WEIGHTS_ONLY: Final = "load only the weights with trainer.load_weights_only = true"
 
 
-def begin_from_megatron_lm(replica: Replica, path: Path, *, weights_only: bool) -> None:
+def begin_from_megatron_lm(replica: Replica, path: Path, *, weights_only: bool, with_head: bool = True) -> None:
     """Start a run from a Megatron-LM checkpoint, or from its weights alone. A collective of all ranks.
 
     The run's train steps start at 0: Megatron-LM's iterations do not count as train steps.
+
+    Args:
+        replica: Model replica to load.
+        path: Directory of the checkpoint.
+        weights_only: Load no optimizer state.
+        with_head: Load the output layer, too. A critic, which has another one, keeps its own.
 
     Raises:
         ValueError: The checkpoint is of another model, or its optimizer state cannot be read; the text says why.
@@ -47,12 +54,15 @@ def begin_from_megatron_lm(replica: Replica, path: Path, *, weights_only: bool) 
         key: _tensors(chunk.sharded_state_dict(metadata={"non_homogeneous_layers": one_by_one}))
         for key, chunk in named_chunks(replica.complete_chunks()).items()
     }
+    if not with_head:
+        model = {key: without_head(chunk) for key, chunk in model.items()}
+        saved = without_head(saved)
     _take_names(model, saved)
     _check(model, saved, path)
     if weights_only:
         with quiet(), reading(path):
             state = dist_checkpointing.load(model, str(path), common_strategy=_NoCommonState())
-        _set_model(replica, state)
+        _set_model(replica, state, with_head=with_head)
         replica.optimizer.reload_model_params()
         return
     steps = _check_optimizer(replica, saved, path)
@@ -74,9 +84,11 @@ class _NoCommonState(TorchCommonLoadStrategy):
         return {}
 
 
-def _set_model(replica: Replica, state: Mapping[str, Any]) -> None:
+def _set_model(replica: Replica, state: Mapping[str, Any], *, with_head: bool = True) -> None:
     for key, chunk in named_chunks(replica.chunks).items():
-        chunk.load_state_dict(dict.fromkeys(chunk.state_dict()) | state[key])  # non-tensor entries become None
+        own = chunk.state_dict()
+        missing = dict.fromkeys(own if with_head else without_head(own))  # non-tensor entries become None
+        chunk.load_state_dict(missing | state[key], strict=with_head)
 
 
 def _tensors(state: dict[str, Any]) -> dict[str, Any]:

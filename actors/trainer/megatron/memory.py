@@ -69,7 +69,7 @@ def held_bytes(device: torch.device) -> int:
 
 
 class Offloaded:
-    """Main parameters, optimizer state and gradient buffers moved off the device.
+    """Main parameters, optimizer state, gradient buffers and, on request, weights moved off the device.
 
     The tensors stay the same objects. Their storages are emptied, and `onload` fills them again. Gradients are not
     kept, since each optimizer step starts without them.
@@ -82,6 +82,7 @@ class Offloaded:
         folder: Path,
         *,
         gradients: bool = True,
+        weights: bool = False,
         before: "Offloaded | None" = None,
     ) -> None:
         """Move the storages off the device.
@@ -91,15 +92,19 @@ class Offloaded:
             optimizer: Megatron's optimizer.
             folder: Directory of the file that takes the host's place when training on the CPU.
             gradients: Whether to offload the gradient buffers, too.
+            weights: Whether to offload the weights, too.
             before: Earlier `Offloaded` after its `onload`. Its host memory is reused if the sizes match.
         """
         with quiet():
             optimizer.zero_grad()  # gradients of the main parameters
-        weights = {parameter.untyped_storage().data_ptr() for wrapped in ddp for parameter in wrapped.parameters()}
+        of_weights = _storages(parameter for wrapped in ddp for parameter in wrapped.parameters())
+        known = {storage.data_ptr() for storage in of_weights}
         buffers = [buffer for wrapped in ddp for buffer in _buffers(wrapped)] if gradients else []
         self._gradients = _storages(buffer.grad_data for buffer in buffers)
         kept = _storages(_optimizer_tensors(optimizer))
-        self._kept = [storage for storage in kept if storage.data_ptr() not in weights]
+        self._kept = [storage for storage in kept if storage.data_ptr() not in known]
+        if weights:
+            self._kept += of_weights
         self.size_bytes = sum(storage.nbytes() for storage in (*self._gradients, *self._kept))
         self._sizes = [storage.nbytes() for storage in (*self._gradients, *self._kept)]
         room = [] if before is None else before._host  # allocating it, above all if pinned, takes longer than the copy

@@ -209,18 +209,19 @@ class Replica:
             weight.copy_(other)
             other.copy_(before)
 
-    def offload(self, folder: Path) -> int:
+    def offload(self, folder: Path, *, weights: bool = False) -> int:
         """Move gradient buffers, main parameters and optimizer state to the host, until `onload`. The weights stay.
 
         Args:
             folder: Directory for an unnamed file that takes the host's place when training on the CPU. The file
                 disappears with the process.
+            weights: Move the weights, too. Nothing can be computed then until `onload`.
 
         Returns:
             Bytes freed.
         """
         assert self.offloaded is None
-        self.offloaded = Offloaded(self._ddp, self.optimizer, folder)
+        self.offloaded = Offloaded(self._ddp, self.optimizer, folder, weights=weights)
         return self.offloaded.size_bytes
 
     def onload(self) -> None:

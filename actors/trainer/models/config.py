@@ -7,7 +7,7 @@ from runtime.models.attention import MlaConfig, Rope
 from runtime.models.config import ModelError, read_model
 from runtime.models.experts import Experts
 from runtime.settings.recipe import trains_reward_model
-from runtime.settings.topology import Topology
+from runtime.settings.topology import Topology, critic_topology
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,3 +114,12 @@ def trained_model(topology: Topology) -> HfConfig:
     """
     model = read_hf_config(Path(topology.model.hf_checkpoint), topology.trainer.megatron.mtp_num_layers)
     return with_value_head(model, bias=False) if trains_reward_model(topology) else model
+
+
+def critic_model(topology: Topology) -> HfConfig:
+    """Read the configuration of a run's critic.
+
+    Raises:
+        ModelError, a ValueError: as in `read_hf_config`.
+    """
+    return with_value_head(read_hf_config(Path(critic_topology(topology).model.hf_checkpoint)))

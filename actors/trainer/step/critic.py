@@ -76,11 +76,9 @@ class Critic:
         Returns:
             The optimizer steps, and metrics, complete on rank 0 and on the last pipeline stage.
         """
-        timer = StepTimer()
         own = [replace(step, micro_batches=list(map(_without_experts, step.micro_batches))) for step in steps]
-        done = self._learner.train(batch, own, self._loss_of(estimates), weights_N.clone(), timer)
-        metrics = self._metrics(batch, done, estimates) | {"perf/critic_train_time": timer.total}
-        return done, metrics
+        done = self._learner.train(batch, own, self._loss_of(estimates), weights_N.clone(), StepTimer())
+        return done, self._metrics(batch, done, estimates)
 
     def _loss_of(self, estimates: Estimates) -> StepLoss:
         device = self.replica.device
@@ -111,4 +109,6 @@ def _without_experts(micro_batch: MicroBatch) -> MicroBatch:
 
 
 def _mean(values: NDArray[np.floating[Any]]) -> float:
-    return float(values.mean()) if len(values) else 0.0
+    """Average the finite values: samples without a usable reward have none."""
+    finite = values[np.isfinite(values)]
+    return float(finite.mean()) if len(finite) else 0.0

@@ -22,6 +22,7 @@ from actors.trainer.algorithms.group_baselines import (
     remax_advantages,
     rloo_advantages,
 )
+from actors.trainer.algorithms.returns import ppo_advantages
 from actors.trainer.algorithms.whitening import whiten
 from actors.trainer.data.batch import TrainBatch
 from actors.trainer.plugins.functions import custom_advantage
@@ -76,11 +77,19 @@ def _gdpo(algorithm: AlgorithmConfig, alone: GroupOfOne) -> Options:
     return _passk(algorithm, alone) | {"weights": dict(zip(keys, weights or (1.0,) * len(keys), strict=True))}
 
 
+def _ppo(algorithm: AlgorithmConfig, alone: GroupOfOne) -> Options:
+    del alone
+    by_length = algorithm.length_adaptive_alpha or None
+    own = {"critic_lambd": algorithm.gae_lambda_value, "length_adaptive_alpha": by_length}
+    return {"kl_coef": 0.0, "gamma": 1.0, "lambd": 1.0} | own
+
+
 def _none(algorithm: AlgorithmConfig, alone: GroupOfOne) -> Options:
     del algorithm, alone
     return {}
 
 
+OPTIONAL: Final = ("kl",)  # inputs that may be None: the recipe has no such term
 GROUPED: Final = ("rewards", "groups", "rollouts")
 
 ESTIMATORS: Final[Mapping[Estimator, Estimate]] = {
@@ -96,6 +105,7 @@ ESTIMATORS: Final[Mapping[Estimator, Estimate]] = {
     "gdpo": Estimate(gdpo_advantages, ("named_rewards", "groups", "rollouts"), _gdpo),
     "remax": Estimate(remax_advantages, ("rewards", "baseline_rewards"), _none),
     "reinforce": Estimate(reinforce_advantages, ("rewards", "rollouts"), _reinforce),
+    "ppo": Estimate(ppo_advantages, ("rewards", "values", "lengths", "response_mask", "kl"), _ppo),
 }
 
 
@@ -160,7 +170,7 @@ def _estimated(inputs: AdvantageInputs, algorithm: AlgorithmConfig, alone: Group
         return custom_advantage(algorithm.custom_advantage)(inputs)
     estimate = ESTIMATORS[algorithm.advantage_estimator]
     given = {name: getattr(inputs, name) for name in estimate.inputs}
-    if missing := [name for name, values in given.items() if values is None]:
+    if missing := [name for name, values in given.items() if values is None and name not in OPTIONAL]:
         raise ValueError(f'the estimator "{algorithm.advantage_estimator}" needs {", ".join(missing)}')
     return estimate.function(*given.values(), **estimate.options(algorithm, alone))
 

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from actors.trainer.algorithms.advantage_inputs import AdvantageInputs, Flags, Floats
 from actors.trainer.algorithms.corrections import mean_weight
 from actors.trainer.algorithms.group_baselines import GroupOfOne
 from actors.trainer.algorithms.loss_inputs import LossInputs, Sequences, Terms
@@ -35,9 +36,10 @@ from actors.trainer.plugins.dry_run import try_plugins
 from actors.trainer.plugins.functions import hook
 from actors.trainer.plugins.rollout_data import Postprocess, rollout_data
 from actors.trainer.step.by_group import GroupLogProbs, reference_of, teacher_of
+from actors.trainer.step.critic import Critic, Estimates
 from actors.trainer.step.estimator import advantage_inputs, group_of_one, response_mask, token_advantages
 from actors.trainer.step.layout import NO_SAMPLES, laid_out, shared_equally
-from actors.trainer.step.learner import Learner, OptimizerStep
+from actors.trainer.step.learner import Done, Learner, OptimizerStep
 from actors.trainer.step.masked_tokens import MaskedTokens
 from actors.trainer.step.metrics import (
     StepTimer,
@@ -54,6 +56,7 @@ from actors.trainer.step.pairs import pair_inputs, rollouts_in, sums_over_pairs
 from actors.trainer.step.rewards import reward_metrics, with_penalties
 from runtime.settings.placement import max_sample_tokens
 from runtime.settings.recipe import (
+    has_critic,
     measures_all,
     needs_all_old_log_probs,
     precomputes_old_log_probs,
@@ -78,6 +81,7 @@ class _Columns:
     is_kept_N: Tensor | None  # tokens whose `trainer_log_probs_N` are by the older weights that sampled them
     weight_scale: float  # mean importance weight of the batch, or 1
     rollouts_B: Ints | None  # rollout of each sample, where micro-batches have rollouts whole
+    estimates: Estimates | None  # values and returns of the critic
 
 
 class _Routed(NamedTuple):
@@ -107,18 +111,21 @@ def hook_before_log_probs(topology: Topology, replica: Replica) -> Callable[[str
 
 
 class TrainStep:
-    """Trains batches on a replica. Its only own state is weights of other models and earlier steps."""
+    """Trains batches on a replica, and on a critic. Its only own state is weights of other models and earlier steps."""
 
-    def __init__(self, topology: Topology, replica: Replica) -> None:
+    def __init__(self, topology: Topology, replica: Replica, critic: Critic | None = None) -> None:
         """Copy the reference weights. Create the train step before a checkpoint is loaded.
 
         Raises:
             ValueError, OSError: The reference model cannot be used.
             InputError: A function of the user cannot be used.
         """
+        assert (critic is not None) == has_critic(topology)
         self._replica = replica
+        self._critic = critic
         self._topology = topology
         self._algorithm = topology.algorithm
+        self._first_step = 0 if critic is None else topology.algorithm.num_critic_only_steps  # of the policy
         self._demonstrations = trains_demonstrations(topology)
         self._pairs = trains_pairs(topology)
         self._measures_all = measures_all(topology)
@@ -129,7 +136,7 @@ class TrainStep:
         self._objective = Objective(self._algorithm)
         named = self._algorithm.rollout_data_postprocess
         self._postprocess = None if named is None else Postprocess(named)
-        self._learner = Learner(topology, replica, self._objective.names)
+        self._learner = Learner(topology, replica, self._objective.names, first_step=self._first_step)
         self._needs_all_old = not self._demonstrations and needs_all_old_log_probs(self._algorithm)
         self._group_of_one: GroupOfOne = group_of_one(topology)
         self._reference = reference_of(topology, replica)
@@ -163,42 +170,65 @@ class TrainStep:
             if self._postprocess is not None:
                 batch, steps, columns = self._postprocessed(self._postprocess, batch, steps, columns)
                 timer.lap("perf/postprocess_time")
-        before = timer.total
-        counted = self._first_counts(batch)
-        with memory.phase("train"):
-            loss = partial(self._loss_terms, batch.step, columns, counted)
-            done = self._learner.train(batch, steps, loss, columns.weights_N, timer)
-        steps, taken = [one.step for one in done], [one for one in done if one.is_taken]
+        metrics, done = self._train_critic(batch, steps, columns, timer)
+        if batch.step >= self._first_step:
+            of_policy, done = self._train_policy(batch, steps, columns, timer)
+            metrics |= of_policy
+        metrics |= memory_metrics(memory.take()) | size_metrics(batch)
+        taken = [one for one in done if one.is_taken]
         masked_B = np.logical_or.reduce([one.masked_B for one in done])
-        metrics = speed_metrics(self._replica.hf, batch.lengths_B.tolist(), timer.total - before, self._replica.device)
-        metrics |= memory_metrics(memory.take())
-        metrics |= self._learner.metrics(done) | size_metrics(batch)
         if not self._demonstrations:
-            measured = _micro_batches(steps if self._measures_all else steps[:1])
-            metrics |= difference_metrics(batch, measured, columns.trainer_log_probs_N.cpu().numpy())
-            trained, advantages_N = with_masked(batch, masked_B), columns.advantages_N.cpu().numpy()
-            metrics |= sampling_metrics(trained, advantages_N)
-            if self._topology.rollout.log_passrate:
-                metrics |= passrate_metrics(batch)
-            if counted is not None:
-                metrics |= counted.counts(batch, trained, advantages_N, response_mask(batch))
+            metrics |= sampling_metrics(with_masked(batch, masked_B), columns.advantages_N.cpu().numpy())
+            metrics |= passrate_metrics(batch) if self._topology.rollout.log_passrate else {}
             metrics |= reward_metrics(batch, self._algorithm)
-            metrics["train/entropy_coef"] = self._entropy_coef(batch.step)
         if self._reference is not None:
             metrics |= self._reference.metrics()
         if columns.is_kept_N is not None:
             metrics |= old_actor_metrics(columns.is_kept_N.cpu().numpy(), batch)
         metrics["train/num_skipped_steps"] = len(done) - len(taken)
-        metrics["train/grad_norm"] = float(np.mean([one.norm for one in taken or done]))
-        metrics["train/lr-pg_0"] = self._learner.learning_rate(batch.step, steps[-1].number)
         timer.lap("perf/metrics_time")
-        metrics |= timer.metrics() | {"perf/actor_train_time": timer.total - before, "perf/train_time": timer.total}
+        metrics |= timer.metrics() | {"perf/train_time": timer.total}
         skipped = np.concatenate([NO_SAMPLES, *(one.step.samples for one in done if not one.is_taken)])
         return Trained(metrics, skipped, np.flatnonzero(masked_B))
 
+    def _train_critic(
+        self, batch: TrainBatch, steps: Sequence[OptimizerStep], columns: _Columns, timer: StepTimer
+    ) -> tuple[dict[str, float], list[Done]]:
+        """Take the critic's optimizer steps, if there is a critic. A collective of all ranks."""
+        if self._critic is None:
+            return {}, []
+        assert columns.estimates is not None
+        with self._replica.memory.phase("train"):
+            done, metrics = self._critic.train(batch, steps, columns.estimates, columns.weights_N)
+        timer.lap("perf/critic_train_time")
+        return metrics, done
+
+    def _train_policy(
+        self, batch: TrainBatch, steps: Sequence[OptimizerStep], columns: _Columns, timer: StepTimer
+    ) -> tuple[dict[str, float], list[Done]]:
+        """Take the policy's optimizer steps. A collective of all ranks."""
+        counted, before = self._first_counts(batch), timer.total
+        with self._replica.memory.phase("train"):
+            loss = partial(self._loss_terms, batch.step, columns, counted)
+            done = self._learner.train(batch, steps, loss, columns.weights_N, timer)
+        steps, taken = [one.step for one in done], [one for one in done if one.is_taken]
+        took_s, lengths = timer.total - before, batch.lengths_B.tolist()
+        metrics = self._learner.metrics(done) | speed_metrics(self._replica.hf, lengths, took_s, self._replica.device)
+        if not self._demonstrations:
+            measured = _micro_batches(steps if self._measures_all else steps[:1])
+            metrics |= difference_metrics(batch, measured, columns.trainer_log_probs_N.cpu().numpy())
+            if counted is not None:
+                trained = with_masked(batch, np.logical_or.reduce([one.masked_B for one in done]))
+                metrics |= counted.counts(batch, trained, columns.advantages_N.cpu().numpy(), response_mask(batch))
+            metrics["train/entropy_coef"] = self._entropy_coef(batch.step)
+        metrics["train/grad_norm"] = float(np.mean([one.norm for one in taken or done]))
+        metrics["train/lr-pg_0"] = self._learner.learning_rate(batch.step, steps[-1].number)
+        metrics["perf/actor_train_time"] = took_s
+        return metrics, done
+
     def _first_counts(self, batch: TrainBatch) -> MaskedTokens | None:
-        """Return what counts masked tokens by rule: in the run's first train step alone."""
-        if batch.step or self._demonstrations:
+        """Return what counts masked tokens by rule: in the policy's first train step alone."""
+        if batch.step != self._first_step or self._demonstrations:
             return None
         return MaskedTokens(self._objective.names, len(batch.tokens_N), self._replica.device)
 
@@ -280,12 +310,7 @@ class TrainStep:
 
     def _prepare(self, batch: TrainBatch, steps: list[OptimizerStep], timer: StepTimer) -> _Columns:
         """Compute all inputs of the loss except the policy's own forward pass."""
-        trainer_log_probs_N = self._old_log_probs(batch, steps if self._needs_all_old else steps[1:])
-        is_kept_N = None
-        if self._old_actor is not None:
-            kept_log_probs_N, is_kept_N = self._old_actor.log_probs(batch)
-            trainer_log_probs_N = np.where(is_kept_N, kept_log_probs_N, trainer_log_probs_N)
-            self._old_actor.keep(batch)
+        trainer_log_probs_N, is_kept_N = self._before_training(batch, steps)
         weight_scale = 1.0
         if self._algorithm.tis_batch_normalize:
             weight_scale = self._mean_weight(batch, trainer_log_probs_N)
@@ -297,10 +322,9 @@ class TrainStep:
             old_N = batch.rollout_log_probs_N if self._algorithm.use_rollout_logprobs else trainer_log_probs_N
             columns = {"old_log_probs": old_N, "teacher_log_probs": teacher_log_probs_N}
             inputs = replace(inputs, **{name: column.astype(np.float64) for name, column in columns.items()})
-        advantages = token_advantages(inputs, self._algorithm, self._group_of_one).advantages
-        timer.lap("perf/plan_time")
+        advantages, estimates = self._estimate(batch, inputs, timer)
         ref_log_probs_N = None
-        if self._reference is not None:
+        if self._reference is not None and batch.step >= self._first_step:
             by_group = self._by_group
             ref_log_probs_N = (
                 self._reference.log_probs(batch, _micro_batches(steps))
@@ -326,8 +350,41 @@ class TrainStep:
         timer.lap("perf/plan_time")
         rollouts_B = batch.rollouts_B if self._pairs else None
         return _Columns(
-            advantages_N, weights_N, rollout_N, trainer_N, ref_N, teacher_N, rewards_N, kept_N, weight_scale, rollouts_B
+            advantages_N,
+            weights_N,
+            rollout_N,
+            trainer_N,
+            ref_N,
+            teacher_N,
+            rewards_N,
+            kept_N,
+            weight_scale,
+            rollouts_B,
+            estimates,
         )
+
+    def _before_training(self, batch: TrainBatch, steps: Sequence[OptimizerStep]) -> tuple[Floats32, Flags | None]:
+        """Return log-probs before training, and which of them are by the older weights that sampled the tokens."""
+        later = steps[1:] if batch.step >= self._first_step else []
+        log_probs_N = self._old_log_probs(batch, steps if self._needs_all_old else later)
+        if self._old_actor is None:
+            return log_probs_N, None
+        kept_log_probs_N, is_kept_N = self._old_actor.log_probs(batch)
+        self._old_actor.keep(batch)
+        return np.where(is_kept_N, kept_log_probs_N, log_probs_N), is_kept_N
+
+    def _estimate(
+        self, batch: TrainBatch, inputs: AdvantageInputs, timer: StepTimer
+    ) -> tuple[Floats, Estimates | None]:
+        """Compute the advantages of the batch's tokens, and with a critic its values and returns."""
+        values_N = None
+        if self._critic is not None:
+            values_N = self._critic.values(batch, inputs.response_mask)
+            inputs = replace(inputs, values=values_N.astype(np.float64))
+            timer.lap("perf/values_time")
+        advantages, returns = token_advantages(inputs, self._algorithm, self._group_of_one)
+        timer.lap("perf/plan_time")
+        return advantages, None if values_N is None or returns is None else Estimates(values_N, returns)
 
     def _postprocessed(
         self, postprocess: Postprocess, batch: TrainBatch, steps: list[OptimizerStep], columns: _Columns

@@ -8,6 +8,7 @@ import msgspec
 from runtime.settings.reading.config import Problem
 from runtime.settings.recipe import (
     AlgorithmConfig,
+    CriticConfig,
     Custom,
     Estimator,
     LossMode,
@@ -15,6 +16,7 @@ from runtime.settings.recipe import (
     agg_mode,
     asks_teachers,
     estimator,
+    has_critic,
     keeps_teacher,
     loss_mode,
     measures_all,
@@ -28,7 +30,7 @@ from runtime.settings.recipe import (
 GRPO: Final = ("grpo", "gspo", "cispo")  # the same advantages
 GROUP_MEANS: Final = (*GRPO, "reinforce_plus_plus_baseline", "rloo", "opo", "gpg", "custom")
 # "maxrl" expects rewards that are not negative, and "gdpo" trains named rewards
-SHAPED: Final = (*GROUP_MEANS, "grpo_passk", "reinforce", "remax")
+SHAPED: Final = (*GROUP_MEANS, "grpo_passk", "reinforce", "remax", "ppo")
 CLIPPED: Final = ("ppo", "gspo", "decoupled_ppo")
 CORRECTED: Final = (
     "ppo",
@@ -97,7 +99,13 @@ APPLIES: Final[Mapping[str, Applies]] = {
     "opd_kl_coef": Applies("use_opd", (True,)),
     **{
         name: Applies("advantage_estimator", ("ppo",))
-        for name in ("value_clip", "value_loss_coef", "num_critic_only_steps")
+        for name in (
+            "gae_lambda_value",
+            "length_adaptive_alpha",
+            "value_clip",
+            "value_loss_coef",
+            "num_critic_only_steps",
+        )
     },
     "loss_scale_factor": Applies("loss_agg_mode", ("seq-mean-token-sum-norm",)),
     "count_masked_rollouts": Applies(
@@ -156,6 +164,7 @@ def algorithm_problems(recipe: Recipe) -> Iterator[Problem]:
     yield from _custom(recipe)
     yield from _reductions(recipe.algorithm)
     yield from _terms(recipe)
+    yield from _critic(recipe)
 
 
 def _without_effect(algorithm: AlgorithmConfig) -> Iterator[Problem]:
@@ -316,6 +325,17 @@ def _distillation(recipe: Recipe) -> Iterator[Problem]:
             'a teacher in the trainer ("megatron") computes them at any'
         )
         yield Problem.of("rollout.temperature", recipe.rollout.temperature, message)
+
+
+def _critic(recipe: Recipe) -> Iterator[Problem]:
+    """Yield keys of the critic without effect."""
+    if has_critic(recipe):
+        return
+    for field in msgspec.structs.fields(CriticConfig):
+        value = getattr(recipe.critic, field.name)
+        if value != field.default:
+            message = 'has no effect unless algorithm.advantage_estimator = "ppo"'
+            yield Problem.of(f"critic.{field.name}", value, message)
 
 
 def _reductions(algorithm: AlgorithmConfig) -> Iterator[Problem]:

@@ -17,61 +17,11 @@ from actors.trainer.step.estimator import advantage_inputs
 from actors.trainer.step.train_step import TrainStep
 from runtime.settings.topology import Topology
 from tests.actors.trainer.hf import write_model
+from tests.actors.trainer.step.reference_critic import ReferenceCritic, head_of
 from tests.actors.trainer.tiny import random_batch
 from tests.build.topology import MakeTopology
 
 CPU = torch.device("cpu")
-
-
-class ReferenceCritic:
-    """A critic on transformers and torch.optim.AdamW, one sample at a time. Shares no code with the trainer."""
-
-    def __init__(self, model: Any, weight: torch.Tensor, topology: Topology) -> None:
-        self._model, self._topology = model, topology
-        self.weight = torch.nn.Parameter(weight.clone())
-        self.bias = torch.nn.Parameter(torch.zeros(1))
-        body = dict(model.model.named_parameters())
-        decayed = [one for one in (*body.values(), self.weight) if one.ndim > 1]
-        others = [one for one in (*body.values(), self.bias) if one.ndim <= 1]
-        config, own = topology.optimizer, topology.critic
-        self._adam = torch.optim.AdamW(
-            [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}],
-            lr=own.lr or config.lr,
-            betas=(config.adam_beta1, config.adam_beta2),
-            eps=config.adam_eps,
-        )
-
-    def values(self, batch: TrainBatch, sample: int) -> torch.Tensor:
-        """Values of a sample's tokens after the first, each computed one position before its token."""
-        begin = int(batch.starts_B[sample])
-        tokens = torch.from_numpy(batch.tokens_N[begin : begin + int(batch.lengths_B[sample])]).long()
-        hidden = self._model.model(tokens[None]).last_hidden_state[0, :-1]
-        return hidden @ self.weight[0] + self.bias
-
-    def train(self, batch: TrainBatch, estimates: Estimates) -> float:
-        """One optimizer step on all samples, as a mean over rollouts of their mean over tokens; returns the loss."""
-        clip, total = self._topology.algorithm.value_clip, torch.zeros(())
-        num_rollouts = len(np.unique(batch.rollouts_B))
-        for sample, (begin, length) in enumerate(zip(batch.starts_B, batch.lengths_B, strict=True)):
-            own = slice(begin + 1, begin + length)
-            mask = torch.from_numpy(batch.loss_mask_N[own]).float()
-            old, goal = torch.from_numpy(estimates.values_N[own]), torch.from_numpy(estimates.returns_N[own]).float()
-            values = self.values(batch, sample)
-            clipped = torch.minimum(torch.maximum(values, old - clip), old + clip)
-            errors = torch.maximum((values - goal) ** 2, (clipped - goal) ** 2)
-            siblings = batch.mask_sums_B[batch.rollouts_B == batch.rollouts_B[sample]].sum()
-            total = total + (errors * mask).sum() / max(siblings, 1) / num_rollouts
-        total = self._topology.algorithm.value_loss_coef * total
-        self._adam.zero_grad()
-        total.backward()
-        parameters = [one for group in self._adam.param_groups for one in group["params"] if one.grad is not None]
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        self._adam.step()
-        return float(total.detach())
-
-
-def head_of(critic: Critic) -> torch.Tensor:
-    return critic.replica.complete_chunks()[0].output_layer.weight.detach()
 
 
 def steps_of(topology: Topology, batch: TrainBatch) -> tuple[Any, torch.Tensor]:
@@ -105,7 +55,7 @@ def test_a_critic_starts_from_a_policy_and_learns_as_an_independent_loop(
         np.testing.assert_allclose(values_N, np.where(wanted_N, expected_N, 0.0), rtol=0, atol=2e-5)
         estimates = Estimates(values_N, np.random.default_rng(number).normal(0, 1, len(values_N)))
         steps, weights_N = steps_of(topology, batch)
-        losses = [reference.train(batch, estimates)]
+        losses = reference.train_steps(batch, estimates.values_N, estimates.returns_N)
         done, metrics = critic.train(batch, steps, estimates, weights_N)
         assert metrics["train/value_loss"] == pytest.approx(losses[0], rel=1e-4)
         assert [one.is_taken for one in done] == [True]

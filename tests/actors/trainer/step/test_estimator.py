@@ -35,14 +35,15 @@ def test_its_inputs_are_arguments_in_order_and_its_options_keywords(estimate: Es
 def test_samples_that_are_reordered_keep_their_advantages(name: Estimator) -> None:
     """Groups form by id, wherever their samples are."""
     batch, algorithm = random_batch(), AlgorithmConfig(advantage_estimator=name)
-    inputs = advantage_inputs(batch, REWARD_KEYS)
+    values = np.random.default_rng(1).normal(size=len(batch.tokens_N))
+    inputs = advantage_inputs(batch, REWARD_KEYS, values=values)
     order = np.random.default_rng(0).permutation(len(batch.lengths_B))
     where = batch.tokens_of(order)
     moved = replace(
         inputs,
         **{part: getattr(inputs, part)[order] for part in BY_SAMPLE},
         named_rewards={key: rewards[order] for key, rewards in inputs.named_rewards.items()},
-        **{part: getattr(inputs, part)[where] for part in ("loss_mask", "response_mask")},
+        **{part: getattr(inputs, part)[where] for part in ("loss_mask", "response_mask", "values")},
     )
     expected = token_advantages(inputs, algorithm, "zero").advantages
     np.testing.assert_allclose(token_advantages(moved, algorithm, "zero").advantages, expected[where], atol=1e-12)
