@@ -17,6 +17,7 @@ from runtime.settings.recipe import (
     trains_demonstrations,
     trains_pairs,
     trains_reward_model,
+    uses_teacher,
 )
 
 
@@ -116,7 +117,7 @@ def _terms(recipe: Recipe) -> Iterator[PlannedTerm]:
     algorithm = recipe.algorithm
     yield from _penalties(recipe)
     yield _advantage(algorithm)
-    if algorithm.use_opd:
+    if uses_teacher(algorithm):
         yield _term("teacher", f"A - {algorithm.opd_kl_coef:g} log(old policy / teacher)", "algorithm.use_opd")
     yield from _critic(recipe)
     yield _policy_loss(algorithm)

@@ -10,7 +10,13 @@ from runtime.settings.gpus import Gpu, show_gpus
 from runtime.settings.objective import PlannedTerm, objective_of
 from runtime.settings.placement import address_setting, bus_node, bus_port, data_parallel_size, home_node, num_ranks
 from runtime.settings.processes import ProcessSpec
-from runtime.settings.recipe import RolloutConfig, over_sampling_batch_size, trains_demonstrations, trains_pairs
+from runtime.settings.recipe import (
+    RolloutConfig,
+    over_sampling_batch_size,
+    trains_demonstrations,
+    trains_pairs,
+    uses_teacher,
+)
 from runtime.settings.sizes import (
     StreamSizes,
     group_bytes,
@@ -125,7 +131,7 @@ def _head(topology: Topology, plan: Plan) -> Iterator[str]:
         use = f"graded by {data.rm_type or 'the grader that each row names'}"
         if trains_demonstrations(topology):
             use = "preference pairs" if trains_pairs(topology) else "demonstrations"
-        elif data.rm_type is None and topology.algorithm.use_opd:
+        elif data.rm_type is None and uses_teacher(topology.algorithm):
             use = "reward 0, unless a row names a grader"
         elif data.rm_type in topology.reward.external:
             use += " of external workers"

@@ -346,7 +346,7 @@ class AlgorithmConfig(Config, frozen=True, kw_only=True):
     # Where the teacher computes log-probs, with `use_opd`: in an engine pool ("sglang"), or in the trainer
     # ("megatron").
     opd_type: Literal["sglang", "megatron"] | None = None
-    # Weight of the reverse KL to the teacher.
+    # Weight of the reverse KL to the teacher. 0 turns distillation off: no teacher computes log-probs.
     opd_kl_coef: NonNegative = 1.0
     # Weight of the entropy bonus.
     entropy_coef: NonNegative = 0.0
@@ -618,7 +618,7 @@ def reads_old_log_probs(algorithm: AlgorithmConfig) -> bool:
     """Return whether the loss, a correction of it or the advantages compare with the old policy."""
     weighs = (algorithm.use_tis or algorithm.use_rs) and not algorithm.bypass_mode
     corrects = weighs or algorithm.use_opsm or algorithm.use_unbiased_kl
-    before = algorithm.use_opd or algorithm.rollout_data_postprocess is not None
+    before = uses_teacher(algorithm) or algorithm.rollout_data_postprocess is not None
     return corrects or before or loss_mode(algorithm) not in ("prime_rl", "prime_rl_ipo", "gpg")
 
 
@@ -633,18 +633,23 @@ def rejection_bounds(algorithm: AlgorithmConfig) -> tuple[float, float]:
 
 def needs_all_old_log_probs(algorithm: AlgorithmConfig) -> bool:
     """Return whether old log-probs of all samples are needed before the first optimizer step of a batch."""
-    before = algorithm.use_opd or algorithm.rollout_data_postprocess is not None
+    before = uses_teacher(algorithm) or algorithm.rollout_data_postprocess is not None
     return algorithm.tis_batch_normalize or (before and not algorithm.use_rollout_logprobs)
+
+
+def uses_teacher(algorithm: AlgorithmConfig) -> bool:
+    """Return whether log-probs of a teacher change the advantages. With weight 0 no log-probs are computed."""
+    return algorithm.use_opd and algorithm.opd_kl_coef > 0
 
 
 def keeps_teacher(algorithm: AlgorithmConfig) -> bool:
     """Return whether the trainer keeps the weights of a teacher."""
-    return algorithm.use_opd and algorithm.opd_type == "megatron"
+    return uses_teacher(algorithm) and algorithm.opd_type == "megatron"
 
 
 def asks_teachers(algorithm: AlgorithmConfig) -> bool:
     """Return whether teachers in engine pools compute log-probs of the samples."""
-    return algorithm.use_opd and algorithm.opd_type == "sglang"
+    return uses_teacher(algorithm) and algorithm.opd_type == "sglang"
 
 
 def has_critic(recipe: Recipe) -> bool:

@@ -152,7 +152,7 @@ class MegatronConfig(Config, frozen=True, kw_only=True):
     moe_router_bias_update_rate: NonNegative = 0.0
     # Number of MTP layers to train. At most 1; by default MTP layers are not trained.
     mtp_num_layers: Positive | None = None
-    # Weight of the MTP loss.
+    # Weight of the MTP loss, above 0 if there is an MTP layer.
     mtp_loss_scaling_factor: NonNegative = 0.2
 
 

@@ -19,7 +19,15 @@ from runtime.data.data_files import DataError
 from runtime.data.rows import read_rows
 from runtime.node.checks.apart import Doing, unlimited
 from runtime.settings.reading.config import TopologyError
-from runtime.settings.recipe import DataConfig, Recipe, eval_data, max_prompt_len, trains_demonstrations, trains_pairs
+from runtime.settings.recipe import (
+    DataConfig,
+    Recipe,
+    eval_data,
+    max_prompt_len,
+    trains_demonstrations,
+    trains_pairs,
+    uses_teacher,
+)
 from runtime.settings.rules.validate import validate
 from runtime.settings.topology import Topology
 
@@ -112,7 +120,7 @@ def training_reader(recipe: Recipe, tokenizing: Tokenizing) -> Reader:
     """The reader of training rows: for prompts, or for demonstrations."""
     if trains_demonstrations(recipe):
         return DemonstrationReader(tokenizing, recipe.rollout)
-    return PromptReader(tokenizing, max_prompt_len(recipe.rollout), is_graded=not recipe.algorithm.use_opd)
+    return PromptReader(tokenizing, max_prompt_len(recipe.rollout), is_graded=not uses_teacher(recipe.algorithm))
 
 
 def eval_reader(recipe: Recipe, tokenizing: Tokenizing) -> Reader:

@@ -401,7 +401,7 @@ class Replica:
 
     def _mtp_request(self, micro_batch: MicroBatch) -> MtpRequest | None:
         mtp = micro_batch.mtp
-        if mtp is None:
+        if mtp is None or not torch.is_grad_enabled():  # passes for log-probs alone do not read it
             return None
         return MtpRequest(*on_device([mtp.tokens, mtp.rows_F, mtp.targets_F], self.device))
 

@@ -26,7 +26,7 @@ from actors.trainer.algorithms.returns import ppo_advantages
 from actors.trainer.algorithms.whitening import whiten
 from actors.trainer.data.batch import TrainBatch
 from actors.trainer.plugins.functions import custom_advantage
-from runtime.settings.recipe import AlgorithmConfig, Estimator, trains_demonstrations, uses_groups
+from runtime.settings.recipe import AlgorithmConfig, Estimator, trains_demonstrations, uses_groups, uses_teacher
 from runtime.settings.topology import Topology
 
 log = structlog.get_logger()
@@ -115,7 +115,7 @@ def group_of_one(topology: Topology) -> GroupOfOne:
     alone = topology.rollout.n_samples_per_prompt == 1 and uses_groups(algorithm)
     if algorithm.group_of_one == "reward" or not alone or trains_demonstrations(topology):
         return algorithm.group_of_one
-    if not algorithm.disable_rewards_normalization and not algorithm.use_opd:
+    if not algorithm.disable_rewards_normalization and not uses_teacher(algorithm):
         log.warning("rewards_not_normalized", reason="rollout.n_samples_per_prompt = 1: every advantage would be 0")
     return "reward"
 

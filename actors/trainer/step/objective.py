@@ -32,7 +32,7 @@ from actors.trainer.algorithms.policy_losses import (
 from actors.trainer.algorithms.preference import dpo_loss
 from actors.trainer.algorithms.reductions import Reduction, ReductionInputs, reduction
 from actors.trainer.plugins.functions import custom_loss, custom_reducer, custom_weights
-from runtime.settings.recipe import AlgorithmConfig, agg_mode, loss_mode, rejection_bounds
+from runtime.settings.recipe import AlgorithmConfig, agg_mode, loss_mode, rejection_bounds, uses_teacher
 from runtime.settings.topology import Topology
 
 PolicyLoss = Callable[[LossInputs], Terms]
@@ -194,7 +194,7 @@ class Objective:
             metrics["train/positive_nll_loss"] = likelihood
         if algorithm.get_mismatch_metrics:
             metrics |= mismatch_metrics(inputs)
-        if algorithm.use_opd:
+        if uses_teacher(algorithm):
             assert inputs.teacher_log_probs is not None
             metrics["train/opd_reverse_kl"] = inputs.old_log_probs - inputs.teacher_log_probs
         return _reported(total, Terms(policy.loss, metrics))

@@ -63,6 +63,7 @@ from runtime.settings.recipe import (
     replays_experts,
     trains_demonstrations,
     trains_pairs,
+    uses_teacher,
 )
 from runtime.settings.topology import Topology
 
@@ -427,7 +428,7 @@ class TrainStep:
         if self._teacher is not None:
             own_N = self._teacher.log_probs(batch, _micro_batches(steps))
             return ranks.sum_over_replicas(torch.from_numpy(own_N)).numpy()
-        if not self._algorithm.use_opd:
+        if not uses_teacher(self._algorithm):
             return None
         if batch.teacher_log_probs_N is None:
             raise ValueError(

@@ -25,6 +25,7 @@ from runtime.settings.recipe import (
     trains_pairs,
     uses_groups,
     uses_reference,
+    uses_teacher,
 )
 
 GRPO: Final = ("grpo", "gspo", "cispo")  # the same advantages
@@ -192,7 +193,7 @@ def _without_effect(algorithm: AlgorithmConfig) -> Iterator[Problem]:
 def _groups_of_one(recipe: Recipe) -> Iterator[Problem]:
     algorithm, samples = recipe.algorithm, recipe.rollout.n_samples_per_prompt
     kept = algorithm.disable_rewards_normalization or algorithm.group_of_one == "reward"
-    if samples > 1 or kept or not uses_groups(algorithm) or algorithm.use_opd:
+    if samples > 1 or kept or not uses_groups(algorithm) or uses_teacher(algorithm):
         return
     centred = algorithm.advantage_estimator in APPLIES["disable_rewards_normalization"].choices
     how = "algorithm.disable_rewards_normalization = true" if centred else 'algorithm.group_of_one = "reward"'
@@ -316,7 +317,7 @@ def _distillation(recipe: Recipe) -> Iterator[Problem]:
     if keeps_teacher(algorithm) and teacher is None:
         message = 'missing: the model of the teacher, which algorithm.opd_type = "megatron" needs'
         yield Problem(key="model.opd_teacher_load", message=message)
-    if teacher is not None and not keeps_teacher(algorithm):
+    if teacher is not None and not (algorithm.use_opd and algorithm.opd_type == "megatron"):
         message = 'has no effect without algorithm.use_opd = true and algorithm.opd_type = "megatron"'
         yield Problem.of("model.opd_teacher_load", teacher, message)
     if asks_teachers(algorithm) and recipe.rollout.temperature != 1:

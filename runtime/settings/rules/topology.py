@@ -70,6 +70,7 @@ def topology_problems(topology: Topology) -> Iterator[Problem]:
         _load,
         _precomputed,
         _reward_model,
+        _mtp_weight,
         _held_out,
         _sampling_masks,
     ):
@@ -378,6 +379,13 @@ def _reward_model(topology: Topology) -> Iterator[Problem]:
             'has no effect with algorithm.loss_type = "rm_loss": MTP layers predict tokens, and the model scores them'
         )
         yield Problem.of("trainer.megatron.mtp_num_layers", layers, message)
+
+
+def _mtp_weight(topology: Topology) -> Iterator[Problem]:
+    megatron = topology.trainer.megatron
+    if megatron.mtp_num_layers and megatron.mtp_loss_scaling_factor == 0:
+        message = "trains no MTP layer, and still computes it; leave out trainer.megatron.mtp_num_layers instead"
+        yield Problem.of("trainer.megatron.mtp_loss_scaling_factor", 0.0, message)
 
 
 def _held_out(topology: Topology) -> Iterator[Problem]:

@@ -316,6 +316,11 @@ def test_rules_of_the_laptop_topology(overrides: tuple[str, ...], key: str, mess
             "trainer.megatron.sequence_parallel",
             "tensor_model_parallel_size above 1",
         ),
+        (
+            ("trainer.megatron.mtp_num_layers=1", "trainer.megatron.mtp_loss_scaling_factor=0"),
+            "trainer.megatron.mtp_loss_scaling_factor",
+            "leave out trainer.megatron.mtp_num_layers instead",
+        ),
         (("trainer.megatron.mtp_num_layers=2",), "trainer.megatron.mtp_num_layers", "only one MTP layer"),
         (
             (
