@@ -124,9 +124,14 @@ def test_one_token_after_each_sample_trains() -> None:
         assert read.loss_mask_N[begin : begin + length].tolist() == trains
 
 
-def test_a_run_continues_exactly_and_transformers_reads_its_export(make_topology: MakeTopology, tmp_path: Path) -> None:
+@pytest.mark.parametrize("distributed", [False, True], ids=["", "distributed optimizer"])
+def test_a_run_continues_exactly_and_transformers_reads_its_export(
+    make_topology: MakeTopology, tmp_path: Path, distributed: bool
+) -> None:
     write_model(tmp_path / "weights", tied=True)
-    topology = topology_of(make_topology, tmp_path / "weights", algorithm={"num_steps_per_rollout": 1})
+    trainer = {"optimizer": {"use_distributed_optimizer": distributed}}
+    algorithm = {"num_steps_per_rollout": 1}
+    topology = topology_of(make_topology, tmp_path / "weights", algorithm=algorithm, trainer=trainer)
     rank = TrainerRank(topology, tmp_path / "run")
     try:
         rank.train(pairs(0))
