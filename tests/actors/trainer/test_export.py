@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,10 +14,10 @@ from actors.trainer.commands import TrainerRank
 from actors.trainer.export import CannotExport, export_run
 from actors.trainer.models import shards as shards_module
 from actors.trainer.models.files import file_source
-from actors.trainer.models.shapes import hf_shapes
+from actors.trainer.models.shapes import VALUE_BIAS, VALUE_HEAD, hf_shapes
 from runtime.settings.topology import encode_topology
 from tests.actors.trainer.hf import write_model
-from tests.actors.trainer.tiny import random_batch
+from tests.actors.trainer.tiny import pairs, random_batch
 from tests.build.topology import MakeTopology
 from tests.support.checkpoints import save
 from tests.support.published import flip
@@ -26,10 +27,11 @@ from tests.support.published import flip
 def make_run(make_topology: MakeTopology, model_dir: Path, tmp_path: Path) -> Callable[..., TrainerRank]:
     """The trainer of a run on a model of transformers, in its run directory."""
 
-    def make(*, tied: bool = False, dtype: str = "float32") -> TrainerRank:
+    def make(*, tied: bool = False, dtype: str = "float32", **tables: Any) -> TrainerRank:
         write_model(model_dir, tied=tied)
         (model_dir / "tokenizer.json").write_text("{}")
-        topology = make_topology(model={"random_init": False, "dtype": dtype}, train={"keep_checkpoints": 3})
+        model, train = {"random_init": False, "dtype": dtype}, {"keep_checkpoints": 3}
+        topology = make_topology(model=model, train=train, **tables)
         directory = tmp_path / "run"
         directory.mkdir()
         (directory / "topology.json").write_bytes(encode_topology(topology))
@@ -55,6 +57,23 @@ def test_an_exported_model_computes_in_transformers_what_the_trainer_does(
         log_probs = model(tokens).logits.float().log_softmax(-1)[0, :-1]
     found = log_probs.gather(-1, tokens[0, 1:, None])[:, 0]
     assert found.tolist() == pytest.approx(list(expected.log_probs[1:]), abs=1e-5)
+
+
+def test_a_reward_model_is_exported_from_its_checkpoint_as_by_the_trainer(
+    make_run: Callable[..., TrainerRank], tmp_path: Path
+) -> None:
+    algorithm, rollout = {"loss_type": "rm_loss", "num_steps_per_rollout": 1}, {"n_samples_per_prompt": 1}
+    engine = make_run(tied=True, algorithm=algorithm, rollout=rollout)
+    engine.train(pairs(0))
+    save(engine, step=1, incarnation=1)
+    engine.export(tmp_path / "own")
+    engine.close()
+    export_run(tmp_path / "run", tmp_path / "out")
+    for name in ("model.safetensors", "config.json", "tokenizer.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "own" / name).read_bytes()
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert written[VALUE_HEAD].shape == (1, 16)
+    assert not {"lm_head.weight", VALUE_BIAS} & written.keys()
 
 
 def test_an_export_has_the_names_of_the_model_and_the_dtype_that_was_trained(
