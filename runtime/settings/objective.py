@@ -39,7 +39,7 @@ ADVANTAGES: Final[Mapping[Estimator, tuple[str, str]]] = {  # without normalisat
     "opo": ("R - mean of group weighted by length", "OPO, arXiv 2505.23585"),
     "gpg": ("(R - mean of group) samples / samples with R other than 0", "GPG, arXiv 2504.02546"),
     "maxrl": ("(R - mean of group) / mean of group", "MaxRL, arXiv 2602.02710"),
-    "grpo_passk": ("(best R - second best R) / (std of group + 1e-6) for the best sample, else 0", "arXiv 2505.15201"),
+    "grpo_passk": ("(best R - second best R) / (std of group + 1e-6) for the best sample, else 0", "arXiv 2503.19595"),
     "gdpo": ("sum of w (R_k - mean of group) / (std of group + 1e-6) over {rewards}", "GDPO, arXiv 2601.05242"),
     "remax": ("R - R of the prompt's greedy sample", "ReMax, arXiv 2310.10505"),
     "ppo": ("sum of (gamma lambda)^k (r_k + gamma V_k+1 - V_k) over the next tokens", "GAE, arXiv 1506.02438"),

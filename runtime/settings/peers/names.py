@@ -25,6 +25,14 @@ Versions: verl 0.9.1, prime-rl at 559b4477, NeMo-RL at 7ea279ab. Estimators and 
 others are in [functions](algorithms.md).
 """
 
+FUNCTIONS_HEAD: Final = """
+## Functions
+
+What replaces the functions of slime (624b824a) and of the others. Results are equal to 1e-6 in float32 but for what the
+last column names. Each was compared on random and extreme inputs; the numbers that tests compare are in
+`tests/actors/trainer/algorithms/peer_numbers.json`, written by the script beside it.
+"""
+
 
 class Setting(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One setting of another project. Exactly one of key, slime, no and not_yet is set."""
@@ -65,11 +73,27 @@ class Values(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ours: dict[str, str]
 
 
+class Function(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Functions of another project, and the one that replaces them here."""
+
+    there: str
+    here: str  # module and name below actors.trainer.algorithms
+    differs: str  # where their results differ; "" if nowhere
+
+
+class Functions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Functions of one project."""
+
+    name: str
+    rows: tuple[Function, ...]
+
+
 class Names(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Content of the data file, names.toml."""
 
     projects: tuple[Project, ...]
     values: tuple[Values, ...]
+    functions: tuple[Functions, ...]
 
 
 @cache
@@ -105,7 +129,9 @@ def peer_value(key: str, value: object) -> str | None:
 
 def peers_page() -> str:
     """Return the text of docs/reference/from-verl.md."""
-    return HEAD + "".join(_section(project) for project in peer_names().projects) + "".join(_values())
+    settings = (_section(project) for project in peer_names().projects)
+    functions = (_functions(project) for project in peer_names().functions)
+    return "".join([HEAD, *settings, *_values(), FUNCTIONS_HEAD, *functions])
 
 
 def _section(project: Project) -> str:
@@ -124,3 +150,16 @@ def _values() -> Iterator[str]:
     yield "\n## Values\n\n| key here | there | here |\n|---|---|---|\n"
     for values in peer_names().values:
         yield from (f"| `{values.key}` | `{there}` | `{ours}` |\n" for there, ours in values.ours.items())
+
+
+def _functions(project: Functions) -> str:
+    rows = "".join(
+        f"| {', '.join(f'`{name}`' for name in row.there.split(', '))} | {_linked(row.here)} | {row.differs or '-'} |\n"
+        for row in project.rows
+    )
+    return f"\n### Functions of {project.name}\n\n| there | here | differs |\n|---|---|---|\n{rows}"
+
+
+def _linked(function: str) -> str:
+    module, _, name = function.partition(".")
+    return f"[`{name}`](algorithms/{module}.md#{name})"

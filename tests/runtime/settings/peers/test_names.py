@@ -1,5 +1,6 @@
 """Names of verl, prime-rl and NeMo-RL: each has an answer that exists, in hints and on the page."""
 
+import importlib
 import re
 from collections import Counter
 from pathlib import Path
@@ -120,3 +121,13 @@ def test_the_page_has_every_name() -> None:
     page = peers_page()
     assert all(f"| `{setting.name}` | " in page for _, setting in SETTINGS)
     assert "](../train/own-losses.md)" in page
+
+
+def test_functions_here_exist_and_have_a_page() -> None:
+    pages = Path(__file__).resolve().parents[4] / "docs" / "reference" / "algorithms"
+    rows = [row for project in peer_names().functions for row in project.rows]
+    for row in rows:
+        module, _, name = row.here.partition(".")
+        assert callable(getattr(importlib.import_module(f"actors.trainer.algorithms.{module}"), name))
+        assert f"## `{name}`" in (pages / f"{module}.md").read_text(encoding="utf-8")
+    assert len({row.there for row in rows}) == len(rows)
