@@ -29,8 +29,8 @@ FUNCTIONS_HEAD: Final = """
 ## Functions
 
 What replaces the functions of slime (624b824a) and of the others. Results are equal to 1e-6 in float32 but for what the
-last column names. Each was compared on random and extreme inputs; the numbers that tests compare are in
-`tests/actors/trainer/algorithms/peer_numbers.json`, written by the script beside it.
+last column names. Tests compare most of them with numbers that the others returned: `peer_numbers.json` and
+`peer_edges.json` in `tests/actors/trainer/algorithms/`, each written by the script beside it.
 """
 
 
