@@ -22,7 +22,7 @@ log = structlog.get_logger()
 
 EVENTS_BOUND = 1024  # waiting to be reported; at the bound their reader waits
 SAMPLE_TIMEOUT_S = 10.0
-FINISH_TIMEOUT_S = 2.0
+FINISH_TIMEOUT_S = 2.0  # for each of the queued events at the end
 
 Event = Received[Message]
 
@@ -107,10 +107,13 @@ class Reporting:
         self._ended.set()
 
     async def finish(self) -> None:
-        """Report the queued events, and accept no more."""
+        """Report the queued events, and accept no more. Ends early if one of them takes too long."""
         self._send.close()
-        with anyio.move_on_after(FINISH_TIMEOUT_S):
-            await self._ended.wait()
+        queued = EVENTS_BOUND + 1
+        while not self._ended.is_set() and (left := self._events.statistics().current_buffer_used) < queued:
+            queued = left
+            with anyio.move_on_after(FINISH_TIMEOUT_S):
+                await self._ended.wait()
 
     def close(self) -> None:
         """Write the last metrics row, after all events and tasks ended."""
