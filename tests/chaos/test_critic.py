@@ -1,0 +1,57 @@
+"""kill -9 of a trainer with a critic: both continue from the checkpoint, and train the lost steps again to the bit."""
+
+from pathlib import Path
+
+import pytest
+
+from messages import BatchTrained, WeightsAnnounced
+from tests.chaos.audit import audit, read_all
+from tests.chaos.harness import SMALL, Run, moments_of
+
+pytestmark = [pytest.mark.chaos, pytest.mark.anyio, pytest.mark.timeout(400)]
+
+CRITIC_ONLY = 3
+STEPS = 14
+PPO = (
+    "algorithm.advantage_estimator=ppo",
+    "algorithm.normalize_advantages=true",
+    f"algorithm.num_critic_only_steps={CRITIC_ONLY}",
+    "critic.lr=6e-3",
+    "train.save_hf=true",
+)
+OF_POLICY = ("train/loss", "train/grad_norm")
+OF_CRITIC = ("train/value_loss", "train/critic-grad_norm", "train/explained_variance", "rollout/values")
+
+
+async def test_a_killed_trainer_trains_the_lost_steps_of_both_models_again_to_the_bit(tmp_path: Path) -> None:
+    run = Run(tmp_path, num_steps=STEPS, settings=(*SMALL, *PPO))
+    moments = moments_of("critic")
+    killed_at = (2, 8)  # while the critic trains alone; after the checkpoint of step 5
+    async with run.started() as command:
+        for steps in killed_at:
+            await command.log.until_trained(steps)
+            await command.log.pass_over(moments.randrange(3))
+            command.log.kill("trainer")
+            await command.log.until_restarted("trainer")
+        family = command.family()
+        assert await command.end() == 0
+        await run.gone(family)
+    await audit(run, killed=["trainer"] * len(killed_at))
+    async with run.reopened() as bus:
+        log = [event for _, event in await read_all(bus, run)]
+    first: dict[int, dict[str, float]] = {}
+    replayed: set[int] = set()
+    for event in log:
+        if not isinstance(event, BatchTrained):
+            continue
+        names = OF_CRITIC + (OF_POLICY if event.step >= CRITIC_ONLY else ())
+        found = {name: event.metrics[name] for name in names}
+        assert found == first.setdefault(event.step, found), event.step
+        assert OF_POLICY[0] not in event.metrics or event.step >= CRITIC_ONLY
+        replayed |= {event.step} if event.replay else set()
+    assert {0, 1, 5, 6, 7} <= replayed
+    assert sorted(first) == list(range(STEPS))
+    checksums = {event.step: event.checksum for event in log if isinstance(event, WeightsAnnounced)}
+    assert len({checksums[step] for step in range(CRITIC_ONLY + 1) if step in checksums}) == 1
+    assert checksums[CRITIC_ONLY + 1] != checksums[0]
+    assert (run.directory / "hf" / "critic" / "model.safetensors").is_file()
