@@ -465,7 +465,9 @@ class TrainerRank:
         parts = own_parts(replica.complete_chunks(), replica.hf)
         bucket_bytes = self._topology.trainer.export_bucket_bytes
         export = WeightExport(
-            copied(parts) if command.copy else parts,
+            copied(parts)
+            if command.copy or command.of_critic
+            else parts,  # numpy would hold storages that offload frees
             replica.hf,
             Path(command.directory),
             device=replica.device,

@@ -191,6 +191,9 @@ def test_the_memory_of_the_critic_leaves_the_device_and_comes_back(
                 assert {weight.untyped_storage().nbytes() for weight in critic.chunks[0].parameters()} == {0}
                 rank.onload()
             metrics += train(rank, range(step, step + 1))
+        rank.export(tmp_path / f"hf {offloads}")
+        rank.offload()  # also after an export, which reads the weights in place
+        rank.onload()
         found.append((metrics, rank))
     assert found[0][0] == found[1][0]
     assert_equal(found[0][1], found[1][1])
