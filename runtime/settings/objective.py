@@ -11,8 +11,10 @@ from runtime.settings.recipe import (
     LossMode,
     Recipe,
     agg_mode,
+    estimator,
     has_critic,
     loss_mode,
+    reads_reference,
     rejection_bounds,
     trains_demonstrations,
     trains_pairs,
@@ -35,6 +37,7 @@ ADVANTAGES: Final[Mapping[Estimator, tuple[str, str]]] = {  # without normalisat
     "cispo": ("(R - mean of group) / (std of group + 1e-6)", "GRPO, arXiv 2402.03300"),
     "rloo": ("R - mean of the group's others", "RLOO, arXiv 2402.14740"),
     "reinforce": ("R - mean of batch", "REINFORCE, Williams 1992"),
+    "reinforce_plus_plus": ("r + {gamma} A of the next token", "REINFORCE++, arXiv 2501.03262"),
     "reinforce_plus_plus_baseline": ("R - mean of group", "REINFORCE++, arXiv 2501.03262"),
     "opo": ("R - mean of group weighted by length", "OPO, arXiv 2505.23585"),
     "gpg": ("(R - mean of group) samples / samples with R other than 0", "GPG, arXiv 2504.02546"),
@@ -42,7 +45,7 @@ ADVANTAGES: Final[Mapping[Estimator, tuple[str, str]]] = {  # without normalisat
     "grpo_passk": ("(best R - second best R) / (std of group + 1e-6) for the best sample, else 0", "arXiv 2503.19595"),
     "gdpo": ("sum of w (R_k - mean of group) / (std of group + 1e-6) over {rewards}", "GDPO, arXiv 2601.05242"),
     "remax": ("R - R of the prompt's greedy sample", "ReMax, arXiv 2310.10505"),
-    "ppo": ("sum of (gamma lambda)^k (r_k + gamma V_k+1 - V_k) over the next tokens", "GAE, arXiv 1506.02438"),
+    "ppo": ("sum of ({gamma} x {lambda})^k (r_k + {gamma} V_k+1 - V_k) over the next tokens", "GAE, arXiv 1506.02438"),
 }
 LOSSES: Final[Mapping[LossMode, tuple[str, str]]] = {
     "ppo": ("max(-r A, -clip(r, {low}, {high}) A){dual}, {ratio}", "PPO, arXiv 1707.06347"),
@@ -66,6 +69,7 @@ LOSSES: Final[Mapping[LossMode, tuple[str, str]]] = {
     ),
     "gpg": ("-A log p", "GPG, arXiv 2504.02546"),
 }
+LAST_TOKEN: Final[Mapping[str, str]] = {"reinforce_plus_plus": "trained", "ppo": "response"}  # has the reward
 LEVELS: Final = {"token": "", "sequence": " of the sample's product", "geometric": " of the sample's geometric mean"}
 REDUCTIONS: Final = {
     "rollout-mean": "mean over rollouts of their means over tokens",
@@ -116,6 +120,7 @@ def _sigmoid(margin: str, smoothing: float) -> str:
 def _terms(recipe: Recipe) -> Iterator[PlannedTerm]:
     algorithm = recipe.algorithm
     yield from _penalties(recipe)
+    yield from _token_reward(algorithm)
     yield _advantage(algorithm)
     if uses_teacher(algorithm):
         yield _term("teacher", f"A - {algorithm.opd_kl_coef:g} log(old policy / teacher)", "algorithm.use_opd")
@@ -129,6 +134,7 @@ def _terms(recipe: Recipe) -> Iterator[PlannedTerm]:
         factor = " x policy / old policy" if algorithm.use_unbiased_kl else ""
         divergence = f"+ {algorithm.kl_loss_coef:g} {algorithm.kl_loss_type}(policy, reference){factor}"
         yield _term("divergence", divergence, "algorithm.kl_loss_coef, kl_loss_type")
+    if reads_reference(algorithm):
         yield from _reference(algorithm)
     if algorithm.entropy_coef or algorithm.entropy_coef_end:
         end = algorithm.entropy_coef_end
@@ -156,6 +162,23 @@ def _penalties(recipe: Recipe) -> Iterator[PlannedTerm]:
     if (size := algorithm.overlong_buffer_len) is not None:
         formula = f"R + {algorithm.overlong_penalty_factor:g} min(({longest - size} - length) / {size}, 0)"
         yield _term("reward", formula, "DAPO, arXiv 2503.14476; algorithm.overlong_buffer_len")
+    if algorithm.kl_before_normalization:
+        formula = f"R - {algorithm.kl_coef:g} sum of {algorithm.kl_loss_type}(old policy, reference) over the sample"
+        yield _term("reward", formula, "algorithm.kl_coef, kl_loss_type, kl_before_normalization")
+
+
+def _token_reward(algorithm: AlgorithmConfig) -> Iterator[PlannedTerm]:
+    """Yield the reward of a token, for estimators that sum these rewards."""
+    if estimator(algorithm) in LAST_TOKEN:
+        formula = f"r = R at the last {LAST_TOKEN[estimator(algorithm)]} token{_penalty(algorithm)}"
+        yield _term("token reward", formula, "algorithm.kl_coef" if algorithm.kl_coef else "algorithm.gamma")
+
+
+def _penalty(algorithm: AlgorithmConfig) -> str:
+    """Return the divergence that each token loses. Empty: none."""
+    if not algorithm.kl_coef or algorithm.kl_before_normalization:
+        return ""
+    return f" - {algorithm.kl_coef:g} {algorithm.kl_loss_type}(old policy, reference)"
 
 
 def _named(algorithm: AlgorithmConfig) -> str:
@@ -171,7 +194,11 @@ def _advantage(algorithm: AlgorithmConfig) -> PlannedTerm:
         formula = formula.replace(" / (std of group + 1e-6)", "")
     if algorithm.disable_rewards_normalization:
         formula = "R"
-    formula = formula.replace("{rewards}", _named(algorithm))
+    formula = formula.replace("{rewards}", _named(algorithm)).replace("{gamma}", f"{algorithm.gamma:g}")
+    by_length = f"(1 - 1 / ({algorithm.length_adaptive_alpha:g} x length))"
+    formula = formula.replace("{lambda}", by_length if algorithm.length_adaptive_alpha else f"{algorithm.lambd:g}")
+    if algorithm.advantage_estimator not in LAST_TOKEN:
+        formula += _penalty(algorithm)
     whitened = ", whitened over the batch's tokens" if algorithm.normalize_advantages else ""
     return _term("advantage", f"A = {formula}{whitened}", source)
 

@@ -29,6 +29,7 @@ Estimator = Literal[
     "cispo",
     "rloo",
     "reinforce",
+    "reinforce_plus_plus",
     "reinforce_plus_plus_baseline",
     "opo",
     "gpg",
@@ -216,6 +217,7 @@ class AlgorithmConfig(Config, frozen=True, kw_only=True):
     label_smoothing: Annotated[float, msgspec.Meta(ge=0, lt=0.5)] = 0.0
     # Estimator that turns rewards into advantages.
     # "reinforce" subtracts the mean of the batch; "gpg" and "maxrl" scale differences from the group's mean;
+    # "reinforce_plus_plus" gives each token its discounted return, without a baseline;
     # "opo" weights that mean by length; "grpo_passk" rewards the best sample of a group alone. "gspo" and "cispo" are
     # "grpo" with the loss of that name. "gdpo" trains several rewards. "remax" subtracts the reward of a greedy sample,
     # which each prompt gets in addition to `rollout.n_samples_per_prompt`. "ppo" estimates them with a critic (table
@@ -247,6 +249,17 @@ class AlgorithmConfig(Config, frozen=True, kw_only=True):
     # Advantage of a sample without others in its group, for estimators that compare a group's samples: 0 ("zero"), or
     # its reward ("reward").
     group_of_one: Literal["zero", "reward"] = "zero"
+    # Discount per token of returns, with "reinforce_plus_plus" and "ppo". A token of tool output discounts, too.
+    gamma: Fraction = 1.0
+    # Lambda of generalized advantage estimation, with "ppo".
+    lambd: Fraction = 1.0
+    # Weight of the KL divergence of the old policy from the reference model in the reward: each trained token loses
+    # `kl_coef` times its divergence, by the estimator `kl_loss_type`. It cannot be combined with `kl_loss_coef`. A
+    # `custom_advantage` gets the divergence as `inputs.kl`, and subtracts it itself. 0 turns it off.
+    kl_coef: NonNegative = 0.0
+    # Subtract the divergence of a whole sample from its reward before the rewards of its group are compared, as in
+    # verl. By default it is subtracted from the advantage of each token afterwards, as in slime.
+    kl_before_normalization: bool = False
     # Whiten the advantages: shift and scale them to mean 0 and variance 1 over all trained tokens of the batch.
     normalize_advantages: bool = False
     # Number of optimizer steps per batch.
@@ -331,6 +344,10 @@ class AlgorithmConfig(Config, frozen=True, kw_only=True):
     # Number of train steps between updates of the reference model: it takes the weights of the policy. By default it
     # stays as it was loaded. Checkpoints then contain the reference, too.
     ref_update_interval: Positive | None = None
+    # Number of train steps between measurements of the KL divergence from the reference model, as a metric alone. The
+    # first train step is measured. Other steps compute no log-probs of the reference. By default, 0, it is not measured
+    # and no reference model is loaded. With `kl_loss_coef` or `kl_coef` each step has the metric.
+    kl_metric_interval: Count = 0
     # Estimator of the KL divergence. "low_var_kl" is k3 clipped at 10 nats. "k3+" has the value of low_var_kl and the
     # gradient of k2.
     kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl", "k3+"] = "k1"
@@ -596,9 +613,14 @@ def trains_reward_model(recipe: Recipe) -> bool:
     return recipe.algorithm.loss_type == "rm_loss"
 
 
+def reads_reference(algorithm: AlgorithmConfig) -> bool:
+    """Return whether every train step computes log-probs of the reference model."""
+    return algorithm.kl_loss_coef > 0 or algorithm.kl_coef > 0 or algorithm.loss_type == "dpo_loss"
+
+
 def uses_reference(algorithm: AlgorithmConfig) -> bool:
-    """Return whether the trainer computes log-probs of the reference model."""
-    return algorithm.kl_loss_coef > 0 or algorithm.loss_type == "dpo_loss"
+    """Return whether the trainer has a reference model: for each train step, or for a metric of some."""
+    return reads_reference(algorithm) or algorithm.kl_metric_interval > 0
 
 
 def estimator(algorithm: AlgorithmConfig) -> Estimator | Custom:
@@ -618,7 +640,7 @@ def reads_old_log_probs(algorithm: AlgorithmConfig) -> bool:
     """Return whether the loss, a correction of it or the advantages compare with the old policy."""
     weighs = (algorithm.use_tis or algorithm.use_rs) and not algorithm.bypass_mode
     corrects = weighs or algorithm.use_opsm or algorithm.use_unbiased_kl
-    before = uses_teacher(algorithm) or algorithm.rollout_data_postprocess is not None
+    before = uses_teacher(algorithm) or algorithm.kl_coef > 0 or algorithm.rollout_data_postprocess is not None
     return corrects or before or loss_mode(algorithm) not in ("prime_rl", "prime_rl_ipo", "gpg")
 
 
@@ -633,7 +655,7 @@ def rejection_bounds(algorithm: AlgorithmConfig) -> tuple[float, float]:
 
 def needs_all_old_log_probs(algorithm: AlgorithmConfig) -> bool:
     """Return whether old log-probs of all samples are needed before the first optimizer step of a batch."""
-    before = uses_teacher(algorithm) or algorithm.rollout_data_postprocess is not None
+    before = uses_teacher(algorithm) or algorithm.kl_coef > 0 or algorithm.rollout_data_postprocess is not None
     return algorithm.tis_batch_normalize or (before and not algorithm.use_rollout_logprobs)
 
 
@@ -666,7 +688,7 @@ def critic_optimizer(recipe: Recipe) -> OptimizerConfig:
 
 def uses_groups(algorithm: AlgorithmConfig) -> bool:
     """Return whether the estimator compares the samples of a group."""
-    return estimator(algorithm) not in ("reinforce", "remax", "ppo", "custom")
+    return estimator(algorithm) not in ("reinforce", "reinforce_plus_plus", "remax", "ppo", "custom")
 
 
 def needs_baseline(algorithm: AlgorithmConfig) -> bool:

@@ -42,10 +42,19 @@ FURTHER: Final[dict[str, Settings]] = {
         "length_adaptive_alpha": 0.4,
         "normalize_advantages": True,
     },
+    "KL in the reward": {"kl_coef": 0.1, "kl_loss_type": "k3"},
+    "KL in the reward, before the group's mean": {"kl_coef": 0.1, "kl_before_normalization": True},
+    "returns with KL": {
+        "advantage_estimator": "reinforce_plus_plus",
+        "gamma": 0.9,
+        "kl_coef": 0.1,
+        "normalize_advantages": True,
+    },
     "length penalties": {"overlong_buffer_len": 4, "length_penalty": "linear"},
     "not whitened, no std": {"advantage_estimator": "grpo", "disable_grpo_std_normalization": True},
 }
 NEEDED: Final[dict[str, Settings]] = {
+    "reinforce_plus_plus": {"normalize_advantages": True, "gamma": 0.95},
     "reinforce_plus_plus_baseline": {"normalize_advantages": True},
     "gdpo": {
         "normalize_advantages": True,

@@ -58,19 +58,19 @@ def token_rewards(
         ValueError: A coefficient that is not 0, but no divergence. A column of another length.
 
     Edges:
-        A sample without tokens in the mask has no reward anywhere. A reward that is not finite stays one.
+        A sample without tokens in the mask has no reward anywhere. A reward that is not finite stays one. Only the
+        divergence of tokens in the mask is read.
 
     Source:
         PPO of InstructGPT, arXiv 2203.02155. In slime the reward is on the last response token for "ppo", and on the
         last trained token for "reinforce_plus_plus"; here the mask decides.
     """
     sizes = column("lengths", lengths).astype(np.int64)
-    counted, given = column("mask", mask, int(sizes.sum())).astype(bool), floats("rewards", rewards, len(sizes))
-    found = np.zeros(len(counted))
+    num_samples, num_tokens = len(sizes), int(sizes.sum())
+    given, counted = floats("rewards", rewards, num_samples), column("mask", mask, num_tokens).astype(bool)
+    found = np.zeros(num_tokens)
     if kl_coef:
-        if kl is None:
-            raise ValueError(f"kl_coef = {kl_coef:g} needs the KL divergence of each token")
-        found[counted] = -kl_coef * floats("kl", kl, len(counted))[counted]
+        found[counted] = -kl_coef * _divergence(kl, kl_coef, num_tokens)[counted]
     last = np.cumsum(sample_sums(counted.astype(np.int64), sizes))
     has_tokens = np.diff(last, prepend=0) > 0
     found[np.flatnonzero(counted)[last[has_tokens] - 1]] += given[has_tokens]
@@ -226,7 +226,7 @@ def ppo_advantages(
         length_adaptive_alpha=length_adaptive_alpha,
     )
     assert found.returns is not None
-    return Advantages(*(_without_unusable(column, rewards, lengths) for column in (found.advantages, found.returns)))
+    return Advantages(*(_without_unusable(values, rewards, lengths) for values in (found.advantages, found.returns)))
 
 
 def reinforce_plus_plus_advantages(
@@ -275,7 +275,7 @@ def reinforce_plus_plus_advantages(
 def reinforce_plus_plus_baseline_advantages(
     rewards: ArrayLike,
     groups: ArrayLike,
-    rollouts: ArrayLike,
+    rollouts: ArrayLike | None,
     lengths: ArrayLike,
     kl: ArrayLike | None = None,
     *,
@@ -290,7 +290,7 @@ def reinforce_plus_plus_baseline_advantages(
     Args:
         rewards: [B], reward units.
         groups: [B], integers or texts, the prompt group of each sample, in any order.
-        rollouts: [B], integers or texts, equal for samples that are parts of one rollout.
+        rollouts: [B], integers or texts, equal for samples that are parts of one rollout. None: no sample has parts.
         lengths: [B], tokens of prompt and response.
         kl: [N], divergence from the reference, nats, 0 where the token does not train. None: 0.
         kl_coef: Reward units per nat.
@@ -316,9 +316,7 @@ def reinforce_plus_plus_baseline_advantages(
     )
     found = np.repeat(per_sample, column("lengths", lengths, len(per_sample)).astype(np.int64))
     if kl_coef:
-        if kl is None:
-            raise ValueError(f"kl_coef = {kl_coef:g} needs the KL divergence of each token")
-        found = found - kl_coef * floats("kl", kl, len(found))
+        found = found - kl_coef * _divergence(kl, kl_coef, len(found))
     return Advantages(found, found)
 
 
@@ -339,7 +337,7 @@ class _Packed:
             if len(self._shape) != 2:
                 raise ValueError(f"tokens have shape {self._shape}: without lengths they are [B, T]")
             lengths = np.full(self._shape[0], self._shape[1])
-        self._sizes: Ints = np.asarray(lengths, dtype=np.int64)
+        self._sizes: Ints = column("lengths", lengths).astype(np.int64)
         num_tokens = int(np.prod(self._shape))
         if self._sizes.sum() != num_tokens:
             raise ValueError(f"lengths sum to {self._sizes.sum()}, but there are {num_tokens} tokens")
@@ -406,7 +404,13 @@ def _powers(factor: float) -> Floats:
     return np.where(distances >= 0, float(factor) ** np.maximum(distances, 0), 0.0)
 
 
+def _divergence(kl: ArrayLike | None, kl_coef: float, num_tokens: int) -> Floats:
+    if kl is None:
+        raise ValueError(f"kl_coef = {kl_coef:g} needs the KL divergence of each token")
+    return floats("kl", kl, num_tokens)
+
+
 def _without_unusable(values: Floats, rewards: ArrayLike, lengths: ArrayLike) -> Floats:
     """Set samples without a usable reward to NaN."""
-    usable = usable_rewards(rewards)
-    return values if usable.all() else np.where(np.repeat(usable, array(lengths)), values, np.nan)
+    usable, sizes = usable_rewards(rewards), column("lengths", lengths).astype(np.int64)
+    return values if usable.all() else np.where(np.repeat(usable, sizes), values, np.nan)

@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, cast
@@ -30,7 +30,7 @@ from actors.trainer.plugins.functions import (
 from actors.trainer.plugins.rollout_data import KEY as POSTPROCESS
 from actors.trainer.plugins.rollout_data import Postprocess, RolloutData
 from runtime.process.actor import InputError
-from runtime.settings.recipe import trainer_functions, uses_reference
+from runtime.settings.recipe import reads_reference, trainer_functions
 from runtime.settings.topology import Topology
 
 CPU: Final = torch.device("cpu")
@@ -69,10 +69,10 @@ def try_plugin(
         PluginError: It cannot be found, or cannot be called with its parameters.
         InputError: It cannot be used; names the key, the function, and what is allowed.
     """
-    with_ref = uses_reference(topology.algorithm)
+    with_ref = reads_reference(topology.algorithm)
     match key:
         case "algorithm.custom_advantage":
-            try_advantage(custom_advantage(value, base_dirs))
+            try_advantage(custom_advantage(value, base_dirs), with_kl=topology.algorithm.kl_coef > 0)
         case "algorithm.custom_loss":
             try_loss(custom_loss(value, base_dirs), with_ref=with_ref, device=device)
         case "algorithm.custom_tis":
@@ -86,8 +86,12 @@ def try_plugin(
             try_postprocess(Postprocess(value, base_dirs), with_ref=with_ref)
 
 
-def try_advantage(advantage: CustomAdvantage) -> None:
+def try_advantage(advantage: CustomAdvantage, *, with_kl: bool = False) -> None:
     """Try an estimator on two samples of one prompt: different rewards, equal rewards, and one of them fully masked.
+
+    Args:
+        advantage: The user's function.
+        with_kl: Whether the run computes the divergence from a reference model for it.
 
     Raises:
         InputError: The estimator cannot be used; names its key, the function, and what is allowed.
@@ -97,6 +101,9 @@ def try_advantage(advantage: CustomAdvantage) -> None:
         f"{ON} with equal rewards": rewarded((0.5, 0.5)),
         f"{ON}, one fully masked": rewarded((1.0, 0.25), masked=True),
     }.items():
+        if with_kl:
+            trains = inputs.loss_mask.astype(np.float64)
+            inputs = replace(inputs, kl=0.1 * trains, old_log_probs=-trains, ref_log_probs=-1.1 * trains)
         with _explained(advantage, where), same_random_numbers(CPU):
             before = {name: np.copy(value) for name, value in _arrays(inputs).items()}
             found = advantage(inputs)

@@ -6,9 +6,10 @@ from typing import Any, Final, NamedTuple, cast
 
 import numpy as np
 import structlog
+import torch
 from numpy.typing import NDArray
 
-from actors.trainer.algorithms.advantage_inputs import AdvantageInputs, Advantages, Flags, Floats
+from actors.trainer.algorithms.advantage_inputs import AdvantageInputs, Advantages, Flags, Floats, sample_sums
 from actors.trainer.algorithms.distillation import opd_advantages
 from actors.trainer.algorithms.group_baselines import (
     GroupOfOne,
@@ -22,7 +23,12 @@ from actors.trainer.algorithms.group_baselines import (
     remax_advantages,
     rloo_advantages,
 )
-from actors.trainer.algorithms.returns import ppo_advantages
+from actors.trainer.algorithms.kl import kl_clamped, kl_divergence
+from actors.trainer.algorithms.returns import (
+    ppo_advantages,
+    reinforce_plus_plus_advantages,
+    reinforce_plus_plus_baseline_advantages,
+)
 from actors.trainer.algorithms.whitening import whiten
 from actors.trainer.data.batch import TrainBatch
 from actors.trainer.plugins.functions import custom_advantage
@@ -63,8 +69,14 @@ def _passk(algorithm: AlgorithmConfig, alone: GroupOfOne) -> Options:
     return _alone(algorithm, alone) | {"normalize_std": not algorithm.disable_grpo_std_normalization}
 
 
-def _centred(algorithm: AlgorithmConfig, alone: GroupOfOne) -> Options:
-    return _normalized(algorithm, alone) | {"normalize_std": False}
+def _reinforce_plus_plus(algorithm: AlgorithmConfig, alone: GroupOfOne) -> Options:
+    del alone
+    return {"kl_coef": algorithm.kl_coef, "gamma": algorithm.gamma}
+
+
+def _reinforce_plus_plus_baseline(algorithm: AlgorithmConfig, alone: GroupOfOne) -> Options:
+    per_token = 0.0 if algorithm.kl_before_normalization else algorithm.kl_coef
+    return _normalized(algorithm, alone) | {"kl_coef": per_token}
 
 
 def _reinforce(algorithm: AlgorithmConfig, alone: GroupOfOne) -> Options:
@@ -81,7 +93,7 @@ def _ppo(algorithm: AlgorithmConfig, alone: GroupOfOne) -> Options:
     del alone
     by_length = algorithm.length_adaptive_alpha or None
     own = {"critic_lambd": algorithm.gae_lambda_value, "length_adaptive_alpha": by_length}
-    return {"kl_coef": 0.0, "gamma": 1.0, "lambd": 1.0} | own
+    return {"kl_coef": algorithm.kl_coef, "gamma": algorithm.gamma, "lambd": algorithm.lambd} | own
 
 
 def _none(algorithm: AlgorithmConfig, alone: GroupOfOne) -> Options:
@@ -89,14 +101,21 @@ def _none(algorithm: AlgorithmConfig, alone: GroupOfOne) -> Options:
     return {}
 
 
-OPTIONAL: Final = ("kl",)  # inputs that may be None: the recipe has no such term
+OPTIONAL: Final = ("kl",)  # inputs that may be None without algorithm.kl_coef
 GROUPED: Final = ("rewards", "groups", "rollouts")
 
 ESTIMATORS: Final[Mapping[Estimator, Estimate]] = {
     "grpo": Estimate(grpo_advantages, GROUPED, _grpo),
     "gspo": Estimate(grpo_advantages, GROUPED, _grpo),
     "cispo": Estimate(grpo_advantages, GROUPED, _grpo),
-    "reinforce_plus_plus_baseline": Estimate(grpo_advantages, GROUPED, _centred),
+    "reinforce_plus_plus": Estimate(
+        reinforce_plus_plus_advantages,
+        ("rewards", "lengths", "loss_mask", "response_mask", "kl"),
+        _reinforce_plus_plus,
+    ),
+    "reinforce_plus_plus_baseline": Estimate(
+        reinforce_plus_plus_baseline_advantages, (*GROUPED, "lengths", "kl"), _reinforce_plus_plus_baseline
+    ),
     "rloo": Estimate(rloo_advantages, GROUPED, _alone),
     "opo": Estimate(opo_advantages, (*GROUPED, "mask_sums"), _alone),
     "gpg": Estimate(gpg_advantages, GROUPED, _alone),
@@ -141,6 +160,31 @@ def advantage_inputs(batch: TrainBatch, reward_keys: Sequence[str] = (), **colum
     return replace(inputs, **cast(dict[str, Any], columns))
 
 
+def with_divergence(
+    inputs: AdvantageInputs, old_log_probs_N: NDArray[Any], ref_log_probs_N: NDArray[Any], algorithm: AlgorithmConfig
+) -> AdvantageInputs:
+    """Add the divergence of the old policy from the reference, by the estimator of the settings, in float64.
+
+    Args:
+        inputs: The whole batch.
+        old_log_probs_N: Of the old policy, 0 where the token does not train.
+        ref_log_probs_N: Of the reference, 0 where the token does not train.
+        algorithm: Names the estimator of the divergence.
+    """
+    old, ref = old_log_probs_N.astype(np.float64), ref_log_probs_N.astype(np.float64)
+    pair = torch.from_numpy(old), torch.from_numpy(ref)
+    kl = kl_divergence(*pair, algorithm.kl_loss_type, max_log_ratio=algorithm.max_log_ratio).numpy()
+    return replace(inputs, kl=kl, old_log_probs=old, ref_log_probs=ref)
+
+
+def divergence_clamped(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> Floats:
+    """Mark tokens whose divergence in `inputs.kl` is limited, with 1."""
+    assert inputs.old_log_probs is not None
+    assert inputs.ref_log_probs is not None
+    pair = torch.from_numpy(inputs.old_log_probs), torch.from_numpy(inputs.ref_log_probs)
+    return kl_clamped(*pair, algorithm.kl_loss_type, max_log_ratio=algorithm.max_log_ratio).numpy()
+
+
 def token_advantages(inputs: AdvantageInputs, algorithm: AlgorithmConfig, alone: GroupOfOne) -> Advantages:
     """Compute the advantage of each token. Every rank computes those of the whole batch.
 
@@ -165,14 +209,29 @@ def token_advantages(inputs: AdvantageInputs, algorithm: AlgorithmConfig, alone:
 
 
 def _estimated(inputs: AdvantageInputs, algorithm: AlgorithmConfig, alone: GroupOfOne) -> Floats | Advantages:
-    """Call the estimator: the named one, or the user's."""
+    """Call the estimator, the named one or the user's, and subtract the divergence where it does not do so itself."""
     if algorithm.custom_advantage is not None:
         return custom_advantage(algorithm.custom_advantage)(inputs)
     estimate = ESTIMATORS[algorithm.advantage_estimator]
+    if algorithm.kl_before_normalization:
+        divergence = sample_sums(_divergence(inputs), inputs.lengths)
+        inputs = replace(inputs, rewards=inputs.rewards - algorithm.kl_coef * divergence)
     given = {name: getattr(inputs, name) for name in estimate.inputs}
-    if missing := [name for name, values in given.items() if values is None and name not in OPTIONAL]:
+    if missing := [
+        name for name, values in given.items() if values is None and (name not in OPTIONAL or algorithm.kl_coef)
+    ]:
         raise ValueError(f'the estimator "{algorithm.advantage_estimator}" needs {", ".join(missing)}')
-    return estimate.function(*given.values(), **estimate.options(algorithm, alone))
+    found = estimate.function(*given.values(), **estimate.options(algorithm, alone))
+    if not algorithm.kl_coef or algorithm.kl_before_normalization or estimate.needs("kl"):
+        return found
+    assert not isinstance(found, Advantages)
+    return Advantages(inputs.spread(found) - algorithm.kl_coef * _divergence(inputs))
+
+
+def _divergence(inputs: AdvantageInputs) -> Floats:
+    if inputs.kl is None:
+        raise ValueError("algorithm.kl_coef needs the divergence of each token from the reference")
+    return inputs.kl
 
 
 def _distilled(inputs: AdvantageInputs, advantages: Floats, coef: float) -> Floats:

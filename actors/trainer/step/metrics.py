@@ -143,6 +143,12 @@ def sampling_metrics(batch: TrainBatch, advantages_N: Floats32) -> dict[str, flo
     }
 
 
+def token_metrics(batch: TrainBatch, columns: Mapping[str, NDArray[np.float64]]) -> dict[str, float]:
+    """Average columns over the trained tokens, by metric name. Tokens without a finite number do not count."""
+    mask = batch.loss_mask_N != 0
+    return {name: _mean(column[mask & np.isfinite(column)]) for name, column in columns.items()}
+
+
 def passrate_metrics(batch: TrainBatch) -> dict[str, float]:
     """Compute pass@k of the prompts of a batch. A rollout passes if a part of it has a raw reward of exactly 1."""
     rollouts, first, inverse = np.unique(batch.rollouts_B, return_index=True, return_inverse=True)
@@ -180,5 +186,5 @@ def speed_metrics(model: HfConfig, lengths: Sequence[int], seconds: float, devic
     return metrics
 
 
-def _mean(values: NDArray[np.float32 | np.int64 | np.bool_]) -> float:
+def _mean(values: NDArray[np.float32 | np.float64 | np.int64 | np.bool_]) -> float:
     return float(values.mean()) if len(values) else 0.0

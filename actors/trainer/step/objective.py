@@ -1,6 +1,7 @@
 """The loss that a recipe trains with: the terms per token, their weights, and their metrics."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Final
 
@@ -32,12 +33,20 @@ from actors.trainer.algorithms.policy_losses import (
 from actors.trainer.algorithms.preference import dpo_loss
 from actors.trainer.algorithms.reductions import Reduction, ReductionInputs, reduction
 from actors.trainer.plugins.functions import custom_loss, custom_reducer, custom_weights
-from runtime.settings.recipe import AlgorithmConfig, agg_mode, loss_mode, rejection_bounds, uses_teacher
+from runtime.settings.recipe import (
+    AlgorithmConfig,
+    agg_mode,
+    loss_mode,
+    reads_reference,
+    rejection_bounds,
+    uses_teacher,
+)
 from runtime.settings.topology import Topology
 
 PolicyLoss = Callable[[LossInputs], Terms]
 Correct = Callable[[LossInputs], Correction]
 
+DIVERGENCE: Final = ("train/kl_loss", "train/kl_clampfrac")  # metrics
 DPPO_CLIP_C: Final = 20.0  # verl's bound of the ratio if eps_clip_c is unset
 
 
@@ -168,26 +177,19 @@ class Objective:
             kind, beta, smoothing = algorithm.preference_loss, algorithm.dpo_beta, algorithm.label_smoothing
             loss, metrics = dpo_loss(inputs, beta=beta, label_smoothing=smoothing, kind=kind)
             return _reported(loss, Terms(loss, {"train/preference_loss": loss, **metrics}))
-        policy = self._corrected(inputs, weight_scale)
+        policy = self._corrected(self._own(inputs), weight_scale)
         total = policy.loss - entropy_coef * inputs.entropy if entropy_coef else policy.loss
         metrics = {"train/pg_loss": policy.loss, "train/entropy_loss": inputs.entropy, **policy.metrics}
         if algorithm.kl_loss_coef:
             assert inputs.ref_log_probs is not None
-            divergence = kl_divergence(
-                inputs.log_probs,
-                inputs.ref_log_probs,
-                algorithm.kl_loss_type,
-                old_log_probs=inputs.old_log_probs if algorithm.use_unbiased_kl else None,
-                max_log_ratio=algorithm.max_log_ratio,
-            )
+            divergence, limited = self._divergence(inputs, inputs.ref_log_probs)
             total = total + algorithm.kl_loss_coef * divergence
-            metrics["train/kl_loss"] = divergence
-            metrics["train/kl_clampfrac"] = kl_clamped(
-                inputs.log_probs,
-                inputs.ref_log_probs,
-                algorithm.kl_loss_type,
-                max_log_ratio=algorithm.max_log_ratio,
-            )
+            metrics |= dict(zip(DIVERGENCE, (divergence, limited), strict=True))
+        elif algorithm.kl_metric_interval:
+            none, ref = torch.zeros_like(inputs.log_probs), inputs.ref_log_probs
+            with torch.no_grad():
+                measured = (none, none) if ref is None else self._divergence(inputs, ref)
+            metrics |= dict(zip(DIVERGENCE, measured, strict=True))
         if algorithm.positive_example_nll_weight:
             likelihood = positive_nll_loss(inputs) * positive_scale
             total = total + algorithm.positive_example_nll_weight * likelihood
@@ -198,6 +200,17 @@ class Objective:
             assert inputs.teacher_log_probs is not None
             metrics["train/opd_reverse_kl"] = inputs.old_log_probs - inputs.teacher_log_probs
         return _reported(total, Terms(policy.loss, metrics))
+
+    def _own(self, inputs: LossInputs) -> LossInputs:
+        """Leave out reference log-probs that are for a metric of some steps alone."""
+        return inputs if reads_reference(self._algorithm) else replace(inputs, ref_log_probs=None)
+
+    def _divergence(self, inputs: LossInputs, ref_log_probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the divergence of each token, and 1 where it is limited."""
+        kind, limit = self._algorithm.kl_loss_type, self._algorithm.max_log_ratio
+        old = inputs.old_log_probs if self._algorithm.use_unbiased_kl else None
+        found = kl_divergence(inputs.log_probs, ref_log_probs, kind, old_log_probs=old, max_log_ratio=limit)
+        return found, kl_clamped(inputs.log_probs, ref_log_probs, kind, max_log_ratio=limit)
 
     def _corrected(self, inputs: LossInputs, weight_scale: float) -> Terms:
         """Multiply the policy loss by its corrections."""

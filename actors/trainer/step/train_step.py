@@ -3,7 +3,7 @@
 learner.py takes the optimizer steps. This module prepares their inputs: advantages, and log-probs of other models.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from actors.trainer.algorithms.advantage_inputs import AdvantageInputs, Flags, Floats
+from actors.trainer.algorithms.advantage_inputs import AdvantageInputs, Advantages, Flags, Floats
 from actors.trainer.algorithms.corrections import mean_weight
 from actors.trainer.algorithms.group_baselines import GroupOfOne
 from actors.trainer.algorithms.loss_inputs import LossInputs, Sequences, Terms
@@ -37,7 +37,14 @@ from actors.trainer.plugins.functions import hook
 from actors.trainer.plugins.rollout_data import Postprocess, rollout_data
 from actors.trainer.step.by_group import GroupLogProbs, reference_of, teacher_of
 from actors.trainer.step.critic import Critic, Estimates
-from actors.trainer.step.estimator import advantage_inputs, group_of_one, response_mask, token_advantages
+from actors.trainer.step.estimator import (
+    advantage_inputs,
+    divergence_clamped,
+    group_of_one,
+    response_mask,
+    token_advantages,
+    with_divergence,
+)
 from actors.trainer.step.layout import NO_SAMPLES, laid_out, shared_equally
 from actors.trainer.step.learner import Done, Learner, OptimizerStep
 from actors.trainer.step.masked_tokens import MaskedTokens
@@ -49,8 +56,9 @@ from actors.trainer.step.metrics import (
     sampling_metrics,
     size_metrics,
     speed_metrics,
+    token_metrics,
 )
-from actors.trainer.step.objective import Objective, weigh
+from actors.trainer.step.objective import DIVERGENCE, Objective, weigh
 from actors.trainer.step.old_actor import OldActor, old_actor_metrics
 from actors.trainer.step.pairs import pair_inputs, rollouts_in, sums_over_pairs
 from actors.trainer.step.rewards import reward_metrics, with_penalties
@@ -60,6 +68,7 @@ from runtime.settings.recipe import (
     measures_all,
     needs_all_old_log_probs,
     precomputes_old_log_probs,
+    reads_reference,
     replays_experts,
     trains_demonstrations,
     trains_pairs,
@@ -83,6 +92,7 @@ class _Columns:
     weight_scale: float  # mean importance weight of the batch, or 1
     rollouts_B: Ints | None  # rollout of each sample, where micro-batches have rollouts whole
     estimates: Estimates | None  # values and returns of the critic
+    measured_N: Mapping[str, Floats]  # metrics of tokens by name
 
 
 class _Routed(NamedTuple):
@@ -141,6 +151,7 @@ class TrainStep:
         self._needs_all_old = not self._demonstrations and needs_all_old_log_probs(self._algorithm)
         self._group_of_one: GroupOfOne = group_of_one(topology)
         self._reference = reference_of(topology, replica)
+        self._reads_reference = reads_reference(self._algorithm)
         self._teacher = teacher_of(topology, replica)
         self._max_tokens = max_sample_tokens(topology)
         self._old_actor: OldActor | None = None
@@ -149,9 +160,8 @@ class TrainStep:
             self._old_actor = OldActor(replica, num_copies, max_tokens=self._max_tokens)
         self._by_group: GroupLogProbs | None = None
         if topology.trainer.log_probs_ahead:
-            self._by_group = GroupLogProbs(
-                replica, self._reference, max_tokens=self._max_tokens, policy=precomputes_old_log_probs(topology)
-            )
+            reference, policy = self._reference if self._reads_reference else None, precomputes_old_log_probs(topology)
+            self._by_group = GroupLogProbs(replica, reference, max_tokens=self._max_tokens, policy=policy)
 
     def __call__(self, batch: TrainBatch) -> Trained:
         """Train one batch. A collective of all ranks, which pass the same batch.
@@ -179,7 +189,9 @@ class TrainStep:
         taken = [one for one in done if one.is_taken]
         masked_B = np.logical_or.reduce([one.masked_B for one in done])
         if not self._demonstrations:
-            metrics |= sampling_metrics(with_masked(batch, masked_B), columns.advantages_N.cpu().numpy())
+            trained = with_masked(batch, masked_B)
+            metrics |= sampling_metrics(trained, columns.advantages_N.cpu().numpy())
+            metrics |= token_metrics(trained, columns.measured_N)
             metrics |= passrate_metrics(batch) if self._topology.rollout.log_passrate else {}
             metrics |= reward_metrics(batch, self._algorithm)
         if self._reference is not None:
@@ -215,6 +227,8 @@ class TrainStep:
         steps, taken = [one.step for one in done], [one for one in done if one.is_taken]
         took_s, lengths = timer.total - before, batch.lengths_B.tolist()
         metrics = self._learner.metrics(done) | speed_metrics(self._replica.hf, lengths, took_s, self._replica.device)
+        if columns.ref_log_probs_N is None:
+            metrics = {name: value for name, value in metrics.items() if name not in DIVERGENCE}
         if not self._demonstrations:
             measured = _micro_batches(steps if self._measures_all else steps[:1])
             metrics |= difference_metrics(batch, measured, columns.trainer_log_probs_N.cpu().numpy())
@@ -318,21 +332,17 @@ class TrainStep:
         timer.lap("perf/log_probs_time")
         teacher_log_probs_N = self._teacher_log_probs(batch, steps)
         timer.lap("perf/teacher_log_probs_time")
+        if (ref_log_probs_N := self._ref_log_probs(batch, steps)) is not None:
+            timer.lap("perf/ref_log_probs_time")
         inputs = advantage_inputs(batch, self._algorithm.gdpo_reward_keys)
+        old_N = batch.rollout_log_probs_N if self._algorithm.use_rollout_logprobs else trainer_log_probs_N
+        if self._algorithm.kl_coef:
+            assert ref_log_probs_N is not None
+            inputs = with_divergence(inputs, old_N, ref_log_probs_N, self._algorithm)
         if teacher_log_probs_N is not None:
-            old_N = batch.rollout_log_probs_N if self._algorithm.use_rollout_logprobs else trainer_log_probs_N
             columns = {"old_log_probs": old_N, "teacher_log_probs": teacher_log_probs_N}
             inputs = replace(inputs, **{name: column.astype(np.float64) for name, column in columns.items()})
-        advantages, estimates = self._estimate(batch, inputs, timer)
-        ref_log_probs_N = None
-        if self._reference is not None and batch.step >= self._first_step:
-            by_group = self._by_group
-            ref_log_probs_N = (
-                self._reference.log_probs(batch, _micro_batches(steps))
-                if by_group is None
-                else by_group.reference(batch)
-            )
-            timer.lap("perf/ref_log_probs_time")
+        (advantages, returns), estimates = self._estimate(batch, inputs, timer)
         weights_B = np.concatenate([step.reduction.token_weights for step in steps])
         device = self._replica.device
         advantages_N, weights_N, rollout_N, trainer_N, rewards_N = (
@@ -350,6 +360,9 @@ class TrainStep:
         kept_N = None if is_kept_N is None else torch.tensor(is_kept_N, device=device)
         timer.lap("perf/plan_time")
         rollouts_B = batch.rollouts_B if self._pairs else None
+        measured_N = {"rollout/kl": inputs.kl, "rollout/returns": returns}
+        if inputs.kl is not None:
+            measured_N["rollout/kl_clampfrac"] = divergence_clamped(inputs, self._algorithm)
         return _Columns(
             advantages_N,
             weights_N,
@@ -362,6 +375,7 @@ class TrainStep:
             weight_scale,
             rollouts_B,
             estimates,
+            {name: column for name, column in measured_N.items() if column is not None},
         )
 
     def _before_training(self, batch: TrainBatch, steps: Sequence[OptimizerStep]) -> tuple[Floats32, Flags | None]:
@@ -376,16 +390,16 @@ class TrainStep:
 
     def _estimate(
         self, batch: TrainBatch, inputs: AdvantageInputs, timer: StepTimer
-    ) -> tuple[Floats, Estimates | None]:
+    ) -> tuple[Advantages, Estimates | None]:
         """Compute the advantages of the batch's tokens, and with a critic its values and returns."""
         values_N = None
         if self._critic is not None:
             values_N = self._critic.values(batch, inputs.response_mask)
             inputs = replace(inputs, values=values_N.astype(np.float64))
             timer.lap("perf/values_time")
-        advantages, returns = token_advantages(inputs, self._algorithm, self._group_of_one)
+        found = token_advantages(inputs, self._algorithm, self._group_of_one)
         timer.lap("perf/plan_time")
-        return advantages, None if values_N is None or returns is None else Estimates(values_N, returns)
+        return found, None if values_N is None or found.returns is None else Estimates(values_N, found.returns)
 
     def _postprocessed(
         self, postprocess: Postprocess, batch: TrainBatch, steps: list[OptimizerStep], columns: _Columns
@@ -395,7 +409,9 @@ class TrainStep:
         data = rollout_data(
             batch,
             old_log_probs=batch.rollout_log_probs_N if self._algorithm.use_rollout_logprobs else old_N,
-            ref_log_probs=None if columns.ref_log_probs_N is None else self._complete(columns.ref_log_probs_N.cpu()),
+            ref_log_probs=columns.ref_log_probs_N.cpu().numpy()
+            if columns.ref_log_probs_N is not None and self._reads_reference
+            else None,
             advantages=columns.advantages_N.cpu().numpy(),
         )
         data, none_B = postprocess(data, seed=self._topology.run.seed), np.zeros(len(batch.lengths_B), dtype=bool)
@@ -415,9 +431,21 @@ class TrainStep:
         )
         return batch, kept, columns
 
-    def _complete(self, column_N: Tensor) -> Floats32:
-        """Return a column of the reference model on every rank. Columns computed group by group are complete."""
-        return (ranks.sum_over_replicas(column_N) if self._by_group is None else column_N).numpy()
+    def _ref_log_probs(self, batch: TrainBatch, steps: Sequence[OptimizerStep]) -> Floats32 | None:
+        """Return the reference's log-probs. None: no term of this step needs them.
+
+        They are complete on every rank where that is needed before training; otherwise a rank has its own tokens'.
+        """
+        interval = self._algorithm.kl_metric_interval
+        needed = batch.step >= self._first_step or self._algorithm.kl_coef > 0  # the critic sees the same rewards
+        if self._reference is None or not needed or (interval and batch.step % interval):
+            return None
+        if self._by_group is not None and self._reads_reference:
+            return self._by_group.reference(batch)
+        own_N = self._reference.log_probs(batch, _micro_batches(steps))
+        if not self._algorithm.kl_coef and self._postprocess is None:
+            return own_N
+        return ranks.sum_over_replicas(torch.from_numpy(own_N)).numpy()
 
     def _teacher_log_probs(self, batch: TrainBatch, steps: Sequence[OptimizerStep]) -> Floats32 | None:
         """Return the teacher's log-probs of all trained tokens, complete on every rank. None: there is no teacher.

@@ -31,7 +31,8 @@ from runtime.settings.recipe import (
 GRPO: Final = ("grpo", "gspo", "cispo")  # the same advantages
 GROUP_MEANS: Final = (*GRPO, "reinforce_plus_plus_baseline", "rloo", "opo", "gpg", "custom")
 # "maxrl" expects rewards that are not negative, and "gdpo" trains named rewards
-SHAPED: Final = (*GROUP_MEANS, "grpo_passk", "reinforce", "remax", "ppo")
+SHAPED: Final = (*GROUP_MEANS, "grpo_passk", "reinforce", "reinforce_plus_plus", "remax", "ppo")
+WITH_RETURNS: Final = ("reinforce_plus_plus", "ppo")  # of each token
 CLIPPED: Final = ("ppo", "gspo", "decoupled_ppo")
 CORRECTED: Final = (
     "ppo",
@@ -67,6 +68,12 @@ APPLIES: Final[Mapping[str, Applies]] = {
     ),
     "gdpo_reward_keys": Applies("advantage_estimator", ("gdpo", "custom")),
     "gdpo_reward_weights": Applies("advantage_estimator", ("gdpo",)),
+    "gamma": Applies("advantage_estimator", WITH_RETURNS),
+    "lambd": Applies("advantage_estimator", ("ppo",)),
+    "kl_before_normalization": Applies(
+        "advantage_estimator",
+        (*GRPO, "reinforce_plus_plus_baseline", "rloo", "opo", "gpg", "grpo_passk", "reinforce"),
+    ),
     "overlong_buffer_len": Applies("advantage_estimator", SHAPED),
     "length_penalty": Applies("advantage_estimator", GROUP_MEANS),
     **{
@@ -164,6 +171,7 @@ def algorithm_problems(recipe: Recipe) -> Iterator[Problem]:
     yield from _old_actor(recipe)
     yield from _custom(recipe)
     yield from _reductions(recipe.algorithm)
+    yield from _divergence(recipe)
     yield from _terms(recipe)
     yield from _critic(recipe)
 
@@ -345,14 +353,29 @@ def _reductions(algorithm: AlgorithmConfig) -> Iterator[Problem]:
         yield Problem.of("algorithm.loss_agg_mode", algorithm.loss_agg_mode, message)
 
 
+def _divergence(recipe: Recipe) -> Iterator[Problem]:
+    """Yield settings of the divergence from the reference that contradict each other or have no effect."""
+    algorithm = recipe.algorithm
+    if algorithm.kl_coef and algorithm.kl_loss_coef:
+        message = "would count the divergence twice, in the reward and with algorithm.kl_loss_coef in the loss"
+        yield Problem.of("algorithm.kl_coef", algorithm.kl_coef, message)
+    if algorithm.kl_before_normalization and not algorithm.kl_coef:
+        message = "has no effect unless algorithm.kl_coef is above 0"
+        yield Problem.of("algorithm.kl_before_normalization", True, message)
+    if algorithm.kl_metric_interval and (algorithm.kl_loss_coef or algorithm.kl_coef):
+        key = "kl_loss_coef" if algorithm.kl_loss_coef else "kl_coef"
+        message = f"has no effect with algorithm.{key}, which measures the divergence at each train step"
+        yield Problem.of("algorithm.kl_metric_interval", algorithm.kl_metric_interval, message)
+    if not uses_reference(algorithm):
+        message = "has no effect unless algorithm.kl_loss_coef, kl_coef or kl_metric_interval is above 0"
+        if recipe.model.ref_load is not None:
+            yield Problem.of("model.ref_load", recipe.model.ref_load, message)
+        if algorithm.ref_update_interval is not None:
+            yield Problem.of("algorithm.ref_update_interval", algorithm.ref_update_interval, message)
+
+
 def _terms(recipe: Recipe) -> Iterator[Problem]:
     algorithm = recipe.algorithm
-    if recipe.model.ref_load is not None and not uses_reference(algorithm):
-        message = "has no effect unless algorithm.kl_loss_coef is above 0"
-        yield Problem.of("model.ref_load", recipe.model.ref_load, message)
-    if algorithm.ref_update_interval is not None and not uses_reference(algorithm):
-        message = "has no effect unless algorithm.kl_loss_coef is above 0"
-        yield Problem.of("algorithm.ref_update_interval", algorithm.ref_update_interval, message)
     if algorithm.positive_example_nll_weight and algorithm.custom_pg_loss_reducer is not None:
         message = "cannot be combined with algorithm.custom_pg_loss_reducer: it may give a token no weight"
         yield Problem.of("algorithm.positive_example_nll_weight", algorithm.positive_example_nll_weight, message)

@@ -167,7 +167,14 @@ def _demonstrations(recipe: Recipe) -> Iterator[Problem]:
     if not rollout.eval_overlap and trains_pairs(recipe):
         message = f"has no effect {why}: nothing is trained during an evaluation"
         yield Problem.of("rollout.eval_overlap", False, message)
-    without_effect = ("kl_loss_coef", "entropy_coef", "use_routing_replay", "use_rollout_routing_replay")
+    without_effect = (
+        "kl_loss_coef",
+        "kl_coef",
+        "kl_metric_interval",
+        "entropy_coef",
+        "use_routing_replay",
+        "use_rollout_routing_replay",
+    )
     for key in without_effect:
         if value := getattr(algorithm, key):
             yield Problem.of(f"algorithm.{key}", value, f"has no effect {why}")

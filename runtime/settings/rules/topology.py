@@ -402,12 +402,13 @@ def _precomputed(topology: Topology) -> Iterator[Problem]:
     if (
         not topology.trainer.log_probs_ahead
         or topology.algorithm.kl_loss_coef > 0
+        or topology.algorithm.kl_coef > 0
         or precomputes_old_log_probs(topology)
     ):
         return
     message = (
-        "has no log-probs to compute: it needs algorithm.kl_loss_coef above 0, or log-probs of the old policy. Those "
-        "need algorithm.num_steps_per_rollout above 1 and rollout.max_staleness = 0, without "
+        "has no log-probs to compute: it needs algorithm.kl_loss_coef or kl_coef above 0, or log-probs of the old "
+        "policy. Those need algorithm.num_steps_per_rollout above 1 and rollout.max_staleness = 0, without "
         "algorithm.use_rollout_logprobs or replayed experts"
     )
     yield Problem.of("trainer.log_probs_ahead", True, message)

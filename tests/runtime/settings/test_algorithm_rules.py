@@ -95,6 +95,37 @@ from tests.runtime.settings.shipped import LAPTOP, problems
             'cannot be combined with algorithm.kl_loss_type = "k3+"',
         ),
         (
+            ("algorithm.kl_coef=0.1", "algorithm.kl_loss_coef=0.1"),
+            "algorithm.kl_coef",
+            "would count the divergence twice, in the reward and with algorithm.kl_loss_coef in the loss",
+        ),
+        (
+            ("algorithm.kl_before_normalization=true",),
+            "algorithm.kl_before_normalization",
+            "has no effect unless algorithm.kl_coef is above 0",
+        ),
+        (
+            (
+                "algorithm.kl_before_normalization=true",
+                "algorithm.kl_coef=0.1",
+                "algorithm.advantage_estimator=reinforce_plus_plus",
+                "algorithm.normalize_advantages=true",
+            ),
+            "algorithm.kl_before_normalization",
+            'has no effect with algorithm.advantage_estimator = "reinforce_plus_plus"',
+        ),
+        (
+            ("algorithm.kl_metric_interval=5", "algorithm.kl_coef=0.1"),
+            "algorithm.kl_metric_interval",
+            "has no effect with algorithm.kl_coef, which measures the divergence at each train step",
+        ),
+        (("algorithm.gamma=0.9",), "algorithm.gamma", "it applies to reinforce_plus_plus, ppo"),
+        (
+            ("algorithm.advantage_estimator=reinforce_plus_plus",),
+            "algorithm.advantage_estimator",
+            "REINFORCE++ whitens its advantages",
+        ),
+        (
             ("algorithm.loss_scale_factor=128",),
             "algorithm.loss_scale_factor",
             'has no effect with algorithm.loss_agg_mode = "token-mean"; it applies to seq-mean-token-sum-norm',

@@ -118,6 +118,27 @@ def test_a_reward_model_has_a_loss_of_rewards_without_a_reference(smoothing: flo
             "+ 0.01 k3(policy, reference) x policy / old policy",
         ),
         ({"keep_old_actor": True}, "old policy", "= the weights that sampled the token, kept for 3 train steps"),
+        (
+            {"kl_coef": 0.05, "kl_loss_type": "k3"},
+            "advantage",
+            "A = (R - mean of group) / (std of group + 1e-6) - 0.05 k3(old policy, reference)",
+        ),
+        (
+            {"advantage_estimator": "rloo", "kl_coef": 0.05, "kl_before_normalization": True},
+            "reward",
+            "R - 0.05 sum of k1(old policy, reference) over the sample",
+        ),
+        (
+            {"advantage_estimator": "reinforce_plus_plus", "normalize_advantages": True, "gamma": 0.99},
+            "advantage",
+            "A = r + 0.99 A of the next token, whitened over the batch's tokens",
+        ),
+        (
+            {"advantage_estimator": "reinforce_plus_plus", "normalize_advantages": True, "kl_coef": 0.1},
+            "token reward",
+            "r = R at the last trained token - 0.1 k1(old policy, reference)",
+        ),
+        ({"kl_coef": 0.01, "ref_update_interval": 2}, "reference", "= policy every 2 train steps"),
         ({"kl_loss_coef": 0.01, "ref_update_interval": 40}, "reference", "= policy every 40 train steps"),
         ({"loss_type": "dpo_loss", "ref_update_interval": 1}, "reference", "= policy every train step"),
         ({"entropy_coef": 0.1, "entropy_coef_end": 0.0}, "entropy", "- 0.1 entropy, 0 at the last step"),

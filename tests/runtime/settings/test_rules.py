@@ -77,11 +77,11 @@ def test_external_graders_of_a_run_that_listens_are_no_problem() -> None:
         (("rollout.max_context_len=16",), "rollout.max_prompt_len", "leaves no room for a response"),
         (("algorithm.use_kl_loss=true",), "algorithm.use_kl_loss=true", "algorithm.kl_loss_coef above 0 turns the KL"),
         (("algorithm.eps_clip=1.5",), "algorithm.eps_clip", "below 1"),
-        (("model.ref_load=x/y",), "model.ref_load", "unless algorithm.kl_loss_coef is above 0"),
+        (("model.ref_load=x/y",), "model.ref_load", "kl_loss_coef, kl_coef or kl_metric_interval is above 0"),
         (
             ("algorithm.ref_update_interval=2",),
             "algorithm.ref_update_interval",
-            "unless algorithm.kl_loss_coef is above 0",
+            "unless algorithm.kl_loss_coef, kl_coef or kl_metric_interval is above 0",
         ),
         (("model.opd_teacher_load=x/y",), "model.opd_teacher_load", "has no effect without algorithm.use_opd"),
         (("algorithm.use_opd=true",), "algorithm.opd_type", "missing: where the teacher is"),

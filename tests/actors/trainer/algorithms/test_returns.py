@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from actors.trainer.algorithms.returns import (
     BLOCK,
@@ -230,3 +231,17 @@ def test_returns_are_those_of_verl_with_the_loss_mask() -> None:
     goals, of_gae = np.array(expected["gae"]["returns"]), np.array(expected["gae"]["advantages"])
     assert of_ppo.returns[TRAINS] == pytest.approx(goals[TRAINS], abs=1e-6)
     assert whiten(of_ppo.advantages, TRAINS)[TRAINS] == pytest.approx(of_gae[TRAINS], abs=2e-6)
+
+
+def test_columns_may_be_lists_and_tensors() -> None:
+    expected = gae([1.0, 2.0, 3.0], [0.5, 0.25, 1.0], [2, 1], [True, True, False], lambd=0.5)
+    columns = torch.tensor([1.0, 2.0, 3.0], requires_grad=True), torch.tensor([0.5, 0.25, 1.0], dtype=torch.bfloat16)
+    found = gae(*columns, torch.tensor([2, 1]), torch.tensor([1, 1, 0]), lambd=0.5)
+    assert (found.advantages.dtype, found.advantages.tolist()) == (np.float64, expected.advantages.tolist())
+    rewards, kl = torch.tensor([1.0, 2.0]), torch.tensor([0.5, 0.25, 1.0], requires_grad=True)
+    of_tensors = token_rewards(rewards, [2, 1], [1, 1, 1], kl, kl_coef=1.0)
+    assert of_tensors.tolist() == [-0.5, 0.75, 1.0]
+    with pytest.raises(ValueError, match=r"kl has shape \(2,\), expected \(3,\)"):
+        token_rewards(rewards, [2, 1], [1, 1, 1], [0.0, 0.0], kl_coef=1.0)
+    with pytest.raises(ValueError, match=r"rewards has shape \(2,\), expected \(1,\)"):
+        reinforce_plus_plus_advantages(rewards, [3], [1, 1, 1], [1, 1, 1])

@@ -34,7 +34,6 @@ class ReferenceTrainer:
     def train(self, batch: TrainBatch) -> list[dict[str, float]]:
         """Metrics of each optimizer step."""
         samples = [self._sample(batch, index) for index in range(len(batch.lengths_B))]
-        self._set_advantages(samples)
         algorithm = self._topology.algorithm
         if algorithm.keep_old_actor:
             self._past[batch.step] = copy.deepcopy(self.model)
@@ -48,10 +47,9 @@ class ReferenceTrainer:
                 sample["old"] = sample["engine"] if algorithm.use_rollout_logprobs else before
                 if algorithm.use_opd:
                     sample["teacher"] = self._outputs(self._teacher, sample)[0]
-                    gap = sample["old"] - sample["teacher"]
-                    sample["advantage"] = sample["advantage"] - algorithm.opd_kl_coef * gap
-                if algorithm.kl_loss_coef:
+                if algorithm.kl_loss_coef or algorithm.kl_coef:
                     sample["ref"] = self._outputs(self._reference_model, sample)[0]
+        self._set_advantages(samples)
         if algorithm.tis_batch_normalize:
             weights = sum((self._weight(sample) * sample["mask"]).sum() for sample in samples)
             self._mean_weight = float(weights / sum(sample["mask"].sum() for sample in samples))
@@ -91,12 +89,42 @@ class ReferenceTrainer:
             weighted = zip(algorithm.gdpo_reward_weights, columns, strict=True)
             parts = [[weight * one for one in self._compared(samples, rewards)] for weight, rewards in weighted]
             found = [sum(of_sample) for of_sample in zip(*parts, strict=True)]
+        elif algorithm.advantage_estimator == "reinforce_plus_plus":
+            found = [self._returns(sample) for sample in samples]
         else:
-            found = self._compared(samples, [sample["reward"] for sample in samples])
+            penalties = [self._divergence(sample) * algorithm.kl_coef for sample in samples]
+            before = algorithm.kl_before_normalization
+            lost = [float(penalty.sum()) if before else 0.0 for penalty in penalties]
+            rewards = [sample["reward"] - less for sample, less in zip(samples, lost, strict=True)]
+            compared = self._compared(samples, rewards)
+            found = [one - (0.0 if before else less) for one, less in zip(compared, penalties, strict=True)]
         for sample, advantage in zip(samples, found, strict=True):
-            sample["advantage"] = advantage
+            sample["advantage"] = torch.zeros_like(sample["old"]) + advantage
+            if algorithm.use_opd:
+                gap = sample["old"] - sample["teacher"]
+                sample["advantage"] = sample["advantage"] - algorithm.opd_kl_coef * gap
         if algorithm.normalize_advantages:
             self._whiten(samples)
+
+    def _divergence(self, sample: dict[str, Any]) -> torch.Tensor:
+        """Of the old policy from the reference, by k1 or k3; 0 where the token does not train."""
+        if not self._topology.algorithm.kl_coef:
+            return torch.zeros_like(sample["old"])
+        x = sample["old"] - sample["ref"]
+        k1 = self._topology.algorithm.kl_loss_type == "k1"
+        return (x if k1 else (-x).exp() - 1 + x) * sample["mask"]
+
+    def _returns(self, sample: dict[str, Any]) -> torch.Tensor:
+        """Discounted return of each token; the reward is on the last one that trains."""
+        algorithm, mask = self._topology.algorithm, sample["mask"]
+        rewards = -algorithm.kl_coef * self._divergence(sample)
+        if mask.any():
+            rewards[mask.nonzero()[-1]] += sample["reward"]
+        found, following = torch.zeros_like(rewards), 0.0
+        for token in range(len(rewards) - 1, -1, -1):
+            following = float(rewards[token]) + algorithm.gamma * following
+            found[token] = following
+        return found
 
     def _compared(self, samples: list[dict[str, Any]], rewards: list[float]) -> list[float]:
         rollouts: dict[tuple[int, int], list[float]] = {}
@@ -123,7 +151,7 @@ class ReferenceTrainer:
         return (reward - mean) / (std + 1e-6)
 
     def _whiten(self, samples: list[dict[str, Any]]) -> None:
-        tokens = [sample["advantage"] for sample in samples for _ in range(int(sample["mask"].sum()))]
+        tokens = torch.cat([sample["advantage"][sample["mask"] > 0] for sample in samples]).tolist()
         mean = sum(tokens) / len(tokens)
         variance = sum((token - mean) ** 2 for token in tokens) / (len(tokens) - 1)
         for sample in samples:
@@ -171,7 +199,7 @@ class ReferenceTrainer:
             log_ratio = mean.expand_as(log_ratio)
         if algorithm.loss_mode == "prime_rl":
             over_engine = log_probs - sample["engine"]
-            moved = (log_probs.exp() - sample["engine"].exp()) * (1 if advantage > 0 else -1)
+            moved = (log_probs.exp() - sample["engine"].exp()) * torch.where(advantage > 0, 1, -1)
             kept = (moved <= 0.2).float().detach()
             return -advantage * over_engine.exp() * kept + 1e-3 * over_engine**2
         if algorithm.loss_mode == "gpg":

@@ -80,6 +80,11 @@ ALGORITHMS = {
         "entropy_coef": 0.1,
     },
     "likelihood of good samples": {"positive_example_nll_weight": 0.3},
+    "REINFORCE++, discounted": {
+        "advantage_estimator": "reinforce_plus_plus",
+        "gamma": 0.9,
+        "normalize_advantages": True,
+    },
     "GDPO, whitened": {
         "advantage_estimator": "gdpo",
         "gdpo_reward_keys": REWARD_KEYS,
@@ -133,6 +138,96 @@ def test_the_divergence_from_a_reference_model_equals_that_of_an_independent_loo
         algorithm={"kl_loss_coef": 0.2, "kl_loss_type": "k3"},
     )
     compared(topology, model, [random_batch(step) for step in range(2)], reference_model=reference_model)
+
+
+IN_THE_REWARD = {
+    "REINFORCE++": {"advantage_estimator": "reinforce_plus_plus", "gamma": 0.95, "normalize_advantages": True},
+    "REINFORCE++-baseline": {
+        "advantage_estimator": "reinforce_plus_plus_baseline",
+        "disable_grpo_std_normalization": True,
+        "normalize_advantages": True,
+    },
+    "GRPO": {"kl_loss_type": "k3"},
+    "GRPO, engine's log-probs": {"use_rollout_logprobs": True},
+    "GRPO, before the group's mean": {"kl_before_normalization": True},
+    "RLOO, before the group's mean": {
+        "advantage_estimator": "rloo",
+        "kl_loss_type": "k3",
+        "kl_before_normalization": True,
+    },
+    "one step": {"num_steps_per_rollout": 1},
+}
+
+
+@pytest.mark.parametrize("algorithm", IN_THE_REWARD.values(), ids=IN_THE_REWARD.keys())
+def test_the_divergence_in_the_reward_equals_that_of_an_independent_loop(
+    make_topology: MakeTopology, tmp_path: Path, algorithm: dict[str, Any]
+) -> None:
+    directories = [tmp_path / "weights", tmp_path / "reference"]
+    model = write_model(directories[0])
+    reference_model = write_model(directories[1], initializer_range=0.1)
+    topology = make_topology(
+        model={"hf_checkpoint": str(directories[0]), "random_init": False, "ref_load": str(directories[1])},
+        algorithm={"num_steps_per_rollout": 2, "kl_coef": 0.05} | algorithm,
+        rollout={"temperature": 0.8},
+    )
+    compared(topology, model, [random_batch(step) for step in range(2)], reference_model=reference_model)
+
+
+def test_the_divergence_and_the_returns_are_metrics_of_tokens(make_topology: MakeTopology) -> None:
+    step, _ = trainer(
+        make_topology(
+            algorithm={"advantage_estimator": "reinforce_plus_plus", "normalize_advantages": True}
+            | {"kl_coef": 0.1, "use_rollout_logprobs": True, "num_steps_per_rollout": 2}
+        )
+    )
+    batch = random_batch()
+    metrics = step(batch).metrics
+    mask = batch.loss_mask_N != 0
+    own = own_log_probs(make_topology(), batch)
+    divergence = batch.rollout_log_probs_N[mask] - own[mask]
+    assert metrics["rollout/kl"] == pytest.approx(divergence.mean(), rel=1e-4)
+    assert metrics["rollout/advantages"] == pytest.approx(0.0, abs=1e-5)
+    ends = np.cumsum(batch.lengths_B)
+    returns = np.zeros(len(mask))
+    for start, end, reward in zip(ends - batch.lengths_B, ends, batch.rewards_B, strict=True):
+        lost = 0.1 * np.where(mask, batch.rollout_log_probs_N - own, 0.0)[start:end]
+        returns[start:end] = reward - np.cumsum(lost[::-1])[::-1]
+    assert metrics["rollout/returns"] == pytest.approx(returns[mask].mean(), rel=1e-4)
+
+
+def test_a_divergence_without_a_coefficient_runs_no_forward_pass(
+    make_topology: MakeTopology, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    fill = Replica.fill_log_probs
+
+    def counted(replica: Replica, *arguments: Any, **options: Any) -> None:
+        calls.append("a pass")
+        fill(replica, *arguments, **options)
+
+    monkeypatch.setattr(Replica, "fill_log_probs", counted)
+    engines = {"use_rollout_logprobs": True}
+    plain, replica = trainer(make_topology(algorithm={"kl_loss_coef": 0.0, "kl_coef": 0.0} | engines))
+    without = [plain(random_batch(number)).metrics for number in range(4)]
+    assert calls == []
+    assert not any("kl_loss" in name for metrics in without for name in metrics)
+    measured, other = trainer(make_topology(algorithm={"kl_metric_interval": 2, "kl_loss_type": "k2"} | engines))
+    found: list[dict[str, float]] = []
+    passes: list[int] = []
+    for number in range(4):
+        found.append(measured(random_batch(number)).metrics)
+        passes.append(len(calls))
+    assert passes == [1, 1, 2, 2]
+    assert ["train/kl_loss" in metrics for metrics in found] == [True, False, True, False]
+    assert ["perf/ref_log_probs_time" in metrics for metrics in found] == [True, False, True, False]
+    always, _ = trainer(make_topology(algorithm={"kl_loss_coef": 1e-12, "kl_loss_type": "k2"} | engines))
+    expected = [always(random_batch(number)).metrics["train/kl_loss"] for number in range(3)]
+    assert found[2]["train/kl_loss"] == pytest.approx(expected[2], rel=1e-3)
+    assert expected[2] > 0
+    weights = whole_weights(replica.complete_chunks(), replica.hf)
+    for name, weight in whole_weights(other.complete_chunks(), other.hf).items():
+        assert torch.equal(weight, weights[name]), name
 
 
 @pytest.mark.parametrize("steps", [1, 2])

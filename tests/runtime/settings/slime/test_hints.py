@@ -166,7 +166,7 @@ def test_a_flag_where_a_table_belongs_is_recognised(tables: dict[str, Any], line
 def test_a_file_of_slimes_flags_is_answered_line_by_line(tmp_path: Path) -> None:
     path = tmp_path / "from-slime.toml"
     path.write_text(
-        f'include = "{LAPTOP}"\n--n-samples-per-prompt = 8\n[algorithm]\nkl_coef = 0.1\n[reward]\nrm-url = "http://x"\n'
+        f'include = "{LAPTOP}"\n--n-samples-per-prompt = 8\n[algorithm]\nuse-rollout-entropy = true\n[reward]\nrm-url = "http://x"\n'
     )
     with pytest.raises(TopologyError) as caught:
         load_topology(path)
@@ -175,8 +175,8 @@ def test_a_file_of_slimes_flags_is_answered_line_by_line(tmp_path: Path) -> None
     assert sorted(lines) == [
         f"{path}: --n-samples-per-prompt: {says} --n-samples-per-prompt is rollout.n_samples_per_prompt here "
         "(1 with reward normalisation is refused: every reward would become 0)",
-        f"{path}: algorithm.kl_coef: {says} --kl-coef is not implemented yet: "
-        "no KL in the reward; algorithm.kl_loss_coef has it in the loss",
+        f"{path}: algorithm.use-rollout-entropy: {says} --use-rollout-entropy is not implemented yet: "
+        "entropy is a metric of the train step, not a column of samples",
         f"{path}: reward.rm-url: {says} --rm-url has no key here: "
         "a reward worker in any language joins the bus and pulls score requests",
     ]
