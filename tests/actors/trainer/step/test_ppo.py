@@ -51,14 +51,16 @@ class ReferencePpo(ReferenceTrainer):
             first = int(sampled[0]) if len(sampled) else len(values[index])
             own = values[index].astype(np.float64)
             advantages, returns = np.zeros(len(own)), np.zeros(len(own))
-            by_length = 1.0
+            by_length, gamma = algorithm.lambd, algorithm.gamma
+            of_returns = algorithm.lambd if algorithm.gae_lambda_value is None else algorithm.gae_lambda_value
+            penalties = algorithm.kl_coef * self._divergence(sample)
             if algorithm.length_adaptive_alpha:
                 by_length = 1 - 1 / max(algorithm.length_adaptive_alpha * (len(own) - first), 1)
-            for wanted, lambd in ((advantages, by_length), (returns, algorithm.gae_lambda_value)):
+            for wanted, lambd in ((advantages, by_length), (returns, of_returns)):
                 error, following = 0.0, 0.0
                 for place in reversed(range(first, len(own))):
-                    reward = sample["reward"] if place == len(own) - 1 else 0.0
-                    error = reward + following - own[place] + lambd * error
+                    reward = (sample["reward"] if place == len(own) - 1 else 0.0) - float(penalties[place])
+                    error = reward + gamma * following - own[place] + gamma * lambd * error
                     following = own[place]
                     wanted[place] = error
             returns[first:] += own[first:]
@@ -85,6 +87,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "value_clip": 0.05,
         "value_loss_coef": 0.5,
         "entropy_coef": 0.05,
+    },
+    "discounted, the divergence in the rewards of both": {
+        "gamma": 0.9,
+        "lambd": 0.8,
+        "kl_coef": 0.5,
+        "kl_loss_type": "k1",
+        "num_steps_per_rollout": 2,
     },
     "per token, with a divergence": {"gae_lambda_value": 1.0, "calculate_per_token_loss": True, "kl_loss_coef": 0.1},
 }
