@@ -39,7 +39,7 @@ shapes, defaults, metrics, edges and sources, and one example that a test runs. 
 - B is the number of samples, M the number of trained tokens, N the number of tokens of all samples. `[M]` is a shape.
 - Log-probs are natural logarithms at the sampling temperature. Losses are minimised.
 - Log-ratios are limited to +-`max_log_ratio` before they are exponentiated. The default of functions and of the setting
-  is 20 nats.
+  is 20 nats. Estimators of advantages, returns, whitening and reductions limit nothing.
 
 | function | does |
 |---|---|

@@ -14,6 +14,8 @@ from tests.docs.snippets import snippets
 
 DOCS = Path(__file__).parents[2] / "docs" / "reference" / "algorithms"
 ARRAYS = re.compile(r"\b(Tensor|ArrayLike|NDArray|Floats|Floats32|Ints|Flags)\b")
+RETURNS_TENSORS = re.compile(r"\b(Tensor|Terms|Correction)\b")
+STATES_CLAMP = re.compile(r"\b(clamp|clip|limit|bound)", re.IGNORECASE)
 SHAPED = re.compile(r"\[[A-Z]")
 SOURCES = {source.name.rpartition(".")[2]: source for source in sources()}
 
@@ -33,6 +35,9 @@ def faults(source: Source) -> Iterator[str]:
                 yield f"{node.name}: {argument.arg} has no shape"
         if not re.search(r"[-+*/=]|exp|mean", parts["text"] + parts["summary"]):
             yield f"{node.name}: no formula"
+        whole = ast.get_docstring(node) or ""
+        if node.returns and RETURNS_TENSORS.search(ast.unparse(node.returns)) and not STATES_CLAMP.search(whole):
+            yield f"{node.name}: does not say what is clamped"
         for section in ("Returns", "Edges", "Source"):
             if not parts.get(section, "").strip():
                 yield f"{node.name}: no {section}"
@@ -74,6 +79,7 @@ def bare(values: Tensor, size: int) -> Tensor:
         "bare: values has no shape",
         "bare: size is not described",
         "bare: no formula",
+        "bare: does not say what is clamped",
         "bare: no Returns",
         "bare: no Edges",
         "bare: no Source",

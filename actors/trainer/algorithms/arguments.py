@@ -18,6 +18,16 @@ def check_choice(name: str, value: object, allowed: Any) -> None:
         raise ValueError(f"{name} is {value!r}; allowed: {', '.join(map(repr, get_args(allowed)))}")
 
 
+def check_shape(name: str, values: Any, like: Any) -> None:
+    """Refuse a tensor of another shape, which would be broadcast.
+
+    Raises:
+        ValueError: It names the argument, its shape and that of `like`.
+    """
+    if tuple(values.shape) != tuple(like.shape):
+        raise ValueError(f"{name} has shape {tuple(values.shape)}, expected {tuple(like.shape)}")
+
+
 def array(values: Any) -> NDArray[Any]:
     """Return a sequence, numpy array or torch tensor as an array. A tensor leaves its gradient and device behind."""
     if hasattr(values, "detach"):

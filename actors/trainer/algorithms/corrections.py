@@ -38,7 +38,7 @@ from typing import Final, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from actors.trainer.algorithms.arguments import check_choice
+from actors.trainer.algorithms.arguments import check_choice, check_shape
 from actors.trainer.algorithms.loss_inputs import MAX_LOG_RATIO, LossInputs, bounded
 
 Level = Literal["token", "sequence", "geometric"]
@@ -228,6 +228,7 @@ def mean_weight(inputs: LossInputs, weights: Tensor, *, level: Level = "token") 
         slime at 624b824a, examples/train_infer_mismatch_helper.
     """
     check_choice("level", level, Level)
+    check_shape("weights", weights, inputs.log_probs)
     shares = torch.ones_like(weights) if level == "token" else 1.0 / inputs.sequences.lengths
     mean = float((weights * shares).sum() / shares.sum()) if len(weights) else 0.0
     return mean if mean > 1e-8 else 1.0

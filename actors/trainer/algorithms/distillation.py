@@ -24,7 +24,7 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from actors.trainer.algorithms.arguments import Floats, check_choice, column, floats
+from actors.trainer.algorithms.arguments import Floats, check_choice, check_shape, column, floats
 from actors.trainer.algorithms.loss_inputs import Terms
 
 TopkKl = Literal["forward", "reverse", "mixed"]
@@ -108,6 +108,7 @@ def topk_distillation_loss(
         NeMo-RL, DistillationLossFn at 7ea279ab.
     """
     check_choice("kl_type", kl_type, TopkKl)
+    check_shape("teacher_topk_log_probs", teacher_topk_log_probs, topk_log_probs)
     ratios = teacher_topk_log_probs - topk_log_probs
     probs, teacher_probs = topk_log_probs.exp(), teacher_topk_log_probs.exp()
     forward = torch.where(teacher_probs > 0, teacher_probs * ratios, 0.0).sum(dim=-1)

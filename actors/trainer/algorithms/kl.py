@@ -21,7 +21,7 @@ from typing import Final, Literal
 import torch
 from torch import Tensor
 
-from actors.trainer.algorithms.arguments import check_choice
+from actors.trainer.algorithms.arguments import check_choice, check_shape
 from actors.trainer.algorithms.loss_inputs import MAX_LOG_RATIO, bounded
 
 KlEstimator = Literal["k1", "k2", "k3", "low_var_kl", "k3+"]
@@ -70,8 +70,9 @@ def kl_divergence(
         old_log_probs = log_probs.detach().
     """
     check_choice("estimator", estimator, KlEstimator)
-    if log_probs.shape != ref_log_probs.shape:
-        raise ValueError(f"ref_log_probs has shape {tuple(ref_log_probs.shape)}, expected {tuple(log_probs.shape)}")
+    check_shape("ref_log_probs", ref_log_probs, log_probs)
+    if old_log_probs is not None:
+        check_shape("old_log_probs", old_log_probs, log_probs)
     found = _estimated(log_probs - ref_log_probs, estimator, max_log_ratio)
     if old_log_probs is not None:
         found = torch.exp(bounded(log_probs - old_log_probs, max_log_ratio)) * found

@@ -67,7 +67,8 @@ def log_probs_and_entropy(
         Log-probs [M] and entropies [M], nats, float32.
 
     Edges:
-        No positions: two empty tensors. float64 inputs are computed in float32, as in training.
+        No positions: two empty tensors. float64 inputs are computed in float32, as in training. Nothing is clamped: the
+        maximum of each position's logits is subtracted before the exponential.
 
     Source:
         The vocabulary-parallel softmax is that of Megatron-LM, arXiv 1909.08053. Its chunks are ours.

@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from actors.trainer.algorithms.arguments import check_choice
+from actors.trainer.algorithms.arguments import check_choice, check_shape
 from actors.trainer.algorithms.loss_inputs import LossInputs, Sequences, Terms
 
 Preference = Literal["sigmoid", "ipo"]
@@ -115,6 +115,8 @@ def rm_loss(rewards: Tensor, signs: Tensor, pairs: Sequences, *, label_smoothing
     Source:
         InstructGPT, arXiv 2203.02155, equation 1, for single pairs; equal to NeMo-RL's PreferenceLoss.
     """
+    check_shape("signs", signs, rewards)
+    check_shape("pairs", pairs, rewards)
     chosen, rejected = (signs > 0).to(rewards), (signs < 0).to(rewards)
     is_whole = (pairs.sums(chosen) > 0) & (pairs.sums(rejected) > 0)
     of_chosen, of_rejected = pairs.sums(rewards * chosen), pairs.sums(rewards * rejected)

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from torch import Tensor, maximum
 
-from actors.trainer.algorithms.arguments import column, floats
+from actors.trainer.algorithms.arguments import check_shape, column, floats
 from actors.trainer.algorithms.loss_inputs import Terms
 
 VARIANCE_EPS: Final = 1e-5
@@ -46,10 +46,15 @@ def value_loss(
     Edges:
         Beyond the clip a token has no gradient if its clipped error is the larger one. NaN in any input gives NaN.
 
+    Raises:
+        ValueError: The shapes differ.
+
     Source:
         PPO's value clipping in OpenAI's baselines; the metrics are slime's. verl's vf_clipfrac counts tokens whose
         clipped error is the larger one.
     """
+    check_shape("old_values", old_values, values)
+    check_shape("returns", returns, values)
     loss = (values - returns).square()
     clipped = values.new_zeros(values.shape)
     if value_clip is not None:

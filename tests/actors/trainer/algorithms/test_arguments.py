@@ -152,6 +152,14 @@ REFUSED: Final[dict[str, tuple[Callable[[], Any], str]]] = {
     ),
     "a divergence": (lambda: returns.token_rewards([1.0], [2], [1, 1], [0.5], kl_coef=1.0), r"kl has shape \(1,\)"),
     "values of a critic": (lambda: returns.gae([[1.0, 2.0]], [[0.0]]), r"shape \(1, 1\), expected \(1, 2\)"),
+    "old log-probs": (lambda: kl.kl_divergence(ONE, ONE, old_log_probs=ONE[:1]), r"old_log_probs has shape \(1,\)"),
+    "old values": (lambda: values.value_loss(ONE, ONE[:1], ONE), r"old_values has shape \(1,\), expected \(2,\)"),
+    "signs": (lambda: preference.rm_loss(ONE, ONE[:1], TWO), r"signs has shape \(1,\), expected \(2,\)"),
+    "factors": (lambda: corrections.mean_weight(given(), ONE[:1]), r"weights has shape \(1,\), expected \(2,\)"),
+    "ids of a teacher": (
+        lambda: distillation.topk_distillation_loss(ONE[None], ONE[None, :1]),
+        r"teacher_topk_log_probs has shape \(1, 1\), expected \(1, 2\)",
+    ),
     "a group of one": (lambda: rloo_advantages([1.0], [0], group_of_one="one"), "group_of_one is 'one'; allowed"),  # type: ignore[arg-type]
     "top-k": (
         lambda: distillation.topk_distillation_loss(ONE[None], ONE[None], kl_type="js"),  # type: ignore[arg-type]

@@ -28,6 +28,7 @@ from actors.trainer.algorithms.length_penalties import linear_length_penalties
 from actors.trainer.algorithms.loss_inputs import LossInputs, Terms
 from actors.trainer.algorithms.preference import dpo_loss
 from actors.trainer.algorithms.reductions import reduction
+from actors.trainer.algorithms.returns import reinforce_plus_plus_baseline_advantages
 from actors.trainer.algorithms.values import value_loss
 from actors.trainer.algorithms.whitening import whiten
 from tests.actors.trainer.algorithms.peers import LENGTHS, column
@@ -45,6 +46,9 @@ GROUPED: Final[dict[str, Grouped]] = {
     "maxrl": maxrl_advantages,
     "grpo_passk": passk_advantages,
     "passk, no std": partial(passk_advantages, normalize_std=False),
+    "reinforce_plus_plus_baseline": lambda rewards, groups, rollouts: (
+        reinforce_plus_plus_baseline_advantages(rewards, groups, rollouts, np.ones(len(rewards))).advantages
+    ),
     "gdpo": lambda rewards, groups, rollouts: gdpo_advantages({"a": rewards, "b": rewards}, groups, rollouts),
 }
 DTYPES: Final = (np.float16, np.float32, np.float64)
