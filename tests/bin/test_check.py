@@ -215,6 +215,18 @@ def arguments(case: Case, things: Path, run_dir: Path, ports: dict[str, str]) ->
     return [str(case.file), *(part for word in words for part in ("--set", word))]
 
 
+@pytest.mark.parametrize("more", [(), ("--check",)], ids=["start", "check"])
+def test_a_start_names_the_setting_with_which_log_probs_are_those_of_the_sampled_distribution(
+    more: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A missing file ends both before anything starts."""
+    settings = ("rollout.top_p=0.9", "rollout.top_k=8", f"run.dir={tmp_path}", f"data.0.path={tmp_path}/none.jsonl")
+    assert main([str(LAPTOP), *(part for one in settings for part in ("--set", one)), *more]) == 2
+    told = capsys.readouterr()
+    (note,) = (line for line in f"{told.out}{told.err}".splitlines() if line.startswith("note: rollout.top_p"))
+    assert "rollout.return_sampling_mask = true takes both over the kept tokens" in note
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_a_start_refuses_is_refused_by_the_check_with_the_same_words(
     name: str, things: Path, tmp_path: Path, ports: dict[str, str], capsys: pytest.CaptureFixture[str]
