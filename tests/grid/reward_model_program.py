@@ -1,0 +1,57 @@
+"""One rank of a reward model that continues in one layout after the other: `DIRECTORY RANK PORT`.
+
+Each layout starts from the checkpoint of the one before, trains a step on pairs, evaluates others and saves.
+"""
+
+import faulthandler
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from actors.trainer.commands import TrainerRank
+from actors.trainer.megatron.groups import Ranks
+from runtime.settings.topology import decode_topology
+from tests.actors.trainer.tiny import pairs
+from tests.support.checkpoints import save
+
+STUCK_S = 120.0
+HELD_OUT = pairs(100)
+
+
+def lead(rank: TrainerRank, incarnation: int) -> dict[str, float]:
+    """Train a step and save; return its metrics and those of the evaluation after it."""
+    step = rank.resume()
+    metrics = rank.train(pairs(step)).metrics
+    evaluated = rank.evaluate(HELD_OUT)
+    save(rank, step=step + 1, incarnation=incarnation)
+    rank.close()
+    found = {name: value for name, value in metrics.items() if name.startswith("train/")}
+    return found | {f"evaluated {name}": value for name, value in evaluated.sums.items()}
+
+
+def main(directory: Path, rank: int, port: int) -> None:
+    torch.set_num_threads(1)
+    jobs: list[dict[str, Any]] = json.loads((directory / "jobs.json").read_text())
+    store = dist.TCPStore("127.0.0.1", port, 2, is_master=rank == 0)
+    found: list[dict[str, float]] = []
+    for number, job in enumerate(jobs):
+        faulthandler.dump_traceback_later(STUCK_S, file=sys.__stderr__)
+        if rank >= job["world"]:
+            continue
+        topology = decode_topology(json.dumps(job["topology"]).encode())
+        ranks = Ranks(rank=rank, world_size=job["world"], store=dist.PrefixStore(str(number), store))
+        own = TrainerRank(topology, directory / job["run"], ranks)
+        if rank:
+            own.follow()
+        else:
+            found.append(lead(own, number + 1))
+    if rank == 0:
+        (directory / "found.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
