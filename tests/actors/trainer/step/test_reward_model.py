@@ -174,3 +174,21 @@ def assert_a_run_starts_from(make_topology: MakeTopology, directory: Path) -> No
     policy = make_topology(model={"hf_checkpoint": str(directory), "random_init": False})
     with pytest.raises(ValueError, match=r"has no tensor score\.weight"):
         check_weights(directory, trained_model(policy))
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3_moe", "deepseek_v3"])
+def test_transformers_reads_the_reward_model_of_each_kind(
+    make_topology: MakeTopology, tmp_path: Path, kind: str
+) -> None:
+    write_model(tmp_path / "weights", kind)
+    rank = TrainerRank(topology_of(make_topology, tmp_path / "weights"), tmp_path / "run")
+    try:
+        rank.export(tmp_path / "hf")
+        rewards = rank._train_step.rewards(pairs(2))
+    finally:
+        rank.close()
+    model, missing = AutoModelForSequenceClassification.from_pretrained(tmp_path / "hf", output_loading_info=True)
+    assert not any(missing.values()), missing
+    with torch.no_grad():
+        scores = [score(model.eval(), pairs(2), sample).item() for sample in range(16)]
+    assert rewards.tolist() == pytest.approx(scores, abs=2e-5)
