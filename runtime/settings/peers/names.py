@@ -1,4 +1,4 @@
-"""What settings of verl, prime-rl and NeMo-RL are called here: hints for unknown keys and values, and a page."""
+"""What settings of verl, prime-rl, NeMo-RL and AReaL are called here: hints for unknown keys and values, and a page."""
 
 from collections.abc import Iterator
 from functools import cache
@@ -11,7 +11,7 @@ from runtime.settings.slime.flags import FlagAnswer, find_flag
 
 DATA: Final = Path(__file__).with_suffix(".toml")
 
-HEAD: Final = """# Coming from verl, prime-rl or NeMo-RL
+HEAD: Final = """# Coming from verl, prime-rl, NeMo-RL or AReaL
 
 Written by `bin/describe-settings` from `runtime/settings/peers/names.toml`; do not edit.
 
@@ -20,7 +20,7 @@ are in these tables; an unknown key is refused with the same answer. A recipe is
 a key of verl's `actor_rollout_ref.actor` is in `algorithm` or `optimizer`. Names that mean the same there and here are
 left out.
 
-Versions: verl 0.9.1, prime-rl at 559b4477, NeMo-RL at 7ea279ab. Estimators and losses are in
+Versions: verl 0.9.1, prime-rl at 559b4477, NeMo-RL at 7ea279ab, AReaL at cbff54d6. Estimators and losses are in
 [algorithms](../train/algorithms.md) and [losses](../train/losses.md); formulas and differences from the
 others are in [functions](algorithms.md).
 """
