@@ -35,13 +35,15 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """A learning run of cases.toml."""
 
     set: tuple[str, ...]  # settings as for --set
-    unset: tuple[str, ...] = ()  # keys of [algorithm] that the method does not read
+    unset: tuple[str, ...] = ()  # keys of [algorithm], or with their table, that the method does not read
     topology: str = "topologies/laptop.toml"
     steps: int = 120
     goal: float = 0.85
     metric: str = "rollout/raw_reward"
     means: tuple[str, ...] = ()  # further metrics whose mean over all steps is reported
-    first: str = ""  # topology to train before; the case starts from the model that it exports
+    first: str = ""  # topology to train before, whose exported model the case uses
+    first_set: tuple[str, ...] = ()  # settings of that run
+    first_key: str = "model.hf_checkpoint"  # setting of the case that gets the exported model
     timeout_s: int = 1200
     why_not: str = ""  # why the method cannot reach the goal; then it need not
 
@@ -99,12 +101,11 @@ def _outcome(name: str, case: Case, seed: int, kept: Path, temporary: Path) -> O
 def _run(name: str, case: Case, seed: int, temporary: Path) -> Outcome:
     """Train one case with one seed."""
     topology = temporary / f"{name}-{seed}.json"
-    tables = tables_of(case)
-    if case.first:
-        tables["model"]["hf_checkpoint"] = str(_exported(ROOT / case.first, temporary))
-    topology.write_text(json.dumps(tables))
+    topology.write_text(json.dumps(tables_of(case)))
     run = {"run.name": topology.stem, "run.dir": temporary, "run.seed": seed, "train.num_steps": case.steps}
     settings = [*(f"{key}={value}" for key, value in run.items()), *case.set]
+    if case.first:
+        settings.append(f"{case.first_key}={_exported(ROOT / case.first, case.first_set, temporary)}")
     done = _start(topology, settings, case.timeout_s)
     error = "" if done.returncode == 0 else "\n".join(done.stderr.splitlines()[-5:])
     metrics = temporary / topology.stem / "metrics.jsonl"
@@ -125,11 +126,12 @@ def _start(topology: Path, settings: Sequence[object], timeout_s: int) -> subpro
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, cwd=ROOT, check=False)
 
 
-def _exported(topology: Path, temporary: Path) -> Path:
+def _exported(topology: Path, settings: Sequence[str], temporary: Path) -> Path:
     """Train a topology once, and return the model directory that it writes."""
-    exported = temporary / topology.stem / "hf"
+    name = f"first-{topology.stem}"
+    exported = temporary / name / "hf"
     if not exported.exists():
-        done = _start(topology, [f"run.dir={temporary}", f"run.name={topology.stem}"], FIRST_S)
+        done = _start(topology, [f"run.dir={temporary}", f"run.name={name}", *settings], FIRST_S)
         if done.returncode:
             raise RuntimeError(f"{topology}: {done.stderr[-1000:]}")
     return exported
@@ -139,7 +141,11 @@ def tables_of(case: Case) -> dict[str, Any]:
     """Return the tables of a case's topology, without the keys that its method does not read."""
     tables = msgspec.to_builtins(load_topology(ROOT / case.topology).topology)
     for key in case.unset:
-        del tables["algorithm"][key]
+        *path, name = (key if "." in key else f"algorithm.{key}").split(".")
+        table = tables
+        for part in path:
+            table = table[int(part) if part.isdigit() else part]
+        del table[name]
     return tables
 
 

@@ -23,7 +23,7 @@ def test_settings_of_cases_are_valid(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     topology = tmp_path / "case.json"
     topology.write_bytes(msgspec.json.encode(tables_of(case)))
-    load_topology(topology, case.set)
+    load_topology(topology, (*case.set, f"{case.first_key}=first") if case.first else case.set)
 
 
 def test_a_casepasses_if_every_seed_reaches_its_goal() -> None:
