@@ -80,12 +80,11 @@ from runtime.node.external_clients import clients_of_grader
 from runtime.process.actor import Actor
 from runtime.settings.placement import num_engines
 from runtime.settings.topology import (
-    TEACHER_LOG_PROBS,
     Topology,
     frozen_pools,
     grader_names,
+    pools_of_columns,
     reads_copies,
-    teacher_pools,
 )
 from runtime.util.formatting import count_of
 
@@ -252,8 +251,7 @@ class RolloutActor(Actor):
 
     def _pools_of(self, data: str) -> dict[str, FrozenPool]:
         """Return the pools that compute columns of the samples of a data source, by column."""
-        teacher = teacher_pools(self._topology).get(data)
-        return {} if teacher is None else {TEACHER_LOG_PROBS: self._pools[teacher]}
+        return {column: self._pools[pool] for column, pool in pools_of_columns(self._topology, data).items()}
 
     async def _follower(self, fleet: Fleet, running: RunningRequests) -> PhaseFollower | None:
         """Create the follower of the colocation phases; None without colocation."""

@@ -8,7 +8,7 @@ from runtime.settings.gpus import parse_gpus
 from runtime.settings.placement import bus_node
 from runtime.settings.reading.config import Problem
 from runtime.settings.recipe import trains_demonstrations
-from runtime.settings.topology import NodeConfig, Topology, TrainerConfig
+from runtime.settings.topology import REFERENCE, NodeConfig, Topology, TrainerConfig, reference_in_pool
 from runtime.util.formatting import show
 
 
@@ -16,8 +16,8 @@ def half_of(topology: Topology) -> Topology:
     """Reduce a topology to the half that run.only selects. The other half needs no GPUs and is not checked.
 
     "rollout": a no-op trainer on the CPU replaces the trainer, and engines do not share their GPUs. "trainer": there
-    are no engines and no evaluation. Nodes keep only the GPUs in use. Nodes without any are removed, except the one of
-    the light actors.
+    are no engines and no evaluation; the trainer keeps the reference that engines would serve. Nodes keep only the GPUs
+    in use. Nodes without any are removed, except the one of the light actors.
     """
     if topology.run.only == "rollout":
         engines = {
@@ -27,7 +27,11 @@ def half_of(topology: Topology) -> Topology:
         half = msgspec.structs.replace(topology, engines=engines, trainer=TrainerConfig(device="cpu"))
     elif topology.run.only == "trainer":
         rollout = msgspec.structs.replace(topology.rollout, on_surplus="train")  # a dump has no surplus groups
-        half = msgspec.structs.replace(topology, engines={}, eval=(), rollout=rollout)
+        model = topology.model
+        if reference_in_pool(topology):
+            ref_load = topology.engines[REFERENCE].hf_checkpoint
+            model = msgspec.structs.replace(model, ref_load=model.ref_load or ref_load)
+        half = msgspec.structs.replace(topology, engines={}, eval=(), rollout=rollout, model=model)
     else:
         return topology
     try:

@@ -28,7 +28,7 @@ from runtime.settings.sizes import (
     stream_limits,
     stream_sizes,
 )
-from runtime.settings.topology import Topology, answers_are_recorded, teacher_pools
+from runtime.settings.topology import REFERENCE, Topology, answers_are_recorded, teacher_pools
 
 __all__ = ["Plan", "PlannedNode", "PlannedProcess", "draw", "plan_of", "stream_limits", "stream_sizes"]
 WIDTH = 18  # of a process name
@@ -151,7 +151,9 @@ def _head(topology: Topology, plan: Plan) -> Iterator[str]:
         weights = f"weights by {engine.weight_transport}{where}"
         if engine.hf_checkpoint is not None:
             of = [data for data, pool in teacher_pools(topology).items() if pool == name]
-            weights = f"{engine.hf_checkpoint}, teacher of {', '.join(of)}"
+            uses = [f"teacher of {', '.join(of)}"] if of else []
+            uses += ["reference"] if name == REFERENCE else []
+            weights = ", ".join([engine.hf_checkpoint, *uses])
         yield f"  engines  {name}: {engine.kind}, {amount}, {weights}"
     for item in topology.eval:
         yield f"  eval     {item.name}: {item.path}, every {item.interval} steps"

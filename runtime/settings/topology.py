@@ -14,6 +14,7 @@ from runtime.settings.recipe import (
     Text,
     asks_teachers,
     critic_optimizer,
+    reads_reference,
     trains_demonstrations,
 )
 
@@ -26,7 +27,9 @@ Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
 LightActor = Literal["rollout", "reward", "filter", "buffer"]
 SOLE_NODE: Final = "local"  # the node of a topology that names none
 POLICY: Final = "policy"  # the pool that generates samples; all other pools serve models that do not change
-TEACHER_LOG_PROBS: Final = "teacher_log_probs"  # column of a sample
+TEACHER_LOG_PROBS: Final = "teacher_log_probs"  # columns of a sample
+REF_LOG_PROBS: Final = "ref_log_probs"
+REFERENCE: Final = "ref"  # the pool of the reference model, if engines serve it
 TEACHER: Final = "teacher"  # the pool of a data source that names no teacher
 EXPORT_DIRECTORY: Final = "hf"  # below the run directory, written at the end with train.save_hf
 
@@ -234,8 +237,8 @@ Verify = Literal["always", "first", "never"]
 class EngineConfig(Config, frozen=True, kw_only=True):
     """One pool of engines that serve the same model.
 
-    The pool `policy` serves the model that is trained. Other pools serve a model that does not change: each sample of a
-    data source gets its log-probs from the teacher pool that `data.teacher` names.
+    The pool `policy` serves the model that is trained. Other pools serve a model that does not change: `ref` the
+    reference of the KL loss, and those that `data.teacher` names a teacher.
     """
 
     # Inference server: SGLang, or the tiny engine, which runs on the CPU.
@@ -364,7 +367,8 @@ class Topology(Recipe, frozen=True, kw_only=True):
     nodes: dict[Name, NodeConfig] = msgspec.field(default_factory=_sole_node)
     trainer: TrainerConfig = TrainerConfig()
     # The pool "policy" generates samples. With `algorithm.opd_type = "sglang"`, "teacher" and the pools that
-    # `data.teacher` names compute log-probs of the samples. Training on demonstrations runs no engines.
+    # `data.teacher` names compute log-probs of the samples. So does "ref" for the reference, in place of the trainer.
+    # Training on demonstrations runs no engines.
     engines: dict[Name, EngineConfig] = {}
     reward: RewardConfig = RewardConfig()
     buffer: BufferConfig = BufferConfig()
@@ -450,14 +454,28 @@ def teacher_pools(topology: Topology) -> dict[str, str]:
     return {data.name: data.teacher or TEACHER for data in topology.data}
 
 
+def reference_in_pool(topology: Topology) -> bool:
+    """Return whether the engines of the pool "ref" compute log-probs of the reference model."""
+    needed = reads_reference(topology.algorithm) and not trains_demonstrations(topology)
+    return needed and REFERENCE in topology.engines
+
+
+def pools_of_columns(topology: Topology, data: str) -> dict[str, str]:
+    """Return the pool of each column that engines compute of the samples of a data source."""
+    teacher = teacher_pools(topology).get(data)
+    found = {} if teacher is None else {TEACHER_LOG_PROBS: teacher}
+    return found | ({REF_LOG_PROBS: REFERENCE} if reference_in_pool(topology) else {})
+
+
 def column_names(topology: Topology) -> tuple[str, ...]:
     """Return the columns that engine pools compute of each trained sample."""
-    return (TEACHER_LOG_PROBS,) if teacher_pools(topology) else ()
+    return tuple(dict.fromkeys(name for data in topology.data for name in pools_of_columns(topology, data.name)))
 
 
 def frozen_pools(topology: Topology) -> tuple[str, ...]:
     """Return the pools that the run uses and whose model does not change."""
-    return tuple(dict.fromkeys(teacher_pools(topology).values()))
+    named = (pool for data in topology.data for pool in pools_of_columns(topology, data.name).values())
+    return tuple(dict.fromkeys(named))
 
 
 def reads_copies(topology: Topology, engine: EngineConfig) -> bool:

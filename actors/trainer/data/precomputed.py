@@ -65,7 +65,9 @@ class PrecomputedLogProbs:
                 if column_N is not None and precomputed_N is not None:
                     column_N[tokens] = precomputed_N
         share = sum(seqs[group] in self._precomputed for group in places) / len(places)
-        return replace(batch, ref_log_probs_N=whole.ref_N, old_log_probs_N=whole.old_N), share
+        of_pool = batch.ref_log_probs_N is not None
+        ref_N = batch.ref_log_probs_N if of_pool else whole.ref_N
+        return replace(batch, ref_log_probs_N=ref_N, old_log_probs_N=whole.old_N), share
 
 
 def _places_of_groups(batch: TrainBatch) -> dict[int, slice]:

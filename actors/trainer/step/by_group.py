@@ -16,7 +16,7 @@ from actors.trainer.models.files import file_source
 from actors.trainer.models.shapes import check_weights
 from actors.trainer.step.layout import group_by_group
 from runtime.settings.recipe import keeps_teacher, uses_reference
-from runtime.settings.topology import Topology
+from runtime.settings.topology import Topology, reference_in_pool
 
 Compute = Callable[[TrainBatch, Sequence[MicroBatch]], Floats32]
 
@@ -117,12 +117,12 @@ def log_probs_by(
 
 
 def reference_of(topology: Topology, replica: Replica) -> ReferenceModel | None:
-    """Load the reference model. None: the loss needs none.
+    """Load the reference model. None: the loss needs none, or engines serve it.
 
     Raises:
         ValueError, OSError: Its directory cannot be used.
     """
-    if not uses_reference(topology.algorithm):
+    if not uses_reference(topology.algorithm) or reference_in_pool(topology):
         return None
     return ReferenceModel(replica, topology.model.ref_load, update_interval=topology.algorithm.ref_update_interval)
 

@@ -74,7 +74,7 @@ from runtime.settings.recipe import (
     trains_pairs,
     uses_teacher,
 )
-from runtime.settings.topology import Topology
+from runtime.settings.topology import Topology, reference_in_pool
 
 
 @dataclass(frozen=True)
@@ -152,6 +152,7 @@ class TrainStep:
         self._group_of_one: GroupOfOne = group_of_one(topology)
         self._reference = reference_of(topology, replica)
         self._reads_reference = reads_reference(self._algorithm)
+        self._ref_in_pool = reference_in_pool(topology)
         self._teacher = teacher_of(topology, replica)
         self._max_tokens = max_sample_tokens(topology)
         self._old_actor: OldActor | None = None
@@ -434,12 +435,20 @@ class TrainStep:
     def _ref_log_probs(self, batch: TrainBatch, steps: Sequence[OptimizerStep]) -> Floats32 | None:
         """Return the reference's log-probs. None: no term of this step needs them.
 
-        They are complete on every rank where that is needed before training; otherwise a rank has its own tokens'.
+        They are complete on every rank where that is needed before training, or if engines computed them; otherwise a
+        rank has its own tokens'.
+
+        Raises:
+            ValueError: The samples came without the log-probs of a reference in an engine pool.
         """
         interval = self._algorithm.kl_metric_interval
         needed = batch.step >= self._first_step or self._algorithm.kl_coef > 0  # the critic sees the same rewards
-        if self._reference is None or not needed or (interval and batch.step % interval):
+        if self._ref_in_pool and batch.ref_log_probs_N is None:
+            raise ValueError(f"step {batch.step}: samples have no log-probs of the reference, as of engines.ref")
+        if not needed or (interval and batch.step % interval):
             return None
+        if self._reference is None:
+            return batch.ref_log_probs_N if self._ref_in_pool else None
         if self._by_group is not None and self._reads_reference:
             return self._by_group.reference(batch)
         own_N = self._reference.log_probs(batch, _micro_batches(steps))

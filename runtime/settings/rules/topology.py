@@ -13,6 +13,7 @@ from runtime.settings.recipe import (
     eval_data,
     needs_baseline,
     precomputes_old_log_probs,
+    reads_reference,
     trains_demonstrations,
     trains_pairs,
     trains_reward_model,
@@ -20,11 +21,13 @@ from runtime.settings.recipe import (
 from runtime.settings.sizes import MAX_MESSAGE_BYTES, needed_sizes, show_bytes
 from runtime.settings.topology import (
     POLICY,
+    REFERENCE,
     EngineConfig,
     Topology,
     answers_are_recorded,
     frozen_pools,
     is_colocated,
+    reference_in_pool,
     sglang_arguments,
 )
 
@@ -66,6 +69,7 @@ def topology_problems(topology: Topology) -> Iterator[Problem]:
         _sizes,
         _engines,
         _frozen,
+        _reference_pool,
         _shares,
         _load,
         _precomputed,
@@ -248,7 +252,7 @@ def _engines(topology: Topology) -> Iterator[Problem]:
             'only demonstrations (algorithm.loss_type = "sft_loss") need none'
         )
         yield Problem(key=f"engines.{POLICY}", message=message)
-    used = (POLICY, *frozen_pools(topology))
+    used = tuple(dict.fromkeys((POLICY, *frozen_pools(topology), *_may_have(topology))))
     for name, engine in topology.engines.items():
         if name not in used:
             yield Problem(key=f"engines.{name}", message=f"no actor uses this pool; allowed: {', '.join(used)}")
@@ -260,6 +264,31 @@ def _engines(topology: Topology) -> Iterator[Problem]:
         yield from _least(topology, engine, f"engines.{name}")
         yield from _seeds(engine, f"engines.{name}")
         yield from _environment(engine, f"engines.{name}")
+
+
+def _may_have(topology: Topology) -> tuple[str, ...]:
+    """Return the pools that a run may have and does not need."""
+    needs_reference = reads_reference(topology.algorithm) and not trains_demonstrations(topology)
+    return (REFERENCE,) if needs_reference else ()
+
+
+def _reference_pool(topology: Topology) -> Iterator[Problem]:
+    """Yield what a reference in engines cannot do."""
+    if not reference_in_pool(topology):
+        return
+    model, interval = topology.model, topology.algorithm.ref_update_interval
+    if model.ref_load is not None:
+        message = f"contradicts engines.{REFERENCE}, which serves the reference; set one of them"
+        yield Problem.of("model.ref_load", model.ref_load, message)
+    if interval is not None:
+        message = f"the model of engines.{REFERENCE} does not change; remove one of them"
+        yield Problem.of("algorithm.ref_update_interval", interval, message)
+    if (temperature := topology.rollout.temperature) != 1:
+        message = (
+            f"must be 1 with engines.{REFERENCE}: engines compute log-probs of given tokens at temperature 1; a "
+            "reference in the trainer (model.ref_load) computes them at any"
+        )
+        yield Problem.of("rollout.temperature", temperature, message)
 
 
 def _frozen(topology: Topology) -> Iterator[Problem]:
@@ -401,8 +430,7 @@ def _held_out(topology: Topology) -> Iterator[Problem]:
 def _precomputed(topology: Topology) -> Iterator[Problem]:
     if (
         not topology.trainer.log_probs_ahead
-        or topology.algorithm.kl_loss_coef > 0
-        or topology.algorithm.kl_coef > 0
+        or (reads_reference(topology.algorithm) and not reference_in_pool(topology))
         or precomputes_old_log_probs(topology)
     ):
         return

@@ -65,6 +65,14 @@ def test_only_trainer_has_no_groups_of_a_dump_to_spare(tmp_path: Path) -> None:
     assert load_topology(TOPOLOGIES / "laptop.toml", overrides).topology.rollout.on_surplus == "train"
 
 
+def test_only_trainer_keeps_the_reference_that_engines_would_serve(tmp_path: Path) -> None:
+    pool = 'engines.ref={kind = "tiny", hf_checkpoint = "demo/models/reverse-digits"}'
+    overrides = ("algorithm.kl_loss_coef=0.1", pool)
+    assert half(LAPTOP, *overrides).model.ref_load is None
+    alone = half(LAPTOP, *overrides, "run.only=trainer", f"run.load={tmp_path}")
+    assert alone.model.ref_load == str(TOPOLOGIES / "demo/models/reverse-digits")
+
+
 def test_a_whole_topology_stays_as_it_is() -> None:
     topology = half(DISAGGREGATED)
     assert {name: node.gpus for name, node in topology.nodes.items()} == {"n0": 8, "n1": 8}

@@ -6,6 +6,7 @@ from runtime.settings.load import load_topology
 from runtime.settings.placement import num_engines
 from tests.runtime.settings.shipped import COLOCATE, DISAGGREGATE, LAPTOP, problems
 
+REF = ("algorithm.kl_loss_coef=0.1", 'engines.ref={kind = "tiny", hf_checkpoint = "x/y"}')
 ASKS = ("algorithm.use_opd=true", "algorithm.opd_type=sglang")
 
 
@@ -251,6 +252,13 @@ def test_external_graders_of_a_run_that_listens_are_no_problem() -> None:
         (("engines.a b.kind=tiny",), "engines.a b", "this name is not allowed"),
         (("engines.judge.kind=tiny",), "engines.judge", "no actor uses this pool; allowed: policy"),
         (("engines.teacher.kind=tiny",), "engines.teacher", "no actor uses this pool; allowed: policy"),
+        (("engines.ref.kind=tiny",), "engines.ref", "no actor uses this pool; allowed: policy"),
+        ((*REF, "model.ref_load=x/y"), "model.ref_load", "contradicts engines.ref, which serves the reference"),
+        ((*REF, "algorithm.ref_update_interval=2"), "algorithm.ref_update_interval", "engines.ref does not change"),
+        ((*REF, "rollout.temperature=0.5"), "rollout.temperature", "must be 1 with engines.ref"),
+        ((*REF, "engines.ref.num_engines=2", "trainer.log_probs_ahead=true"), "trainer.log_probs_ahead", "has no log"),
+        (("algorithm.kl_loss_coef=0.1", "engines.ref.kind=tiny"), "engines.ref.hf_checkpoint", "missing: the model"),
+        (("algorithm.kl_loss_coef=0.1", "engines.r.kind=tiny"), "engines.r", "allowed: policy, ref"),
         (("engines.policy.hf_checkpoint=x/y",), "engines.policy.hf_checkpoint", "serve the model that is trained"),
         (ASKS, "engines.teacher", 'missing: the engines of a teacher, which algorithm.opd_type = "sglang" needs'),
         ((*ASKS, "engines.math.kind=tiny"), "engines.math", "no actor uses this pool; allowed: policy, teacher"),
