@@ -271,7 +271,7 @@ def test_columns_of_engines_train_as_the_same_log_probs_of_the_trainer(
     assert expected["train/kl_loss"] > 0
     with pytest.raises(ValueError, match="samples have no log-probs of a teacher"):
         other(batch)
-    with pytest.raises(ValueError, match=r"samples have no log-probs of the reference, which engines\.ref computes"):
+    with pytest.raises(ValueError, match=r"samples have no log-probs of the reference, as of engines\.ref"):
         other(replace(batch, teacher_log_probs_N=column_N))
 
 
