@@ -65,6 +65,7 @@ def steep(inputs): return ratio(inputs), {}
 
 def centred(inputs): return inputs.rewards - inputs.rewards.mean()
 def by_token(inputs): return Advantages(inputs.spread(centred(inputs)) * inputs.loss_mask)
+def penalized(inputs): return Advantages(inputs.spread(centred(inputs)) - 0.1 * inputs.kl)
 def scaled(inputs):
     with np.errstate(invalid="ignore"):
         return centred(inputs) / inputs.rewards.std()
@@ -212,6 +213,13 @@ def test_a_faulty_function_is_refused_by_key_and_fault(file: Path, key: str, nam
 def test_the_log_probs_of_a_reference_model_are_there_if_the_run_computes_them(file: Path) -> None:
     named = algorithm(LOSS, f"{file}:with_ref", kl_loss_coef=0.1)
     assert check_hooks(topology_with(algorithm=named)) == []
+
+
+def test_the_divergence_is_there_for_advantages_if_the_run_computes_it(file: Path) -> None:
+    named = algorithm(ADVANTAGE, f"{file}:penalized")
+    assert check_hooks(topology_with(algorithm=named | {"kl_coef": 0.1})) == []
+    (problem,) = check_hooks(topology_with(algorithm=named))
+    assert "NoneType" in problem.message
 
 
 def test_a_function_that_hangs_is_refused_in_time() -> None:
