@@ -34,6 +34,7 @@ TURNS: Final = (2, 1, 3, 1, 2, 2)  # of each sample, with an input token each
 SCORES: Final = (0.5, -1.25, -2.0, 0.75, 3.0, 2.5)  # of chosen and rejected responses in turn
 TRAINS: Final = "11011 111 1001110 1 1011 111101"  # tokens of each response; 0: the output of a tool
 GAMMA, LAMBD, KL_COEF = 0.9, 0.8, 0.25
+OF_RETURNS, BY_LENGTH = 0.95, 0.5  # lambda of the returns, and its factor by length
 BASELINES: Final = (0.5, 0.75, 0.5, 0.75, 0.5, 0.75)  # of the greedy sample of each sample's group
 
 
@@ -440,6 +441,20 @@ def preferences_of_nemo_rl(git: Path) -> dict[str, Any]:
     return {"preference": {**metrics, "gradient": gradient[0].tolist()}, "scores": SCORES}
 
 
+def gae_of_nemo_rl(git: Path, columns: dict[str, list[float]]) -> dict[str, Any]:
+    """GAE with a lambda of its own for the returns, and one by length. It skips tokens that do not train."""
+    name = "GeneralizedAdvantageEstimator"
+    source = shown(git, NEMO_RL, "nemo_rl/algorithms/advantage_estimator.py")
+    peer = functions(source, (name,))
+    lambdas = {"gae_lambda": LAMBD, "gae_lambda_value": OF_RETURNS, "gae_lambda_policy": None}
+    config = {"gae_gamma": GAMMA, "normalize_advantages": False, "length_adaptive_alpha": BY_LENGTH, **lambdas}
+    loss = SimpleNamespace(use_kl_in_reward=False, reference_policy_kl_penalty=0.0, reference_policy_kl_type="k1")
+    estimator = getattr(peer, name)(config, loss)
+    given = torch.tensor(REWARDS), padded(trained()), padded(columns["rollout"])
+    advantages, returns = estimator.compute_advantage(None, *given)
+    return {"advantages": advantages[MASK > 0].tolist(), "returns": returns[MASK > 0].tolist()}
+
+
 def with_gradient(loss: torch.Tensor, new: torch.Tensor) -> dict[str, Any]:
     """The loss, and its gradient by token."""
     (gradient,) = torch.autograd.grad(loss, new)
@@ -470,7 +485,7 @@ def main() -> None:
         f"slime {SLIME}": of_slime(given.slime, columns),
         f"prime-rl {PRIME_RL}": of_prime_rl(given.prime_rl, columns),
         f"AReaL {AREAL}": of_areal(given.areal, columns),
-        f"NeMo-RL {NEMO_RL}": of_nemo_rl(given.nemo_rl),
+        f"NeMo-RL {NEMO_RL}": of_nemo_rl(given.nemo_rl) | {"gae": gae_of_nemo_rl(given.nemo_rl, columns)},
     }
     NUMBERS.write_text(json.dumps(rounded(numbers)) + "\n")
 

@@ -19,8 +19,8 @@ from actors.trainer.algorithms.returns import (
     token_rewards,
 )
 from actors.trainer.algorithms.whitening import whiten
-from tests.actors.trainer.algorithms.peer_numbers import GAMMA, KL_COEF, LAMBD
-from tests.actors.trainer.algorithms.peers import GROUPS, KL, LENGTHS, REWARDS, SLIME, TRAINS, VERL, column
+from tests.actors.trainer.algorithms.peer_numbers import BY_LENGTH, GAMMA, KL_COEF, LAMBD, OF_RETURNS
+from tests.actors.trainer.algorithms.peers import GROUPS, KL, LENGTHS, NEMO_RL, REWARDS, SLIME, TRAINS, VERL, column
 
 EVERY = np.ones(len(TRAINS), dtype=bool)
 PEER_VALUES = column("rollout").double().numpy()
@@ -231,6 +231,16 @@ def test_returns_are_those_of_verl_with_the_loss_mask() -> None:
     goals, of_gae = np.array(expected["gae"]["returns"]), np.array(expected["gae"]["advantages"])
     assert of_ppo.returns[TRAINS] == pytest.approx(goals[TRAINS], abs=1e-6)
     assert whiten(of_ppo.advantages, TRAINS)[TRAINS] == pytest.approx(of_gae[TRAINS], abs=2e-6)
+
+
+def test_lambdas_of_returns_and_by_length_are_those_of_nemo_rl() -> None:
+    """NeMo-RL skips tokens that do not train; its results there train nothing."""
+    options = {"gamma": GAMMA, "lambd": LAMBD, "critic_lambd": OF_RETURNS, "length_adaptive_alpha": BY_LENGTH}
+    found = ppo_advantages(REWARDS, PEER_VALUES, LENGTHS, TRAINS, **options)
+    expected = {name: np.array(values)[TRAINS] for name, values in NEMO_RL["gae"].items()}
+    assert found.returns is not None
+    assert found.advantages[TRAINS] == pytest.approx(expected["advantages"], abs=1e-6)
+    assert found.returns[TRAINS] == pytest.approx(expected["returns"], abs=1e-6)
 
 
 def test_columns_may_be_lists_and_tensors() -> None:
