@@ -213,7 +213,7 @@ def _critic(recipe: Recipe) -> Iterator[PlannedTerm]:
     yield _term("critic loss", formula, "PPO; algorithm.value_clip, value_loss_coef")
     if algorithm.num_critic_only_steps:
         yield _term(
-            "critic alone", f"the first {algorithm.num_critic_only_steps} steps", "algorithm.num_critic_only_steps"
+            "critic only", f"the first {algorithm.num_critic_only_steps} steps", "algorithm.num_critic_only_steps"
         )
 
 
