@@ -16,6 +16,7 @@ from runtime.util.exit_codes import EXIT_OK
 EPILOG = """The command reads only files of the run, which may be running. This one process reads a checkpoint of any
 parallel layout, on the CPU. Without a checkpoint, it exports the newest published weights. Tensors have the names of
 the run's model.hf_checkpoint and the trained dtype. Above 5 GB they are written to several files, with an index.
+The critic of a checkpoint is written to DIR/critic.
 
 exit codes: 0 written; 2 the run or step does not exist, there is nothing to export, or DIR is not empty"""
 
