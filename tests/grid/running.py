@@ -30,6 +30,7 @@ MODEL |= {"head_dim": 16, "vocab_size": 96}
 SPREAD = {4: 0.1, 8: 0.06}  # of first weights, by layers: so that rounding alone does not drive two trainings apart
 CALM = {"deepseek_v3": 0.06}  # of kinds whose norms of short latents make more of rounding
 LOSSES = ("train/loss", "train/mtp_loss", "train/value_loss", "rollout/values", "rollout/returns")
+DIVERGENCES = ("train/kl_loss", "rollout/kl")  # in the loss; with a critic in the rewards
 NORMS = ("train/grad_norm", "train/critic-grad_norm")
 CRITIC = "critic."  # begins the names of its tensors in a checkpoint
 NOISE = 0.05  # in norms and all else
@@ -118,7 +119,7 @@ def _topology(place: Path, row: Row, device: str) -> Topology:
         "model": {"random_init": False, "dtype": row.dtype},
         "algorithm": {
             "entropy_coef": 0.05,
-            "kl_loss_coef": 0.1,
+            "kl_coef" if row.critic else "kl_loss_coef": 0.1,
             "ref_update_interval": 3,  # the checkpoint after two steps has the reference, which moves before the last
             "num_steps_per_rollout": 2,
             "use_routing_replay": row.replay,
@@ -179,7 +180,7 @@ def differences(found: Outcome, expected: Outcome) -> dict[str, float]:
     return {
         "loss": max(metric(name) for name in LOSSES if name in expected.metrics[0]),
         "entropy": metric("train/entropy_loss"),
-        "KL": metric("train/kl_loss"),
+        "KL": max(metric(name) for name in DIVERGENCES if name in expected.metrics[0]),
         "gradient norm": max(metric(name, relative=True) for name in NORMS if name in expected.metrics[0]),
         "log-probs": max(abs(one - other) for one, other in zip(found.probe, expected.probe, strict=True)),
         "weights": max(_apart(found.weights[name], expected.weights[name]) for name in expected.weights),
