@@ -679,6 +679,11 @@ def has_critic(recipe: Recipe) -> bool:
     return estimator(recipe.algorithm) == "ppo" and not trains_demonstrations(recipe)
 
 
+def first_policy_step(recipe: Recipe) -> int:
+    """Return the first train step that trains the policy: earlier ones train the critic alone."""
+    return recipe.algorithm.num_critic_only_steps if has_critic(recipe) else 0
+
+
 def critic_optimizer(recipe: Recipe) -> OptimizerConfig:
     """Return the critic's optimizer table: its own keys, completed by the actor's."""
     own = {name: getattr(recipe.critic, name) for name in OptimizerConfig.__struct_fields__}

@@ -1,9 +1,10 @@
 """One train step: trains a batch of scored samples in a few optimizer steps and reports metrics.
 
-learner.py takes the optimizer steps. This module prepares their inputs: advantages, and log-probs of other models.
+planning.py splits the batch, other_log_probs.py computes log-probs by other weights, estimator.py advantages, and
+learner.py takes the optimizer steps. This module puts them together, and computes the loss of a micro-batch.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -12,30 +13,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from actors.trainer.algorithms.advantage_inputs import AdvantageInputs, Advantages, Flags, Floats
+from actors.trainer.algorithms.advantage_inputs import AdvantageInputs, Advantages, Floats
 from actors.trainer.algorithms.corrections import mean_weight
 from actors.trainer.algorithms.group_baselines import GroupOfOne
 from actors.trainer.algorithms.loss_inputs import LossInputs, Sequences, Terms
 from actors.trainer.algorithms.schedules import entropy_coef
 from actors.trainer.data.batch import (
-    ExpertIds,
     Floats32,
     Ints,
     MicroBatch,
     TrainBatch,
-    only_where,
-    with_mtp,
 )
 from actors.trainer.data.held_out import PairSums
-from actors.trainer.data.plan import split_steps
-from actors.trainer.data.precomputed import LogProbs
 from actors.trainer.data.skipped import with_mask, with_masked
 from actors.trainer.megatron import groups as ranks
 from actors.trainer.megatron.rank_model import Replica, TokenOutputs
 from actors.trainer.plugins.dry_run import try_plugins
-from actors.trainer.plugins.functions import hook
 from actors.trainer.plugins.rollout_data import Postprocess, rollout_data
-from actors.trainer.step.by_group import GroupLogProbs, reference_of, teacher_of
 from actors.trainer.step.critic import Critic, Estimates
 from actors.trainer.step.estimator import (
     advantage_inputs,
@@ -59,22 +53,21 @@ from actors.trainer.step.metrics import (
     token_metrics,
 )
 from actors.trainer.step.objective import DIVERGENCE, Objective, weigh
-from actors.trainer.step.old_actor import OldActor, old_actor_metrics
+from actors.trainer.step.old_actor import old_actor_metrics
+from actors.trainer.step.other_log_probs import OtherLogProbs
 from actors.trainer.step.pairs import pair_inputs, rollouts_in, sums_over_pairs
+from actors.trainer.step.planning import Planner, micro_batches_of
 from actors.trainer.step.rewards import reward_metrics, with_penalties
 from runtime.settings.placement import max_sample_tokens
 from runtime.settings.recipe import (
+    first_policy_step,
     has_critic,
     measures_all,
-    needs_all_old_log_probs,
-    precomputes_old_log_probs,
     reads_reference,
-    replays_experts,
     trains_demonstrations,
     trains_pairs,
-    uses_teacher,
 )
-from runtime.settings.topology import Topology, reference_in_pool
+from runtime.settings.topology import Topology
 
 
 @dataclass(frozen=True)
@@ -95,13 +88,6 @@ class _Columns:
     measured_N: Mapping[str, Floats]  # metrics of tokens by name
 
 
-class _Routed(NamedTuple):
-    """Experts that the engine chose for this replica's tokens."""
-
-    tokens: Ints  # positions in the batch's columns, rising
-    experts: ExpertIds  # [tokens, E]
-
-
 class Trained(NamedTuple):
     """Result of training a batch."""
 
@@ -113,12 +99,6 @@ class Trained(NamedTuple):
     def without_gradient(self) -> Ints:
         """All samples that are skipped or masked."""
         return np.union1d(self.skipped, self.masked)
-
-
-def hook_before_log_probs(topology: Topology, replica: Replica) -> Callable[[str], None]:
-    """Return the user's hook, called with the name of the weights: "", "ref_" or "teacher_"."""
-    run = hook(topology, "custom_megatron_before_log_prob_hook")
-    return lambda store_prefix: run(replica.chunks, store_prefix)
 
 
 class TrainStep:
@@ -136,33 +116,19 @@ class TrainStep:
         self._critic = critic
         self._topology = topology
         self._algorithm = topology.algorithm
-        self._first_step = 0 if critic is None else topology.algorithm.num_critic_only_steps  # of the policy
+        self._first_step = first_policy_step(topology)
         self._demonstrations = trains_demonstrations(topology)
         self._pairs = trains_pairs(topology)
         self._measures_all = measures_all(topology)
-        self._replays_experts = not self._demonstrations and replays_experts(self._algorithm)
-        self._has_mtp_layer = replica.hf.num_mtp_layers > 0
         try_plugins(topology, replica.device)
-        replica.before_log_probs = hook_before_log_probs(topology, replica)
         self._objective = Objective(self._algorithm)
         named = self._algorithm.rollout_data_postprocess
         self._postprocess = None if named is None else Postprocess(named)
         self._learner = Learner(topology, replica, self._objective.names, first_step=self._first_step)
-        self._needs_all_old = not self._demonstrations and needs_all_old_log_probs(self._algorithm)
+        self._planner = Planner(topology, replica, self._learner)
+        self._log_probs = OtherLogProbs(topology, replica)
+        self.precompute = self._log_probs.precompute
         self._group_of_one: GroupOfOne = group_of_one(topology)
-        self._reference = reference_of(topology, replica)
-        self._reads_reference = reads_reference(self._algorithm)
-        self._ref_in_pool = reference_in_pool(topology)
-        self._teacher = teacher_of(topology, replica)
-        self._max_tokens = max_sample_tokens(topology)
-        self._old_actor: OldActor | None = None
-        if self._algorithm.keep_old_actor:
-            num_copies = topology.rollout.max_token_staleness or 0
-            self._old_actor = OldActor(replica, num_copies, max_tokens=self._max_tokens)
-        self._by_group: GroupLogProbs | None = None
-        if topology.trainer.log_probs_ahead:
-            reference, policy = self._reference if self._reads_reference else None, precomputes_old_log_probs(topology)
-            self._by_group = GroupLogProbs(replica, reference, max_tokens=self._max_tokens, policy=policy)
 
     def __call__(self, batch: TrainBatch) -> Trained:
         """Train one batch. A collective of all ranks, which pass the same batch.
@@ -173,9 +139,9 @@ class TrainStep:
                 fail on the same batch.
         """
         timer, memory = StepTimer(), self._replica.memory
-        self._update_reference(batch)
+        self._log_probs.update_reference(batch)
         batch = batch if self._demonstrations else with_penalties(batch, self._topology)
-        steps = self._plan(batch)
+        steps = self._planner.steps(batch)
         timer.lap("perf/plan_time")
         with memory.phase("prepare"):
             columns = self._prepare(batch, steps, timer)
@@ -195,8 +161,8 @@ class TrainStep:
             metrics |= token_metrics(trained, columns.measured_N)
             metrics |= passrate_metrics(batch) if self._topology.rollout.log_passrate else {}
             metrics |= reward_metrics(batch, self._algorithm)
-        if self._reference is not None:
-            metrics |= self._reference.metrics()
+        if self._log_probs.reference is not None:
+            metrics |= self._log_probs.reference.metrics()
         if columns.is_kept_N is not None:
             metrics |= old_actor_metrics(columns.is_kept_N.cpu().numpy(), batch)
         metrics["train/num_skipped_steps"] = len(done) - len(taken)
@@ -231,7 +197,7 @@ class TrainStep:
         if columns.ref_log_probs_N is None:
             metrics = {name: value for name, value in metrics.items() if name not in DIVERGENCE}
         if not self._demonstrations:
-            measured = _micro_batches(steps if self._measures_all else steps[:1])
+            measured = micro_batches_of(steps if self._measures_all else steps[:1])
             metrics |= difference_metrics(batch, measured, columns.trainer_log_probs_N.cpu().numpy())
             if counted is not None:
                 trained = with_masked(batch, np.logical_or.reduce([one.masked_B for one in done]))
@@ -248,92 +214,35 @@ class TrainStep:
             return None
         return MaskedTokens(self._objective.names, len(batch.tokens_N), self._replica.device)
 
-    def precompute(self, batch: TrainBatch) -> LogProbs:
-        """Precompute log-probs of groups that are in no batch yet, for the train step `batch.step`.
-
-        A collective of all ranks.
-        """
-        assert self._by_group is not None
-        self._update_reference(batch)
-        with self._replica.memory.phase("prepare"):
-            return self._by_group.precompute(batch)
-
-    def _update_reference(self, batch: TrainBatch) -> None:
-        if self._reference is not None:
-            self._reference.follow(self._replica.steps_before + batch.step)
-
     def evaluate(self, batch: TrainBatch) -> PairSums:
         """Sum the metrics of preference pairs under the current weights, without training. A collective of all ranks.
 
         Args:
             batch: The pairs.
         """
-        assert self._reference is not None
+        reference = self._log_probs.reference
+        assert reference is not None
         samples = np.arange(len(batch.lengths_B))
-        shares = shared_equally(self._replica, batch, samples, max_tokens=self._max_tokens)
+        shares = shared_equally(self._replica, batch, samples, max_tokens=max_sample_tokens(self._topology))
         micro_batches = laid_out(self._replica, batch, shares)
         own_N = np.zeros_like(batch.rollout_log_probs_N)
         self._replica.before_log_probs("")
         self._replica.fill_log_probs(micro_batches, own_N)
-        columns = own_N, self._reference.log_probs(batch, micro_batches)
+        columns = own_N, reference.log_probs(batch, micro_batches)
         policy_N, ref_N = (ranks.sum_over_replicas(torch.from_numpy(column_N)) for column_N in columns)
         inputs, rollouts_M = pair_inputs(batch, policy_N, ref_N)
         return sums_over_pairs(self._objective(inputs, entropy_coef=0.0), rollouts_M)
 
-    def _plan(self, batch: TrainBatch) -> list[OptimizerStep]:
-        replica, none_B = self._replica, np.zeros(len(batch.lengths_B), dtype=bool)
-        planned: list[tuple[Ints, list[list[Ints]]]] = []
-        for samples in split_steps(batch, self._algorithm.num_steps_per_rollout):
-            shares = shared_equally(replica, batch, samples, max_tokens=self._max_tokens, whole_rollouts=self._pairs)
-            planned.append((samples, shares))
-        routed = self._routed_experts(batch, [shares for _, shares in planned])
-        steps: list[OptimizerStep] = []
-        for number, (samples, shares) in enumerate(planned):
-            own = [self._with_more(batch, micro_batch, routed) for micro_batch in laid_out(replica, batch, shares)]
-            steps.append(self._learner.reduced_step(batch, number, samples, own, none_B))
-        return steps
-
-    def _with_more(self, batch: TrainBatch, micro_batch: MicroBatch, routed: _Routed | None) -> MicroBatch:
-        """Add the inputs of routing replay and of the MTP layer to a micro-batch."""
-        if routed is not None and len(routed.tokens):
-            place = np.searchsorted(routed.tokens, np.maximum(micro_batch.sources, routed.tokens[0]))
-            known = only_where(micro_batch.sources >= 0, routed.experts[place])
-            micro_batch = replace(micro_batch, routed_experts=known)
-        return with_mtp(batch, micro_batch) if self._has_mtp_layer else micro_batch
-
-    def _routed_experts(self, batch: TrainBatch, steps: Sequence[list[list[Ints]]]) -> _Routed | None:
-        """Return the engine's experts for this replica's tokens if routing replay is on. A collective of all ranks.
-
-        Raises:
-            ValueError: The experts are missing, or those of another model.
-        """
-        if not self._algorithm.use_rollout_routing_replay:
-            return None
-        tokens = [
-            batch.tokens_of(np.sort(np.concatenate([members for shares in steps for members in shares[replica]])))
-            for replica in range(ranks.data_parallel_size())
-        ]
-        routed = ranks.own_rows(batch.routed_experts_N, tokens)
-        experts, layers = self._replica.hf.experts, self._replica.hf.num_hidden_layers
-        expected = 0 if experts is None else layers * experts.num_experts_per_tok
-        if routed is None or routed.shape[1] != expected:
-            found = "none" if routed is None else routed.shape[1]
-            raise ValueError(
-                f"step {batch.step}: algorithm.use_rollout_routing_replay needs {expected} routed experts "
-                f"of each token, those of all layers, but samples have {found}"
-            )
-        return _Routed(tokens[ranks.data_parallel_rank()], routed)
-
     def _prepare(self, batch: TrainBatch, steps: list[OptimizerStep], timer: StepTimer) -> _Columns:
         """Compute all inputs of the loss except the policy's own forward pass."""
-        trainer_log_probs_N, is_kept_N = self._before_training(batch, steps)
+        trainer_log_probs_N, is_kept_N = self._log_probs.of_old_policy(batch, steps)
         weight_scale = 1.0
         if self._algorithm.tis_batch_normalize:
             weight_scale = self._mean_weight(batch, trainer_log_probs_N)
         timer.lap("perf/log_probs_time")
-        teacher_log_probs_N = self._teacher_log_probs(batch, steps)
+        teacher_log_probs_N = self._log_probs.of_teacher(batch, steps)
         timer.lap("perf/teacher_log_probs_time")
-        if (ref_log_probs_N := self._ref_log_probs(batch, steps)) is not None:
+        if (ref_log_probs_N := self._log_probs.of_reference(batch, steps)) is not None:
             timer.lap("perf/ref_log_probs_time")
         inputs = advantage_inputs(batch, self._algorithm.gdpo_reward_keys)
         old_N = batch.rollout_log_probs_N if self._algorithm.use_rollout_logprobs else trainer_log_probs_N
@@ -379,16 +288,6 @@ class TrainStep:
             {name: column for name, column in measured_N.items() if column is not None},
         )
 
-    def _before_training(self, batch: TrainBatch, steps: Sequence[OptimizerStep]) -> tuple[Floats32, Flags | None]:
-        """Return log-probs before training, and which of them are by the older weights that sampled the tokens."""
-        later = steps[1:] if batch.step >= self._first_step else []
-        log_probs_N = self._old_log_probs(batch, steps if self._needs_all_old else later)
-        if self._old_actor is None:
-            return log_probs_N, None
-        kept_log_probs_N, is_kept_N = self._old_actor.log_probs(batch)
-        self._old_actor.keep(batch)
-        return np.where(is_kept_N, kept_log_probs_N, log_probs_N), is_kept_N
-
     def _estimate(
         self, batch: TrainBatch, inputs: AdvantageInputs, timer: StepTimer
     ) -> tuple[Advantages, Estimates | None]:
@@ -411,7 +310,7 @@ class TrainStep:
             batch,
             old_log_probs=batch.rollout_log_probs_N if self._algorithm.use_rollout_logprobs else old_N,
             ref_log_probs=columns.ref_log_probs_N.cpu().numpy()
-            if columns.ref_log_probs_N is not None and self._reads_reference
+            if columns.ref_log_probs_N is not None and reads_reference(self._algorithm)
             else None,
             advantages=columns.advantages_N.cpu().numpy(),
         )
@@ -432,47 +331,6 @@ class TrainStep:
         )
         return batch, kept, columns
 
-    def _ref_log_probs(self, batch: TrainBatch, steps: Sequence[OptimizerStep]) -> Floats32 | None:
-        """Return the reference's log-probs. None: no term of this step needs them.
-
-        They are complete on every rank where that is needed before training, or if engines computed them; otherwise a
-        rank has its own tokens'.
-
-        Raises:
-            ValueError: The samples came without the log-probs of a reference in an engine pool.
-        """
-        interval = self._algorithm.kl_metric_interval
-        needed = batch.step >= self._first_step or self._algorithm.kl_coef > 0  # the critic sees the same rewards
-        if self._ref_in_pool and batch.ref_log_probs_N is None:
-            raise ValueError(f"step {batch.step}: samples have no log-probs of the reference, as of engines.ref")
-        if not needed or (interval and batch.step % interval):
-            return None
-        if self._reference is None:
-            return batch.ref_log_probs_N if self._ref_in_pool else None
-        if self._by_group is not None and self._reads_reference:
-            return self._by_group.reference(batch)
-        own_N = self._reference.log_probs(batch, _micro_batches(steps))
-        if not self._algorithm.kl_coef and self._postprocess is None:
-            return own_N
-        return ranks.sum_over_replicas(torch.from_numpy(own_N)).numpy()
-
-    def _teacher_log_probs(self, batch: TrainBatch, steps: Sequence[OptimizerStep]) -> Floats32 | None:
-        """Return the teacher's log-probs of all trained tokens, complete on every rank. None: there is no teacher.
-
-        Raises:
-            ValueError: The samples came without the log-probs of a teacher in an engine pool.
-        """
-        if self._teacher is not None:
-            own_N = self._teacher.log_probs(batch, _micro_batches(steps))
-            return ranks.sum_over_replicas(torch.from_numpy(own_N)).numpy()
-        if not uses_teacher(self._algorithm):
-            return None
-        if batch.teacher_log_probs_N is None:
-            raise ValueError(
-                f"step {batch.step}: samples have no log-probs of a teacher, which algorithm.use_opd needs"
-            )
-        return batch.teacher_log_probs_N
-
     def _mean_weight(self, batch: TrainBatch, old_log_probs_N: Floats32) -> float:
         """Average the importance weights over the trained tokens of the batch. Every rank has all old log-probs."""
         trains = batch.loss_mask_N != 0
@@ -491,21 +349,6 @@ class TrainStep:
             weights = metrics["train/tis"]  # as in slime, rejected tokens count with their weight
         return mean_weight(inputs, weights, level=self._algorithm.tis_level)
 
-    def _old_log_probs(self, batch: TrainBatch, later: Sequence[OptimizerStep]) -> Floats32:
-        """Log-probs before training, for the samples of these optimizer steps.
-
-        Unless all are needed before, the forward pass of the first optimizer step yields those of its own samples.
-        """
-        column_N = np.zeros_like(batch.rollout_log_probs_N)
-        if not later or not (self._measures_all or self._replays_experts):
-            return column_N
-        if self._by_group is not None and not self._replays_experts:
-            samples = np.concatenate([step.samples for step in later])
-            return self._by_group.policy(batch, batch.groups_B[samples])
-        self._replica.before_log_probs("")
-        self._replica.fill_log_probs(_micro_batches(later), column_N, is_policy=True)
-        return ranks.sum_over_replicas(torch.from_numpy(column_N)).numpy() if self._needs_all_old else column_N
-
     def _loss_terms(
         self,
         train_step: int,
@@ -517,7 +360,7 @@ class TrainStep:
     ) -> Terms:
         """Compute the loss of a micro-batch's tokens."""
         where_M = outputs.columns_M
-        if step.number == 0 and not self._needs_all_old:
+        if step.number == 0 and not self._log_probs.needs_all_old:
             found_M = outputs.log_probs.detach()
             if columns.is_kept_N is not None:
                 found_M = torch.where(columns.is_kept_N[where_M], columns.trainer_log_probs_N[where_M], found_M)
@@ -558,7 +401,3 @@ class TrainStep:
     def _entropy_coef(self, train_step: int) -> float:
         done = self._replica.steps_before + train_step
         return entropy_coef(self._algorithm, done, num_steps=self._planned_steps)
-
-
-def _micro_batches(steps: Sequence[OptimizerStep]) -> list[MicroBatch]:
-    return [micro_batch for step in steps for micro_batch in step.micro_batches]

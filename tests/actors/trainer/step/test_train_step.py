@@ -257,8 +257,8 @@ def test_columns_of_engines_train_as_the_same_log_probs_of_the_trainer(
     step, _ = trainer(make_topology(model=model, algorithm=algorithm | {"opd_type": "megatron"}))
     batch = random_batch(0)
     micro_batches = [make_micro_batch(batch, np.arange(len(batch.lengths_B)), packed=False)]
-    assert step._teacher is not None
-    column_N = step._teacher.log_probs(batch, micro_batches)
+    assert step._log_probs.teacher is not None
+    column_N = step._log_probs.teacher.log_probs(batch, micro_batches)
     expected = step(batch).metrics
     topology = make_topology(
         algorithm=algorithm | {"opd_type": "sglang"},
@@ -288,8 +288,8 @@ def test_the_policy_is_bit_equal_before_and_after_a_pass_of_the_teacher(
     batch = random_batch(0)
     micro_batches = [make_micro_batch(batch, np.arange(len(batch.lengths_B)), packed=False)]
     before = {name: weight.clone() for name, weight in whole_weights(replica.complete_chunks(), replica.hf).items()}
-    assert step._teacher is not None
-    first, second = (step._teacher.log_probs(batch, micro_batches) for _ in range(2))
+    assert step._log_probs.teacher is not None
+    first, second = (step._log_probs.teacher.log_probs(batch, micro_batches) for _ in range(2))
     own = np.zeros_like(first)
     replica.fill_log_probs(micro_batches, own)
     assert np.array_equal(first, second)
@@ -365,7 +365,7 @@ def own_log_probs(topology: Topology, batch: TrainBatch) -> np.ndarray:
     """What an engine with the trainer's first weights would have said."""
     step, _ = trainer(topology)
     column = np.zeros_like(batch.rollout_log_probs_N)
-    step._replica.fill_log_probs([m for s in step._plan(batch) for m in s.micro_batches], column)
+    step._replica.fill_log_probs([m for s in step._planner.steps(batch) for m in s.micro_batches], column)
     return column
 
 
@@ -388,7 +388,7 @@ def test_the_engines_log_probs_for_the_old_ones_save_a_forward_pass(
     """The difference is then that of the first optimizer step's samples, which is measured for nothing."""
     topology = make_topology(algorithm={"num_steps_per_rollout": 4, "use_rollout_logprobs": True})
     batch, (step, _) = random_batch(), trainer(topology)
-    first = np.concatenate([micro_batch.columns_M for micro_batch in step._plan(batch)[0].micro_batches])
+    first = np.concatenate([micro_batch.columns_M for micro_batch in step._planner.steps(batch)[0].micro_batches])
     off = own_log_probs(topology, batch)
     off[first] += 0.25
     monkeypatch.setattr(step._replica, "fill_log_probs", lambda *_: pytest.fail("a forward pass more"))

@@ -1,0 +1,87 @@
+"""The optimizer steps of a batch, and the micro-batches of each on this replica."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from actors.trainer.data.batch import ExpertIds, Ints, MicroBatch, TrainBatch, only_where, with_mtp
+from actors.trainer.data.plan import split_steps
+from actors.trainer.megatron import groups as ranks
+from actors.trainer.megatron.rank_model import Replica
+from actors.trainer.step.layout import laid_out, shared_equally
+from actors.trainer.step.learner import Learner, OptimizerStep
+from runtime.settings.placement import max_sample_tokens
+from runtime.settings.recipe import trains_pairs
+from runtime.settings.topology import Topology
+
+
+class _Routed(NamedTuple):
+    """Experts that the engine chose for this replica's tokens."""
+
+    tokens: Ints  # positions in the batch's columns, rising
+    experts: ExpertIds  # [tokens, E]
+
+
+class Planner:
+    """Splits batches into optimizer steps and micro-batches."""
+
+    def __init__(self, topology: Topology, replica: Replica, learner: Learner) -> None:
+        """Set up for one replica; the learner reduces the steps' losses."""
+        self._replica = replica
+        self._learner = learner
+        self._num_steps = topology.algorithm.num_steps_per_rollout
+        self._routes = topology.algorithm.use_rollout_routing_replay
+        self._pairs = trains_pairs(topology)
+        self._max_tokens = max_sample_tokens(topology)
+
+    def steps(self, batch: TrainBatch) -> list[OptimizerStep]:
+        """Plan the optimizer steps of a batch. A collective of all ranks.
+
+        Raises:
+            ValueError: Routing replay is on, and the engine's experts are missing or those of another model.
+        """
+        replica, none_B = self._replica, np.zeros(len(batch.lengths_B), dtype=bool)
+        planned: list[tuple[Ints, list[list[Ints]]]] = []
+        for samples in split_steps(batch, self._num_steps):
+            shares = shared_equally(replica, batch, samples, max_tokens=self._max_tokens, whole_rollouts=self._pairs)
+            planned.append((samples, shares))
+        routed = self._routed_experts(batch, [shares for _, shares in planned])
+        steps: list[OptimizerStep] = []
+        for number, (samples, shares) in enumerate(planned):
+            own = [self._with_more(batch, micro_batch, routed) for micro_batch in laid_out(replica, batch, shares)]
+            steps.append(self._learner.reduced_step(batch, number, samples, own, none_B))
+        return steps
+
+    def _with_more(self, batch: TrainBatch, micro_batch: MicroBatch, routed: _Routed | None) -> MicroBatch:
+        """Add the inputs of routing replay and of the MTP layer to a micro-batch."""
+        if routed is not None and len(routed.tokens):
+            place = np.searchsorted(routed.tokens, np.maximum(micro_batch.sources, routed.tokens[0]))
+            known = only_where(micro_batch.sources >= 0, routed.experts[place])
+            micro_batch = replace(micro_batch, routed_experts=known)
+        return with_mtp(batch, micro_batch) if self._replica.hf.num_mtp_layers > 0 else micro_batch
+
+    def _routed_experts(self, batch: TrainBatch, steps: Sequence[list[list[Ints]]]) -> _Routed | None:
+        """Return the engine's experts for this replica's tokens if routing replay is on."""
+        if not self._routes:
+            return None
+        tokens = [
+            batch.tokens_of(np.sort(np.concatenate([members for shares in steps for members in shares[replica]])))
+            for replica in range(ranks.data_parallel_size())
+        ]
+        routed = ranks.own_rows(batch.routed_experts_N, tokens)
+        experts, layers = self._replica.hf.experts, self._replica.hf.num_hidden_layers
+        expected = 0 if experts is None else layers * experts.num_experts_per_tok
+        if routed is None or routed.shape[1] != expected:
+            found = "none" if routed is None else routed.shape[1]
+            raise ValueError(
+                f"step {batch.step}: algorithm.use_rollout_routing_replay needs {expected} routed experts "
+                f"of each token, those of all layers, but samples have {found}"
+            )
+        return _Routed(tokens[ranks.data_parallel_rank()], routed)
+
+
+def micro_batches_of(steps: Sequence[OptimizerStep]) -> list[MicroBatch]:
+    """Return the micro-batches of optimizer steps, in order."""
+    return [micro_batch for step in steps for micro_batch in step.micro_batches]
