@@ -170,7 +170,7 @@ def test_masked_tokens_train_as_if_they_were_masked_in_the_batch(make_topology: 
     old_N = np.zeros_like(batch.rollout_log_probs_N)
     topology_of_log_probs = make_topology(algorithm=named | {"tis_batch_normalize": True, "use_tis": True})
     other = TrainStep(topology_of_log_probs, Replica(topology_of_log_probs, torch.device("cpu")))
-    columns = other._prepare(batch, other._plan(batch), StepTimer())
+    columns = other._prepare(batch, other._planner.steps(batch), StepTimer())
     old_N = columns.trainer_log_probs_N.numpy()
     far_N = np.abs(old_N - batch.rollout_log_probs_N) > 2.0
     masked = replace(batch, loss_mask_N=batch.loss_mask_N * ~far_N)

@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 def steps_of(topology: Topology, batch: TrainBatch) -> tuple[Any, torch.Tensor]:
     """Optimizer steps of a batch, and the weights of its tokens."""
-    steps = TrainStep(topology, Replica(topology, CPU))._plan(batch)
+    steps = TrainStep(topology, Replica(topology, CPU))._planner.steps(batch)
     weights = batch.spread(np.concatenate([step.reduction.token_weights for step in steps]))
     return steps, torch.from_numpy(weights)
 

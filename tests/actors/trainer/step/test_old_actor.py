@@ -77,7 +77,7 @@ def test_tokens_of_exact_engines_have_no_mismatch_however_old_they_are(make_topo
         _, train = trainer(make_topology(**changed(keep_old_actor=keeps)))
         _, engine = trainer(topology)  # trains the same, and computes log-probs before
         batch = random_batch(1)
-        sampled_N = engine._by_group.policy(batch, batch.groups_B) if engine._by_group else None
+        sampled_N = engine._log_probs._by_group.policy(batch, batch.groups_B) if engine._log_probs._by_group else None
         assert sampled_N is not None
         train(random_batch(0))
         ones_N = np.where(batch.loss_mask_N, 1, -1).astype(np.int32)

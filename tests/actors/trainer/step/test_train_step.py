@@ -265,7 +265,7 @@ def test_columns_of_engines_train_as_the_same_log_probs_of_the_trainer(
         engines={"ref": {"kind": "tiny", "hf_checkpoint": "none"}},
     )
     other, _ = trainer(topology)
-    assert (other._teacher, other._reference) == (None, None)
+    assert (other._log_probs.teacher, other._log_probs.reference) == (None, None)
     found = other(replace(batch, teacher_log_probs_N=column_N, ref_log_probs_N=column_N)).metrics
     for name in ("train/loss", "train/opd_reverse_kl", "train/grad_norm"):
         assert found[name] == pytest.approx(expected[name], rel=1e-5)
