@@ -22,6 +22,7 @@ class ServerRequirements(NamedTuple):
     dtype: str  # empty: any
     context: int  # tokens of the longest sample; 0: no limit in the recipe
     keeps_prefixes: bool = True  # the prefix cache may be enabled
+    one_replica: bool = True  # it has no replicas behind its URL, which a weight update would not reach
 
     @classmethod
     def by(cls, topology: Topology, engine: EngineConfig) -> Self:
@@ -36,6 +37,7 @@ class ServerRequirements(NamedTuple):
             dtype="" if is_frozen else served_dtype(topology, engine),
             context=topology.rollout.max_context_len or 0,
             keeps_prefixes=is_frozen or topology.rollout.on_weight_update != "in_place",
+            one_replica=not is_frozen,
         )
 
 
@@ -75,7 +77,7 @@ def _differences(says: Mapping[str, Any], wanted: ServerRequirements) -> Iterato
     if wanted.dtype and dtype not in (None, "auto", wanted.dtype):
         yield _wrong("dtype", dtype, f"{wanted.dtype}, from model.dtype and weight_format")
     dp_size = says.get("dp_size")
-    if dp_size not in (None, 1):
+    if wanted.one_replica and dp_size not in (None, 1):
         yield _wrong("dp_size", dp_size, "1: each replica is an engine with a URL of its own")
     if not wanted.keeps_prefixes and says.get("disable_radix_cache") is False:
         yield _wrong("disable_radix_cache", False, 'true with rollout.on_weight_update = "in_place"')

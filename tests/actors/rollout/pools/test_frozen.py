@@ -13,7 +13,9 @@ from actors.rollout.engines.rate_limited_events import RateLimitedEvents
 from actors.rollout.pools.frozen import MAX_FAILURES, FrozenEngine, FrozenPool, PoolSettings
 from actors.rollout.sglang.client import SglangClient
 from actors.rollout.sglang.errors import EnginesUnwilling, RequestRefused
+from runtime.bus.bus import Bus
 from runtime.util.retrying import Backoff
+from tests.build.topology import SCRIPTED_MODEL, topology_with
 from tests.support.scripted_engine import ScriptedEngine, serving
 from tests.support.tiny_engine import running_engine
 from tests.support.tiny_models import teacher_forced, write_model
@@ -133,3 +135,28 @@ async def test_a_silent_engine_is_restarted(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(killed) == 1
     assert "no answer within 0.2 s" in killed[0]
     assert found.tolist() == [-0.5] * len(RESPONSE)
+
+
+async def test_an_external_engine_is_used_once_it_serves_the_model_that_the_pool_names(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("actors.rollout.pools.frozen.REFUSED_S", 0.05)
+    refused: list[str] = []
+    events = RateLimitedEvents()
+    monkeypatch.setattr(events, "refused", lambda engine, version, reason: refused.append(f"{engine}: {reason}"))
+    scripted = ScriptedEngine(info={"is_generation": False})
+    async with serving(scripted) as engine, aiohttp.ClientSession() as session, anyio.create_task_group() as group:
+        teacher = {"kind": "sglang", "hf_checkpoint": str(SCRIPTED_MODEL), "urls": [engine.url]}
+        topology = topology_with(engines={"policy": {"kind": "tiny"}, "teacher": teacher})
+        settings = PoolSettings.of(topology, "teacher")
+        assert (settings.at_once, settings.confuses_last) == (64, True)
+        pool = FrozenPool(settings, SglangClient(session), events)
+        group.start_soon(pool.run, bus, topology)
+        with anyio.move_on_after(0.3):
+            await pool.log_probs("r", [2, 3, 4], 1)
+        assert refused[0].startswith("engines.teacher.urls[0]: ")
+        assert "is_generation = False" in refused[0]
+        assert scripted.probes == []
+        scripted.info = {"dp_size": 2, "dtype": "bfloat16"}  # no weight update has to reach its replicas
+        assert (await pool.log_probs("r", [2, 3, 4], 1)).tolist() == [-0.5, -0.5]
+        group.cancel_scope.cancel()
