@@ -122,11 +122,11 @@ async def test_the_parts_of_a_step_sum_to_it(
 ) -> None:
     large = {"hidden_size": 256, "intermediate_size": 1024, "vocab_size": 8192}
     (model_dir / "config.json").write_text(json.dumps(TINY | large))
-    topology = make_topology(train={"num_steps": 3})
+    topology = make_topology(train={"num_steps": 6})
     async with running(topology, bus, tmp_path / "run"):
-        for step in range(3):
+        for step in range(6):
             await publish_batch(bus, step)
-        trained = of(await said_until(bus, BatchTrained, 3), BatchTrained)
+        trained = of(await said_until(bus, BatchTrained, 6), BatchTrained)
     parts = ("train_wait", "fetch", "train", "update_weights")
     shares = [
         sum(event.metrics[f"perf/{part}_time"] for part in parts) / event.metrics["perf/step_time"] for event in trained
