@@ -35,6 +35,7 @@ LOCK_FILE: Final = "clients.lock"
 VALID: Final = "valid"  # status of a client that the server accepts
 LOOK_EVERY_S: Final = 0.2
 TRY_EVERY_S: Final = 0.05
+MAX_FAILURES: Final = 2  # failed connections in a row that mean that no server answers
 RELOAD_S: Final = 5.0  # for the server to take a new file
 RETRY_AFTER_S: Final = 1.0
 
@@ -219,9 +220,18 @@ async def wait_until_taken(
     """
     for client, wanted in changes:
         login = Login(user=client.name, password=Secret(client.password))
+        failures = 0
         while True:
-            if await accepts_login(with_login(url, login), inbox_prefix(run, client.name), certificate) == wanted:
-                break
+            try:
+                accepted = await accepts_login(with_login(url, login), inbox_prefix(run, client.name), certificate)
+            except BusUnavailable:
+                failures += 1  # the server may have cut this very connection off, as it revoked the login
+                if failures == MAX_FAILURES:
+                    raise
+            else:
+                if accepted == wanted:
+                    break
+                failures = 0
             await anyio.sleep(TRY_EVERY_S)  # the server does not report that it has read its file again
 
 

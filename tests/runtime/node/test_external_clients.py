@@ -16,6 +16,7 @@ import pytest
 from nats.aio.client import Client
 
 from runtime.bus.bus import Bus
+from runtime.bus.errors import BusUnavailable
 from runtime.bus.nats.accounts import ClientKind, ExternalClient
 from runtime.bus.nats.certificate import NAME, client_context, own_certificate
 from runtime.bus.nats.server import ServerSettings, accepts_login
@@ -75,6 +76,25 @@ async def until_taken(run_dir: Path, client: ExternalClient, wanted: bool) -> fl
     with anyio.fail_after(10):
         await wait_until_taken(join.url, "r", join.certificate, [(client, wanted)])
     return time.monotonic() - began
+
+
+async def test_a_connection_that_the_server_cuts_as_it_revokes_the_login_is_no_silence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answers: list[bool | BusUnavailable] = [True, BusUnavailable("closed for good"), True, BusUnavailable("cut"), False]
+
+    async def accepts(*_: Any) -> bool:
+        answer = answers.pop(0)
+        if isinstance(answer, BusUnavailable):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(external_clients, "accepts_login", accepts)
+    await wait_until_taken("nats://127.0.0.1:4222", "r", None, [(OF_ANOTHER_TOPOLOGY, False)])
+    assert answers == []
+    answers += [BusUnavailable("no server"), BusUnavailable("no server")]
+    with pytest.raises(BusUnavailable, match="no server"):
+        await wait_until_taken("nats://127.0.0.1:4222", "r", None, [(OF_ANOTHER_TOPOLOGY, False)])
 
 
 class Connected:
