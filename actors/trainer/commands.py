@@ -463,11 +463,11 @@ class TrainerRank:
     def _begin_export(self, command: Export) -> WeightExport:
         replica = self._replicas[-1 if command.of_critic else 0]
         parts = own_parts(replica.complete_chunks(), replica.hf)
+        if command.copy or command.of_critic:  # of a critic, numpy would hold storages that an offload frees
+            parts = copied(parts)
         bucket_bytes = self._topology.trainer.export_bucket_bytes
         export = WeightExport(
-            copied(parts)
-            if command.copy or command.of_critic
-            else parts,  # numpy would hold storages that offload frees
+            parts,
             replica.hf,
             Path(command.directory),
             device=replica.device,

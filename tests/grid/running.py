@@ -153,12 +153,17 @@ def _run(place: Path, jobs: Sequence[Job], half: str, timeout_s: float, device: 
     ]
     (place / "jobs.json").write_text(json.dumps(described))
     world = max(job.row.world for job in jobs)
+    run_ranks(PROGRAM, place, half, world=world, timeout_s=timeout_s, device=device)
+
+
+def run_ranks(program: Path, place: Path, *words: str, world: int = 2, timeout_s: float, device: str = "cpu") -> None:
+    """Run a program as several ranks, with arguments PLACE RANK PORT and the given words. All must end with 0."""
     port = free_port()
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     if device == "cpu":
         environment |= HIDDEN
-    command = [sys.executable, str(PROGRAM), str(place)]
-    ranks = [subprocess.Popen([*command, str(rank), str(port), half], env=environment) for rank in range(world)]
+    command = [sys.executable, str(program), str(place)]
+    ranks = [subprocess.Popen([*command, str(rank), str(port), *words], env=environment) for rank in range(world)]
     try:
         codes = [rank.wait(timeout=timeout_s) for rank in ranks]
     finally:

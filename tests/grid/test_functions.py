@@ -2,22 +2,18 @@
 
 import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 import pytest
 
-from runtime.node.supervisor.ports import free_port
-from runtime.settings.devices import HIDDEN
 from runtime.settings.rules.algorithm import algorithm_problems
 from runtime.settings.topology import Topology, encode_topology
 from tests.actors.trainer.hf import write_model
 from tests.build.topology import trainer_topology
 from tests.grid.functions import PAIRS, algorithm, cases
+from tests.grid.running import run_ranks
 
 ROOT: Final = Path(__file__).parents[2]
 PROGRAM: Final = Path(__file__).with_name("functions_program.py")
@@ -62,17 +58,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     some = {name: CASES[name] for name in NEEDS_SEQUENCES}
     jobs.append(described(place, "fault", LAYOUTS["CP2"], some) | {"fault": FAULT})
     (place / "jobs.json").write_text(json.dumps(jobs))
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"} | HIDDEN
-    command = [sys.executable, str(PROGRAM), str(place)]
-    port = str(free_port())
-    ranks = [subprocess.Popen([*command, str(rank), port], env=environment) for rank in range(2)]
-    try:
-        codes = [rank.wait(timeout=TIMEOUT_S) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    assert codes == [0, 0]
+    run_ranks(PROGRAM, place, timeout_s=TIMEOUT_S)
     return place
 
 

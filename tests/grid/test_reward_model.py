@@ -2,19 +2,15 @@
 
 import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
 
-from runtime.node.supervisor.ports import free_port
-from runtime.settings.devices import HIDDEN
 from runtime.settings.topology import encode_topology
 from tests.actors.trainer.hf import write_model
 from tests.build.topology import trainer_topology
+from tests.grid.running import run_ranks
 
 ROOT: Final = Path(__file__).parents[2]
 PROGRAM: Final = Path(__file__).with_name("reward_model_program.py")
@@ -51,16 +47,7 @@ def test_a_reward_model_continues_in_another_layout_as_on_one_rank(tmp_path: Pat
     jobs = [job(tmp_path, "layouts", {"num_processes": 2, **trainer}) for trainer in LAYOUTS]
     jobs += [job(tmp_path, "one rank", {})] * len(LAYOUTS)
     (tmp_path / "jobs.json").write_text(json.dumps(jobs))
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"} | HIDDEN
-    command, port = [sys.executable, str(PROGRAM), str(tmp_path)], str(free_port())
-    ranks = [subprocess.Popen([*command, str(rank), port], env=environment) for rank in range(2)]
-    try:
-        codes = [rank.wait(timeout=TIMEOUT_S) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    assert codes == [0, 0]
+    run_ranks(PROGRAM, tmp_path, timeout_s=TIMEOUT_S)
     found: list[dict[str, float]] = json.loads((tmp_path / "found.json").read_text())
     steps, expected = found[: len(LAYOUTS)], found[len(LAYOUTS) :]
     assert len({step["train/grad_norm"] for step in expected}) == len(LAYOUTS)

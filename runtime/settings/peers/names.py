@@ -67,7 +67,7 @@ class Project(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Values(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Values of a key of ours in other projects, and what they are here."""
+    """Values that other projects give a setting, and the value here for each."""
 
     key: str
     ours: dict[str, str]

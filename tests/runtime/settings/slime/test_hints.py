@@ -14,7 +14,7 @@ from runtime.settings.topology import Topology
 
 LAPTOP = Path(__file__).resolve().parents[4] / "topologies/laptop.toml"
 TABLES = ("", "run", "bus", "nodes.n1", "trainer", "trainer.megatron", "engines.judge", "data.1", "optimizer", "reward")
-OTHERS = {  # a key of ours by the name of a flag that means another thing
+OTHERS = {  # settings with the name of a slime flag that means something else
     ("run", "load"),
     ("engines.judge", "hf_checkpoint"),
 }
