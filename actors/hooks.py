@@ -17,11 +17,11 @@ from actors.reward.graders.calling import resolve_grader
 from actors.rollout.sessions.functions import find_generate_function
 from runtime.node.checks.apart import Doing, unlimited
 from runtime.process.actor import InputError
+from runtime.settings.derived import trainer_functions
 from runtime.settings.load import places
 from runtime.settings.plugins import PluginError, is_plugin
 from runtime.settings.reading.config import Problem
 from runtime.settings.reading.toml import Loaded
-from runtime.settings.recipe import trainer_functions
 from runtime.settings.topology import Topology
 from runtime.util.formatting import show
 

@@ -24,11 +24,11 @@ from runtime.node.checks.check import ASK_TIMEOUT_S, check_here
 from runtime.node.checks.findings import Checked
 from runtime.node.checks.hub import hub_models
 from runtime.node.checks.machine import free_memory_bytes
+from runtime.settings.derived import has_critic
 from runtime.settings.load import LoadedTopology
 from runtime.settings.placement import NodeRoles, data_parallel_size, home_node, roles_of
 from runtime.settings.plugins import is_plugin
 from runtime.settings.reading.config import Problem
-from runtime.settings.recipe import has_critic
 from runtime.settings.sizes import show_bytes
 from runtime.settings.topology import POLICY, EngineConfig, Topology, answers_are_recorded, critic_topology
 from runtime.util.formatting import count_of

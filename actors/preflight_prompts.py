@@ -17,15 +17,10 @@ from actors.trainer.models.config import HfConfig
 from messages import Prompt
 from runtime.data.data_files import DataError
 from runtime.node.checks.apart import Doing
+from runtime.settings.derived import eval_data, eval_sampling, rollout_sampling, trains_demonstrations
 from runtime.settings.plugins import PluginError, is_plugin
 from runtime.settings.reading.config import Problem
-from runtime.settings.recipe import (
-    DataConfig,
-    eval_data,
-    eval_sampling,
-    rollout_sampling,
-    trains_demonstrations,
-)
+from runtime.settings.recipe import DataConfig
 from runtime.settings.topology import Topology, answers_are_recorded
 
 MODEL = "model.hf_checkpoint"

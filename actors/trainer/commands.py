@@ -70,8 +70,8 @@ from actors.trainer.step.profile import profiled
 from actors.trainer.step.reward_model import RewardModelStep
 from actors.trainer.step.train_step import Trained, TrainStep
 from messages import WeightProbe
+from runtime.settings.derived import has_critic, trains_reward_model
 from runtime.settings.placement import weight_format
-from runtime.settings.recipe import has_critic, trains_reward_model
 from runtime.settings.topology import Topology, WeightFormat, answers_are_recorded, critic_topology
 from runtime.util.files import atomic_directory
 

@@ -11,9 +11,9 @@ import msgspec
 from actors.trainer.checkpoints import CHECKPOINTS, checkpoints_in, saved_run
 from actors.trainer.file_checksums import damage_of
 from runtime.node.claims.rundir import TOPOLOGY_FILE
+from runtime.settings.derived import has_critic
 from runtime.settings.devices import HIDDEN
 from runtime.settings.placement import weight_format
-from runtime.settings.recipe import has_critic
 from runtime.settings.topology import MegatronConfig, Topology, critic_topology, decode_topology
 from runtime.util.files import atomic_directory
 

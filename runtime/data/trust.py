@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Final, Literal
 
 from runtime.data.dump_files import TOPOLOGY_FILE
+from runtime.settings.derived import trainer_functions
 from runtime.settings.load import LoadedTopology
 from runtime.settings.plugins import is_plugin
 from runtime.settings.reading.config import Problem
 from runtime.settings.reading.toml import SET
-from runtime.settings.recipe import trainer_functions
 from runtime.settings.topology import Topology
 from runtime.util.formatting import show
 

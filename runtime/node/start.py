@@ -55,6 +55,7 @@ from runtime.node.network import (
 from runtime.node.node_plan import NodePlan, RunEnd, exit_code_of
 from runtime.node.supervisor.state_changes import GivenUp
 from runtime.process.logs import configure_logging, silenced
+from runtime.settings.derived import trains_demonstrations
 from runtime.settings.placement import (
     AUTO,
     BUS_PORT,
@@ -70,7 +71,6 @@ from runtime.settings.placement import (
 from runtime.settings.plan import stream_limits
 from runtime.settings.processes import ProcessSpec
 from runtime.settings.reading.config import Problem
-from runtime.settings.recipe import trains_demonstrations
 from runtime.settings.sizes import min_free_bytes, stream_sizes
 from runtime.settings.topology import Topology, encode_topology, grader_names
 from runtime.util.disk import LinesWhileRoom, is_full, no_space_of

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 
 import msgspec
 
+from runtime.settings.derived import trains_demonstrations
 from runtime.settings.gpus import parse_gpus
 from runtime.settings.placement import bus_node
 from runtime.settings.reading.config import Problem
-from runtime.settings.recipe import trains_demonstrations
 from runtime.settings.topology import REFERENCE, NodeConfig, Topology, TrainerConfig, reference_in_pool
 from runtime.util.formatting import show
 

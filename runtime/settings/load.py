@@ -7,10 +7,11 @@ from typing import Any, Final, Literal, TypeVar
 
 import msgspec
 
+from runtime.settings.derived import TRAINER_FUNCTIONS
 from runtime.settings.halves import half_of
 from runtime.settings.reading.config import Problem, TopologyError
 from runtime.settings.reading.toml import SET, Loaded, convert, load_tables
-from runtime.settings.recipe import TRAINER_FUNCTIONS, RolloutConfig
+from runtime.settings.recipe import RolloutConfig
 from runtime.settings.rules.validate import validate
 from runtime.settings.slices import split_slice
 from runtime.settings.topology import RewardConfig, Topology, TrainerConfig

@@ -5,11 +5,7 @@ from typing import Final
 
 import msgspec
 
-from runtime.settings.recipe import (
-    AlgorithmConfig,
-    Estimator,
-    LossMode,
-    Recipe,
+from runtime.settings.derived import (
     agg_mode,
     estimator,
     has_critic,
@@ -21,6 +17,7 @@ from runtime.settings.recipe import (
     trains_reward_model,
     uses_teacher,
 )
+from runtime.settings.recipe import AlgorithmConfig, Estimator, LossMode, Recipe
 
 
 class PlannedTerm(msgspec.Struct, frozen=True, kw_only=True):

@@ -5,18 +5,18 @@ from itertools import groupby
 
 import msgspec
 
-from runtime.settings.devices import NVIDIA
-from runtime.settings.gpus import Gpu, show_gpus
-from runtime.settings.objective import PlannedTerm, objective_of
-from runtime.settings.placement import address_setting, bus_node, bus_port, data_parallel_size, home_node, num_ranks
-from runtime.settings.processes import ProcessSpec
-from runtime.settings.recipe import (
-    RolloutConfig,
+from runtime.settings.derived import (
     over_sampling_batch_size,
     trains_demonstrations,
     trains_pairs,
     uses_teacher,
 )
+from runtime.settings.devices import NVIDIA
+from runtime.settings.gpus import Gpu, show_gpus
+from runtime.settings.objective import PlannedTerm, objective_of
+from runtime.settings.placement import address_setting, bus_node, bus_port, data_parallel_size, home_node, num_ranks
+from runtime.settings.processes import ProcessSpec
+from runtime.settings.recipe import RolloutConfig
 from runtime.settings.sizes import (
     StreamSizes,
     group_bytes,

@@ -5,14 +5,14 @@ from typing import Final
 import msgspec
 
 from runtime.bus.limits import StreamLimits
-from runtime.settings.placement import num_engines
-from runtime.settings.recipe import (
-    Recipe,
+from runtime.settings.derived import (
     max_prompt_len,
     over_sampling_batch_size,
     trains_demonstrations,
     trains_pairs,
 )
+from runtime.settings.placement import num_engines
+from runtime.settings.recipe import Recipe
 from runtime.settings.topology import EngineConfig, Topology, column_names
 
 KIB: Final = 1024

@@ -4,19 +4,14 @@ from typing import Annotated, Any, Final, Literal, NamedTuple
 
 import msgspec
 
-from runtime.settings.reading.config import Config
-from runtime.settings.recipe import (
-    Count,
-    Name,
-    NonNegative,
-    Positive,
-    Recipe,
-    Text,
+from runtime.settings.derived import (
     asks_teachers,
     critic_optimizer,
     reads_reference,
     trains_demonstrations,
 )
+from runtime.settings.reading.config import Config
+from runtime.settings.recipe import Count, Name, NonNegative, Positive, Recipe, Text
 
 _SERVER = r"(nats|tls|ws|wss)://[^@,]*"
 BusUrl = Annotated[str, msgspec.Meta(pattern=f"^{_SERVER}(,{_SERVER})*$")]  # a login is cut out before

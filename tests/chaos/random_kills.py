@@ -33,8 +33,8 @@ from messages import (
     GroupCompleted,
     GroupsIssued,
 )
+from runtime.settings.derived import over_sampling_batch_size
 from runtime.settings.load import load_topology
-from runtime.settings.recipe import over_sampling_batch_size
 from runtime.settings.topology import Topology
 from tests.chaos.audit import Log, audit, read_all
 from tests.chaos.harness import LAPTOP, Command, Run

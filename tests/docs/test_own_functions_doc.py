@@ -15,7 +15,7 @@ from actors.trainer.algorithms.reductions import ReductionInputs
 from actors.trainer.plugins.dry_run import try_plugin
 from actors.trainer.plugins.functions import custom_advantage, custom_loss, custom_reducer, custom_weights, hook
 from actors.trainer.plugins.rollout_data import Postprocess, RolloutData, rollout_data
-from runtime.settings.recipe import trainer_functions
+from runtime.settings.derived import trainer_functions
 from tests.actors.trainer.algorithms.peers import GROUPS, LENGTHS, REWARDS, VERL, column
 from tests.actors.trainer.tiny import random_batch
 from tests.build.advantages import advantage_inputs

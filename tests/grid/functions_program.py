@@ -23,7 +23,7 @@ from actors.trainer.megatron.rank_model import Replica
 from actors.trainer.step.critic import Critic
 from actors.trainer.step.reward_model import RewardModelStep
 from actors.trainer.step.train_step import TrainStep
-from runtime.settings.recipe import has_critic, trains_pairs, trains_reward_model
+from runtime.settings.derived import has_critic, trains_pairs, trains_reward_model
 from runtime.settings.topology import Topology, decode_topology
 from tests.actors.trainer.tiny import pairs, random_batch
 from tests.grid import faults

@@ -9,7 +9,7 @@ from messages.plain import clipped
 from runtime.data.stored_prompts import cited
 from runtime.ledger.fold import Evaluation, Group, LedgerState, Stage
 from runtime.ledger.groups import longest
-from runtime.settings.recipe import (
+from runtime.settings.derived import (
     FilledSampling,
     eval_sampling,
     needs_baseline,

@@ -11,7 +11,8 @@ from actors.buffer.prompts.tokenizing import Messages, Tokenizing
 from messages import Demonstration, Int32Array, Prompt, UInt8Array
 from runtime.data.data_files import DataError
 from runtime.data.rows import Row
-from runtime.settings.recipe import DataConfig, RolloutConfig, max_prompt_len
+from runtime.settings.derived import max_prompt_len
+from runtime.settings.recipe import DataConfig, RolloutConfig
 from runtime.util.formatting import show
 
 TRAINED: Final = "assistant"  # role whose turns are trained

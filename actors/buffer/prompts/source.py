@@ -18,16 +18,15 @@ from messages import Prompt
 from runtime.data.data_files import DataError
 from runtime.data.rows import read_rows
 from runtime.node.checks.apart import Doing, unlimited
-from runtime.settings.reading.config import TopologyError
-from runtime.settings.recipe import (
-    DataConfig,
-    Recipe,
+from runtime.settings.derived import (
     eval_data,
     max_prompt_len,
     trains_demonstrations,
     trains_pairs,
     uses_teacher,
 )
+from runtime.settings.reading.config import TopologyError
+from runtime.settings.recipe import DataConfig, Recipe
 from runtime.settings.rules.validate import validate
 from runtime.settings.topology import Topology
 

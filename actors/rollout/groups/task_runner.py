@@ -25,8 +25,8 @@ from runtime.bus.consumer import MAX_PREFETCH, Delivery
 from runtime.bus.errors import MessageRefused, PayloadLost
 from runtime.data.stored_prompts import with_prompt
 from runtime.process.actor import InputError
+from runtime.settings.derived import needs_baseline
 from runtime.settings.placement import num_engines
-from runtime.settings.recipe import needs_baseline
 from runtime.settings.topology import Topology
 from runtime.util.errors import flatten
 

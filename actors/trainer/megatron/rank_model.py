@@ -36,7 +36,7 @@ from actors.trainer.models.shapes import check_weights, hf_shapes
 from actors.trainer.models.sharding import load_weights, tensors_of
 from actors.trainer.step.skips import Skips
 from runtime.models.safetensors import read_tensors
-from runtime.settings.recipe import replays_experts
+from runtime.settings.derived import replays_experts
 from runtime.settings.topology import Topology
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from runtime.models.attention import MlaConfig, Rope
 from runtime.models.config import ModelError, read_model
 from runtime.models.experts import Experts
-from runtime.settings.recipe import trains_reward_model
+from runtime.settings.derived import trains_reward_model
 from runtime.settings.topology import Topology, critic_topology
 
 

@@ -30,7 +30,7 @@ from actors.trainer.plugins.functions import (
 from actors.trainer.plugins.rollout_data import KEY as POSTPROCESS
 from actors.trainer.plugins.rollout_data import Postprocess, RolloutData
 from runtime.process.actor import InputError
-from runtime.settings.recipe import reads_reference, trainer_functions
+from runtime.settings.derived import reads_reference, trainer_functions
 from runtime.settings.topology import Topology
 
 CPU: Final = torch.device("cpu")

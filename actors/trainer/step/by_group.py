@@ -15,7 +15,7 @@ from actors.trainer.megatron.rank_model import Replica
 from actors.trainer.models.files import file_source
 from actors.trainer.models.shapes import check_weights
 from actors.trainer.step.layout import group_by_group
-from runtime.settings.recipe import keeps_teacher, uses_reference
+from runtime.settings.derived import keeps_teacher, uses_reference
 from runtime.settings.topology import Topology, reference_in_pool
 
 Compute = Callable[[TrainBatch, Sequence[MicroBatch]], Floats32]

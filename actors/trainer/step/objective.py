@@ -33,14 +33,8 @@ from actors.trainer.algorithms.policy_losses import (
 from actors.trainer.algorithms.preference import dpo_loss
 from actors.trainer.algorithms.reductions import Reduction, ReductionInputs, reduction
 from actors.trainer.plugins.functions import custom_loss, custom_reducer, custom_weights
-from runtime.settings.recipe import (
-    AlgorithmConfig,
-    agg_mode,
-    loss_mode,
-    reads_reference,
-    rejection_bounds,
-    uses_teacher,
-)
+from runtime.settings.derived import agg_mode, loss_mode, reads_reference, rejection_bounds, uses_teacher
+from runtime.settings.recipe import AlgorithmConfig
 from runtime.settings.topology import Topology
 
 PolicyLoss = Callable[[LossInputs], Terms]

@@ -15,8 +15,7 @@ from actors.trainer.step.by_group import GroupLogProbs, reference_of, teacher_of
 from actors.trainer.step.learner import OptimizerStep
 from actors.trainer.step.old_actor import OldActor
 from actors.trainer.step.planning import micro_batches_of
-from runtime.settings.placement import max_sample_tokens
-from runtime.settings.recipe import (
+from runtime.settings.derived import (
     first_policy_step,
     measures_all,
     needs_all_old_log_probs,
@@ -26,6 +25,7 @@ from runtime.settings.recipe import (
     trains_demonstrations,
     uses_teacher,
 )
+from runtime.settings.placement import max_sample_tokens
 from runtime.settings.topology import Topology, reference_in_pool
 
 

@@ -12,8 +12,8 @@ from actors.trainer.megatron import groups as ranks
 from actors.trainer.megatron.rank_model import Replica
 from actors.trainer.step.layout import laid_out, shared_equally
 from actors.trainer.step.learner import Learner, OptimizerStep
+from runtime.settings.derived import trains_pairs
 from runtime.settings.placement import max_sample_tokens
-from runtime.settings.recipe import trains_pairs
 from runtime.settings.topology import Topology
 
 

@@ -58,8 +58,7 @@ from actors.trainer.step.other_log_probs import OtherLogProbs
 from actors.trainer.step.pairs import pair_inputs, rollouts_in, sums_over_pairs
 from actors.trainer.step.planning import Planner, micro_batches_of
 from actors.trainer.step.rewards import reward_metrics, with_penalties
-from runtime.settings.placement import max_sample_tokens
-from runtime.settings.recipe import (
+from runtime.settings.derived import (
     first_policy_step,
     has_critic,
     measures_all,
@@ -67,6 +66,7 @@ from runtime.settings.recipe import (
     trains_demonstrations,
     trains_pairs,
 )
+from runtime.settings.placement import max_sample_tokens
 from runtime.settings.topology import Topology
 
 

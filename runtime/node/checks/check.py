@@ -8,10 +8,10 @@ from runtime.node.checks.buses import Asker, check_bus
 from runtime.node.checks.files import check_paths, paths_of
 from runtime.node.checks.findings import Checked, Findings
 from runtime.node.checks.machine import check_machine
+from runtime.settings.derived import max_prompt_len, trains_demonstrations, truncates
 from runtime.settings.load import LoadedTopology
 from runtime.settings.placement import engine_places, home_node, max_sample_tokens, nodes_of_engine, rank_places
 from runtime.settings.reading.config import Problem
-from runtime.settings.recipe import max_prompt_len, trains_demonstrations, truncates
 from runtime.settings.rules.recipe import MAX_KEPT
 from runtime.settings.rules.weights import STAGES
 from runtime.settings.topology import Topology, answers_are_recorded, sglang_arguments

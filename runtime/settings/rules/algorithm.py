@@ -5,14 +5,7 @@ from typing import Final, NamedTuple, get_args
 
 import msgspec
 
-from runtime.settings.reading.config import Problem
-from runtime.settings.recipe import (
-    AlgorithmConfig,
-    CriticConfig,
-    Custom,
-    Estimator,
-    LossMode,
-    Recipe,
+from runtime.settings.derived import (
     agg_mode,
     asks_teachers,
     estimator,
@@ -27,6 +20,8 @@ from runtime.settings.recipe import (
     uses_reference,
     uses_teacher,
 )
+from runtime.settings.reading.config import Problem
+from runtime.settings.recipe import AlgorithmConfig, CriticConfig, Custom, Estimator, LossMode, Recipe
 
 GRPO: Final = ("grpo", "gspo", "cispo")  # the same advantages
 GROUP_MEANS: Final = (*GRPO, "reinforce_plus_plus_baseline", "rloo", "opo", "gpg", "custom")

@@ -5,11 +5,7 @@ from collections.abc import Iterator
 import msgspec
 
 from runtime.bus.limits import MAX_EVENT_BYTES
-from runtime.settings.reading.config import Problem
-from runtime.settings.recipe import (
-    PAIR_LOSSES,
-    EvalConfig,
-    Recipe,
+from runtime.settings.derived import (
     agg_mode,
     max_prompt_len,
     over_sampling_batch_size,
@@ -18,6 +14,8 @@ from runtime.settings.recipe import (
     trains_reward_model,
     truncates,
 )
+from runtime.settings.reading.config import Problem
+from runtime.settings.recipe import PAIR_LOSSES, EvalConfig, Recipe
 from runtime.settings.rules.algorithm import algorithm_problems
 from runtime.settings.sizes import growing_events, show_bytes
 

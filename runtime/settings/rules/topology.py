@@ -6,9 +6,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from runtime.settings.placement import home_node, is_loopback, num_engines, trainer_nodes
-from runtime.settings.reading.config import Problem
-from runtime.settings.recipe import (
+from runtime.settings.derived import (
     asks_teachers,
     eval_data,
     needs_baseline,
@@ -18,6 +16,8 @@ from runtime.settings.recipe import (
     trains_pairs,
     trains_reward_model,
 )
+from runtime.settings.placement import home_node, is_loopback, num_engines, trainer_nodes
+from runtime.settings.reading.config import Problem
 from runtime.settings.sizes import MAX_MESSAGE_BYTES, needed_sizes, show_bytes
 from runtime.settings.topology import (
     POLICY,

@@ -13,9 +13,9 @@ import pytest
 from huggingface_hub import constants
 
 from runtime.node.checks.check import check_here, not_built
+from runtime.settings.derived import eval_data, eval_sampling, max_prompt_len, over_sampling_batch_size
 from runtime.settings.load import load_topology
 from runtime.settings.placement import data_parallel_size, num_engines, num_ranks
-from runtime.settings.recipe import eval_data, eval_sampling, max_prompt_len, over_sampling_batch_size
 from runtime.settings.topology import decode_topology, encode_topology
 from tests.runtime.settings.shipped import COLOCATE, DISAGGREGATE, LAPTOP, ROOT, SHIPPED
 from tests.support.cpu import interpreter_starts

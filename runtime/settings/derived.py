@@ -1,0 +1,246 @@
+"""What follows from a recipe's settings: which models, log-probs, samples and functions a run needs."""
+
+from collections.abc import Iterator
+from typing import Final
+
+import msgspec
+
+from runtime.settings.recipe import (
+    PAIR_LOSSES,
+    AggMode,
+    AlgorithmConfig,
+    Custom,
+    DataConfig,
+    Estimator,
+    EvalConfig,
+    LossMode,
+    OptimizerConfig,
+    Recipe,
+    RolloutConfig,
+)
+
+KPOP_THRESHOLD = 0.1  # nats; the bound of KPop's authors
+
+
+class FilledSampling(msgspec.Struct, frozen=True, kw_only=True):
+    """Sampling settings with every default filled in."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    max_response_len: int  # tokens
+
+
+TRAINER_FUNCTIONS: Final = {  # keys of user functions that the trainer calls, by table
+    "algorithm": (
+        "custom_advantage",
+        "custom_loss",
+        "custom_tis",
+        "custom_pg_loss_reducer",
+        "rollout_data_postprocess",
+    ),
+    "train": (
+        "custom_megatron_init",
+        "custom_megatron_before_log_prob_hook",
+        "custom_megatron_before_train_step_hook",
+    ),
+}
+
+
+def trainer_functions(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """Yield the key and the name of each user function that the trainer calls."""
+    for table, names in TRAINER_FUNCTIONS.items():
+        for name in names:
+            if (value := getattr(getattr(recipe, table), name)) is not None:
+                yield f"{table}.{name}", value
+
+
+def trains_demonstrations(recipe: Recipe) -> bool:
+    """Return whether training uses demonstrations or preference pairs, so that nothing is generated and graded."""
+    return recipe.algorithm.loss_type != "policy_loss"
+
+
+def trains_pairs(recipe: Recipe) -> bool:
+    """Return whether training uses preference pairs: each is a rollout with two parts, chosen and rejected."""
+    return recipe.algorithm.loss_type in PAIR_LOSSES
+
+
+def trains_reward_model(recipe: Recipe) -> bool:
+    """Return whether the run's model is a reward model: it has a value head in place of its output layer."""
+    return recipe.algorithm.loss_type == "rm_loss"
+
+
+def reads_reference(algorithm: AlgorithmConfig) -> bool:
+    """Return whether every train step computes log-probs of the reference model."""
+    return algorithm.kl_loss_coef > 0 or algorithm.kl_coef > 0 or algorithm.loss_type == "dpo_loss"
+
+
+def uses_reference(algorithm: AlgorithmConfig) -> bool:
+    """Return whether the trainer has a reference model: for each train step, or for a metric of some."""
+    return reads_reference(algorithm) or algorithm.kl_metric_interval > 0
+
+
+def estimator(algorithm: AlgorithmConfig) -> Estimator | Custom:
+    """Return the estimator of advantages, or "custom" for a function of the user."""
+    return algorithm.advantage_estimator if algorithm.custom_advantage is None else "custom"
+
+
+def loss_mode(algorithm: AlgorithmConfig) -> LossMode | Custom:
+    """Return the policy loss, or "custom" for a function of the user."""
+    named = algorithm.advantage_estimator
+    if algorithm.custom_loss is not None:
+        return "custom"
+    return algorithm.loss_mode or (named if named == "gspo" or named == "cispo" else "ppo")
+
+
+def reads_old_log_probs(algorithm: AlgorithmConfig) -> bool:
+    """Return whether the loss, a correction of it or the advantages compare with the old policy."""
+    weighs = (algorithm.use_tis or algorithm.use_rs) and not algorithm.bypass_mode
+    corrects = weighs or algorithm.use_opsm or algorithm.use_unbiased_kl
+    before = uses_teacher(algorithm) or algorithm.kl_coef > 0 or algorithm.rollout_data_postprocess is not None
+    return corrects or before or loss_mode(algorithm) not in ("prime_rl", "prime_rl_ipo", "gpg")
+
+
+def rejection_bounds(algorithm: AlgorithmConfig) -> tuple[float, float]:
+    """Return the lower and upper bound of `use_rs`: as set, or the defaults of its metric."""
+    is_ratio, high = algorithm.rs_metric == "ratio", algorithm.rs_upper_bound
+    if high is None:
+        high = algorithm.tis_clip if is_ratio else KPOP_THRESHOLD
+    low = 1.0 / high if is_ratio else 0.0
+    return low if algorithm.rs_lower_bound is None else algorithm.rs_lower_bound, high
+
+
+def needs_all_old_log_probs(algorithm: AlgorithmConfig) -> bool:
+    """Return whether old log-probs of all samples are needed before the first optimizer step of a batch."""
+    before = uses_teacher(algorithm) or algorithm.kl_coef > 0 or algorithm.rollout_data_postprocess is not None
+    return algorithm.tis_batch_normalize or (before and not algorithm.use_rollout_logprobs)
+
+
+def uses_teacher(algorithm: AlgorithmConfig) -> bool:
+    """Return whether log-probs of a teacher change the advantages. With weight 0 no log-probs are computed."""
+    return algorithm.use_opd and algorithm.opd_kl_coef > 0
+
+
+def keeps_teacher(algorithm: AlgorithmConfig) -> bool:
+    """Return whether the trainer keeps the weights of a teacher."""
+    return uses_teacher(algorithm) and algorithm.opd_type == "megatron"
+
+
+def asks_teachers(algorithm: AlgorithmConfig) -> bool:
+    """Return whether teachers in engine pools compute log-probs of the samples."""
+    return uses_teacher(algorithm) and algorithm.opd_type == "sglang"
+
+
+def has_critic(recipe: Recipe) -> bool:
+    """Return whether a critic estimates values."""
+    return estimator(recipe.algorithm) == "ppo" and not trains_demonstrations(recipe)
+
+
+def first_policy_step(recipe: Recipe) -> int:
+    """Return the first train step that trains the policy: earlier ones train the critic alone."""
+    return recipe.algorithm.num_critic_only_steps if has_critic(recipe) else 0
+
+
+def critic_optimizer(recipe: Recipe) -> OptimizerConfig:
+    """Return the critic's optimizer table: its own keys, completed by the actor's."""
+    own = {name: getattr(recipe.critic, name) for name in OptimizerConfig.__struct_fields__}
+    given = {name: value for name, value in own.items() if value is not None}
+    return msgspec.structs.replace(recipe.optimizer, **given)
+
+
+def uses_groups(algorithm: AlgorithmConfig) -> bool:
+    """Return whether the estimator compares the samples of a group."""
+    return estimator(algorithm) not in ("reinforce", "reinforce_plus_plus", "remax", "ppo", "custom")
+
+
+def needs_baseline(algorithm: AlgorithmConfig) -> bool:
+    """Return whether each prompt group has a greedy sample, which is scored and not trained."""
+    return estimator(algorithm) == "remax"
+
+
+def agg_mode(algorithm: AlgorithmConfig) -> AggMode | Custom:
+    """Return how token losses become one loss, or "custom" for a function of the user."""
+    if algorithm.custom_pg_loss_reducer is not None:
+        return "custom"
+    return algorithm.loss_agg_mode or ("token-mean" if algorithm.calculate_per_token_loss else "rollout-mean")
+
+
+def replays_experts(algorithm: AlgorithmConfig) -> bool:
+    """Return whether tokens are trained with recorded experts: of the engine, or of the pass for old log-probs."""
+    return algorithm.use_routing_replay or algorithm.use_rollout_routing_replay
+
+
+def measures_all(recipe: Recipe) -> bool:
+    """Return whether the trainer computes old log-probs for all samples, not only for the first optimizer step."""
+    algorithm = recipe.algorithm
+    needed = reads_old_log_probs(algorithm) and not algorithm.use_rollout_logprobs
+    return not trains_demonstrations(recipe) and (algorithm.get_mismatch_metrics or needed)
+
+
+def precomputes_old_log_probs(recipe: Recipe) -> bool:
+    """Return whether old log-probs can be computed before a batch is ready.
+
+    They can if no train step changes the weights before the batch is trained.
+    """
+    steps, experts = recipe.algorithm.num_steps_per_rollout, replays_experts(recipe.algorithm)
+    return measures_all(recipe) and steps > 1 and not experts and recipe.rollout.max_staleness == 0
+
+
+def over_sampling_batch_size(rollout: RolloutConfig) -> int:
+    """Return the number of groups to issue at a time."""
+    return rollout.over_sampling_batch_size or rollout.rollout_batch_size
+
+
+def truncates(rollout: RolloutConfig) -> bool:
+    """Return whether top-p or top-k remove tokens before one is sampled."""
+    return rollout.top_p < 1.0 or rollout.top_k > 0
+
+
+def rollout_sampling(recipe: Recipe) -> FilledSampling:
+    """Return the sampling settings of training samples."""
+    rollout = recipe.rollout
+    return FilledSampling(
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        max_response_len=rollout.max_response_len,
+    )
+
+
+def eval_sampling(recipe: Recipe, item: EvalConfig) -> FilledSampling:
+    """Return the sampling settings of an evaluation set: its own, completed by the rollout's."""
+    rollout = recipe.rollout
+    return FilledSampling(
+        temperature=rollout.temperature if item.temperature is None else item.temperature,
+        top_p=rollout.top_p if item.top_p is None else item.top_p,
+        top_k=rollout.top_k if item.top_k is None else item.top_k,
+        max_response_len=item.max_response_len or rollout.max_response_len,
+    )
+
+
+def eval_data(recipe: Recipe, item: EvalConfig) -> DataConfig:
+    """Return an evaluation set as a data source: its own columns and grader, completed by the first data source's."""
+    first = recipe.data[0]
+    kwargs = item.apply_chat_template_kwargs
+    template = item.apply_chat_template
+    return DataConfig(
+        name=item.name,
+        path=item.path,
+        input_key=item.input_key or first.input_key,
+        label_key=item.label_key or first.label_key,
+        chosen_key=first.chosen_key,
+        rejected_key=first.rejected_key,
+        metadata_key=item.metadata_key or first.metadata_key,
+        tool_key=item.tool_key or first.tool_key,
+        apply_chat_template=first.apply_chat_template if template is None else template,
+        apply_chat_template_kwargs=first.apply_chat_template_kwargs if kwargs is None else kwargs,
+        rm_type=item.rm_type or first.rm_type,
+        max_row_bytes=first.max_row_bytes,
+    )
+
+
+def max_prompt_len(rollout: RolloutConfig) -> int | None:
+    """Return the maximum prompt length in tokens: as set, else one less than the context, else none (no limit)."""
+    if rollout.max_prompt_len is not None or rollout.max_context_len is None:
+        return rollout.max_prompt_len
+    return rollout.max_context_len - 1
