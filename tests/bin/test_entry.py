@@ -165,7 +165,8 @@ class Stalls:
     def find_spec(self, name, path=None, target=None):
         if name == "bin.entry":
             pathlib.Path({mark!r}).touch()
-            time.sleep(60)
+            for _ in range(6000):  # a signal just before one long sleep would be seen at its end
+                time.sleep(0.01)
 
 sys.meta_path.insert(0, Stalls())
 """

@@ -66,6 +66,7 @@ def test_the_trainer_and_the_buffer_read_held_out_pairs_and_the_buffer_evaluates
 
 def test_no_held_out_prompt_of_the_examples_is_trained() -> None:
     topology = load_topology(DPO).topology
-    trained = {load_prompts(topology).prompt(number).text for number in range(200)}
+    prompts = load_prompts(topology)
+    trained = {prompts.prompt(number).text for number in range(200)}
     assert len(trained) == 80
     assert trained.isdisjoint(prompt.text for prompt in load_held_out(topology)["held-out"])
