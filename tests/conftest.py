@@ -31,6 +31,7 @@ class Collected:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    gc.disable()  # until the tests are collected
     if config.option.markexpr != "gpu":
         os.environ.update(HIDDEN)  # tests compare results computed on the CPU, whatever the machine has
     settings.register_profile("no clock", deadline=None)  # durations depend on the machine
@@ -46,6 +47,12 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run the tests of whole runs first, so that the longest tests do not start last on one worker."""
     items.sort(key=lambda item: item.path.parent != Path(__file__).parent)
+
+
+def pytest_collection_finish() -> None:
+    """Keep modules and collected tests, which live to the end, out of garbage collections: 0.3 s each."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_runtest_logfinish() -> None:
