@@ -1,7 +1,7 @@
 """Kill points in a train step or checkpoint, at which a trainer rank kills or stops itself once.
 
 `moments/sitecustomize.py` installs them in a rank's process. It also installs those of weight syncs
-(session_moments.py) in all processes that take part in one. `planned` sets them in the environment of the run.
+(weight_moments.py) in all processes that take part in one. `planned` sets them in the environment of the run.
 """
 
 import functools
@@ -22,7 +22,7 @@ FOLDER: Final = Path(__file__).with_name("moments")
 class Moment(msgspec.Struct, frozen=True):
     """A kill point of one process. `step` is a train step, the step of a checkpoint, or a weight version."""
 
-    what: str  # name of the kill point in `install` or session_moments.py
+    what: str  # name of the kill point in `install` or weight_moments.py
     step: int
     process: str
     signal: str = "SIGKILL"
@@ -67,6 +67,11 @@ class _Now:
     step = -1  # train step
     trains = False  # True in the pass that computes the gradients
     saved = -1  # train steps in the checkpoint being written
+
+
+def train_step() -> int:
+    """Return the train step that this rank is at."""
+    return _Now.step
 
 
 Strike = Callable[[str, int], None]  # takes the name of the kill point and its step

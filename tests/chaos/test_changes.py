@@ -14,15 +14,16 @@ from runtime.models.delta import Version, held_in
 from runtime.models.versions import versions_in
 from tests.chaos.audit import audit, read_all
 from tests.chaos.harness import EVENT_S, ROOT, Run
-from tests.chaos.rank_moments import PROCESS, Moment, planned
+from tests.chaos.rank_moments import PROCESS, planned
+from tests.chaos.weight_moments import at
 from tests.fixtures.nats import eventually
 from tests.support.published import flip
 
 pytestmark = [pytest.mark.chaos, pytest.mark.anyio, pytest.mark.timeout(400)]
 
 MOMENTS = (
-    Moment("published", 3, "trainer"),  # changes, of which nobody is told
-    Moment("applying", 6, "daemon"),  # the third of a chain, half written
+    at("before", "commit", process="trainer", version=3),  # changes, of which nobody is told
+    at("during", "bucket", 0, process="daemon", version=6),  # the third of a chain, half written
 )
 
 
@@ -63,7 +64,7 @@ async def test_changes_that_are_damaged_are_refused_by_name_and_a_whole_version_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At max_staleness 0: without another version nothing would be generated any more. Two pipeline stages write."""
-    moment = Moment("published", 3, "trainer.0", "SIGSTOP")
+    moment = at("before", "commit", process="trainer.0", version=3, signal="SIGSTOP")
     shutil.copytree(ROOT / "topologies/demo/models/reverse-digits", model := tmp_path / "model")
     config = json.loads((model / "config.json").read_text()) | {"num_hidden_layers": 2}
     (model / "config.json").write_text(json.dumps(config))

@@ -12,8 +12,9 @@ import pytest
 from messages import EvalEnded, WeightsAnnounced, WeightsApplied, WeightsRefused
 from tests.chaos.audit import audit, read_all
 from tests.chaos.harness import EVENT_S, Run
-from tests.chaos.rank_moments import Moment, planned
+from tests.chaos.rank_moments import planned
 from tests.chaos.test_kill import finish
+from tests.chaos.weight_moments import at
 from tests.fixtures.nats import eventually
 
 pytestmark = [pytest.mark.chaos, pytest.mark.anyio, pytest.mark.timeout(400)]
@@ -59,7 +60,7 @@ async def test_damage_while_an_engine_reads_and_damage_before_it_cost_a_version_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One number, which no probe shows; then two tensors of the last version, of which an evaluation is to come."""
-    moments = [Moment("published", number, "trainer", "SIGSTOP") for number in (2, 4)]
+    moments = [at("before", "commit", process="trainer", version=number, signal="SIGSTOP") for number in (2, 4)]
     (marks := tmp_path / "marks").mkdir()
     for name, value in planned(moments, marks).items():
         monkeypatch.setenv(name, value)

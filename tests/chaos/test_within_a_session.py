@@ -11,8 +11,9 @@ from actors.trainer.sending.ipc import SEGMENTS, segment_prefix
 from tests.chaos.audit import audit
 from tests.chaos.harness import EVENT_S, ROOT, SMALL, Command, Run
 from tests.chaos.outliving import check_the_last_session
-from tests.chaos.rank_moments import GATE, Moment, planned
+from tests.chaos.rank_moments import GATE, planned
 from tests.chaos.test_kill import finish
+from tests.chaos.weight_moments import at
 from tests.fixtures.nats import eventually
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(400)]
@@ -54,7 +55,7 @@ async def outlive(
         limit_s: for the next awaited event, and for the rest of the run.
     """
     (marks := run.output.parent / "marks").mkdir()
-    moment = Moment("before bucket 2", 2, trainer, "SIGSTOP")
+    moment = at("before", "bucket", 2, process=trainer, signal="SIGSTOP")
     for name, value in planned([moment], marks, in_turn=True).items():
         monkeypatch.setenv(name, value)
     async with run.started() as command:

@@ -8,9 +8,10 @@ import pytest
 from messages import WeightsAnnounced, WeightsApplied, WeightsRefused
 from tests.chaos.audit import audit, read_all
 from tests.chaos.harness import EVENT_S, SMALL, Run
-from tests.chaos.rank_moments import Moment, planned
+from tests.chaos.rank_moments import planned
 from tests.chaos.test_damaged_weights import K_PROJ, checked, flip_top_mantissa_bit
 from tests.chaos.test_kill import finish
+from tests.chaos.weight_moments import at
 from tests.fixtures.nats import eventually
 from tests.sglang.recipe import RECIPE, overrides
 from tests.sglang.test_kills import LIMIT_S, RESTART_S
@@ -21,7 +22,7 @@ pytestmark = [pytest.mark.nightly, pytest.mark.anyio, pytest.mark.timeout(LIMIT_
 async def test_a_bit_that_is_flipped_before_sglang_reads_it_is_refused_and_the_weights_come_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    moment = Moment("published", 2, "trainer", "SIGSTOP")
+    moment = at("before", "commit", process="trainer", signal="SIGSTOP")
     (marks := tmp_path / "marks").mkdir()
     for name, value in planned([moment], marks).items():
         monkeypatch.setenv(name, value)

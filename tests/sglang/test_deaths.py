@@ -20,6 +20,7 @@ from tests.chaos.outliving import check_the_last_session, died, prepare, until_w
 from tests.chaos.rank_moments import FOLDER, GATE, Moment
 from tests.chaos.test_kill import finish
 from tests.chaos.test_within_a_session import outlive
+from tests.chaos.weight_moments import at
 from tests.sglang.recipe import RECIPE, overrides
 from tests.sglang.server import SHIM
 from tests.sglang.test_kills import LIMIT_S, RESTART_S, SOON, check_that_it_is_not_paused, url_of
@@ -41,23 +42,23 @@ SETTINGS: Final = (
 CASES: Final = [
     pytest.param(
         ONE,
-        (Moment("in bucket 2", 2, "engine.policy.0"), Moment("before bucket 2", 2, "trainer")),
+        (at("before", "bucket", 2, process="engine.policy.0"), at("before", "bucket", 2, process="trainer")),
         id="engine and trainer, SIGKILL",
         marks=pytest.mark.sglang,
     ),
     pytest.param(
         SPLIT,
         (
-            Moment("told of bucket 2", 2, "rollout"),
-            Moment("after bucket 2", 2, "trainer.0"),
-            Moment("in bucket 2", 2, "engine.policy.1", "SIGSTOP"),
+            at("before", "bucket", 2, process="rollout"),
+            at("after", "bucket", 2, process="trainer.0"),
+            at("before", "bucket", 2, process="engine.policy.1", signal="SIGSTOP"),
         ),
         id="split: rollout and rank, SIGKILL, engine, SIGSTOP",
         marks=pytest.mark.nightly,
     ),
     pytest.param(
         COLOCATED,
-        (Moment("in bucket 2", 2, "engine.policy.0"),),
+        (at("before", "bucket", 2, process="engine.policy.0"),),
         id="in turns: engine, SIGKILL",
         marks=pytest.mark.nightly,
     ),

@@ -6,13 +6,16 @@ verification. A corruption may change each bucket in transit.
 
 import asyncio
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from functools import partialmethod
 from pathlib import Path
+from threading import Event
 from typing import Any, Final, Literal, NamedTuple
 
 import anyio
+import pytest
 import torch
 from torch import Tensor
 
@@ -100,6 +103,30 @@ class Line:
         for told, arriving in self._corrupt(Sending(step, flat)):
             failed |= self._way.carry(told, arriving, ask, timeout_s)
         return failed
+
+
+@contextmanager
+def stuck_before(bucket: int, limit_s: float) -> Iterator[Corruption]:
+    """Have the trainer announce a bucket and then not broadcast it, in the block, for at most limit_s."""
+    over, index = Event(), -1
+
+    def send(group: StageGroup, flat: Tensor, broadcast: Callable[[StageGroup, Tensor], None]) -> None:
+        if index == bucket:
+            over.wait(limit_s)
+        else:
+            broadcast(group, flat)
+
+    def note(sending: Sending) -> Sequence[Sending]:
+        nonlocal index
+        index = sending.step.index
+        return [sending]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StageGroup, "broadcast", partialmethod(send, broadcast=StageGroup.broadcast))
+        try:
+            yield note
+        finally:
+            over.set()
 
 
 class Halves:

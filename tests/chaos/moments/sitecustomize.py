@@ -12,27 +12,29 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-LAST = {  # module that is imported late, by kind of process; patched modules are imported by then, or with it
-    "actors.trainer.commands": "trainer",
-    "actors.tiny_engine.http.sessions": "engine",
-    "sglang.srt.managers.scheduler_components.weight_updater": "engine",
-    "actors.rollout.engines.weights.receiving": "rollout",
-    "runtime.node.copying": "daemon",  # if PHYSARUM_PROCESS of the command is "daemon"
+INSTALLS = {  # by kind of process: functions of tests/chaos/weight_moments.py, by the module that they wait for
+    "trainer": {"runtime.bus.bus": "install_calls", "actors.trainer.commands": "install_rank"},
+    "engine": {
+        "aiohttp.web": "install_engine",
+        "sglang.srt.managers.scheduler_components.weight_updater": "install_sglang",
+    },
+    "rollout": {"actors.rollout.sglang.client": "install_rollout"},
+    "daemon": {"runtime.node.copying": "install_daemon"},  # if PHYSARUM_PROCESS of the command is "daemon"
 }
 
 
 class Finder(importlib.abc.MetaPathFinder):
-    """Installs the kill points when a certain module is loaded."""
+    """Installs kill points when certain modules are loaded: a process imports none of them for the tests."""
 
-    def __init__(self, kind: str) -> None:
-        self._kind = kind
+    def __init__(self, modules: dict[str, str]) -> None:
+        self._modules = modules  # names of functions of tests.chaos.weight_moments, by module
 
     def find_spec(
         self, name: str, path: object, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if LAST.get(name) != self._kind:
+        install = self._modules.pop(name, None)
+        if install is None:
             return None
-        sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
         assert spec is not None
         assert spec.loader is not None
@@ -40,17 +42,17 @@ class Finder(importlib.abc.MetaPathFinder):
 
         def load_with_moments(module: ModuleType) -> None:
             load(module)
-            from tests.chaos import session_moments
+            from tests.chaos import weight_moments
 
-            session_moments.INSTALLS[name]()
+            getattr(weight_moments, install)()
 
         spec.loader.exec_module = load_with_moments  # type: ignore[method-assign]
         return spec
 
 
 process = os.environ.get("PHYSARUM_PROCESS", "").partition(".")[0]
-if "PHYSARUM_TEST_MOMENTS" in os.environ and process in LAST.values():
-    sys.meta_path.insert(0, Finder(process))
+if "PHYSARUM_TEST_MOMENTS" in os.environ and process in INSTALLS:
+    sys.meta_path.insert(0, Finder(dict(INSTALLS[process])))
 
 elsewhere = [place for place in sys.path if Path(place) != Path(__file__).parent]
 behind = importlib.machinery.PathFinder.find_spec("sitecustomize", elsewhere)

@@ -3,20 +3,17 @@
 import os
 import random
 import signal
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
-from threading import Event
 from typing import Final, NamedTuple
 
 import pytest
-from torch import Tensor
 
 from actors.rollout.sglang.client import SglangClient
-from actors.trainer.sending.group import StageGroup
 from tests.support.corruptions import LAST
 from tests.support.tiny_engine import running_engine
-from tests.support.weight_line import ENGINE, Corruption, Halves, Sending, Transport, drawn
+from tests.support.weight_line import ENGINE, Corruption, Halves, Sending, Transport, drawn, stuck_before
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(600)]
 
@@ -69,31 +66,7 @@ def stopped(hang: Hang, pid: int) -> Corruption:
     return lambda sending: corrupt(sending)
 
 
-@contextmanager
-def stuck(hang: Hang, monkeypatch: pytest.MonkeyPatch) -> Iterator[Corruption]:
-    """In the block the trainer tells of a bucket and then does not send it."""
-    over, broadcast, index = Event(), StageGroup.broadcast, -1
-
-    def send(group: StageGroup, flat: Tensor) -> None:
-        if index == hang.bucket:
-            over.wait(WHOLE_S)
-        else:
-            broadcast(group, flat)
-
-    def note(sending: Sending) -> Sequence[Sending]:
-        nonlocal index
-        index = sending.step.index
-        return [sending]
-
-    with monkeypatch.context() as patch:
-        patch.setattr(StageGroup, "broadcast", send)
-        try:
-            yield note
-        finally:
-            over.set()
-
-
-async def outlive(hang: Hang, model: Path, client: SglangClient, monkeypatch: pytest.MonkeyPatch) -> None:
+async def outlive(hang: Hang, model: Path, client: SglangClient) -> None:
     """It ends in time, and says who and where; another engine gets the weights afterwards."""
     with running_engine(model, "--load-format", "dummy") as engine:
         halves = Halves(client, engine.url, model, transport=hang.transport, timeout_s=DEADLINE_S)
@@ -102,7 +75,9 @@ async def outlive(hang: Hang, model: Path, client: SglangClient, monkeypatch: py
             with ExitStack() as stack:
                 is_stuck = hang.who == "trainer"
                 corrupt = (
-                    stack.enter_context(stuck(hang, monkeypatch)) if is_stuck else stopped(hang, engine.process.pid)
+                    stack.enter_context(stuck_before(hang.bucket, WHOLE_S))
+                    if is_stuck
+                    else stopped(hang, engine.process.pid)
                 )
                 failed = await halves.sync(drawn(model, 2), corrupt, within_s=WHOLE_S, ended=engine.process.kill)
         finally:
@@ -117,18 +92,14 @@ async def outlive(hang: Hang, model: Path, client: SglangClient, monkeypatch: py
 
 @pytest.mark.slow
 @pytest.mark.parametrize("hang", FEW, ids=str)
-async def test_a_session_ends_within_its_deadline(
-    hang: Hang, model: Path, client: SglangClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    await outlive(hang, model, client, monkeypatch)
+async def test_a_session_ends_within_its_deadline(hang: Hang, model: Path, client: SglangClient) -> None:
+    await outlive(hang, model, client)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("number", range(NUM_HANGS))
-async def test_random_sessions_end_within_their_deadline(
-    number: int, model: Path, client: SglangClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    await outlive(random_hangs(NUM_HANGS, seed=1)[number], model, client, monkeypatch)
+async def test_random_sessions_end_within_their_deadline(number: int, model: Path, client: SglangClient) -> None:
+    await outlive(random_hangs(NUM_HANGS, seed=1)[number], model, client)
 
 
 def test_random_hangs_are_of_everybody() -> None:

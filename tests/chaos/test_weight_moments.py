@@ -1,4 +1,4 @@
-"""Whoever takes part in a weight session dies, or stands still, at each moment of it.
+"""Whoever takes part in a weight sync dies, or stands still, before, during or after a step of it.
 
 The run goes on, and all engines get the newest weights. While nothing more is trained they still do.
 """
@@ -14,11 +14,13 @@ from tests.chaos.harness import ROOT, SMALL, Run
 from tests.chaos.outliving import check_the_last_session, died, prepare, until_whole
 from tests.chaos.rank_moments import GATE, Moment
 from tests.chaos.test_kill import finish
+from tests.chaos.weight_moments import Step, When, at
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(900)]
 
 SPLIT: Final = ROOT / "topologies" / "laptop-split.toml"
 BOTH: Final = ("engine.policy.0", "engine.policy.1")
+Place = tuple[When, Step, int | None]
 KILLED, STOPPED = "SIGKILL", "SIGSTOP"
 STEPS: Final = 4  # for each moment: to come to it, and those that were under way meanwhile
 SETTINGS: Final = (
@@ -29,27 +31,45 @@ SETTINGS: Final = (
     "engines.policy.unresponsive_after_s=8",
     "run.unresponsive_after_s=10",
 )
-PLACES: Final = {  # by who dies
-    "trainer.0": ("before bucket 0", "before bucket 2", "after bucket 2", "before the end"),
-    "trainer.1": ("before bucket 2",),
-    "engine.policy.1": ("before begin", "in bucket 0", "in bucket 2", "before end"),
-    "rollout": ("prepared", "told of bucket 0", "told of bucket 2"),
+PLACES: Final[dict[str, tuple[Place, ...]]] = {  # by who dies
+    "trainer.0": (
+        ("before", "prepare", None),
+        ("before", "bucket", 0),
+        ("during", "bucket", 2),
+        ("after", "bucket", 2),
+        ("before", "commit", None),
+        ("after", "commit", None),
+    ),
+    "trainer.1": (("before", "bucket", 2),),
+    "engine.policy.1": (
+        ("before", "prepare", None),
+        ("during", "bucket", 0),
+        ("during", "bucket", 2),
+        ("before", "commit", None),
+        ("during", "commit", None),
+    ),
+    "rollout": (
+        ("before", "prepare", None),
+        ("before", "bucket", 0),
+        ("during", "bucket", 2),
+        ("after", "commit", None),
+    ),
 }
 FEW: Final = {
-    KILLED: (("engine.policy.1", "in bucket 2"), ("trainer.0", "before bucket 2")),
-    STOPPED: (("engine.policy.1", "in bucket 2"),),
+    KILLED: (("engine.policy.1", ("during", "bucket", 2)), ("trainer.0", ("before", "bucket", 2))),
+    STOPPED: (("engine.policy.1", ("during", "bucket", 2)),),
 }
 
 
-def moments_of(places: Sequence[tuple[str, str]], signal: str) -> tuple[Moment, ...]:
+def moments_of(places: Sequence[tuple[str, Place]], signal: str) -> tuple[Moment, ...]:
     """One after the other, from the second version on."""
-    return tuple(Moment(what, 2, process, signal) for process, what in places)
+    return tuple(at(*place, process=process, signal=signal) for process, place in places)
 
 
 COPIED: Final = ("trainer.weight_export=async", "rollout.max_staleness=1")  # sent beside later train steps
 
 ALL: Final = {
-    f"{process}, {signal}": moments_of([(process, what) for what in places], signal)
+    f"{process}, {signal}": moments_of([(process, place) for place in places], signal)
     for process, places in PLACES.items()
     for signal in (KILLED, STOPPED)
 }
