@@ -79,20 +79,26 @@ def _try_in_trainer(topology: Topology, key: str, value: str, base_dirs: Sequenc
 
 
 def _graders(topology: Topology) -> Iterator[tuple[str, str, Find]]:
-    own, external, group = topology.reward.graders, topology.reward.external, topology.reward.group_rm
+    reward = topology.reward
+    own, elsewhere, group = reward.graders, {*reward.external, *reward.judges}, reward.group_rm
     named = [(f"data.{index}.rm_type", item.rm_type, group) for index, item in enumerate(topology.data)]
     named += [(f"eval.{index}.rm_type", item.rm_type, False) for index, item in enumerate(topology.eval)]
     for key, name, group in named:
-        if name is not None and name not in own and name not in external:
+        if name is not None and name not in own and name not in elsewhere:
             yield key, name, partial(resolve_grader, GraderSpec(name=name, group=group))
-    for name in external:
+    for name, judge in reward.judges.items():
+        key, spec = f"reward.judges.{name}", GraderSpec(name=judge.parser, parses=True)
+        if _is_built_in(name):
+            yield key, name, partial(_refuse, f"{name} is a built-in grader: use another name")
+        yield f"{key}.parser", judge.parser, partial(resolve_grader, spec)
+    for name in reward.external:
         if _is_built_in(name):
             yield "reward.external", name, partial(_refuse, f"{name} is a built-in grader: use another name")
     for name, value in own.items():
         if _is_built_in(name):
             yield f"reward.graders.{name}", value, partial(_refuse, f"{name} is a built-in grader: use another name")
         else:
-            spec = GraderSpec(name=value, group=topology.reward.group_rm)
+            spec = GraderSpec(name=value, group=group)
             yield f"reward.graders.{name}", value, partial(resolve_grader, spec)
     if topology.reward.sandbox == "isolated":
         yield "reward.sandbox", "isolated", _isolate

@@ -7,7 +7,7 @@ from typing import Final
 import msgspec
 
 from actors.hooks import check_hooks
-from actors.preflight_pools import memory_of_pools, pool_problems
+from actors.preflight_pools import judge_problems, memory_of_pools, pool_problems
 from actors.preflight_prompts import MODEL, CheckOutput, context_of, end_of, prompt_problems
 from actors.rollout.engines.external import ServerRequirements
 from actors.rollout.sglang.model_support import dense_layers_refusal, fp8_refusal, parallel_sizes
@@ -62,11 +62,13 @@ def preflight(
     hooks, notes = check_hooks(loaded.topology, loaded.loaded, doing), list(checked.notes)
     found = [problem for problem in hooks if not (elsewhere and _is_of_a_machine(problem))]
     if not elsewhere:
-        roles = roles_of(loaded.topology, node or home_node(loaded.topology))
+        here = node or home_node(loaded.topology)
+        roles = roles_of(loaded.topology, here)
         broken = {problem.key for problem in checked.problems}
         if roles.is_home:
             found += _with_origin(loaded, _of_dumps(loaded.topology))
         found += _with_origin(loaded, _of_engines(loaded.topology, broken, roles))
+        found += _with_origin(loaded, judge_problems(loaded.topology, here, broken))
         if roles.needs_model and _can_be_read(loaded, broken):
             broken |= {problem.key for problem in found}
             doing(

@@ -1,4 +1,4 @@
-"""Pre-start checks of engine pools whose model does not change: teachers."""
+"""Pre-start checks of engine pools whose model does not change, and of judges."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -6,13 +6,28 @@ from typing import Final
 
 import msgspec
 
+from actors.reward.judging.keys import KeyProblem, api_key
 from actors.rollout.sglang.facts import KEPT_OF_INPUT
 from actors.rollout.sglang.served_model import TOKENIZER, ServedModel
 from runtime.models.config import ModelError, read_dense_model
+from runtime.settings.placement import home_node
 from runtime.settings.reading.config import Problem
-from runtime.settings.topology import EngineConfig, Topology, answers_are_recorded, frozen_pools, model_of
+from runtime.settings.topology import (
+    EngineConfig,
+    Topology,
+    answers_are_recorded,
+    frozen_pools,
+    judge_pools,
+    model_of,
+    sglang_arguments,
+)
 
+CHAT_TEMPLATES: Final = ("chat_template.jinja", "chat_template.json")
 BYTES_LOADED: Final = 2  # memory of a tiny engine per byte of its weight files
+
+
+class _Template(msgspec.Struct, frozen=True):
+    chat_template: str | list[dict[str, str]] | None = None
 
 
 class _Config(msgspec.Struct, frozen=True):
@@ -49,6 +64,47 @@ def pool_problems(topology: Topology, context: int, broken: set[str]) -> Iterato
             yield Problem.of(key, engine.hf_checkpoint, message)
 
 
+def judge_problems(topology: Topology, node: str, broken: set[str]) -> Iterator[Problem]:
+    """Check that a node's reward actor can read the keys of judges, and that the models of judges know a chat format.
+
+    Args:
+        topology: the topology.
+        node: this machine.
+        broken: keys that already have a problem.
+    """
+    if answers_are_recorded(topology):
+        return
+    for name, judge in topology.reward.judges.items():
+        if node in (topology.reward.nodes or (home_node(topology),)):
+            try:
+                api_key(judge)
+            except KeyProblem as error:
+                yield Problem.of(f"reward.judges.{name}.{error.setting}", error.value, str(error))
+    for pool in dict.fromkeys(judge_pools(topology).values()):
+        engine, key = topology.engines[pool], f"engines.{pool}.hf_checkpoint"
+        given = any(argument.name == "chat_template" for argument in sglang_arguments(engine))
+        directory = Path(engine.hf_checkpoint or "")
+        if engine.hf_checkpoint is None or key in broken or engine.urls or given or not directory.is_dir():
+            continue
+        try:
+            if engine.kind == "tiny":
+                read_dense_model(directory)
+            has_template = _has_chat_template(directory)
+        except (OSError, ValueError, ModelError) as error:
+            yield Problem.of(key, engine.hf_checkpoint, str(error))
+            continue
+        if not has_template:
+            message = f"has no chat template, which a judge needs: choose a chat model, or set engines.{pool}.sglang"
+            yield Problem.of(key, engine.hf_checkpoint, f"{message}.chat_template")
+
+
+def _has_chat_template(directory: Path) -> bool:
+    if any((directory / name).is_file() for name in CHAT_TEMPLATES):
+        return True
+    file = directory / "tokenizer_config.json"
+    return file.is_file() and msgspec.json.decode(file.read_bytes(), type=_Template).chat_template is not None
+
+
 def tokenizer_problem(trained: ServedModel, served: ServedModel) -> str | None:
     """Describe why a model cannot read the tokens of the trained model; None if it can.
 
@@ -72,7 +128,8 @@ def tokenizer_problem(trained: ServedModel, served: ServedModel) -> str | None:
 
 def memory_of_pools(topology: Topology) -> int:
     """Return the bytes that the weights of tiny engines need, of pools whose model does not change."""
-    pools = [topology.engines[name] for name in frozen_pools(topology) if name in topology.engines]
+    named = dict.fromkeys((*frozen_pools(topology), *judge_pools(topology).values()))
+    pools = [topology.engines[name] for name in named if name in topology.engines]
     return sum(_memory(topology, engine) for engine in pools if engine.kind == "tiny" and not engine.urls)
 
 

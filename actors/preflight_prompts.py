@@ -105,7 +105,7 @@ def prompt_problems(topology: Topology, shape: HfConfig, broken: set[str], outpu
         yield Problem.of(MODEL, model.hf_checkpoint, str(error))
         return
     graded: dict[str, SampleRow] = {}
-    known = {*topology.reward.graders, *topology.reward.external}
+    known = {*topology.reward.graders, *topology.reward.external, *topology.reward.judges}
     for source in _sources(topology, tokenizing):
         if source.place_key in broken:
             continue

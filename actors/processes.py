@@ -115,10 +115,10 @@ def _visible(devices: tuple[int, ...]) -> dict[str, str]:
 
 def _engine(topology: Topology, pool: str, engine: EngineConfig, index: int, devices: tuple[int, ...]) -> ProcessSpec:
     if engine.kind == "tiny":
-        command, ready_timeout_s = _tiny_engine(topology, engine, index), TINY_READY_TIMEOUT_S
+        command, ready_timeout_s = _tiny_engine(topology, pool, index), TINY_READY_TIMEOUT_S
         env = OURS | HIDDEN
     else:
-        command, ready_timeout_s = server_command(topology, engine, index), READY_TIMEOUT_S
+        command, ready_timeout_s = server_command(topology, pool, index), READY_TIMEOUT_S
         env = SERVER_ENVIRONMENT
     return ProcessSpec(
         name=f"engine.{pool}.{index}",
@@ -136,10 +136,11 @@ def _engine(topology: Topology, pool: str, engine: EngineConfig, index: int, dev
     )
 
 
-def _tiny_engine(topology: Topology, engine: EngineConfig, index: int) -> tuple[str, ...]:
+def _tiny_engine(topology: Topology, pool: str, index: int) -> tuple[str, ...]:
+    engine = topology.engines[pool]
     load_format = "dummy" if topology.model.random_init and engine.hf_checkpoint is None else "auto"
     command = [sys.executable, "-P", "-m", "actors.tiny_engine", "--model-path", model_of(topology, engine)]
-    return with_arguments(command, common_arguments(topology, engine, index) | {"load_format": load_format})
+    return with_arguments(command, common_arguments(topology, pool, index) | {"load_format": load_format})
 
 
 def _host(topology: Topology, run_dir: Path, name: str, roles: Sequence[str], env: Mapping[str, str]) -> ProcessSpec:

@@ -49,12 +49,15 @@ class WeightsRefused(Message, kw_only=True, tag="weights_refused"):
 
 @register
 class EngineRequestsFailed(Message, kw_only=True, tag="engine_requests_failed"):
-    """Requests to a running engine failed. Published at once, then ever less often. Written by rollout."""
+    """Requests to a running engine or a judge failed. Published at once, then ever less often.
+
+    Written by rollout and reward.
+    """
 
     plane = Plane.EVENT
     topic = "engine.requests_failed"
     instance: str
-    engine: str  # several names if the router does not report which engine answered
+    engine: str  # several names if the router does not report which engine answered; of a judge, also its URL
     reason: str
     num_failures: int  # since the first failure
 

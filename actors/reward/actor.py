@@ -5,17 +5,21 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
-from typing import Final
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
 
 import anyio
+import msgspec
 import structlog
 from anyio.abc import TaskStatus
 
 from actors.reward.answers import StoredPrompts, answers_of, sample_of
 from actors.reward.frames import Graded, GraderSpec, Hello
+from actors.reward.judging.requests import PASSING
 from actors.reward.pool import TIMEOUT, GraderPool, PoolSettings, open_pool
 from actors.reward.recipe import graders_of
 from actors.reward.sandbox import sandbox_of
+from messages import EngineRequestsFailed
 from messages.calls import ScoresGiven
 from messages.data import PromptStored
 from messages.plain import clipped
@@ -29,6 +33,9 @@ from runtime.process.actor import Actor, InputError
 from runtime.settings.plugins import is_plugin
 from runtime.settings.topology import Topology, own_graders
 from runtime.util.formatting import count_of, duration
+
+if TYPE_CHECKING:
+    from actors.reward.judging.judges import Judges
 
 REQUESTS_PER_PROCESS = 4  # concurrent requests: enough to keep processes busy, and leaves work for other actors
 GIVE_BACK_TIMEOUT_S = 1.0
@@ -85,7 +92,9 @@ class FirstGrades:
             self._over = True
             await self._bus.kv.put(FIRST_GRADE_KEY, True)
             return
-        raised = [error for error in failures if not _is_slow(error)][: 1 if one_call else None]
+        raised = [graded.error for graded in grades if graded.error is not None and not _is_slow(graded)][
+            : 1 if one_call else None
+        ]
         if not raised:
             return
         self._failed_calls[group_id] += len(raised)
@@ -96,9 +105,10 @@ class FirstGrades:
             raise InputError(f"{message}. Fix the grader; the same command then resumes the run")
 
 
-def _is_slow(error: str) -> bool:
-    """Whether the grader was only too slow, which may be due to load on the machine."""
-    return error == TIMEOUT or error.startswith(CPU_LIMIT)
+def _is_slow(graded: Graded) -> bool:
+    """Whether the grader or judge was only too slow or busy, which may be due to load on its machine."""
+    error = graded.error or ""
+    return error == TIMEOUT or error.startswith(CPU_LIMIT) or graded.cause in PASSING
 
 
 class RewardActor(Actor):
@@ -109,7 +119,7 @@ class RewardActor(Actor):
     """
 
     reads = (ScoreRequested, PromptStored)
-    writes = (ScoresGiven,)
+    writes = (ScoresGiven, EngineRequestsFailed)
 
     def __init__(self, topology: Topology, bus: Bus, *, ack_wait_s: float = ACK_WAIT_S) -> None:
         """Start without processes.
@@ -121,6 +131,7 @@ class RewardActor(Actor):
         """
         config = topology.reward
         self._bus = bus
+        self._topology = topology
         self._ack_wait_s = ack_wait_s
         self._num_tasks = config.processes * REQUESTS_PER_PROCESS
         self._settings = PoolSettings(
@@ -135,6 +146,7 @@ class RewardActor(Actor):
         self._names = own_graders(topology)
         self._of_eval_alone = {item.rm_type for item in topology.eval} - {item.rm_type for item in topology.data}
         self._pool: GraderPool | None = None
+        self._judges: Judges | None = None
         self._first = FirstGrades(bus)
         self._counts: Counter[str] = Counter()
         self._prompts = StoredPrompts(bus)
@@ -149,28 +161,47 @@ class RewardActor(Actor):
             InputError: the first grades of the run all failed.
         """
         await self._first.begin()
-        async with open_pool(self._settings) as self._pool, AsyncExitStack() as opened:
+        async with AsyncExitStack() as opened:
+            at_once = await self._open_judges(opened)
+            self._pool = await opened.enter_async_context(open_pool(self._settings))
             queues = {
                 token: await opened.enter_async_context(self._bus.consume_scoring(token, ack_wait_s=self._ack_wait_s))
-                for token in (*map(grader_token, self._names), OWN_GRADERS)
+                for token in (*map(grader_token, self._names), *at_once, OWN_GRADERS)
             }
             tasks = await opened.enter_async_context(anyio.create_task_group())
             for token, deliveries in queues.items():
-                for _ in range(self._num_tasks):
+                for _ in range(at_once.get(token, self._num_tasks)):
                     tasks.start_soon(self._answer_all, self._pool, deliveries, token)
             task_status.started()
 
     def stats(self) -> dict[str, float]:
         """Count requests and scores since the start."""
         requests = {f"num_{name}": float(self._counts[name]) for name in ("requests", "late_requests")}
-        return requests | (self._pool.stats() if self._pool else {})
+        return requests | (self._pool.stats() if self._pool else {}) | (self._judges.stats() if self._judges else {})
 
     def waits_for(self) -> str:
         if not self._in_hand:
             return "score requests"
         grader, began = min(self._in_hand.values(), key=lambda item: item[1])
         running = count_of(len(self._in_hand), "score request")
-        return f"graders: {running}; {grader} has been grading the oldest for {duration(time.monotonic() - began)}"
+        oldest = f"{grader} has been grading the oldest for {duration(time.monotonic() - began)}"
+        judges = self._judges.waits_for() if self._judges else ""
+        return "; ".join(filter(None, [f"graders: {running}; {oldest}", judges]))
+
+    async def _open_judges(self, opened: AsyncExitStack) -> dict[str, int]:
+        """Open the judges; return the number of score requests at a time, by the token of each.
+
+        The environment of grader processes then names the endpoint of the judges.
+        """
+        if not self._topology.reward.judges:
+            return {}
+        from actors.reward.judging.judges import open_judges, requests_at_once  # imports an HTTP client
+
+        self._judges = await opened.enter_async_context(open_judges(self._topology, self._bus))
+        sandbox = msgspec.structs.replace(self._settings.sandbox, also=dict(self._judges.env))
+        self._settings = replace(self._settings, sandbox=sandbox)
+        names = self._topology.reward.judges
+        return {grader_token(name): requests_at_once(self._topology, name) for name in names}
 
     async def _answer_all(self, pool: GraderPool, deliveries: Deliveries[ScoreRequested], token: str) -> None:
         async for delivery in deliveries:
@@ -212,6 +243,7 @@ class RewardActor(Actor):
     async def _grade(self, pool: GraderPool, request: ScoreRequested) -> list[Graded] | None:
         """Grade a request; return None if its caller no longer waits."""
         name = self._names.get(request.rm_type, request.rm_type)
+        judges = self._judges if self._judges is not None and request.rm_type in self._judges else None
         if is_plugin(name) and request.rm_type not in self._names:
             log.warning("grader_refused", grader=request.rm_type)
             reason = f"{request.rm_type!r} is neither a built-in grader nor named by the topology"
@@ -222,9 +254,13 @@ class RewardActor(Actor):
                 items = await self._prompts.items_of(request)
             except PayloadLost as error:
                 return [Graded(error=f"prompt: {error}") for _ in request.items]
-            grades = await pool.grade(spec, [sample_of(item) for item in items])
+            samples = [sample_of(item) for item in items]
+            if judges is not None:
+                grades = await judges.grade(name, samples, pool)
+            else:
+                grades = await pool.grade(spec, samples)
             if request.rm_type not in self._of_eval_alone:
-                await self._first.note(name, grades, group_id=request.group_id, one_call=spec.group)
+                await self._first.note(name, grades, group_id=request.group_id, one_call=spec.group and judges is None)
             return grades
         self._counts["late_requests"] += 1
         log.warning("score_request_late", num_samples=len(request.items))

@@ -16,6 +16,7 @@ class GraderSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str  # an rm_type: a built-in grader or a plug-in
     group: bool = False  # one call for all samples of a prompt group
+    parses: bool = False  # it reads a score from a judge's answer
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,6 +50,7 @@ class Graded(msgspec.Struct, frozen=True, kw_only=True):
     error: str | None = None
     took_s: float = 0.0
     trace: str | None = None  # traceback of the error, if Hello requests them
+    cause: str | None = None  # of a judge that gave no answer
 
 
 class FrameError(ValueError):

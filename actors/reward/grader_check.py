@@ -45,7 +45,7 @@ def check_graders(
     names = own_graders(topology)
     for key, row in rows.items():
         name = names.get(row.prompt.rm_type or "", "")
-        if not is_plugin(name):
+        if not is_plugin(name) or topology.reward.judges:  # the function may call a judge, which does not run yet
             continue
         limit_s = START_TIMEOUT_S + topology.reward.timeout_s + SLACK_S
         doing(f"{key}.rm_type", name, "grading an empty answer", limit_s=limit_s)

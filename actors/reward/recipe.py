@@ -10,4 +10,6 @@ def graders_of(topology: Topology) -> tuple[GraderSpec, ...]:
     found = [GraderSpec(name=names[item.rm_type], group=group) for item in topology.data if item.rm_type in names]
     found += [GraderSpec(name=names[item.rm_type], group=False) for item in topology.eval if item.rm_type in names]
     found += [GraderSpec(name=name, group=group) for name in topology.reward.graders.values()]
+    judges = topology.reward.judges.values()
+    found += [GraderSpec(name=judge.parser, parses=True) for judge in judges if judge.template is not None]
     return tuple(dict.fromkeys(found))

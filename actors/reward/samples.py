@@ -16,6 +16,8 @@ class GradedSample(msgspec.Struct, frozen=True, kw_only=True):
     response_len: int = 0  # tokens
     label: Any = None  # unchanged from the data file
     metadata: dict[str, Any] = {}  # unchanged from the data file
+    judge_answer: str = ""  # the text of the judge, for parsers alone
+    judge_truncated: bool = False  # the judge's answer reached its token limit
 
     @property
     def truncated(self) -> bool:

@@ -33,6 +33,7 @@ def files_of(topology: Topology) -> tuple[str, ...]:
     named = [topology.bus.credentials]
     named += [split_slice(item.path)[0] for item in (*topology.data, *topology.eval) if item.path is not None]
     runtime = os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.getuid()}"
+    named += [judge.api_key_file for judge in topology.reward.judges.values()]
     return tuple(os.path.realpath(path) for path in (*named, runtime) if path)
 
 
@@ -44,6 +45,7 @@ def dumps_of(topology: Topology) -> tuple[str, ...]:
 def needed_of(topology: Topology) -> tuple[str, ...]:
     """Files of the graders that the topology names."""
     named = [*(item.rm_type for item in (*topology.data, *topology.eval)), *topology.reward.graders.values()]
+    named += [judge.parser for judge in topology.reward.judges.values()]
     plugins = [name.rpartition(":")[0] for name in named if name is not None and is_plugin(name)]
     return tuple(place for place in plugins if place.endswith(".py"))
 
@@ -88,6 +90,7 @@ class Sandbox(msgspec.Struct, frozen=True, kw_only=True):
 
     kind: Literal["none", "process", "isolated"] = "process"
     env: tuple[str, ...] = ()  # further variables that are passed on
+    also: dict[str, str] = {}  # variables that are set
     memory_bytes: int = 8 << 30  # limit of data memory per process
     max_files: int = 1024  # open files per process
     max_processes: int = 64  # running descendants of a grader process
@@ -106,7 +109,7 @@ class Sandbox(msgspec.Struct, frozen=True, kw_only=True):
         places = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         # one thread each: parallelism comes from the number of processes
         threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-        return {**threads, **kept, "PYTHONPATH": os.pathsep.join(places)}
+        return {**threads, **kept, **self.also, "PYTHONPATH": os.pathsep.join(places)}
 
     def command(self) -> list[str]:
         """Command line that starts a grader process; its parent must be this process."""

@@ -9,7 +9,6 @@ import anyio
 import structlog
 from anyio.abc import TaskStatus
 
-from actors.rollout.engines.discovery import attend_servers, kill_server
 from actors.rollout.engines.external import ServerRequirements
 from actors.rollout.engines.fleet import Fleet
 from actors.rollout.engines.memory.follower import PhaseFollower
@@ -76,6 +75,7 @@ from messages import (
 )
 from runtime.bus.addresses import Address, engine_key
 from runtime.bus.bus import Bus
+from runtime.bus.servers import attend_servers, kill_server
 from runtime.node.external_clients import clients_of_grader
 from runtime.process.actor import Actor
 from runtime.settings.placement import num_engines
@@ -85,6 +85,7 @@ from runtime.settings.topology import (
     grader_names,
     pools_of_columns,
     reads_copies,
+    scoring_time_s,
 )
 from runtime.util.formatting import count_of
 
@@ -229,7 +230,7 @@ class RolloutActor(Actor):
         reward = self._topology.reward
         scorer = Scorer(
             self._bus,
-            timeout_s=reward.timeout_s,
+            timeout_s=scoring_time_s(self._topology),
             max_tries=reward.max_tries,
             graders=grader_names(self._topology),
             external=reward.external,

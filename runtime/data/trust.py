@@ -69,6 +69,7 @@ def _code_of(topology: Topology, target: Target) -> Iterator[tuple[str, str]]:
         named |= dict(trainer_functions(topology))
         named |= {f"eval.{index}.rm_type": item.rm_type for index, item in enumerate(topology.eval)}
         named |= {f"reward.graders.{name}": value for name, value in topology.reward.graders.items()}
+        named |= {f"reward.judges.{name}.parser": judge.parser for name, judge in topology.reward.judges.items()}
     yield from ((key, show(value)) for key, value in named.items() if value is not None and is_plugin(value))
     if target == "trainer" and topology.model.trust_remote_code:
         yield "model.trust_remote_code", "true"

@@ -177,7 +177,15 @@ def _find_paths(topology: Topology, loaded: Loaded) -> Topology:
 
 def _graders_found(reward: RewardConfig, finder: "_Finder") -> RewardConfig:
     found = {name: finder.plug_in(f"reward.graders.{name}", value) or value for name, value in reward.graders.items()}
-    return msgspec.structs.replace(reward, graders=found)
+    judges = {
+        name: msgspec.structs.replace(
+            judge,
+            parser=finder.plug_in(f"reward.judges.{name}.parser", judge.parser) or judge.parser,
+            api_key_file=finder.optional(f"reward.judges.{name}.api_key_file", judge.api_key_file),
+        )
+        for name, judge in reward.judges.items()
+    }
+    return msgspec.structs.replace(reward, graders=found, judges=judges)
 
 
 def _functions_found(rollout: RolloutConfig, finder: "_Finder") -> RolloutConfig:

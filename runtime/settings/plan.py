@@ -28,7 +28,7 @@ from runtime.settings.sizes import (
     stream_limits,
     stream_sizes,
 )
-from runtime.settings.topology import REFERENCE, Topology, answers_are_recorded, teacher_pools
+from runtime.settings.topology import REFERENCE, Topology, answers_are_recorded, judge_pools, teacher_pools
 
 __all__ = ["Plan", "PlannedNode", "PlannedProcess", "draw", "plan_of", "stream_limits", "stream_sizes"]
 WIDTH = 18  # of a process name
@@ -135,6 +135,8 @@ def _head(topology: Topology, plan: Plan) -> Iterator[str]:
             use = "reward 0, unless a row names a grader"
         elif data.rm_type in topology.reward.external:
             use += " of external workers"
+        elif data.rm_type in topology.reward.judges:
+            use = f"graded by the judge {data.rm_type}"
         yield f"  data     {data.name}: {data.path or data.source}, {use}"
     requested, steps = over_sampling_batch_size(rollout), topology.algorithm.num_steps_per_rollout
     parts = [f"{_length(topology)} of {rollout.rollout_batch_size} groups x {_samples(rollout)}"]
@@ -153,6 +155,8 @@ def _head(topology: Topology, plan: Plan) -> Iterator[str]:
             of = [data for data, pool in teacher_pools(topology).items() if pool == name]
             uses = [f"teacher of {', '.join(of)}"] if of else []
             uses += ["reference"] if name == REFERENCE else []
+            judges = [judge for judge, pool in judge_pools(topology).items() if pool == name]
+            uses += [f"judge {', '.join(judges)}"] if judges else []
             weights = ", ".join([engine.hf_checkpoint, *uses])
         yield f"  engines  {name}: {engine.kind}, {amount}, {weights}"
     for item in topology.eval:

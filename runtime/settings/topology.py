@@ -26,6 +26,7 @@ TEACHER_LOG_PROBS: Final = "teacher_log_probs"  # columns of a sample
 REF_LOG_PROBS: Final = "ref_log_probs"
 REFERENCE: Final = "ref"  # the pool of the reference model, if engines serve it
 TEACHER: Final = "teacher"  # the pool of a data source that names no teacher
+JUDGE: Final = "judge"  # the pool of a judge that names none
 EXPORT_DIRECTORY: Final = "hf"  # below the run directory, written at the end with train.save_hf
 
 
@@ -233,13 +234,13 @@ class EngineConfig(Config, frozen=True, kw_only=True):
     """One pool of engines that serve the same model.
 
     The pool `policy` serves the model that is trained. Other pools serve a model that does not change: `ref` the
-    reference of the KL loss, and those that `data.teacher` names a teacher.
+    reference of the KL loss, those that `data.teacher` names a teacher, and those of `reward.judges` a judge.
     """
 
     # Inference server: SGLang, or the tiny engine, which runs on the CPU.
     kind: Literal["sglang", "tiny"] = "sglang"
     # Model directory or hub name of a pool other than `policy`, with weights. Its tokens are those of the trained
-    # model. `policy` serves `model.hf_checkpoint`.
+    # model, except for a judge. `policy` serves `model.hf_checkpoint`.
     hf_checkpoint: Text | None = None
     # GPUs of the pool, such as "n0:0-7". By default the pool has `num_engines` engines on the CPU.
     gpus: Text | None = None
@@ -305,6 +306,45 @@ class EngineConfig(Config, frozen=True, kw_only=True):
     env: dict[Variable, str] = {}
 
 
+class JudgeConfig(Config, frozen=True, kw_only=True):
+    """A judge: a language model that scores samples. Reward actors send its requests.
+
+    Its model is served by an engine pool of the run, or by a server with OpenAI's API.
+    """
+
+    # Engine pool of the judge's model: a name in `engines`. By default "judge", unless `url` is set.
+    pool: Name | None = None
+    # Base URL of a server with OpenAI's API, up to "/v1", in place of a pool.
+    url: Annotated[str, msgspec.Meta(pattern=r"^https?://[^@\s]+$")] | None = None
+    # Name of the model on the server of `url`.
+    model: Text | None = None
+    # Environment variable with the API key of `url`. It must be set where the node daemon starts, on each node with a
+    # reward actor.
+    api_key_env: Variable | None = None
+    # File with the API key of `url`, on each node with a reward actor. Only its owner may be able to read it.
+    api_key_file: Text | None = None
+    # Message to the judge. "{prompt}", "{response}", "{label}" and "{metadata.KEY}" stand for the sample's values.
+    # Without a template only functions of yours call the judge, and no sample names it as its grader.
+    template: Text | None = None
+    # How a score is read from the answer: "number" takes the last number, "boxed" the number in the last box.
+    # "module:function" or "path/file.py:function" is a grader that reads `sample.judge_answer`.
+    parser: Text = "number"
+    # Sampling temperature of the judge. 0 takes the likeliest token.
+    temperature: NonNegative = 0.0
+    # Maximum length of an answer in tokens. The parsers "number" and "boxed" refuse an answer that reached it.
+    max_tokens: Positive = 1024
+    # More fields of the request, such as `chat_template_kwargs`.
+    extra_body: dict[str, Any] = {}
+    # Seconds that one request to the judge may take.
+    timeout_s: Timeout = 60.0
+    # Number of requests for one score that may fail. Then the sample fails. Requests that an engine of the pool lost
+    # because it ended do not count.
+    max_tries: Positive = 3
+    # Number of requests in flight per reward actor. By default 64 for a URL, and for a pool its `concurrency` times its
+    # engines, divided by the number of reward actors.
+    concurrency: Positive | None = None
+
+
 class RewardConfig(Config, frozen=True, kw_only=True):
     """Reward workers, and how failed scores are handled."""
 
@@ -326,6 +366,8 @@ class RewardConfig(Config, frozen=True, kw_only=True):
     graders: dict[Name, Text] = {}
     # Names of graders that only external workers run. `data.rm_type`, `eval.rm_type` and rows may use these names.
     external: tuple[Name, ...] = ()
+    # Judges by name: language models that score samples. Rows, `data.rm_type` and `eval.rm_type` may use these names.
+    judges: dict[Name, JudgeConfig] = {}
     # Isolation of grader processes: "process" limits resources, "isolated" also blocks network, files and other
     # processes, "none" sets no limits.
     sandbox: Literal["none", "process", "isolated"] = "process"
@@ -363,7 +405,7 @@ class Topology(Recipe, frozen=True, kw_only=True):
     trainer: TrainerConfig = TrainerConfig()
     # The pool "policy" generates samples. With `algorithm.opd_type = "sglang"`, "teacher" and the pools that
     # `data.teacher` names compute log-probs of the samples. So does "ref" for the reference, in place of the trainer.
-    # Training on demonstrations runs no engines.
+    # The pools of `reward.judges` serve judges. Training on demonstrations runs no engines.
     engines: dict[Name, EngineConfig] = {}
     reward: RewardConfig = RewardConfig()
     buffer: BufferConfig = BufferConfig()
@@ -405,7 +447,7 @@ def grader_names(topology: Topology) -> tuple[str, ...]:
     """
     if answers_are_recorded(topology):
         return ()
-    return (*own_graders(topology), *topology.reward.external)
+    return (*own_graders(topology), *topology.reward.judges, *topology.reward.external)
 
 
 def critic_topology(topology: Topology) -> Topology:
@@ -468,9 +510,26 @@ def column_names(topology: Topology) -> tuple[str, ...]:
 
 
 def frozen_pools(topology: Topology) -> tuple[str, ...]:
-    """Return the pools that the run uses and whose model does not change."""
+    """Return the pools that compute columns of samples and whose model does not change."""
     named = (pool for data in topology.data for pool in pools_of_columns(topology, data.name).values())
     return tuple(dict.fromkeys(named))
+
+
+def judge_pools(topology: Topology) -> dict[str, str]:
+    """Return the engine pool of each judge that has one; of a judge with a URL there is none."""
+    judges = topology.reward.judges.items()
+    return {name: judge.pool or JUDGE for name, judge in judges if judge.url is None}
+
+
+def serves_judges_alone(topology: Topology, pool: str) -> bool:
+    """Return whether the engines of a pool serve judges and read no samples of the trained model."""
+    return pool in judge_pools(topology).values() and pool != POLICY and pool not in frozen_pools(topology)
+
+
+def scoring_time_s(topology: Topology) -> float:
+    """Return the seconds that one score may take: of a function, or of the slowest judge with all of its tries."""
+    judges = topology.reward.judges.values()
+    return max([topology.reward.timeout_s, *(judge.timeout_s * judge.max_tries for judge in judges)])
 
 
 def reads_copies(topology: Topology, engine: EngineConfig) -> bool:
@@ -480,10 +539,10 @@ def reads_copies(topology: Topology, engine: EngineConfig) -> bool:
 
 
 def own_graders(topology: Topology) -> dict[str, str]:
-    """Return the graders that a topology names and its own reward actors run, by the names that requests use."""
-    own, external = topology.reward.graders, topology.reward.external
+    """Return the graders that a topology names and grader processes run, by the names that requests use."""
+    own, elsewhere = topology.reward.graders, {*topology.reward.external, *topology.reward.judges}
     named = (item.rm_type for item in (*topology.data, *topology.eval) if item.rm_type is not None)
-    return {name: own.get(name, name) for name in (*named, *own) if name not in external}
+    return {name: own.get(name, name) for name in (*named, *own) if name not in elsewhere}
 
 
 def answers_are_recorded(topology: Topology) -> bool:

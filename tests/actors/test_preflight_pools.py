@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from actors.preflight_pools import memory_of_pools, pool_problems
+from actors.preflight_pools import judge_problems, memory_of_pools, pool_problems
 from runtime.settings.load import load_topology
 from runtime.settings.topology import Topology
 from tests.runtime.settings.shipped import LAPTOP
@@ -72,3 +72,52 @@ def test_the_memory_of_a_teacher_is_that_of_its_files_in_each_engine(tmp_path: P
     size = (teacher / "model.safetensors").stat().st_size
     assert memory_of_pools(with_teacher(teacher, num_engines=3)) == 3 * 2 * size
     assert memory_of_pools(with_teacher(teacher, urls=("http://h:1",))) == 0
+
+
+def with_judge(directory: Path, *overrides: str) -> Topology:
+    judge = (
+        "reward.judges.j={template = '{response}'}",
+        f'engines.judge={{kind = "tiny", hf_checkpoint = "{directory}"}}',
+    )
+    return load_topology(LAPTOP, (*judge, *overrides)).topology
+
+
+def test_a_judge_may_have_another_tokenizer_and_needs_a_chat_template(tmp_path: Path) -> None:
+    judge = write_teacher(tmp_path / "judge")
+    edited(judge / "tokenizer.json", swap_tokens)
+    topology = with_judge(judge)
+    assert list(pool_problems(topology, CONTEXT, set())) == []
+    assert list(judge_problems(topology, "local", set())) == []
+    assert memory_of_pools(topology) == memory_of_pools(with_teacher(write_teacher(tmp_path / "teacher")))
+    edited(judge / "tokenizer_config.json", lambda config: config.pop("chat_template"))
+    (problem,) = judge_problems(topology, "local", set())
+    assert (problem.key, problem.value) == ("engines.judge.hf_checkpoint", f'"{judge}"')
+    assert problem.message.startswith("has no chat template, which a judge needs")
+    assert list(judge_problems(topology, "local", {problem.key})) == []
+    (judge / "chat_template.jinja").write_text("x")
+    assert list(judge_problems(topology, "local", set())) == []
+
+
+def test_the_key_of_a_judge_is_read_on_the_nodes_of_reward_actors_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_url = "reward.judges.j={url = 'http://h/v1', model = 'm', "
+    named = load_topology(LAPTOP, (at_url + "api_key_env = 'JUDGE_KEY'}",)).topology
+    monkeypatch.delenv("JUDGE_KEY", raising=False)
+    (problem,) = judge_problems(named, "local", set())
+    assert str(problem) == 'reward.judges.j.api_key_env = "JUDGE_KEY": this variable is not set on this node, or empty'
+    assert list(judge_problems(named, "other", set())) == []
+    monkeypatch.setenv("JUDGE_KEY", "sk-1")
+    assert list(judge_problems(named, "local", set())) == []
+
+    file = tmp_path / "key"
+    kept = load_topology(LAPTOP, (at_url + f"api_key_file = '{file}'}}",)).topology
+    messages: list[str] = []
+    for content, mode in ((None, 0), ("sk-2", 0o644), ("two words", 0o600), ("sk-2\n", 0o600)):
+        if content is not None:
+            file.write_text(content)
+            file.chmod(mode)
+        messages += [problem.message for problem in judge_problems(kept, "local", set())]
+    assert ["No such file" in messages[0], "chmod 600" in messages[1], "the key alone" in messages[2]] == [True] * 3
+    assert len(messages) == 3
+    assert not any("sk-2" in message for message in messages)

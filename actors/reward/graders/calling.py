@@ -13,10 +13,12 @@ import msgspec
 
 from actors.reward.frames import Graded, GraderSpec
 from actors.reward.graders.builtin import find_grader
+from actors.reward.graders.parsers import find_parser
 from actors.reward.samples import GradedSample
 from runtime.settings.plugins import is_plugin, load_plugin
 
-GRADER_KEY = "rm_type"  # name of the setting in plug-in errors
+GRADER_KEY = "rm_type"  # names of settings in plug-in errors
+PARSER_KEY = "parser"
 MAX_REASON_CHARS = 500
 MAX_TRACE_CHARS = 8000
 MAX_DETAILS = 32
@@ -27,15 +29,16 @@ Wait = Callable[[Awaitable[Any]], Any]
 
 
 def resolve_grader(spec: GraderSpec, base_dirs: Sequence[Path] = ()) -> Call:
-    """Find the function of an rm_type; check that it takes a sample, or a list of samples if it grades groups.
+    """Find the function of an rm_type or a parser; check that it takes a sample, or a list of samples of a group.
 
     Raises:
         ValueError: no built-in grader has this name; PluginError if a user's function cannot be used.
     """
     if is_plugin(spec.name):
         parameters = ("samples",) if spec.group else ("sample",)
-        return load_plugin(GRADER_KEY, spec.name, parameters=parameters, base_dirs=base_dirs, allow_async=True).function
-    grader = find_grader(spec.name)
+        key = PARSER_KEY if spec.parses else GRADER_KEY
+        return load_plugin(key, spec.name, parameters=parameters, base_dirs=base_dirs, allow_async=True).function
+    grader = find_parser(spec.name) if spec.parses else find_grader(spec.name)
     if spec.group:
         return lambda samples: [grader(sample) for sample in samples]
     return grader

@@ -9,7 +9,6 @@ from typing import Final, NamedTuple, Self
 import anyio
 import structlog
 
-from actors.rollout.engines.discovery import attend_servers, kill_server
 from actors.rollout.engines.external import ServerRequirements
 from actors.rollout.engines.liveness import check_engine, makes_tokens
 from actors.rollout.engines.rate_limited_events import RateLimitedEvents
@@ -29,6 +28,7 @@ from actors.rollout.sglang.served_model import ServedModel
 from messages import Float32Array
 from runtime.bus.addresses import Address
 from runtime.bus.bus import Bus
+from runtime.bus.servers import attend_servers, kill_server
 from runtime.data.tokens import given_log_prob_problem, id_problem
 from runtime.settings.placement import num_engines
 from runtime.settings.topology import Topology, model_of

@@ -10,7 +10,7 @@ from actors.rollout.sglang.peer_weights import PEERS_VARIABLE
 from actors.rollout.sglang.server_arguments import FOREIGN, LAUNCH
 from runtime.models.fp8 import SERVED
 from runtime.settings.placement import served_dtype
-from runtime.settings.topology import EngineConfig, Topology, model_of, sglang_arguments
+from runtime.settings.topology import EngineConfig, Topology, model_of, serves_judges_alone, sglang_arguments
 
 READY_TIMEOUT_S: Final = 1800.0  # a slow disk needs that long for a large model
 STREAM_INTERVAL: Final = 64  # tokens per streamed chunk; an engine crash loses at most this many tokens of a sample
@@ -21,13 +21,14 @@ SERVER_ENVIRONMENT: Final = FOREIGN | NO_DIAGNOSTICS
 METRICS_HOST: Final = "127.0.0.2"  # the router needs a free metrics port: its own port on another loopback address
 
 
-def server_command(topology: Topology, engine: EngineConfig, index: int) -> tuple[str, ...]:
+def server_command(topology: Topology, pool: str, index: int) -> tuple[str, ...]:
     """Return the command line of an SGLang server; every key of the pool's sglang table is a server argument."""
+    engine = topology.engines[pool]
     own = {
         "tp_size": engine.num_gpus_per_engine if engine.gpus else engine.num_processes,
         "dtype": served_dtype(topology, engine),
     }  # SGLang's default serves a float32 model in float16
-    arguments: dict[str, Any] = own | common_arguments(topology, engine, index)
+    arguments: dict[str, Any] = own | common_arguments(topology, pool, index)
     if topology.model.trust_remote_code:
         arguments["trust_remote_code"] = True
     if topology.model.random_init and engine.hf_checkpoint is None:
@@ -52,10 +53,12 @@ def rank_arguments(rank: int, num_processes: int) -> tuple[str, ...]:
     return (*_words("nnodes", num_processes), *_words("node_rank", rank), "--dist-init-addr={peers}")
 
 
-def common_arguments(topology: Topology, engine: EngineConfig, index: int) -> dict[str, object]:
+def common_arguments(topology: Topology, pool: str, index: int) -> dict[str, object]:
     """Return the arguments that an SGLang server and a tiny engine both take."""
-    longest = topology.rollout.max_context_len
-    if longest is not None and engine.hf_checkpoint is not None:
+    engine, longest = topology.engines[pool], topology.rollout.max_context_len
+    if serves_judges_alone(topology, pool):
+        longest = None  # that of the model
+    elif longest is not None and engine.hf_checkpoint is not None:
         longest += 1  # whole samples are the input of such engines, which takes one token more
     arguments: dict[str, object | None] = {
         "max_running_requests": engine.concurrency,

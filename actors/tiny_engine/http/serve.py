@@ -21,6 +21,7 @@ from actors.tiny_engine.engine.core import Core, Settings
 from actors.tiny_engine.engine.frontend import Frontend
 from actors.tiny_engine.engine.thread import EngineThread
 from actors.tiny_engine.http.api import CallReader, Limits
+from actors.tiny_engine.http.chat import ChatReader, ChatTemplate
 from actors.tiny_engine.http.server import Identity, TinyServer
 from actors.tiny_engine.model.text import Text
 from runtime.models.config import ModelDescription
@@ -132,4 +133,5 @@ def _server(flags: argparse.Namespace, model: ModelDescription, frontend: Fronte
     )
     incremental = flags.incremental_streaming_output
     reader, key = CallReader(limits, text), None if flags.key is None else Secret(flags.key)
-    return TinyServer(frontend, reader, text, identity, incremental=incremental, key=key)
+    chat = ChatReader(reader, text, ChatTemplate.load(flags.model_path), limits.context_length)
+    return TinyServer(frontend, reader, text, identity, chat=chat, incremental=incremental, key=key)

@@ -17,6 +17,7 @@ from actors.tiny_engine.engine.requests import EngineRefusal
 from actors.tiny_engine.engine.thread import EngineStopped
 from actors.tiny_engine.http import bodies
 from actors.tiny_engine.http.api import BrokenRequest, CallReader
+from actors.tiny_engine.http.chat import ChatReader, completion
 from actors.tiny_engine.http.rendering import (
     Handler,
     Progress,
@@ -61,6 +62,7 @@ class TinyServer:
         text: Text | None,
         identity: Identity,
         *,
+        chat: ChatReader,
         incremental: bool,
         key: Secret | None = None,
     ) -> None:
@@ -68,6 +70,7 @@ class TinyServer:
         self._reader = reader
         self._text = text
         self._identity = identity
+        self._chat = chat
         self._incremental = incremental
         self._key = key
         self._started_s = time.time()
@@ -93,6 +96,7 @@ class TinyServer:
             (read, ("/server_info", "/get_server_info"), self.server_info),
             (read, ("/v1/loads",), self.loads),
             (read, ("/v1/models",), self.models),
+            (write, ("/v1/chat/completions",), self.complete),
             (write, ("/abort_request",), self.abort),
             (write, ("/pause_generation",), self.pause),
             (write, ("/continue_generation",), self.proceed),
@@ -127,6 +131,20 @@ class TinyServer:
             log.error("request_broken", error=str(error))
             return web.Response(status=500, text="Internal Server Error")
         return json_answer(answers[0] if call.single else answers)
+
+    async def complete(self, request: web.Request) -> web.Response:
+        """POST /v1/chat/completions."""
+        try:
+            call = self._chat.read(await request.read())
+            async with self._frontend.generation(call.jobs) as generation:
+                await generation.end()
+                waiting = generation.waiting[0]
+        except QueueFull as error:
+            return error_answer(503, str(error))
+        except ValueError as error:
+            return schema_error(error)
+        name = self._identity.served_model_name
+        return json_answer(completion(waiting.job, waiting.progress, model=name, text=self._text))
 
     def _answer(
         self, waiting: Waiting, generation: GenerateCall, progress: Progress, sent: SentSoFar | None = None

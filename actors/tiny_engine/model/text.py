@@ -29,9 +29,9 @@ class Text:
         except Exception as error:  # the binding raises bare Exception for any fault of the file
             raise ModelError(f"{file}: {error}") from error
 
-    def encode(self, text: str) -> list[int]:
-        """Tokenize a text, with the special tokens that its post-processor adds."""
-        return list(self._tokenizer.encode(text).ids)
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Tokenize a text, by default with the special tokens that its post-processor adds."""
+        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def width(self, text: str) -> int:
         """Number of tokens of a text, without added special tokens.

@@ -20,13 +20,16 @@ from runtime.settings.placement import home_node, is_loopback, num_engines, trai
 from runtime.settings.reading.config import Problem
 from runtime.settings.sizes import MAX_MESSAGE_BYTES, needed_sizes, show_bytes
 from runtime.settings.topology import (
+    JUDGE,
     POLICY,
     REFERENCE,
     EngineConfig,
+    JudgeConfig,
     Topology,
     answers_are_recorded,
     frozen_pools,
     is_colocated,
+    judge_pools,
     reference_in_pool,
     sglang_arguments,
 )
@@ -54,6 +57,8 @@ FOR_UPDATES = (  # settings of pools whose weights change
     *("colocate", "update_timeout_s", "weight_transport", "weight_format", "start_weights", "local_copy"),
     *("update_groups", "verify", "batch_requests", "next_token_after_s"),
 )
+OWN_FIELDS = ("max_tokens", "messages", "model", "n", "stream", "temperature")  # of a request to a judge
+PARSERS = ("number", "boxed")  # of the answers of judges: actors/reward/graders/parsers.py
 TINY_ENGINE_CONCURRENCY = 4096  # the maximum that the tiny engine accepts
 
 
@@ -63,6 +68,7 @@ def topology_problems(topology: Topology) -> Iterator[Problem]:
         _group_graders,
         _named_rewards,
         _external_graders,
+        _judges,
         _bus,
         _addresses,
         _placed,
@@ -118,7 +124,9 @@ def _named_rewards(topology: Topology) -> Iterator[Problem]:
         yield Problem.of("reward.reward_key", None, message)
     for index, item in enumerate(topology.data):
         name = item.rm_type
-        if name is not None and ":" not in name and name not in reward.graders and name not in reward.external:
+        parsed = (judge for judge, config in reward.judges.items() if ":" in config.parser)
+        own = (*reward.graders, *reward.external, *parsed)
+        if name is not None and ":" not in name and name not in own:
             message = (
                 "returns a single number; algorithm.gdpo_reward_keys needs a function of yours that returns a dict"
             )
@@ -138,6 +146,59 @@ def _external_graders(topology: Topology) -> Iterator[Problem]:
     home = home_node(topology)
     if topology.bus.url is None and len(topology.nodes) == 1 and is_loopback(topology.nodes[home].address or "::1"):
         yield Problem.of(key, external, f"external workers cannot reach the bus: set nodes.{home}.address")
+
+
+def _judges(topology: Topology) -> Iterator[Problem]:
+    reward = topology.reward
+    for name, judge in reward.judges.items():
+        key = f"reward.judges.{name}"
+        if name in reward.graders or name in reward.external:
+            where = "reward.graders" if name in reward.graders else "reward.external"
+            yield Problem(key=key, message=f"{where} has a grader of this name too: use another name")
+        yield from _server_of_judge(topology, judge, key)
+        yield from _request_of_judge(judge, key)
+    graded = [(f"data.{index}", item.rm_type) for index, item in enumerate(topology.data)]
+    graded += [(f"eval.{index}", item.rm_type) for index, item in enumerate(topology.eval)]
+    for key, name in graded:
+        if name in reward.judges and reward.judges[name].template is None:
+            message = f"this judge scores no samples: set reward.judges.{name}.template"
+            yield Problem.of(f"{key}.rm_type", name, message)
+
+
+def _server_of_judge(topology: Topology, judge: JudgeConfig, key: str) -> Iterator[Problem]:
+    if judge.url is None:
+        pool = judge.pool or JUDGE
+        for name in ("model", "api_key_env", "api_key_file"):
+            if getattr(judge, name) is not None:
+                yield Problem.of(f"{key}.{name}", getattr(judge, name), f"has no effect without {key}.url")
+        if pool == POLICY:
+            message = "is the pool of the model that is trained; a judge has a pool of its own"
+            yield Problem.of(f"{key}.pool", pool, message)
+        elif pool not in topology.engines and not answers_are_recorded(topology):
+            own = ", ".join(name for name in topology.engines if name != POLICY) or "none yet"
+            message = f"missing: the engines of this judge, engines.{pool}; or a URL ({key}.url). Pools: {own}"
+            yield Problem(key=f"{key}.pool", message=message)
+        return
+    if judge.pool is not None:
+        yield Problem.of(f"{key}.pool", judge.pool, f"contradicts {key}.url; set one of them")
+    if judge.model is None:
+        yield Problem(key=f"{key}.model", message=f"missing: the name of the model on the server of {key}.url")
+    if judge.api_key_env is not None and judge.api_key_file is not None:
+        yield Problem.of(f"{key}.api_key_file", judge.api_key_file, f"contradicts {key}.api_key_env; set one of them")
+
+
+def _request_of_judge(judge: JudgeConfig, key: str) -> Iterator[Problem]:
+    if judge.template is not None and "{response}" not in judge.template:
+        yield Problem.of(f"{key}.template", judge.template, 'lacks "{response}": the judge would not see the sample')
+    for name in sorted(judge.extra_body):
+        if name in OWN_FIELDS:
+            why = (
+                f"the run sets this field; set {key}.{name}" if name in ("temperature", "max_tokens") else "not allowed"
+            )
+            yield Problem.of(f"{key}.extra_body.{name}", judge.extra_body[name], why)
+    if judge.parser not in PARSERS and ":" not in judge.parser:
+        allowed = f"allowed: {', '.join(PARSERS)}, module:function, path/file.py:function"
+        yield Problem.of(f"{key}.parser", judge.parser, allowed)
 
 
 def _bus(topology: Topology) -> Iterator[Problem]:
@@ -252,10 +313,12 @@ def _engines(topology: Topology) -> Iterator[Problem]:
             'only demonstrations (algorithm.loss_type = "sft_loss") need none'
         )
         yield Problem(key=f"engines.{POLICY}", message=message)
-    used = tuple(dict.fromkeys((POLICY, *frozen_pools(topology), *_may_have(topology))))
+    judges = judge_pools(topology).values()
+    used = tuple(dict.fromkeys((POLICY, *frozen_pools(topology), *_may_have(topology), *judges)))
     for name, engine in topology.engines.items():
         if name not in used:
-            yield Problem(key=f"engines.{name}", message=f"no actor uses this pool; allowed: {', '.join(used)}")
+            allowed = f"{', '.join(used)}, and a pool of a judge (reward.judges.NAME.pool)"
+            yield Problem(key=f"engines.{name}", message=f"no actor uses this pool; allowed: {allowed}")
         if trains_demonstrations(topology):
             message = f'no actor uses this pool with algorithm.loss_type = "{topology.algorithm.loss_type}": remove it'
             yield Problem(key=f"engines.{name}", message=message)
@@ -304,13 +367,16 @@ def _frozen(topology: Topology) -> Iterator[Problem]:
         elif data.teacher == POLICY:
             message = "is the pool of the model that is trained; a teacher has a pool of its own"
             yield Problem.of(f"data.{index}.teacher", data.teacher, message)
-    for name in frozen_pools(topology) if not answers_are_recorded(topology) else ():
+    if answers_are_recorded(topology):
+        return
+    frozen = frozen_pools(topology)
+    for name in dict.fromkeys((*frozen, *judge_pools(topology).values())):
         key, engine = f"engines.{name}", topology.engines.get(name)
-        if engine is None:
+        if engine is not None and name != POLICY:
+            yield from _frozen_pool(engine, key)
+        elif engine is None and name in frozen:
             message = 'missing: the engines of a teacher, which algorithm.opd_type = "sglang" needs'
             yield Problem(key=key, message=message)
-        elif name != POLICY:
-            yield from _frozen_pool(engine, key)
 
 
 def _frozen_pool(engine: EngineConfig, key: str) -> Iterator[Problem]:

@@ -5,9 +5,9 @@ from collections.abc import AsyncGenerator
 import anyio
 import pytest
 
-from actors.rollout.engines.discovery import attend_servers
 from runtime.bus.addresses import Address, address_key
 from runtime.bus.bus import Bus
+from runtime.bus.servers import attend_servers
 from runtime.node.run_log import Publisher
 from runtime.node.supervisor.state_changes import Change, Exited, Ready
 from runtime.settings.processes import ProcessSpec

@@ -7,6 +7,8 @@ from runtime.settings.placement import num_engines
 from tests.runtime.settings.shipped import COLOCATE, DISAGGREGATE, LAPTOP, problems
 
 REF = ("algorithm.kl_loss_coef=0.1", 'engines.ref={kind = "tiny", hf_checkpoint = "x/y"}')
+JUDGED = "reward.judges.j={template = '{response}'}"
+AT_URL = "reward.judges.j={template = '{response}', url = 'http://h/v1', model = 'm'}"
 ASKS = ("algorithm.use_opd=true", "algorithm.opd_type=sglang")
 
 
@@ -279,6 +281,38 @@ def test_external_graders_of_a_run_that_listens_are_no_problem() -> None:
             (*ASKS, 'engines.teacher={kind = "tiny", hf_checkpoint = "x/y", colocate = "trainer"}'),
             "engines.teacher.colocate",
             "has no effect: the model of this pool does not change",
+        ),
+        ((JUDGED,), "reward.judges.j.pool", "missing: the engines of this judge, engines.judge; or a URL"),
+        ((JUDGED, "reward.judges.j.pool=policy"), "reward.judges.j.pool", "a judge has a pool of its own"),
+        ((JUDGED, "engines.judge.kind=tiny"), "engines.judge.hf_checkpoint", "missing: the model of these engines"),
+        ((JUDGED, "engines.other.kind=tiny"), "engines.other", "allowed: policy, judge, and a pool of a judge"),
+        (
+            (JUDGED, 'engines.judge={kind = "tiny", hf_checkpoint = "x/y", update_groups = 2}'),
+            "engines.judge.update_groups",
+            "has no effect: the model of this pool does not change",
+        ),
+        ((JUDGED, "reward.judges.j.model=m"), "reward.judges.j.model", "has no effect without reward.judges.j.url"),
+        ((JUDGED, "reward.judges.j.url='http://h/v1'"), "reward.judges.j.model", "missing: the name of the model"),
+        ((AT_URL, "reward.judges.j.pool=judge"), "reward.judges.j.pool", "contradicts reward.judges.j.url"),
+        (
+            (AT_URL, "reward.judges.j.api_key_env=A", "reward.judges.j.api_key_file=f"),
+            "reward.judges.j.api_key_file",
+            "contradicts reward.judges.j.api_key_env",
+        ),
+        ((AT_URL, "reward.judges.j.url='h:1'"), "reward.judges.j.url", "allowed"),
+        ((AT_URL, "reward.judges.j.template='good?'"), "reward.judges.j.template", 'lacks "{response}"'),
+        ((AT_URL, "reward.judges.j.parser=last"), "reward.judges.j.parser", "allowed: number, boxed, module:function"),
+        ((AT_URL, "reward.judges.j.extra_body={n = 2}"), "reward.judges.j.extra_body.n", "not allowed"),
+        (
+            (AT_URL, "reward.judges.j.extra_body={max_tokens = 2}"),
+            "reward.judges.j.extra_body.max_tokens",
+            "the run sets this field; set reward.judges.j.max_tokens",
+        ),
+        ((AT_URL, "reward.graders.j='a.py:b'"), "reward.judges.j", "reward.graders has a grader of this name too"),
+        (
+            ("reward.judges.j={url = 'http://h/v1', model = 'm'}", "data.0.rm_type=j"),
+            "data.0.rm_type",
+            "this judge scores no samples: set reward.judges.j.template",
         ),
         (("engines.policy.env.PHYSARUM_RUN='r'",), "engines.policy.env.PHYSARUM_RUN", "the run sets this variable"),
         (("engines.policy.env.A=b", "engines.policy.urls=['http://x']"), "engines.policy.env", "has no effect"),

@@ -1,0 +1,160 @@
+"""One judge: bounded requests to its servers, repeated by the cause of their failure."""
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any, Final, NamedTuple
+
+import aiohttp
+import anyio
+import structlog
+
+from actors.reward.judging.requests import PATH, JudgeAnswer, JudgeError, answer_in, error_of
+from actors.reward.judging.servers import JudgeServer, JudgeServers, shows_life
+from runtime.util.formatting import count_of
+from runtime.util.retrying import Backoff
+from runtime.util.secrets import HIDDEN
+
+log = structlog.get_logger()
+
+RESEND: Final = Backoff(first_s=0.2, max_s=5.0)
+LONGEST_WAIT_S: Final = 60.0  # that a server may ask for between two requests
+MAX_ANSWER_BYTES: Final = 8 << 20
+CHUNK_BYTES: Final = 1 << 16
+
+Report = Callable[[str, str, int], None]  # name of a server, reason, failures so far
+
+
+class JudgeLimits(NamedTuple):
+    """Limits of the requests to a judge; see its settings."""
+
+    timeout_s: float
+    max_tries: int
+    at_once: int
+
+
+class Judge:
+    """Sends requests to a judge's servers.
+
+    A request that an engine of a pool lost because it ended is sent again, to another engine or to the restarted one,
+    for as long as the caller waits. Timeouts, busy servers and unreadable answers count as tries.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        servers: JudgeServers,
+        limits: JudgeLimits,
+        session: aiohttp.ClientSession,
+        report: Report = lambda _name, _reason, _number: None,
+    ) -> None:
+        self.name = name
+        self._servers = servers
+        self._limits = limits
+        self._session = session
+        self._report = report
+        self._slots = anyio.CapacityLimiter(limits.at_once)
+        self._num_waiting = 0  # requests without an answer
+        self._failures: Counter[tuple[str, str]] = Counter()  # by server and cause
+        self.counts: Counter[str] = Counter()
+
+    def waits_for(self) -> str:
+        """Describe for people whose answers are awaited; empty if none are."""
+        if not self._num_waiting:
+            return ""
+        return f"{self._servers.label}: {count_of(self._num_waiting, 'answer')} of the judge {self.name}"
+
+    async def ask(self, request: Mapping[str, Any]) -> JudgeAnswer:
+        """Send a request and return its answer.
+
+        Args:
+            request: body of a chat completion, without the model's name.
+
+        Raises:
+            JudgeError: the judge refused it, or `max_tries` requests failed. It names the judge and the cause.
+        """
+        self._num_waiting += 1
+        try:
+            async with self._slots:
+                return await self._answered(request)
+        finally:
+            self._num_waiting -= 1
+
+    async def _answered(self, request: Mapping[str, Any]) -> JudgeAnswer:
+        tries = lost = 0
+        failed: JudgeServer | None = None
+        while True:
+            failed = server = await self._servers.next(failed)
+            try:
+                return await self._send(server, request)
+            except JudgeError as error:
+                self._note(server, error)
+                if error.cause == "unreachable" and self._servers.is_pool:
+                    lost += 1
+                else:
+                    tries += 1
+                if error.cause == "refused" or tries >= self._limits.max_tries:
+                    times = f", {tries} times" if tries > 1 else ""
+                    named = f"{error}{times} (judge {self.name}, {server.name})"
+                    raise _renamed(error, named) from error
+                if error.cause == "timeout":
+                    await self._doubt(server, str(error))
+                pause_s = max(RESEND.pause_s(tries + lost), min(error.wait_s, LONGEST_WAIT_S))
+            await anyio.sleep(pause_s)
+
+    async def _send(self, server: JudgeServer, request: Mapping[str, Any]) -> JudgeAnswer:
+        self.counts["requests"] += 1
+        timeout = aiohttp.ClientTimeout(total=self._limits.timeout_s)
+        try:
+            async with self._session.post(
+                f"{server.url}{PATH}",
+                json={**request, "model": server.model},
+                headers=server.headers(),
+                timeout=timeout,
+                allow_redirects=False,  # another host must not get the key
+            ) as response:
+                body = await _bounded(response)
+                if response.status == 200:
+                    return answer_in(body)
+                raise error_of(response.status, _masked(body, server), response.headers.get("Retry-After"))
+        except TimeoutError as error:
+            raise JudgeError("timeout", f"no answer within {self._limits.timeout_s:g} s (timeout_s)") from error
+        except aiohttp.ClientError as error:
+            raise JudgeError("unreachable", str(error) or repr(error)) from error
+
+    def _note(self, server: JudgeServer, error: JudgeError) -> None:
+        self.counts[f"{error.cause}_requests"] += 1
+        self._failures[server.name, error.cause] += 1
+        number = self._failures[server.name, error.cause]
+        log.warning("judge_request_failed", judge=self.name, server=server.name, number=number, error=str(error))
+        if number.bit_count() == 1:  # 1, 2, 4, 8, ...
+            self._report(f"{server.name} (judge {self.name})", str(error), number)
+
+    async def _doubt(self, server: JudgeServer, reason: str) -> None:
+        """Have an engine restarted that did not answer in time and shows no sign of life."""
+        if server.kill is not None and not await shows_life(self._session, server):
+            await server.kill(reason)
+
+
+def _renamed(error: JudgeError, text: str) -> JudgeError:
+    renamed = JudgeError(error.cause, "", status=error.status)
+    renamed.args = (text,)
+    return renamed
+
+
+async def _bounded(response: aiohttp.ClientResponse) -> bytes:
+    """Read a response of at most MAX_ANSWER_BYTES.
+
+    Raises:
+        JudgeError: it is larger.
+    """
+    read = bytearray()
+    async for chunk in response.content.iter_chunked(CHUNK_BYTES):
+        read += chunk
+        if len(read) > MAX_ANSWER_BYTES:
+            raise JudgeError("bad_answer", f"the response has more than {MAX_ANSWER_BYTES} bytes")
+    return bytes(read)
+
+
+def _masked(body: bytes, server: JudgeServer) -> bytes:
+    """Hide the API key in a response that repeats it."""
+    return body if server.key is None else body.replace(server.key.reveal().encode(), HIDDEN.encode())

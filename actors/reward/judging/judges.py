@@ -1,0 +1,176 @@
+"""The judges of a reward actor: opened from the topology; a built-in grader on top of them."""
+
+import math
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Final
+
+import aiohttp
+import anyio
+import msgspec
+import structlog
+from anyio.abc import TaskGroup
+
+from actors.reward.frames import Graded, GraderSpec
+from actors.reward.judging.gateway import gateway
+from actors.reward.judging.judge import Judge, JudgeLimits
+from actors.reward.judging.keys import KeyProblem, api_key
+from actors.reward.judging.requests import JudgeError, render, request_of
+from actors.reward.judging.servers import JudgeServer, JudgeServers
+from actors.reward.pool import GraderPool
+from actors.reward.samples import GradedSample
+from messages import EngineRequestsFailed
+from messages.plain import clipped
+from runtime.bus.bus import Bus
+from runtime.bus.errors import BusError
+from runtime.process.actor import InputError
+from runtime.settings.placement import num_engines
+from runtime.settings.topology import EngineConfig, JudgeConfig, Topology, judge_pools, model_of, sglang_arguments
+
+log = structlog.get_logger()
+
+AT_ONCE: Final = 64  # requests in flight to a URL
+EVENTS_WAITING: Final = 100  # reports of failed requests; further ones are left out
+SHOWN_CHARS: Final = 1000  # of an answer, in the details of a score
+
+
+class Judges:
+    """The judges of a topology, by name, and the grader that samples name."""
+
+    def __init__(self, configs: Mapping[str, JudgeConfig], judges: Mapping[str, Judge], env: Mapping[str, str]) -> None:
+        self._configs = configs
+        self._judges = judges
+        self.env = env  # for grader processes
+
+    def __contains__(self, name: str) -> bool:
+        """Whether this is the name of a judge."""
+        return name in self._judges
+
+    def waits_for(self) -> str:
+        """Describe for people whose answers are awaited; empty if none are."""
+        return "; ".join(words for judge in self._judges.values() if (words := judge.waits_for()))
+
+    def stats(self) -> dict[str, float]:
+        """Count requests, and failed ones by cause, since the start."""
+        counted = {name: count for judge in self._judges.values() for name, count in judge.counts.items()}
+        totals = {name: sum(judge.counts[name] for judge in self._judges.values()) for name in counted}
+        return {f"num_judge_{name}": float(total) for name, total in totals.items()}
+
+    async def grade(self, name: str, samples: Sequence[GradedSample], pool: GraderPool) -> list[Graded]:
+        """Grade samples by a judge's answers; return one grade or error per sample, in order.
+
+        The parser reads the scores in grader processes, since it may be a function of the user.
+        """
+        answered: list[GradedSample | Graded] = [Graded()] * len(samples)
+
+        async def ask(index: int) -> None:
+            answered[index] = await self._answered(name, samples[index])
+
+        async with anyio.create_task_group() as group:
+            for index in range(len(samples)):
+                group.start_soon(ask, index)
+        spec = GraderSpec(name=self._configs[name].parser, parses=True)
+        ready = [sample for sample in answered if isinstance(sample, GradedSample)]
+        parsed = iter(await pool.grade(spec, ready))
+        return [one if isinstance(one, Graded) else _with_answer(next(parsed), one, name) for one in answered]
+
+    async def _answered(self, name: str, sample: GradedSample) -> GradedSample | Graded:
+        config = self._configs[name]
+        if config.template is None:
+            return Graded(error=f"the judge {name} has no template (reward.judges.{name}.template)")
+        try:
+            prompt = render(config.template, sample)
+        except ValueError as error:
+            return Graded(error=f"judge {name}: {error}")
+        request = request_of(prompt, config.temperature, config.max_tokens, config.extra_body)
+        try:
+            answer = await self._judges[name].ask(request)
+        except JudgeError as error:
+            return Graded(error=str(error), cause=error.cause)
+        return msgspec.structs.replace(sample, judge_answer=answer.text, judge_truncated=answer.truncated)
+
+
+def _with_answer(graded: Graded, sample: GradedSample, name: str) -> Graded:
+    details = {"judge_answer": clipped(sample.judge_answer, SHOWN_CHARS), **(graded.details or {})}
+    error = None if graded.error is None else f"bad_answer: judge {name}: {graded.error}"
+    return msgspec.structs.replace(graded, details=details, error=error)
+
+
+@asynccontextmanager
+async def open_judges(topology: Topology, bus: Bus) -> AsyncGenerator[Judges]:
+    """Open the judges of a topology, and the endpoint through which users' graders call them.
+
+    Raises:
+        InputError: an API key cannot be read.
+    """
+    configs = topology.reward.judges
+    if not configs:
+        yield Judges({}, {}, {})
+        return
+    send, failures = anyio.create_memory_object_stream[EngineRequestsFailed](EVENTS_WAITING)
+
+    def report(server: str, reason: str, number: int) -> None:
+        event = EngineRequestsFailed(instance=bus.name, engine=server, reason=reason, num_failures=number)
+        try:
+            send.send_nowait(event)
+        except anyio.WouldBlock:
+            log.warning("judge_event_left_out", engine=server)
+
+    async def publish() -> None:
+        async for event in failures:
+            try:
+                await bus.publish(event)
+            except BusError as error:
+                log.warning("judge_event_not_published", engine=event.engine, error=str(error))
+
+    connector = aiohttp.TCPConnector(limit=0)  # each judge has a limit of its own
+    async with (
+        aiohttp.ClientSession(connector=connector) as session,
+        anyio.create_task_group() as group,
+        send,
+        failures,
+    ):
+        group.start_soon(publish)
+        judges = {
+            name: Judge(name, _servers(topology, name, bus, group), _limits(topology, name), session, report)
+            for name in configs
+        }
+        async with gateway(judges) as env:
+            yield Judges(configs, judges, env if topology.reward.sandbox != "isolated" else {})
+            group.cancel_scope.cancel()
+
+
+def _servers(topology: Topology, name: str, bus: Bus, group: TaskGroup) -> JudgeServers:
+    config, pool = topology.reward.judges[name], judge_pools(topology).get(name)
+    if pool is None:
+        url, model = config.url or "", config.model or ""
+        try:
+            key = api_key(config)
+        except KeyProblem as error:
+            raise InputError(f"reward.judges.{name}.{error.setting} = {error.value!r}: {error}") from error
+        servers = JudgeServers(f"reward.judges.{name}", is_pool=False)
+        servers.add(JudgeServer(url, url.rstrip("/"), model, key))
+        return servers
+    engine = topology.engines[pool]
+    servers = JudgeServers(f"engines.{pool}", is_pool=True)
+    group.start_soon(servers.follow, bus, pool, engine, _served_name(topology, engine))
+    return servers
+
+
+def _served_name(topology: Topology, engine: EngineConfig) -> str:
+    named = (argument.value for argument in sglang_arguments(engine) if argument.name == "served_model_name")
+    return str(next(named, model_of(topology, engine)))
+
+
+def _limits(topology: Topology, name: str) -> JudgeLimits:
+    config = topology.reward.judges[name]
+    return JudgeLimits(config.timeout_s, config.max_tries, requests_at_once(topology, name))
+
+
+def requests_at_once(topology: Topology, name: str) -> int:
+    """Return how many requests a reward actor has in flight to a judge."""
+    config, pool = topology.reward.judges[name], judge_pools(topology).get(name)
+    if config.concurrency is not None or pool is None:
+        return config.concurrency or AT_ONCE
+    engine, actors = topology.engines[pool], max(1, len(topology.reward.nodes))
+    return max(1, math.ceil(engine.concurrency * max(num_engines(engine), len(engine.urls)) / actors))

@@ -1,0 +1,39 @@
+"""The API key of a judge with a URL, from an environment variable or a private file."""
+
+import os
+from pathlib import Path
+
+from runtime.settings.topology import JudgeConfig
+from runtime.util.secrets import Secret, read_private
+
+
+class KeyProblem(ValueError):
+    """An API key cannot be read. The text shows none of its content."""
+
+    def __init__(self, setting: str, value: str, reason: str) -> None:
+        """Describe the problem of a setting, "api_key_env" or "api_key_file"."""
+        super().__init__(reason)
+        self.setting = setting
+        self.value = value
+
+
+def api_key(config: JudgeConfig) -> Secret | None:
+    """Read the API key of a judge; None if it has none.
+
+    Raises:
+        KeyProblem: the variable is not set, or the file cannot be read or has no key.
+    """
+    if (name := config.api_key_env) is not None:
+        value = os.environ.get(name, "").strip()
+        if not value:
+            raise KeyProblem("api_key_env", name, "this variable is not set on this node, or empty")
+        return Secret(value)
+    if (path := config.api_key_file) is None:
+        return None
+    try:
+        value = read_private(Path(path)).strip()
+    except (OSError, ValueError) as error:
+        raise KeyProblem("api_key_file", path, str(error)) from error
+    if not value or len(value.split()) > 1:
+        raise KeyProblem("api_key_file", path, "expected the key alone in the file")
+    return Secret(value)

@@ -1,0 +1,231 @@
+"""Requests to a judge: what is sent again by which cause, and what the error says."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import anyio
+import pytest
+
+from actors.reward.judging.gateway import KEY_VARIABLE, URL_VARIABLE, gateway
+from actors.reward.judging.judge import Judge, JudgeLimits
+from actors.reward.judging.requests import JudgeError
+from actors.reward.judging.servers import JudgeServer, JudgeServers
+from runtime.util.retrying import Backoff
+from runtime.util.secrets import Secret
+from tests.support.judging import ScriptedJudge, serving
+
+pytestmark = pytest.mark.anyio
+KEY = "sk-very-secret"
+BODY: dict[str, Any] = {"messages": [{"role": "user", "content": "?"}], "max_tokens": 3}
+
+
+@pytest.fixture(autouse=True)
+def retries_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("actors.reward.judging.judge.RESEND", Backoff(first_s=0.01, max_s=0.01))
+
+
+@asynccontextmanager
+async def judge_of(*servers: JudgeServer, is_pool: bool = False, **limits: float) -> AsyncGenerator[Judge]:
+    known = JudgeServers("engines.judge", is_pool=is_pool)
+    for server in servers:
+        known.add(server)
+    wanted: dict[str, Any] = {"timeout_s": 5.0, "max_tries": 3, "at_once": 8, **limits}
+    reports: list[tuple[str, str, int]] = []
+    async with aiohttp.ClientSession() as session:
+        judge = Judge("strict", known, JudgeLimits(**wanted), session, lambda *one: reports.append(one))
+        judge.reports = reports  # type: ignore[attr-defined]
+        yield judge
+
+
+def server_at(judge: ScriptedJudge, name: str = "u", **options: Any) -> JudgeServer:
+    return JudgeServer(name, f"{judge.url}/v1", "m", Secret(KEY), **options)
+
+
+async def test_a_request_has_the_model_and_the_key_of_its_server() -> None:
+    async with serving(ScriptedJudge("7")) as scripted, judge_of(server_at(scripted)) as judge:
+        answer = await judge.ask(BODY)
+    assert (answer.text, answer.truncated) == ("7", False)
+    assert scripted.bodies == [{**BODY, "model": "m"}]
+    assert scripted.keys == [f"Bearer {KEY}"]
+
+
+@pytest.mark.parametrize("first", [(429, "slow"), (503, "busy"), (200, {"odd": 1})])
+async def test_a_busy_or_odd_server_is_asked_again(first: tuple[int, Any]) -> None:
+    async with serving(ScriptedJudge(first, first, "7")) as scripted, judge_of(server_at(scripted)) as judge:
+        assert (await judge.ask(BODY)).text == "7"
+    assert len(scripted.bodies) == 3
+
+
+@pytest.mark.parametrize(
+    ("reply", "cause", "number"),
+    [
+        ((429, "slow"), "rate_limited: status 429", 3),
+        ((500, "broken"), "failed: status 500", 3),
+        ((200, {}), "bad_answer: no chat completion", 3),
+        ((400, "no"), "refused: status 400", 1),
+        ((302, "elsewhere"), "refused: status 302", 1),
+        (None, r"timeout: no answer within 0\.2 s \(timeout_s\)", 3),
+    ],
+)
+async def test_the_last_failure_names_cause_judge_and_server(reply: Any, cause: str, number: int) -> None:
+    async with serving(ScriptedJudge(reply)) as scripted, judge_of(server_at(scripted), timeout_s=0.2) as judge:
+        with pytest.raises(JudgeError, match=f"^{cause}.*\\(judge strict, u\\)$") as error:
+            await judge.ask(BODY)
+        assert judge.waits_for() == ""
+    assert len(scripted.bodies) == number
+    assert ("3 times" in str(error.value)) == (number == 3)
+    reports: list[tuple[str, str, int]] = judge.reports  # type: ignore[attr-defined]
+    assert [(name, count) for name, _, count in reports] == [("u (judge strict)", n) for n in (1, 2)[:number]]
+
+
+async def test_the_server_says_when_it_wants_the_next_request() -> None:
+    headers = {"Retry-After": "0.3"}
+    async with serving(ScriptedJudge((429, ""), "7", **headers)) as scripted, judge_of(server_at(scripted)) as judge:
+        began = anyio.current_time()
+        await judge.ask(BODY)
+        assert anyio.current_time() - began >= 0.3
+
+
+async def test_no_error_shows_the_key_that_a_server_repeats() -> None:
+    scripted = ScriptedJudge((401, f"wrong key {KEY}"))
+    async with serving(scripted), judge_of(server_at(scripted)) as judge:
+        with pytest.raises(JudgeError) as error:
+            await judge.ask(BODY)
+    assert KEY not in str(error.value)
+    assert r"wrong key \*\*\*".replace("\\", "") in str(error.value)
+
+
+async def test_a_url_that_nobody_listens_on_costs_tries() -> None:
+    async with serving(ScriptedJudge("7")) as scripted:
+        server = server_at(scripted)
+    async with judge_of(server) as judge:
+        with pytest.raises(JudgeError, match=r"^unreachable: .*3 times"):
+            await judge.ask(BODY)
+
+
+async def test_an_engine_that_ends_and_moves_costs_no_try() -> None:
+    """The request is lost with the first engine more often than max_tries, and answered by its successor."""
+    known = JudgeServers("engines.judge", is_pool=True)
+    found: list[str] = []
+    async with aiohttp.ClientSession() as session, anyio.create_task_group() as group:
+        judge = Judge("strict", known, JudgeLimits(5.0, 1, 8), session)
+
+        async def ask() -> None:
+            found.append((await judge.ask(BODY)).text)
+
+        group.start_soon(ask)
+        await anyio.wait_all_tasks_blocked()
+        assert judge.waits_for() == "engines.judge: 1 answer of the judge strict"
+        async with serving(ScriptedJudge(None)) as gone:
+            known.add(server_at(gone, "engine.judge.0"))
+            with anyio.fail_after(5):
+                while not gone.bodies:  # noqa: ASYNC110 - the server has no event for it
+                    await anyio.sleep(0.01)
+        with anyio.fail_after(5):
+            while judge.counts["unreachable_requests"] < 4:  # noqa: ASYNC110
+                await anyio.sleep(0.01)
+        async with serving(ScriptedJudge("7")) as moved:
+            known.add(server_at(moved, "engine.judge.0"))
+            with anyio.fail_after(5):
+                while not found:  # noqa: ASYNC110
+                    await anyio.sleep(0.01)
+    assert found == ["7"]
+
+
+async def test_another_engine_answers_what_the_first_one_lost() -> None:
+    async with serving(ScriptedJudge("7")) as gone:
+        away = server_at(gone, "engine.judge.0")
+    async with serving(ScriptedJudge("8")) as scripted:
+        async with judge_of(away, server_at(scripted, "engine.judge.1"), is_pool=True) as judge:
+            assert [(await judge.ask(BODY)).text for _ in range(4)] == ["8"] * 4
+
+
+async def test_a_silent_engine_without_a_sign_of_life_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("actors.reward.judging.servers.LOOK_S", 0.1)
+    killed: list[str] = []
+
+    async def kill(reason: str) -> None:
+        killed.append(reason)
+
+    async with serving(ScriptedJudge(None)) as scripted:
+        async with judge_of(server_at(scripted, kill=kill), is_pool=True, timeout_s=0.1, max_tries=2) as judge:
+            with pytest.raises(JudgeError, match=r"^timeout"):
+                await judge.ask(BODY)
+    assert killed == ["timeout: no answer within 0.1 s (timeout_s)"]  # the last try needs none
+
+
+async def test_an_engine_that_answers_one_token_is_not_killed() -> None:
+    killed: list[str] = []
+
+    async def kill(reason: str) -> None:
+        killed.append(reason)
+
+    async with serving(ScriptedJudge(None, "1", "7")) as scripted:
+        async with judge_of(server_at(scripted, kill=kill), is_pool=True, timeout_s=0.1) as judge:
+            assert (await judge.ask(BODY)).text == "7"
+    assert killed == []
+
+
+async def test_requests_in_flight_are_bounded() -> None:
+    async with serving(ScriptedJudge("7")) as scripted, judge_of(server_at(scripted), at_once=3) as judge:
+        async with anyio.create_task_group() as group:
+            for _ in range(20):
+                group.start_soon(judge.ask, BODY)
+    assert scripted.most <= 3
+    assert len(scripted.bodies) == 20
+
+
+@asynccontextmanager
+async def open_gateway(*script: Any) -> AsyncGenerator[tuple[ScriptedJudge, dict[str, str], aiohttp.ClientSession]]:
+    async with serving(ScriptedJudge(*script)) as scripted, judge_of(server_at(scripted), timeout_s=0.2) as judge:
+        async with gateway({"strict": judge}) as env, aiohttp.ClientSession() as session:
+            yield scripted, env, session
+
+
+async def call(
+    session: aiohttp.ClientSession, env: dict[str, str], body: Any, key: str | None = None
+) -> tuple[int, Any]:
+    headers = {"Authorization": f"Bearer {key or env[KEY_VARIABLE]}"}
+    async with session.post(f"{env[URL_VARIABLE]}/chat/completions", json=body, headers=headers) as response:
+        return response.status, await response.json()
+
+
+async def test_a_graders_request_goes_to_the_judge_that_its_model_names() -> None:
+    async with open_gateway("7") as (scripted, env, session):
+        status, answer = await call(session, env, {**BODY, "model": "strict"})
+        assert (status, answer["choices"][0]["message"]["content"]) == (200, "7")
+        assert scripted.bodies == [{**BODY, "model": "m"}]
+        assert KEY not in str(env)
+        for body, key, expected, words in (
+            ({**BODY, "model": "strict"}, "wrong", 401, "the key is not PHYSARUM_JUDGE_KEY"),
+            ({**BODY, "model": "other"}, None, 404, "model names no judge; allowed: strict"),
+            ({**BODY, "model": "strict", "stream": True}, None, 400, "stream = true is not supported"),
+            ([], None, 400, "the body is no JSON object"),
+        ):
+            status, answer = await call(session, env, body, key)
+            assert (status, words in answer["error"]["message"]) == (expected, True)
+    assert len(scripted.bodies) == 1
+
+
+@pytest.mark.parametrize(
+    ("reply", "status", "cause"),
+    [(None, 504, "timeout"), ((429, ""), 429, "rate_limited"), ((422, ""), 422, "refused"), ((500, ""), 503, "failed")],
+)
+async def test_a_grader_learns_why_the_judge_gave_no_answer(reply: Any, status: int, cause: str) -> None:
+    async with open_gateway(reply) as (_, env, session):
+        got, answer = await call(session, env, {**BODY, "model": "strict"})
+    assert (got, answer["error"]["type"]) == (status, cause)
+    assert answer["error"]["message"].startswith(f"{cause}: ")
+
+
+async def test_the_request_of_a_grader_that_was_killed_ends() -> None:
+    async with open_gateway(None) as (scripted, env, session):
+        with anyio.move_on_after(0.1):
+            await call(session, env, {**BODY, "model": "strict"})
+        with anyio.fail_after(5):
+            while scripted.now:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert len(scripted.bodies) == 1
