@@ -14,7 +14,7 @@ from actors.reward.frames import GraderSpec
 from actors.reward.graders.boxed import BOXED_PREFIX
 from actors.reward.graders.builtin import BUILT_IN_GRADERS
 from actors.reward.graders.calling import resolve_grader
-from actors.rollout.sessions.functions import find_generate_function
+from actors.rollout.samples.generate_function import find_generate_function
 from runtime.node.checks.apart import Doing, unlimited
 from runtime.process.actor import InputError
 from runtime.settings.derived import trainer_functions

@@ -1,4 +1,4 @@
 """The rollout actor: pulls tasks, drives the engines, publishes samples and requests their scores.
 
-Open actor.py first, then groups/run.py.
+Open actor.py first, then samples/group.py.
 """

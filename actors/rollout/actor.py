@@ -1,4 +1,4 @@
-"""The rollout actor: connects the engines, their weights and the tasks. groups/task_runner.py runs the tasks."""
+"""The rollout actor: connects the engines, their weights and the tasks. samples/task_runner.py runs the tasks."""
 
 from collections.abc import Callable
 from functools import partial
@@ -23,15 +23,15 @@ from actors.rollout.engines.weights.pauses import Pauses
 from actors.rollout.engines.weights.updater import Updater
 from actors.rollout.engines.weights.updates import UpdateTracker
 from actors.rollout.engines.weights.verifier import WeightVerifier
-from actors.rollout.groups.scoring import Scorer
-from actors.rollout.groups.task_runner import ACK_WAIT_S, TaskRunner
-from actors.rollout.groups.tools import GroupDependencies
 from actors.rollout.pools.frozen import FrozenPool, PoolSettings
 from actors.rollout.requests.interrupting import RunningRequests
 from actors.rollout.requests.sending import Generator
 from actors.rollout.requests.watching import TokenTimeouts, Watchdog
-from actors.rollout.sessions.conversation import Conversation
-from actors.rollout.sessions.functions import find_generate_function
+from actors.rollout.samples.conversation import Conversation
+from actors.rollout.samples.generate_function import find_generate_function
+from actors.rollout.samples.scoring import Scorer
+from actors.rollout.samples.task_runner import ACK_WAIT_S, TaskRunner
+from actors.rollout.samples.tools import GroupDependencies
 from actors.rollout.sglang.client import SglangClient
 from actors.rollout.sglang.served_model import ServedModel
 from messages import (

@@ -6,10 +6,10 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PATH_OF_A_SAMPLE = (  # from an engine's answer to a micro-batch
     "messages",
-    "actors/rollout/groups",
+    "actors/rollout/samples",
     "actors/rollout/offline",
     "actors/rollout/requests",
-    "actors/rollout/sessions",
+    "actors/rollout/samples",
     "actors/rollout/sglang",
     "actors/buffer",
     "actors/trainer/data/assembly.py",
@@ -18,8 +18,8 @@ PATH_OF_A_SAMPLE = (  # from an engine's answer to a micro-batch
 )
 ALLOWED = {
     "messages/arrays.py": 1,  # an array in a JSON message is a list
-    "actors/rollout/groups/generating.py": 1,  # prompts of one batched request
-    "actors/rollout/groups/open_samples.py": 2,  # the tokens so far, which the next request begins with
+    "actors/rollout/samples/generating.py": 1,  # prompts of one batched request
+    "actors/rollout/samples/open_samples.py": 2,  # the tokens so far, which the next request begins with
 }
 
 

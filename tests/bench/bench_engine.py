@@ -25,8 +25,9 @@ import msgspec
 import psutil
 import uvloop
 
+from actors.rollout.samples.buffer import SampleBuffer
 from actors.rollout.sglang.command_lines import STREAM_INTERVAL
-from actors.rollout.sglang.streams import Stream
+from actors.rollout.sglang.reading import AnswerReader
 from runtime.node.supervisor.ports import free_port
 from tests.support.tiny_engine import running_engine, running_router, write_config
 
@@ -166,10 +167,10 @@ async def worker(
 
 def streamed_tokens(data: bytes) -> int:
     """Put a stream together, as a rollout actor does."""
-    stream = Stream()
+    reader = AnswerReader(SampleBuffer())
     for event in data.split(b"\n\n")[:-2]:  # after the last ones: [DONE], and nothing
-        stream.add(event.removeprefix(b"data: "))
-    return len(stream.take().output_ids)
+        reader.add_chunk(event.removeprefix(b"data: "))
+    return reader.num_tokens
 
 
 @contextlib.asynccontextmanager

@@ -31,6 +31,7 @@ TINY = {
     "ray": "--groups 20 --latency-groups 4 --tokens 800 --prompt 20 --turns 1",
     "reward": "--dear 4 --cheap 64 --repeats 1",
     "roster": "--members 8 --idle-s 0.2",
+    "samples": "--tokens 512 --streams 2 --spills 2",
     "save": "--small --runs 1 --pairs 1",
     "sglang": "--pairs 1 --groups 2 --response 260",
     "trainer": "--steps 2 --imports 0",

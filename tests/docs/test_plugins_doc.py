@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import anyio
+import numpy as np
 import pytest
 
 from actors.buffer.deciding import selection
@@ -14,10 +15,10 @@ from actors.reward.frames import GraderSpec, Hello
 from actors.reward.graders.builtin import BUILT_IN_GRADERS
 from actors.reward.pool import PoolSettings, open_pool
 from actors.reward.samples import GradedSample
-from actors.rollout.groups.open_samples import OpenSample
-from actors.rollout.sessions.conversation import Conversation
-from actors.rollout.sessions.functions import find_generate_function
-from messages import Float32Array, Int32Array, Prompt, SampleKey, SampleStatus, Segment, UInt8Array, WeightSpan
+from actors.rollout.samples.conversation import Conversation
+from actors.rollout.samples.generate_function import find_generate_function
+from actors.rollout.samples.sample import OpenSample
+from messages import Int32Array, Prompt, SampleKey, SampleStatus
 from messages.events import Outcome
 from tests.docs.snippets import snippets
 from tests.support.any_tokens import AnyTokens
@@ -98,9 +99,12 @@ async def test_the_generate_function_of_the_pages_works(folder: Path) -> None:
     sample = OpenSample(index=0, prompt_len=1)
 
     async def ask(sample: OpenSample, stop: Sequence[str] | None, limit: int) -> bool:
-        assert (stop, limit) == (["</add>"], 100 - len(sample.prefix) - len(sample.pending))
-        asked.append([*sample.prefix, *sample.pending])
-        sample.continue_with(turn_of(turns[len(asked) - 1], sample.pending), SampleStatus.ABORTED)
+        buffer = sample.buffer
+        assert (stop, limit) == (["</add>"], 100 - buffer.num_tokens - len(sample.pending))
+        asked.append([*buffer.ids.tolist(), *sample.pending.tolist()])
+        buffer.append_input(sample.pending)
+        buffer.append(np.array([2]), np.array([-1.0]), turns[len(asked) - 1], "1@engine")
+        sample.take(SampleKey(group_id=0, attempt=0, index=0), prompt.prompt_ids)
         sample.turn_status = SampleStatus.COMPLETED
         return False
 
@@ -110,18 +114,6 @@ async def test_the_generate_function_of_the_pages_works(folder: Path) -> None:
     assert conversation.text == "<add>3 4</add><sum>7</sum>it is 7"
     assert conversation.sample_metadata == {"sums": 1}
     assert asked == [[], [2, len("<sum>7</sum>")]]
-
-
-def turn_of(text: str, inputs: list[int]) -> Segment:
-    return Segment(
-        sample=SampleKey(group_id=0, attempt=0, index=0),
-        prompt_ids=Int32Array(inputs),
-        response_ids=Int32Array([2]),
-        loss_mask=UInt8Array([1]),
-        rollout_log_probs=Float32Array([-1.0]),
-        weight_spans=(WeightSpan(version=1, start=0, end=1),),
-        text=text,
-    )
 
 
 def kept(group_id: int, reward: float, *, response_len: int) -> selection.SelectableGroup:

@@ -2,7 +2,7 @@
 
 import contextlib
 import uuid
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,17 +15,18 @@ from actors.rollout.engines.fleet import Fleet
 from actors.rollout.engines.weights.updater import Mode, Updater
 from actors.rollout.engines.weights.updates import UpdateTracker
 from actors.rollout.engines.weights.verifier import WeightVerifier
-from actors.rollout.requests.request import Generated, GenerateRequest
+from actors.rollout.requests.request import GenerateRequest
 from actors.rollout.requests.sending import Generator
-from actors.rollout.sglang.answers import Answer
+from actors.rollout.sglang.body import generate_body
 from actors.rollout.sglang.client import SglangClient
+from actors.rollout.sglang.reading import AnswerReader
 from actors.rollout.sglang.served_model import ServedModel
-from actors.rollout.sglang.streams import Stream
 from actors.rollout.sglang.updates import WeightUpdates
 from messages import SamplingParams, WeightsAnnounced
 from runtime.models.checksums import checksums_of
 from tests.sglang.server import Server, checksum_of
 from tests.support.rollout import announcement
+from tests.support.sampled import Generated, generate, request_of
 
 READY_S = 30.0
 POLL_S = 0.02
@@ -42,17 +43,20 @@ class Rig:
     generator: Generator
     weights: dict[int, Path]
     checksums: dict[int, str]  # by version, as this server computes them
-    raw_answers: dict[tuple[int, ...], Answer] = field(default_factory=dict)  # the server's answers, by their tokens
+    raw_ends: dict[tuple[int, ...], dict[str, Any] | None] = field(default_factory=dict)  # the server's, by tokens
 
     def __post_init__(self) -> None:
-        ask = self.client.generate
+        ask, stream = self.client.generate, self.client.stream
 
-        async def generate(router: str, body: dict[str, Any], vocab_size: int | None = None) -> list[Answer]:
-            answers = await ask(router, body, vocab_size)
-            self.raw_answers |= {tuple(answer.output_ids): answer for answer in answers}
-            return answers
+        async def generate(router: str, body: dict[str, Any], readers: Sequence[AnswerReader]) -> None:
+            await ask(router, body, readers)
+            self.raw_ends |= {tuple(reader.ids.tolist()): reader.meta.finish_reason for reader in readers}
 
-        self.client.generate = generate
+        async def streamed(router: str, body: dict[str, Any], reader: AnswerReader) -> None:
+            await stream(router, body, reader)
+            self.raw_ends[tuple(reader.ids.tolist())] = reader.meta.finish_reason
+
+        self.client.generate, self.client.stream = generate, streamed
 
     def announced(self, version: int) -> WeightsAnnounced:
         """Make the event that publishes a version."""
@@ -65,9 +69,9 @@ class Rig:
         with anyio.fail_after(READY_S):
             await self.fleet.next_version(version - 1)
 
-    async def generate(self, request: GenerateRequest, streams: list[Stream] | None = None) -> Generated:
-        """Send a request through the router. `streams` gets each stream that starts."""
-        generated = await self.generator.generate(request, None if streams is None else streams.append)
+    async def generate(self, request: GenerateRequest) -> Generated:
+        """Send a request through the router."""
+        generated = await generate(self.generator, request)
         assert generated is not None
         return generated
 
@@ -93,18 +97,35 @@ class Rig:
 
 
 def request(
-    prompt: list[int], max_new_tokens: int, *, rid: str | None = None, round: int | None = 0, **params: Any
+    prompt: list[int],
+    max_new_tokens: int,
+    *,
+    rid: str | None = None,
+    round: int | None = 0,
+    streamed: bool = False,
+    **params: Any,
 ) -> GenerateRequest:
     """Make a request of one sample."""
-    return GenerateRequest(
-        rid=rid or uuid.uuid4().hex,
-        input_ids=[prompt],
-        params=SamplingParams(max_new_tokens=max_new_tokens, **params),
-        max_new_tokens=max_new_tokens,
-        min_version=1,
-        round=round,
+    return request_of(
+        rid or uuid.uuid4().hex,
+        [prompt],
+        SamplingParams(max_new_tokens=max_new_tokens, **params),
         seeds=[uuid.uuid4().int >> 97],
+        streamed=streamed,
+        round=round,
     )
+
+
+def body_of(asked: GenerateRequest) -> dict[str, Any]:
+    """Return the body of a request, under its own id."""
+    ids = [each.ids() for each in asked.inputs]
+    return generate_body(asked.rid, ids, asked.params, max_new_tokens=asked.max_new_tokens)
+
+
+def readers_of(asked: GenerateRequest) -> list[AnswerReader]:
+    """Return readers for one try of a request."""
+    asked.readers = [AnswerReader(each.buffer) for each in asked.inputs]
+    return list(asked.readers)
 
 
 @asynccontextmanager

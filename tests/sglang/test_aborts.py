@@ -9,15 +9,13 @@ from typing import Any
 import anyio
 import pytest
 
-from actors.rollout.requests.request import Generated, GenerateRequest
-from actors.rollout.sglang.answers import is_aborted, segment_of, status_of
-from actors.rollout.sglang.body import generate_body
+from actors.rollout.requests.request import GenerateRequest
 from actors.rollout.sglang.errors import RequestRefused
-from actors.rollout.sglang.streams import Stream
-from messages import Int32Array, SampleKey, SampleStatus
+from messages import SampleStatus
 from tests.sglang.model import DOT, DOTTED, EOS
-from tests.sglang.rig import Rig, request, until
+from tests.sglang.rig import Rig, body_of, readers_of, request, until
 from tests.sglang.server import NUM_SLOTS
+from tests.support.sampled import Generated, generate
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(900)]
 
@@ -32,24 +30,23 @@ class Asked:
     def __init__(self, rig: Rig) -> None:
         self._rig = rig
         self.generated: dict[str, Generated | None] = {}
-        self.streams: dict[str, list[Stream]] = {}
+        self.requests: dict[str, GenerateRequest] = {}
 
     async def ask(self, request: GenerateRequest, streamed: bool) -> None:
-        streams = self.streams.setdefault(request.rid, [])
-        show = streams.append if streamed else None
-        asked = replace(request, rid=uuid.uuid4().hex)  # SGLang aborts an id again 2 s after its stream has ended
-        self.generated[request.rid] = await self._rig.generator.generate(asked, show)
+        # SGLang aborts an id again 2 s after its stream has ended
+        asked = self.requests[request.rid] = replace(request, rid=uuid.uuid4().hex, may_stream=streamed)
+        self.generated[request.rid] = await generate(self._rig.generator, asked)
 
     def check(self, rid: str) -> int:
         """An answer that was aborted makes a good segment and may go on; how many tokens it has."""
         generated = self.generated[rid]
         assert generated is not None
         (answer,) = generated.answers
-        packed = segment_of(answer, SampleKey(group_id=0, attempt=0, index=0), Int32Array(PROMPT))
+        packed = answer.segment
         spans = packed.weight_spans
         assert sum(span.end - span.start for span in spans) == len(answer.output_ids)
         assert len(packed.rollout_log_probs) == len(answer.output_ids)
-        assert status_of(answer) is SampleStatus.ABORTED
+        assert answer.status is SampleStatus.ABORTED
         return len(answer.output_ids)
 
 
@@ -104,7 +101,8 @@ async def test_abort_of_a_retracted_request(rig: Rig, streamed: bool) -> None:
     async with halted_while_paused(rig, asked, "retract", streamed):
         await until(lambda: "a" in asked.generated)
     assert asked.check("a") >= 10 if streamed else asked.check("a") == 0
-    assert len(asked.streams["a"]) == streamed  # it was asked once
+    sent = asked.requests["a"]
+    assert sent.readers[0].meta.id == f"{sent.rid}-0", "it was sent once"
 
 
 @pytest.mark.behaviour("abort of a request that a pause froze: it ends when the pause does")
@@ -133,22 +131,18 @@ async def test_abort_of_a_request_that_came_during_a_pause(rig: Rig, streamed: b
 
 @pytest.mark.behaviour("a request id that is in use is refused, and its owner goes on")
 async def test_request_id_in_use(rig: Rig) -> None:
-    body: dict[str, Any] = generate_body(uuid.uuid4().hex, [PROMPT], request(PROMPT, 60).params, max_new_tokens=60)
+    asked = request(PROMPT, 60)
+    body = body_of(asked)
     await rig.slow_down(SLOW_S)
-    found: list[int] = []
-
-    async def first() -> None:
-        (answer,) = await rig.client.generate(rig.fleet.router, body)
-        found.append(len(answer.output_ids))
 
     async with anyio.create_task_group() as group:
-        group.start_soon(first)
+        group.start_soon(rig.client.generate, rig.fleet.router, body, readers_of(asked))
         await rig.until_tokens(8)
         with pytest.raises(RequestRefused, match="Duplicate request ID"):
-            await rig.client.generate(rig.fleet.router, body)
+            await rig.client.generate(rig.fleet.router, body, readers_of(request(PROMPT, 60)))
         with pytest.raises(RequestRefused, match="Duplicate request ID"):
-            await rig.client.stream(rig.fleet.router, body, Stream())
-    assert found
+            await rig.client.stream(rig.fleet.router, body, readers_of(request(PROMPT, 60))[0])
+    assert asked.inputs[0].buffer.num_tokens
 
 
 async def ended_when_aborted(rig: Rig, ends: set[int], streamed: bool, **params: Any) -> list[Generated]:
@@ -156,13 +150,12 @@ async def ended_when_aborted(rig: Rig, ends: set[int], streamed: bool, **params:
     found: list[Generated] = []
 
     async def ask(index: int) -> None:
-        streams: list[Stream] = []
-        generated = await rig.generate(request([index + 2], LONG, **params), streams if streamed else None)
+        generated = await rig.generate(request([index + 2], LONG, streamed=streamed, **params))
         (answer,) = generated.answers
         ended = bool(answer.output_ids) and answer.output_ids[-1] in ends
-        assert is_aborted(answer) is generated.cut_short is not ended, "an answer that may go on has not ended"
-        raw = streams[0].rest() if streamed else rig.raw_answers[tuple(answer.output_ids)]
-        if ended and is_aborted(raw):
+        is_aborted = answer.status is SampleStatus.ABORTED
+        assert is_aborted is generated.cut_short is not ended, "an answer that may go on has not ended"
+        if ended and (rig.raw_ends[tuple(answer.output_ids)] or {}).get("type") == "abort":
             found.append(generated)
 
     await rig.slow_down(SLOW_S)
@@ -181,13 +174,13 @@ async def ended_when_aborted(rig: Rig, ends: set[int], streamed: bool, **params:
 async def test_end_token_in_the_step_of_an_abort(rig: Rig, streamed: bool) -> None:
     await rig.update(3)
     for generated in await ended_when_aborted(rig, {EOS}, streamed):
-        assert status_of(generated.answers[0]) is SampleStatus.COMPLETED
+        assert generated.answers[0].status is SampleStatus.COMPLETED
 
 
 @pytest.mark.behaviour("a stop text in the step of an abort: the sample has ended, and its text there")
 async def test_stop_text_in_the_step_of_an_abort(rig: Rig, streamed: bool) -> None:
     for generated in await ended_when_aborted(rig, {DOT, *DOTTED}, streamed, stop=(".",)):
         (answer,) = generated.answers
-        assert status_of(answer) is SampleStatus.COMPLETED
+        assert answer.status is SampleStatus.COMPLETED
         assert answer.text.endswith(".")
         assert answer.text.count(".") == 1

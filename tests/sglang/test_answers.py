@@ -1,19 +1,20 @@
 """The contract: what is sampled, with which log-probs, under which weights, and where it ends."""
 
+import uuid
 from pathlib import Path
+from typing import Any
 
 import anyio
 import numpy as np
 import pytest
 import torch
 
-from actors.rollout.sglang.answers import Answer, segment_of, status_of
 from actors.rollout.sglang.facts import KEPT_OF_RESPONSE
-from actors.rollout.sglang.streams import Stream
 from actors.trainer.algorithms.log_probs import KeptTokens, log_probs_and_entropy
-from messages import Int32Array, SampleKey, SampleStatus, Segment
+from messages import SampleStatus, SamplingParams
 from tests.sglang.model import CONTEXT, DOT, DOTTED, EOS, text_of
 from tests.sglang.rig import Rig, request
+from tests.support.sampled import Sampled, request_of
 from tests.support.tiny_models import all_logits, teacher_forced
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(900)]
@@ -23,13 +24,9 @@ CLOSE = 1e-4  # natural log, between the engine's cached float32 passes and a wh
 LONG = 300  # tokens: long enough to be streamed
 
 
-def segment(answer: Answer) -> Segment:
-    return segment_of(answer, SampleKey(group_id=0, attempt=0, index=0), Int32Array(PROMPT))
-
-
-def check_log_probs(answer: Answer, model: Path, weights: Path, prompt: list[int] = PROMPT) -> None:
+def check_log_probs(answer: Sampled, model: Path, weights: Path, prompt: list[int] = PROMPT) -> None:
     """Compare with transformers' own forward pass."""
-    packed = segment(answer)
+    packed = answer.segment
     expected = teacher_forced(with_weights(model, weights), prompt, answer.output_ids).numpy()
     assert np.abs(np.asarray(packed.rollout_log_probs) - expected).max() < CLOSE
 
@@ -44,16 +41,14 @@ def with_weights(model: Path, weights: Path) -> Path:
 
 @pytest.mark.behaviour("ids, log-probs and spans of an answer, whole and streamed")
 async def test_ids_log_probs_and_spans(rig: Rig, contract_model: Path, weights: dict[int, Path]) -> None:
-    streams: list[Stream] = []
     whole = await rig.generate(request(PROMPT, 40))
-    streamed = await rig.generate(request(PROMPT, LONG), streams)
-    assert len(streams) == 1
+    streamed = await rig.generate(request(PROMPT, LONG, streamed=True))
     for generated, length in ((whole, 40), (streamed, LONG)):
         (answer,) = generated.answers
         assert not generated.cut_short
-        assert status_of(answer) is SampleStatus.TRUNCATED
+        assert answer.status is SampleStatus.TRUNCATED
         assert len(answer.output_ids) == length
-        packed = segment(answer)
+        packed = answer.segment
         assert [(span.version, span.start, span.end) for span in packed.weight_spans] == [
             (1, 0, len(answer.output_ids))
         ]
@@ -64,8 +59,8 @@ async def test_ids_log_probs_and_spans(rig: Rig, contract_model: Path, weights: 
 @pytest.mark.behaviour("a batch of prompts is answered in their order")
 async def test_batch(rig: Rig, contract_model: Path, weights: dict[int, Path]) -> None:
     prompts = [[7, 8], [9], [10, 11, 12]]
-    one = request([0], 12)
-    generated = await rig.generate(type(one)(**{**vars(one), "input_ids": prompts}))
+    params = SamplingParams(max_new_tokens=12)
+    generated = await rig.generate(request_of(uuid.uuid4().hex, prompts, params, seeds=[1, 2, 3]))
     assert len(generated.answers) == 3
     for prompt, answer in zip(prompts, generated.answers, strict=True):
         check_log_probs(answer, contract_model, weights[1], prompt)
@@ -74,32 +69,32 @@ async def test_batch(rig: Rig, contract_model: Path, weights: dict[int, Path]) -
 @pytest.mark.behaviour("a stop id ends the answer and is its last token")
 async def test_stop_id(rig: Rig) -> None:
     stops = tuple(range(2, 28))
-    for streams in (None, list[Stream]()):
-        (answer,) = (await rig.generate(request(PROMPT, LONG, stop_token_ids=stops), streams)).answers
-        assert status_of(answer) is SampleStatus.COMPLETED
+    for streamed in (False, True):
+        (answer,) = (await rig.generate(request(PROMPT, LONG, stop_token_ids=stops, streamed=streamed))).answers
+        assert answer.status is SampleStatus.COMPLETED
         assert answer.output_ids[-1] in stops
         assert not set(answer.output_ids[:-1]) & {*stops}
-        assert len(segment(answer).response_ids) == len(answer.output_ids)
+        assert len(answer.segment.response_ids) == len(answer.output_ids)
 
 
 @pytest.mark.behaviour("the model's end token ends the answer and is its last token")
 async def test_end_token(rig: Rig, contract_model: Path, weights: dict[int, Path]) -> None:
     await rig.update(3)
-    for streams in (None, list[Stream]()):
-        (answer,) = (await rig.generate(request(PROMPT, LONG), streams)).answers
-        assert status_of(answer) is SampleStatus.COMPLETED
+    for streamed in (False, True):
+        (answer,) = (await rig.generate(request(PROMPT, LONG, streamed=streamed))).answers
+        assert answer.status is SampleStatus.COMPLETED
         assert answer.output_ids.index(EOS) == len(answer.output_ids) - 1
-        assert [span.version for span in segment(answer).weight_spans] == [3]
+        assert [span.version for span in answer.segment.weight_spans] == [3]
         check_log_probs(answer, contract_model, weights[3])
 
 
 @pytest.mark.behaviour("a stop text inside a token ends the answer: text is cut behind it, the token stays whole")
 async def test_stop_text_inside_a_token(rig: Rig) -> None:
-    for streams in (None, list[Stream]()):
+    for streamed in (False, True):
         inside = 0
         for _ in range(6):
-            (answer,) = (await rig.generate(request(PROMPT, LONG, stop=(".",)), streams)).answers
-            assert status_of(answer) is SampleStatus.COMPLETED
+            (answer,) = (await rig.generate(request(PROMPT, LONG, stop=(".",), streamed=streamed))).answers
+            assert answer.status is SampleStatus.COMPLETED
             whole = text_of(answer.output_ids)
             assert answer.output_ids[-1] in (DOT, *DOTTED)
             assert answer.text == whole[: whole.find(".") + 1]
@@ -111,14 +106,14 @@ async def test_stop_text_inside_a_token(rig: Rig) -> None:
 async def test_stop_text_of_an_end_token(rig: Rig) -> None:
     await rig.update(3)
     (answer,) = (await rig.generate(request(PROMPT, LONG, stop=("<eos>",)))).answers
-    assert answer.meta_info.finish_reason == {"type": "stop", "matched": "<eos>"}
+    assert answer.finish_reason == {"type": "stop", "matched": "<eos>"}
     assert answer.output_ids[-1] == EOS
 
 
 @pytest.mark.behaviour("an answer that fills the context ends two tokens before it, truncated")
 async def test_full_context(rig: Rig) -> None:
     (answer,) = (await rig.generate(request([3] * 450, CONTEXT - 450))).answers
-    assert status_of(answer) is SampleStatus.TRUNCATED
+    assert answer.status is SampleStatus.TRUNCATED
     assert len(answer.output_ids) == CONTEXT - 450 - KEPT_OF_RESPONSE
 
 
@@ -128,9 +123,9 @@ async def test_more_than_slots(rig: Rig) -> None:
 
     async def ask(index: int) -> None:
         (answer,) = (await rig.generate(request([index + 2], 24))).answers
-        packed = segment(answer)
+        packed = answer.segment
         lengths.append(len(packed.response_ids))
-        assert status_of(answer) is SampleStatus.TRUNCATED
+        assert answer.status is SampleStatus.TRUNCATED
 
     async with anyio.create_task_group() as group:
         for index in range(20):
@@ -140,10 +135,10 @@ async def test_more_than_slots(rig: Rig) -> None:
 
 @pytest.mark.behaviour("sampling masks hold the tokens that top-p and top-k kept, and log-probs are those among them")
 async def test_log_probs_among_kept_tokens(rig: Rig, contract_model: Path, weights: dict[int, Path]) -> None:
-    for length, streams in ((24, None), (LONG, list[Stream]())):
-        params = {"temperature": 0.7, "top_p": 0.9, "top_k": 12, "return_sampling_mask": True}
-        (answer,) = (await rig.generate(request(PROMPT, length, **params), streams)).answers
-        packed = segment(answer)
+    for length, streamed in ((24, False), (LONG, True)):
+        params: dict[str, Any] = {"temperature": 0.7, "top_p": 0.9, "top_k": 12, "return_sampling_mask": True}
+        (answer,) = (await rig.generate(request(PROMPT, length, **params, streamed=streamed))).answers
+        packed = answer.segment
         assert packed.kept_counts is not None
         assert packed.kept_ids is not None
         counts = torch.from_numpy(np.array(packed.kept_counts, dtype=np.int64))

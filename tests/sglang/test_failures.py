@@ -6,14 +6,12 @@ from typing import Any
 import anyio
 import pytest
 
-from actors.rollout.requests.request import Generated
-from actors.rollout.sglang.body import generate_body
 from actors.rollout.sglang.client import SglangClient
 from actors.rollout.sglang.errors import EngineFailed, EngineUnavailable
-from actors.rollout.sglang.streams import Stream
-from tests.sglang.rig import Rig, request, until
+from tests.sglang.rig import Rig, body_of, readers_of, request, until
 from tests.sglang.router import Router, running_router
 from tests.sglang.server import TINY, Server, Servers
+from tests.support.sampled import Generated
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(900)]
 
@@ -31,7 +29,7 @@ async def test_router_restarted(make_rig: Any) -> None:
             await rig.slow_down(SLOW_S)
 
             async def ask(streamed: bool) -> None:
-                found[streamed] = await rig.generate(request(PROMPT, LONG), [] if streamed else None)
+                found[streamed] = await rig.generate(request(PROMPT, LONG, streamed=streamed))
 
             async with anyio.create_task_group() as group:
                 group.start_soon(ask, True)
@@ -52,14 +50,14 @@ async def test_longer_than_the_routers_limit(server: Server, make_rig: Any) -> N
     with running_router(generate_timeout_s=LIMIT_S) as router:
         async with make_rig(router) as rig:
             await rig.slow_down(0.1)  # 30 s for the answer
-            streams: list[Stream] = []
-            generated = await rig.generate(request(PROMPT, LONG), streams)
+            asked = request(PROMPT, LONG, streamed=True)
+            generated = await rig.generate(asked)
             assert generated.cut_short
             assert 0 < len(generated.answers[0].output_ids) < 60
-            assert len(streams) == 1
-            body = body_of(request(PROMPT, LONG))
+            assert asked.readers[0].meta.id == f"{asked.rid}-0", "it was sent once"
+            again = request(PROMPT, LONG)
             with pytest.raises((EngineUnavailable, EngineFailed)):
-                await rig.client.generate(rig.fleet.router, body)
+                await rig.client.generate(rig.fleet.router, body_of(again), readers_of(again))
             await rig.client.abort(server.url, None)
 
 
@@ -69,7 +67,7 @@ async def test_scheduler_stopped(rig: Rig) -> None:
         found: list[Generated] = []
 
         async def ask(found: list[Generated]) -> None:
-            found.append(await rig.generate(request(PROMPT, LONG), []))
+            found.append(await rig.generate(request(PROMPT, LONG, streamed=True)))
 
         await rig.slow_down(SLOW_S)
         async with anyio.create_task_group() as group:
@@ -107,7 +105,7 @@ async def test_server_killed(
         await rig.slow_down(SLOW_S)
 
         async def ask(streamed: bool) -> None:
-            found[streamed] = await rig.generate(request(PROMPT, LONG), [] if streamed else None)
+            found[streamed] = await rig.generate(request(PROMPT, LONG, streamed=streamed))
 
         group.start_soon(ask, True)
         group.start_soon(ask, False)
@@ -123,7 +121,3 @@ async def test_server_killed(
         await until(lambda: False in found, 120)
         assert len(found[False].answers[0].output_ids) == LONG
         group.cancel_scope.cancel()
-
-
-def body_of(asked: Any) -> dict[str, Any]:
-    return generate_body(asked.rid, asked.input_ids, asked.params, max_new_tokens=asked.max_new_tokens)

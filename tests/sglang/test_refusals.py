@@ -6,20 +6,18 @@ from pathlib import Path
 import anyio
 import pytest
 
-from actors.rollout.groups.open_samples import OpenSample, fresh_samples
-from actors.rollout.requests.request import GenerateRequest
-from actors.rollout.sessions.conversation import Conversation
-from actors.rollout.sglang.answers import segment_of
-from actors.rollout.sglang.body import generate_body
+from actors.rollout.requests.request import GenerateRequest, SampleInput
+from actors.rollout.samples.conversation import Conversation
+from actors.rollout.samples.sample import OpenSample, fresh_samples
 from actors.rollout.sglang.errors import RequestRefused
 from actors.rollout.sglang.facts import KEPT_OF_INPUT
 from actors.rollout.sglang.memory import EngineMemory
 from actors.rollout.sglang.served_model import ServedModel
-from actors.rollout.sglang.streams import Stream
-from messages import Int32Array, Prompt, SampleKey, SampleStatus
+from messages import Int32Array, Prompt, SampleStatus
 from tests.sglang.model import CONTEXT, UNKNOWN, VOCAB_SIZE
-from tests.sglang.rig import Rig, request
+from tests.sglang.rig import Rig, body_of, readers_of, request
 from tests.sglang.wire import recorded
+from tests.support.sampled import KEY
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(900)]
 
@@ -35,11 +33,10 @@ def streamed(request: pytest.FixtureRequest) -> bool:
 
 async def ask(rig: Rig, asked: GenerateRequest, streamed: bool) -> None:
     """Send a request as it is, once."""
-    body = generate_body(asked.rid, asked.input_ids, asked.params, max_new_tokens=asked.max_new_tokens)
     if streamed:
-        await rig.client.stream(rig.fleet.router, body, Stream())
+        await rig.client.stream(rig.fleet.router, body_of(asked), readers_of(asked)[0])
     else:
-        await rig.client.generate(rig.fleet.router, body)
+        await rig.client.generate(rig.fleet.router, body_of(asked), readers_of(asked))
 
 
 @pytest.mark.behaviour("an error is a refusal, also in a stream that was answered with 200")
@@ -75,7 +72,7 @@ async def test_refused_once(rig: Rig) -> None:
             for _ in range(3):
                 group.start_soon(bystander)
             with pytest.raises(RequestRefused):
-                await rig.generate(request([3] * CONTEXT, 300), [])
+                await rig.generate(request([3] * CONTEXT, 300, streamed=True))
         assert wire.times_sent(GENERATE) == 4
     assert tokens == [40, 40, 40]
 
@@ -88,7 +85,7 @@ async def test_token_outside_the_vocabulary_is_never_sent(rig: Rig, streamed: bo
         with pytest.raises(
             RequestRefused, match=f"not sent: {token} is not a token of the model, whose vocabulary has 64"
         ):
-            await rig.generate(request([3, token, 4], 300), [] if streamed else None)
+            await rig.generate(request([3, token, 4], 300, streamed=streamed))
         (answer,) = (await rig.generate(request([3, VOCAB_SIZE - 1], 8))).answers
         assert len(answer.output_ids) == 8
         assert wire.times_sent(GENERATE) == 1
@@ -99,10 +96,11 @@ async def test_appended_token_outside_the_vocabulary_is_never_sent(rig: Rig, con
     prompt = Prompt(data="d", row=0, text="", prompt_ids=Int32Array(PROMPT), label="", rm_type="exact_match")
 
     async def ask_for_turn(sample: OpenSample, stop: Sequence[str] | None, limit: int) -> bool:
-        ids = PROMPT + sample.prefix + sample.pending
-        (answer,) = (await rig.generate(request(ids, limit, stop=tuple(stop or ())))).answers
-        key = SampleKey(group_id=0, attempt=0, index=0)
-        sample.continue_with(segment_of(answer, key, Int32Array(sample.pending)), SampleStatus.COMPLETED)
+        asked = request(PROMPT, limit, stop=tuple(stop or ()))
+        asked.inputs = [SampleInput(Int32Array(PROMPT), sample.buffer, sample.pending)]
+        await rig.generator.generate(asked)
+        sample.take(KEY, prompt.prompt_ids)
+        sample.turn_status = asked.readers[0].status
         return False
 
     async def two_turns(conversation: Conversation) -> None:
@@ -120,7 +118,7 @@ async def test_appended_token_outside_the_vocabulary_is_never_sent(rig: Rig, con
         conversation = Conversation(prompt, sample, max_tokens=100, ask=ask_for_turn, model=model)
         assert await conversation.run(two_turns) is SampleStatus.COMPLETED
         assert [turn.num_tokens for turn in sample.turns] == [8, 8]
-        assert sample.prefix[8:10] == [5, VOCAB_SIZE - 1]
+        assert sample.buffer.ids[8:10].tolist() == [5, VOCAB_SIZE - 1]
         assert wire.times_sent(GENERATE) == 2
         assert wire.times_sent(f",{OUTSIDE}") == 0
 
@@ -130,9 +128,9 @@ async def test_stop_that_cannot_be_encoded_is_never_sent(rig: Rig, streamed: boo
     async with recorded(rig.fleet.router) as wire:
         rig.fleet._target.router = wire.url  # pyright: ignore[reportPrivateUsage]
         with pytest.raises(RequestRefused, match="not sent: the model's tokenizer cannot encode"):
-            await rig.generate(request(PROMPT, 300, stop=(".", UNKNOWN)), [] if streamed else None)
+            await rig.generate(request(PROMPT, 300, streamed=streamed, stop=(".", UNKNOWN)))
         with pytest.raises(RequestRefused, match="not sent: 33 stop texts"):
-            await rig.generate(request(PROMPT, 300, stop=(".",) * 33), [] if streamed else None)
+            await rig.generate(request(PROMPT, 300, streamed=streamed, stop=(".",) * 33))
         (answer,) = (await rig.generate(request(PROMPT, 8, stop=("abcabc",) * 32))).answers
         assert len(answer.output_ids) == 8
         assert wire.times_sent(GENERATE) == 1

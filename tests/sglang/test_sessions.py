@@ -8,18 +8,16 @@ import numpy as np
 import pytest
 import torch
 
-from actors.rollout.sglang import answers
-from actors.rollout.sglang.body import generate_body
 from actors.rollout.sglang.client import SglangClient
 from actors.rollout.sglang.errors import RequestRefused
 from actors.rollout.sglang.memory import EngineMemory
 from actors.rollout.sglang.updates import WeightUpdates
-from messages import Int32Array
-from tests.sglang.rig import Rig, request
+from tests.sglang.rig import Rig, body_of, readers_of, request
 from tests.sglang.sending import LIMIT_S, Sender, buckets_of, payload_of, segments_of, sender
 from tests.sglang.server import TWO_PROCESSES, Server
 from tests.sglang.test_answers import with_weights
-from tests.sglang.test_weights import CLOSE, FAR, KEY, LONG, PROMPT, SLOW_S
+from tests.sglang.test_weights import CLOSE, FAR, LONG, PROMPT, SLOW_S
+from tests.support.sampled import Sampled, taken
 from tests.support.tiny_models import teacher_forced
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(900)]
@@ -203,12 +201,12 @@ async def test_a_sender_that_is_gone(half: Half, checksums: dict[int, str]) -> N
 async def test_a_session_under_load(rig: Rig, contract_model: Path) -> None:
     half = Half(rig.client, rig.server, contract_model, rig.weights)
     await rig.slow_down(SLOW_S)
-    found: list[answers.Answer] = []
+    found: list[Sampled] = []
 
     async def ask() -> None:
         asked = request(PROMPT, LONG)
-        body = generate_body(asked.rid, [PROMPT], asked.params, max_new_tokens=LONG)
-        found.extend(await rig.client.generate(rig.fleet.router, body))
+        await rig.client.generate(rig.fleet.router, body_of(asked), readers_of(asked))
+        found.extend(taken(asked))
 
     async with sender(rig.client, rig.server) as group:
         async with anyio.create_task_group() as tasks:
@@ -223,7 +221,7 @@ async def test_a_session_under_load(rig: Rig, contract_model: Path) -> None:
             await rig.slow_down(0)
         await group.leave()
     for answer in found:
-        packed = answers.segment_of(answer, KEY, Int32Array(PROMPT))
+        packed = answer.segment
         assert [span.version for span in packed.weight_spans] == [1, 2]
         for span in packed.weight_spans:
             held = with_weights(contract_model, rig.weights[span.version])

@@ -7,17 +7,15 @@ import anyio
 import numpy as np
 import pytest
 
-from actors.rollout.requests.request import Generated
-from actors.rollout.sglang.answers import Answer, segment_of
-from actors.rollout.sglang.body import generate_body
 from actors.rollout.sglang.client import SglangClient
 from actors.rollout.sglang.errors import RequestRefused
 from actors.rollout.sglang.labels import version_of
-from messages import Int32Array, SampleKey, Segment
-from tests.sglang.rig import Rig, request
+from messages import Segment
+from tests.sglang.rig import Rig, body_of, readers_of, request
 from tests.sglang.router import Router
 from tests.sglang.server import Server, Servers, checksum_of
 from tests.sglang.test_answers import with_weights
+from tests.support.sampled import Generated, taken
 from tests.support.tiny_models import teacher_forced
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(900)]
@@ -26,12 +24,11 @@ PROMPT = [3, 4, 5]
 LONG = 300
 SLOW_S = 0.02
 CLOSE, FAR = 1e-4, 1e-2  # natural log
-KEY = SampleKey(group_id=0, attempt=0, index=0)
 
 
 def segment(generated: Generated) -> Segment:
     (answer,) = generated.answers
-    return segment_of(answer, KEY, Int32Array(PROMPT))
+    return answer.segment
 
 
 @pytest.mark.behaviour("new weights under load by drain, abort, retract and in_place: spans name them, log-probs agree")
@@ -50,7 +47,7 @@ async def test_update_under_load(
         await rig.slow_down(SLOW_S)
 
         async def ask() -> None:
-            found.append(await rig.generate(request(PROMPT, LONG), [] if streamed else None))
+            found.append(await rig.generate(request(PROMPT, LONG, streamed=streamed)))
 
         async with anyio.create_task_group() as group:
             for _ in range(3):
@@ -109,11 +106,9 @@ async def test_bad_path_keeps_the_old_weights(rig: Rig, tmp_path: Path) -> None:
 async def test_flush_while_busy(rig: Rig) -> None:
     await rig.slow_down(SLOW_S)
     asked = request(PROMPT, LONG)
-    body = generate_body(asked.rid, [PROMPT], asked.params, max_new_tokens=LONG)
-    found: list[Answer] = []
 
     async def ask() -> None:
-        found.extend(await rig.client.generate(rig.fleet.router, body))
+        await rig.client.generate(rig.fleet.router, body_of(asked), readers_of(asked))
 
     async with anyio.create_task_group() as group:
         group.start_soon(ask)
@@ -127,6 +122,7 @@ async def test_flush_while_busy(rig: Rig) -> None:
         assert await rig.client.weight_version(rig.server.url) == "2@test"
         await rig.client.proceed(rig.server.url)
         await rig.slow_down(0)
-    packed = segment_of(found[0], KEY, Int32Array(PROMPT))
+    (answer,) = taken(asked)
+    packed = answer.segment
     assert len(packed.response_ids) == LONG
     assert [span.version for span in packed.weight_spans] == [1, 2]

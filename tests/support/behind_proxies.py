@@ -1,6 +1,5 @@
 """A rollout actor's generator on engines behind proxies that corrupt answers, and checks of its results."""
 
-import math
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -10,21 +9,22 @@ from typing import Any, Final
 
 import aiohttp
 import anyio
+import numpy as np
 
 from actors.rollout.engines.fleet import Fleet
 from actors.rollout.engines.rate_limited_events import RateLimitedEvents
 from actors.rollout.engines.weights.updater import Updater
 from actors.rollout.engines.weights.updates import UpdateTracker
 from actors.rollout.engines.weights.verifier import WeightVerifier
-from actors.rollout.requests.request import Generated, GenerateRequest
+from actors.rollout.requests.request import GenerateRequest
 from actors.rollout.requests.sending import Generator
 from actors.rollout.requests.watching import TokenTimeouts, Watchdog
-from actors.rollout.sglang.answers import Answer
 from actors.rollout.sglang.client import SglangClient
 from actors.rollout.sglang.errors import RequestRefused
 from actors.rollout.sglang.served_model import ServedModel
 from messages import EngineRequestsFailed, EngineStateChanged, Message, SamplingParams, WeightsRefused
 from tests.support.rollout import announcement
+from tests.support.sampled import Sampled, generate, request_of
 from tests.support.spoiling_proxy import Case, Proxy, spoiling
 
 LONG: Final = 260  # tokens: smallest length that is streamed
@@ -73,42 +73,37 @@ def joined(parts: Sequence[dict[str, Any]]) -> dict[tuple[int, ...], tuple[float
     return beginnings
 
 
-def request(rid: str, max_new_tokens: int, *, members: int = 1, seed: int = 1) -> GenerateRequest:
+def request(
+    rid: str, max_new_tokens: int, *, members: int = 1, seed: int = 1, streamed: bool = False
+) -> GenerateRequest:
     """Make a request of one or several samples."""
-    return GenerateRequest(
-        rid=rid,
-        input_ids=[[3, 4, 5 + index % 50] for index in range(members)],
-        params=SamplingParams(max_new_tokens=max_new_tokens),
-        max_new_tokens=max_new_tokens,
-        min_version=1,
-        round=0,
-        seeds=[seed + index for index in range(members)],
-    )
+    prompts = [[3, 4, 5 + index % 50] for index in range(members)]
+    seeds = [seed + index for index in range(members)]
+    return request_of(rid, prompts, SamplingParams(max_new_tokens=max_new_tokens), seeds=seeds, streamed=streamed)
 
 
-def problem_of(answers: Sequence[Answer], behind: Behind, rid: str, *, max_new_tokens: int, whole: bool) -> str:
+def problem_of(answers: Sequence[Sampled], behind: Behind, rid: str, *, max_new_tokens: int, whole: bool) -> str:
     """Compare answers with the engine's. Empty if every token and log-prob is as an engine sampled it."""
     truths = behind.truths(rid)
     for answer in answers:
         ids = tuple(answer.output_ids)
-        said = [(log_prob, token) for log_prob, token, _ in answer.meta_info.output_token_logprobs]
-        if tuple(token for _, token in said) != ids:
-            return f"{len(ids)} tokens, and log-probs of {len(said)} other tokens"
-        if not all(isinstance(each, float) and math.isfinite(each) for each, _ in said):
+        log_probs = np.array(answer.log_probs, np.float32)
+        if not np.isfinite(log_probs).all():
             return "a log-prob is no number"
-        if not any(truth.get(ids) == tuple(log_prob for log_prob, _ in said) for truth in truths):
+        expected = [np.array(truth[ids], np.float32) for truth in truths if ids in truth]
+        if not any(np.array_equal(each, log_probs) for each in expected):
             return f"{len(ids)} tokens that no engine sampled"
         if whole and len(ids) != max_new_tokens:
             return f"{len(ids)} of {max_new_tokens} tokens"
     return ""
 
 
-async def outcome(behind: Behind, asked: GenerateRequest, *, streamed: bool, limit_s: float) -> str:
+async def outcome(behind: Behind, asked: GenerateRequest, *, limit_s: float) -> str:
     """Send a request and return "good", "refused: ..." or the problem. A partial stream may be continued."""
     started = time.monotonic()
     try:
         with anyio.fail_after(limit_s):
-            generated: Generated | None = await behind.generator.generate(asked, (lambda _: None) if streamed else None)
+            generated = await generate(behind.generator, asked)
     except TimeoutError:
         return f"nothing within {time.monotonic() - started:.0f} s"
     except RequestRefused as error:
@@ -117,9 +112,9 @@ async def outcome(behind: Behind, asked: GenerateRequest, *, streamed: bool, lim
         return f"raised {error!r}"
     if generated is None:
         return "halted"
-    if len(generated.answers) != len(asked.input_ids):
+    if len(generated.answers) != len(asked.inputs):
         return f"{len(generated.answers)} answers"
-    aborted = [answer for answer in generated.answers if (answer.meta_info.finish_reason or {}).get("type") == "abort"]
+    aborted = [answer for answer in generated.answers if answer.finish_reason.get("type") == "abort"]
     if aborted and not generated.cut_short:
         return "an abort that nobody asked for is its answer"
     limit = asked.max_new_tokens

@@ -59,9 +59,7 @@ JOURNEYS: Final = {
         rooms=(
             "actors/rollout/sglang/*.py",
             "actors/rollout/requests/*.py",
-            "actors/rollout/groups/*.py",
             "actors/rollout/samples/*.py",
-            "actors/rollout/sessions/*.py",
             "messages/samples.py",
             "messages/data.py",
             "actors/trainer/data/*.py",
@@ -69,7 +67,7 @@ JOURNEYS: Final = {
         field=r"^_?((input|output|prompt|response|kept)_ids|ids|tokens|prefix|chunks)(_[A-Z])?: .*"
         r"(list|tuple|array|Array|Ints|bytes|buffer)",
         messages=r"^(SegmentsPublished|ColumnsPublished|ExpertsPublished)$",
-        threads=("actors/rollout/requests/*.py", "actors/rollout/groups/*.py", "actors/rollout/samples/*.py"),
+        threads=("actors/rollout/requests/*.py", "actors/rollout/samples/*.py"),
     ),
     "weights": Journey(
         rooms=(

@@ -42,8 +42,8 @@ async def check_every_row(
     ):
 
         async def ask(name: str, rid: str, streamed: bool) -> None:
-            asked = request(rid, LONG if streamed else SHORT, members=1 if streamed else 3)
-            found[name] = await outcome(behind, asked, streamed=streamed, limit_s=limit_s)
+            asked = request(rid, LONG if streamed else SHORT, members=1 if streamed else 3, streamed=streamed)
+            found[name] = await outcome(behind, asked, limit_s=limit_s)
 
         for index, case in enumerate(CASES):
             if case.streamed:

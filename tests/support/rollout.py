@@ -12,7 +12,7 @@ import msgspec
 
 from actors.registry import hosted
 from actors.rollout.actor import RolloutActor
-from actors.rollout.groups.task_runner import ACK_WAIT_S
+from actors.rollout.samples.task_runner import ACK_WAIT_S
 from messages import (
     GroupCompleted,
     Int32Array,

@@ -23,6 +23,7 @@ from runtime.node.supervisor.state_changes import Change, Exited, Ready
 from runtime.node.supervisor.supervisor import Supervision
 from runtime.settings.processes import ProcessSpec
 from tests.support.rollout import announcement
+from tests.support.sampled import generate
 
 
 class Engines:
@@ -103,7 +104,7 @@ async def check_that_one_fails_alone(
     async def ask(number: int) -> None:
         request = requests[number]
         try:
-            generated = await generator.generate(request)
+            generated = await generate(generator, request)
         except RequestRefused as error:
             refused[number] = str(error)
         else:

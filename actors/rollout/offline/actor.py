@@ -13,8 +13,8 @@ import structlog
 from anyio import to_thread
 from anyio.abc import TaskStatus
 
-from actors.rollout.groups.endings import Endings
-from actors.rollout.groups.spilling import label_of, store, text_of
+from actors.rollout.samples.endings import Endings
+from actors.rollout.samples.partial import label_of, store, text_of
 from messages import (
     ColumnPublished,
     Float32Array,

@@ -3,11 +3,12 @@
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
+import numpy as np
 from anyio.abc import TaskGroup
 
-from actors.rollout.groups.open_samples import OpenSample
-from actors.rollout.groups.tasks import GroupTask
 from actors.rollout.pools.frozen import FrozenPool
+from actors.rollout.samples.sample import OpenSample
+from actors.rollout.samples.tasks import GroupTask
 from messages import ColumnPublished, SampleKey
 from runtime.bus.bus import Bus
 
@@ -45,7 +46,7 @@ class SampleColumns:
 
     def missing(self, sample: OpenSample) -> list[str]:
         """Return the columns that a finished sample lacks. The greedy sample is not trained and needs none."""
-        if not sample.finished or sample.is_baseline or not sample.prefix:
+        if not sample.finished or sample.is_baseline or not sample.buffer.num_tokens:
             return []
         return [column for column in self._pools if column not in sample.columns]
 
@@ -59,9 +60,10 @@ class SampleColumns:
                     self._tasks.start_soon(partial(self._compute, sample, column))
 
     async def _compute(self, sample: OpenSample, column: str) -> None:
-        task, prompt = self._task, self._task.prompt.prompt_ids.tolist()
+        task, prompt = self._task, self._task.prompt.prompt_ids
         rid = f"{task.lease}-{sample.index}-{column}"
-        values = await self._pools[column].log_probs(rid, prompt + sample.prefix, len(prompt))
+        token_ids = np.concatenate([prompt, sample.buffer.ids]).tolist()  # for JSON, which has no arrays
+        values = await self._pools[column].log_probs(rid, token_ids, len(prompt))
         key = SampleKey(group_id=task.group_id, attempt=task.attempt, index=sample.index)
         seq = await self._bus.publish(ColumnPublished(sample=key, column=column, values=values))
         sample.columns = {**sample.columns, column: seq}

@@ -12,7 +12,7 @@ from actors.rollout.engines.fleet import Fleet
 from actors.rollout.requests.request import GenerateRequest, OpenRequest
 from actors.rollout.sglang.client import SglangClient
 from actors.rollout.sglang.errors import EngineError
-from actors.rollout.sglang.streams import Stream
+from actors.rollout.sglang.reading import AnswerReader
 from runtime.util.formatting import count_of
 
 log = structlog.get_logger()
@@ -57,10 +57,10 @@ class RunningRequests:
         return f"{count_of(len(self._running), 'request')}, the oldest sent {oldest_s:.0f} s ago"
 
     @contextmanager
-    def entered(self, rid: str, request: GenerateRequest, stream: Stream | None) -> Generator[OpenRequest]:
+    def entered(self, rid: str, request: GenerateRequest, reader: AnswerReader | None) -> Generator[OpenRequest]:
         """Track a request inside the block, which is cancelled when the request is given up."""
         self._running[rid] = request
-        self.open[rid] = sent = OpenRequest(anyio.current_time(), stream)
+        self.open[rid] = sent = OpenRequest(anyio.current_time(), reader)
         try:
             with anyio.CancelScope() as scope:
                 sent.give_up = scope.cancel
@@ -176,9 +176,5 @@ class RunningRequests:
 
 
 def _engine_rids(rids: list[str], running: dict[str, GenerateRequest]) -> list[str]:
-    """Return the request ids on the engine: those of a batch are <rid>_0, <rid>_1, ..."""
-    found: list[str] = []
-    for rid in rids:
-        size = len(running[rid].input_ids)
-        found += [rid] if size == 1 else [f"{rid}_{index}" for index in range(size)]
-    return found
+    """Return the request ids on the engine."""
+    return [found for rid in rids for found in running[rid].engine_rids(rid)]

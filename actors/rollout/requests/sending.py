@@ -1,7 +1,7 @@
 """Sends requests to verified engines, and resends lost ones."""
 
 import math
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -14,21 +14,25 @@ from actors.rollout.engines.fleet import Fleet
 from actors.rollout.requests.interrupting import RunningRequests
 from actors.rollout.requests.isolation import IsolationRuns
 from actors.rollout.requests.quarantine import DeathRecord, RequestStatus
-from actors.rollout.requests.request import Generated, GenerateRequest
-from actors.rollout.sglang.answers import NOTHING, Answer, is_aborted, labels_of, oldest_version
+from actors.rollout.requests.request import GenerateRequest
+from actors.rollout.requests.verdict import Asked, End, Isolation, Outcome, end_of, judge
 from actors.rollout.sglang.body import generate_body
-from actors.rollout.sglang.client import SglangClient, expected_answers
+from actors.rollout.sglang.checks import ExpectedAnswer
+from actors.rollout.sglang.client import SglangClient
 from actors.rollout.sglang.errors import (
+    AbortedUnasked,
     BadAnswer,
     EngineBusy,
+    EngineError,
     EngineFailed,
     EnginesUnwilling,
     EngineUnavailable,
     RequestRefused,
     TokensUnverified,
 )
+from actors.rollout.sglang.reading import AnswerReader
 from actors.rollout.sglang.served_model import ServedModel
-from actors.rollout.sglang.streams import Stream
+from messages import SampleStatus
 from runtime.util.retrying import Backoff
 
 log = structlog.get_logger()
@@ -49,13 +53,23 @@ class Destination(NamedTuple):
 
 @dataclass
 class Failures:
-    """The failed attempts of one request."""
+    """The failed tries of one request."""
 
     tries: int = 0
     failures: int = 0  # failures that the request itself may have caused
     lost: int = 0  # failed tries since an engine last crashed or none was up
     since: float = math.inf  # time of the first failure
     engine: str = ""  # the engine of the last failure, if known
+
+
+class Try(NamedTuple):
+    """One try of a request."""
+
+    rid: str
+    place: Destination
+    streamed: bool
+    sent_at: float  # seconds of the loop's clock
+    mark: int | None  # of interruptions before it was sent
 
 
 class Generator:
@@ -83,21 +97,18 @@ class Generator:
         self._isolation_runs = IsolationRuns(fleet, self.running)
         self._records: dict[str, DeathRecord] = {}  # crash records of samples whose engines crashed
 
-    async def generate(
-        self, request: GenerateRequest, show: Callable[[Stream], None] | None = None
-    ) -> Generated | None:
-        """Send a request to an engine that may answer it; resend it if it is lost.
+    async def generate(self, request: GenerateRequest) -> Outcome:
+        """Send a request to an engine that may answer it, and read the answer into the buffers of its samples.
 
         While engines or the router are down, it waits for their node daemon to restart them, without a limit. If they
-        are up and fail, it retries on other engines with growing pauses, up to a limit. A long request is streamed; if
-        it is lost, its tokens so far are the answer.
+        are up and fail, it retries on other engines with growing pauses, up to a limit. Tokens of a lost stream stay.
 
         Args:
-            request: the request.
-            show: called with each new stream; None: no streaming.
+            request: the request. A long one that may be streamed is streamed.
 
         Returns:
-            None if the round was halted before the request was sent.
+            KEEP: the answer is complete. ABORTED: the round was halted. RESEND: the samples need another request, which
+            goes on from their tokens.
 
         Raises:
             RequestRefused: the model or the engine rules the request out, engines crash on it (quarantine.py), or they
@@ -105,42 +116,122 @@ class Generator:
             EnginesUnwilling: no request was answered for `give_up_after_s`.
         """
         self._check(request)
-        sample, generated = sample_of(request.rid), None
+        sample, outcome = sample_of(request.rid), Outcome.REFUSE
         try:
-            generated = await self._generate(request, sample, show)
+            outcome = await self._generate(request, sample)
+            return outcome
         finally:
-            if generated is None or not generated.cut_short:  # otherwise it is continued by another request
+            if outcome is not Outcome.RESEND:  # otherwise it is continued by another request
                 self._records.pop(sample, None)
-        return generated
 
-    async def _generate(
-        self, request: GenerateRequest, sample: str, show: Callable[[Stream], None] | None
-    ) -> Generated | None:
+    async def _generate(self, request: GenerateRequest, sample: str) -> Outcome:
         failures = Failures()
         while True:
             async with self._place(request, sample, failures) as place:
                 if place is None:
-                    return None
+                    return Outcome.ABORTED
                 if await self.running.wait_for_sweep():
                     continue
-                rid = f"{request.rid}-{failures.tries}"
-                failures.tries += 1
-                stream = self._stream_for(rid, request, show)
-                sent_at = anyio.current_time()
+                this = self._next_try(request, failures, place)
                 try:
-                    return await self._ask(rid, request, stream, place)
-                except EngineUnavailable as error:
-                    log.warning("request_lost", rid=rid, tries=failures.tries, error=str(error))
-                    died = await self._note_death(sample, place, stream, sent_at)
-                    if died or not self._fleet.serves:
-                        failures.lost = 0
-                    elif not isinstance(error, TokensUnverified):
-                        await self._note_failure(sample.rpartition("-")[0], place, failures, error)
-            await anyio.sleep(RESEND.pause_s(failures.lost))
-            if stream is not None and (kept := await self._kept(stream, request.min_version)) is not None:
-                return Generated([kept], cut_short=True)
+                    end, error = await self._ask(request, this), None
+                except EngineError as raised:
+                    end, error = end_of(raised), raised
+                died = end is not End.REFUSED and error is not None and await self._note_death(sample, request, this)
+            outcome = await self._settle(request, sample, this, failures, end, error, died=died)
+            if outcome is not None:
+                return outcome
 
-    async def _note_failure(self, group: str, place: Destination, failures: Failures, error: EngineUnavailable) -> None:
+    def _next_try(self, request: GenerateRequest, failures: Failures, place: Destination) -> Try:
+        """Prepare a try: its id, and readers for its answers."""
+        rid = f"{request.rid}-{failures.tries}"
+        failures.tries += 1
+        streamed = request.may_stream and request.max_new_tokens > STREAM_ABOVE
+        kept = request.params.top_k if request.params.return_sampling_mask else None
+        request.readers = [
+            AnswerReader(
+                each.buffer,
+                ExpectedAnswer(
+                    engine_rid,
+                    len(each.prompt_ids) + each.buffer.num_tokens + len(each.new_input),
+                    request.max_new_tokens,
+                    self._model.vocab_size,
+                    kept,
+                ),
+                new_input=each.new_input,
+                sent_under=self._fleet.version if streamed else 0,
+                trusts=self._fleet.update_tracker.trust_from_now_on(),
+            )
+            for engine_rid, each in zip(request.engine_rids(rid), request.inputs, strict=True)
+        ]
+        return Try(rid, place, streamed, anyio.current_time(), self.running.interruption_mark())
+
+    async def _settle(
+        self,
+        request: GenerateRequest,
+        sample: str,
+        this: Try,
+        failures: Failures,
+        end: End,
+        error: EngineError | None,
+        *,
+        died: bool,
+    ) -> Outcome | None:
+        """Judge the end of a try; return the outcome for its samples, None if the same request is to be sent again.
+
+        Raises:
+            RequestRefused: the request is invalid, or the likely cause of failures.
+            EnginesUnwilling: engines answer no request.
+        """
+        if error is not None and end is not End.REFUSED:
+            log.warning("request_lost", rid=this.rid, tries=failures.tries, error=str(error))
+            for reader in request.readers:
+                await self._drop_unusable(reader, request.min_version)
+        died = died or not self._fleet.serves
+        verdict = judge(
+            end,
+            streamed=this.streamed,
+            had_tokens=all(reader.num_tokens for reader in request.readers),
+            asked=self._asked(request, this),
+            engine_died=died,
+            isolation=self._isolation(sample, this.place),
+        )
+        if verdict.outcome is Outcome.REFUSE:
+            raise error if isinstance(error, RequestRefused) else self._poison(sample)
+        for reader in request.readers if not verdict.keeps_tokens else ():
+            reader.discard()
+        if error is None or verdict.outcome is Outcome.ABORTED:
+            return verdict.outcome
+        if verdict.is_failure:
+            await self._note_failure(sample.rpartition("-")[0], this.place, failures, error)
+        elif died:
+            failures.lost = 0
+        await anyio.sleep(RESEND.pause_s(failures.lost))
+        return verdict.outcome if verdict.keeps_tokens else None
+
+    def _asked(self, request: GenerateRequest, this: Try) -> Asked:
+        if self.running.halted(request.round):
+            return Asked.HALT
+        interrupted = request.round is not None and self.running.interrupted_since(this.mark)
+        return Asked.UPDATE if interrupted else Asked.NO
+
+    def _isolation(self, sample: str, place: Destination) -> Isolation:
+        if self._records.get(sample, DeathRecord()).status is RequestStatus.POISON:
+            return Isolation.POISON
+        return Isolation.YES if place.alone else Isolation.NO
+
+    def _poison(self, sample: str) -> RequestRefused:
+        num_alone = self._records[sample].alone
+        return RequestRefused(f"it crashes engines: {num_alone} crashed while it was their only request")
+
+    async def _drop_unusable(self, reader: AnswerReader, min_version: int) -> None:
+        """Drop the tokens of a lost try that may not be used: of unverified weights, or of too old ones."""
+        await self._fleet.update_tracker.settled(reader.labels)
+        reader.drop_untrusted(self._fleet.update_tracker.is_verified)
+        if not reader.is_recent(min_version):
+            reader.discard()
+
+    async def _note_failure(self, group: str, place: Destination, failures: Failures, error: EngineError) -> None:
         """Record a failure of a running engine and report it. Give the request up after too many.
 
         Raises:
@@ -202,7 +293,7 @@ class Generator:
         record = self._records.get(sample, DeathRecord())
         match record.status:
             case RequestStatus.POISON:
-                raise RequestRefused(f"it crashes engines: {record.alone} crashed while it was their only request")
+                raise self._poison(sample)
             case RequestStatus.QUARANTINED:
                 async with self._isolation_runs.alone(request.min_version, halted) as engine:
                     yield None if engine is None else Destination(engine.url, engine, alone=True)
@@ -217,9 +308,9 @@ class Generator:
                     engine = self._fleet.another_engine(failed) if failures.lost else None
                 yield Destination(self._fleet.router) if engine is None else Destination(engine.url, engine)
 
-    async def _note_death(self, sample: str, place: Destination, stream: Stream | None, sent_at: float) -> bool:
+    async def _note_death(self, sample: str, request: GenerateRequest, this: Try) -> bool:
         """Determine whether a request was lost by an engine crash, and record that."""
-        record = self._records.get(sample, DeathRecord())
+        record, place = self._records.get(sample, DeathRecord()), this.place
         if place.engine is not None and place.alone:
             crash_cause = await place.engine.crash_cause()
             if crash_cause is None:
@@ -228,44 +319,31 @@ class Generator:
             record = record.after_death(alone=True, killed=crash_cause.killed)
         else:
             await self._fleet.report_unavailable()
-            engine = "" if stream is None else self._fleet.update_tracker.engine_of(stream.last_label)
-            if place.engine is not None:
-                engine = place.engine.name
-            if not self._fleet.crashes.any_since(sent_at, engine):
+            label = request.readers[0].last_label if this.streamed else ""
+            engine = place.engine.name if place.engine is not None else self._fleet.update_tracker.engine_of(label)
+            if not self._fleet.crashes.any_since(this.sent_at, engine):
                 return False
             record = record.after_death(alone=False, killed=False)
         self._records[sample] = record
         return True
 
-    def _stream_for(self, rid: str, request: GenerateRequest, show: Callable[[Stream], None] | None) -> Stream | None:
-        if show is None or request.max_new_tokens <= STREAM_ABOVE:
-            return None
-        (expected,) = expected_answers(self._body(request, rid), self._model.vocab_size)
-        stream = Stream(self._fleet.version, self._fleet.update_tracker.trust_from_now_on(), expected)
-        show(stream)
-        return stream
+    async def _ask(self, request: GenerateRequest, this: Try) -> End:
+        """Send a request and read its answer.
 
-    async def _kept(self, stream: Stream, min_version: int) -> Answer | None:
-        """Return the usable tokens of a lost request; None if there are none, so the original request can be resent."""
-        await self._fleet.update_tracker.settled(stream.labels)
-        stream.drop_untrusted(self._fleet.update_tracker.is_verified)
-        rest = stream.rest()
-        if not is_recent(rest, min_version):
-            rest = NOTHING
-        return rest if rest.output_ids or stream.num_taken else None
-
-    async def _ask(self, rid: str, request: GenerateRequest, stream: Stream | None, place: Destination) -> Generated:
-        mark = self.running.interruption_mark()
-        answers: list[Answer] = []
-        with self.running.entered(rid, request, stream) as sent:
+        Raises:
+            EngineUnavailable: the request was lost, or its answer may not be used.
+            RequestRefused: the request is invalid.
+        """
+        place, readers = this.place, request.readers
+        body = self._body(request, this.rid)
+        with self.running.entered(this.rid, request, readers[0] if this.streamed else None) as sent:
             if place.engine is not None:
                 sent.engine = place.engine.name
             try:
-                if stream is not None:
-                    answers = [await self._stream(rid, request, stream, place)]
+                if this.streamed:
+                    await self._stream(place.url, body, readers[0])
                 else:
-                    answers = await self._client.generate(place.url, self._body(request, rid), self._model.vocab_size)
-                    answers = [self._model.ended(answer, answer.output_ids, request.params) for answer in answers]
+                    await self._client.generate(place.url, body, readers)
             except BadAnswer as error:
                 engine = place.engine or self._fleet.engine_behind(error.label)
                 if engine is None:
@@ -273,53 +351,67 @@ class Generator:
                 raise BadAnswer(f"{engine.name} ({engine.url})", error.problem, error.label) from error
         if sent.given_up:
             who = sent.engine or "the engine that may hold it"
-            label = "" if stream is None else stream.last_label
+            label = readers[0].last_label if this.streamed else ""
             raise EngineUnavailable(f"{who} {sent.lost or 'generates no token'}", label=label)
-        labels = stream.labels if stream is not None else [label for answer in answers for label in labels_of(answer)]
+        await self._check_labels(request, sent.sent_at)
+        aborted = self._aborted(request)
+        if aborted and not all(reader.num_tokens for reader in aborted) and self._asked(request, this) is Asked.NO:
+            label = next((reader.last_label for reader in readers if reader.num_tokens), "")
+            raise AbortedUnasked("it aborted a request without a call to abort it", label=label)
+        for label in {label for reader in readers for label in reader.labels}:
+            await self._fleet.note_answer(label)
+        return End.ABORTED if aborted else End.FINISHED
+
+    async def _stream(self, url: str, body: dict[str, Any], reader: AnswerReader) -> None:
+        try:
+            await self._client.stream(url, body, reader)
+        except EngineUnavailable:
+            if not reader.ended or reader.refused is not None:  # otherwise only the end of the connection is missing
+                raise
+
+    async def _check_labels(self, request: GenerateRequest, sent_at: float) -> None:
+        """Check which weights sampled the tokens of an answer.
+
+        Raises:
+            TokensUnverified: some were not verified.
+            EngineFailed: some are older than the request allows.
+        """
+        labels = [label for reader in request.readers for label in reader.labels]
         for label in labels:
-            self._fleet.note_token(label, sent.sent_at)
+            self._fleet.note_token(label, sent_at)
         if not await self._fleet.update_tracker.settled(set(labels)):
             raise TokensUnverified(f"sampled by unverified weights: {', '.join(sorted(set(labels)))}")
-        if not all(is_recent(answer, request.min_version) for answer in answers):
+        if not all(reader.is_recent(request.min_version) for reader in request.readers):
             raise EngineFailed(f"sampled by weights older than the required version {request.min_version}")
-        interrupted = (
-            request.round is not None
-            and self.running.interrupted_since(mark)
-            and not self.running.halted(request.round)
-        )
-        aborted = [answer for answer in answers if is_aborted(answer)]
-        if aborted and not interrupted and not self.running.halted(request.round):
-            if not all(answer.output_ids for answer in aborted):
-                raise EngineFailed("it aborted a request without a call to abort it", label=labels[0] if labels else "")
-            interrupted = True  # it continues from its tokens
-        for label in set(labels):
-            await self._fleet.note_answer(label)
-        return Generated(answers, cut_short=interrupted and bool(aborted))
 
-    async def _stream(self, rid: str, request: GenerateRequest, stream: Stream, place: Destination) -> Answer:
-        try:
-            await self._client.stream(place.url, self._body(request, rid), stream)
-        except EngineUnavailable:
-            if not stream.ended or stream.refused is not None:  # otherwise only the end of the connection is missing
-                raise
-        rest = stream.rest()
-        return self._model.ended(rest, stream.output_ids, request.params) if is_aborted(rest) else rest
+    def _aborted(self, request: GenerateRequest) -> Sequence[AnswerReader]:
+        """Return the answers that were aborted before their end; those that had reached it become complete."""
+        aborted: list[AnswerReader] = []
+        for reader in request.readers:
+            if reader.status is not SampleStatus.ABORTED:
+                continue
+            matched = self._model.end_in(reader.ids, request.params)
+            if matched is None:
+                aborted.append(reader)
+            else:
+                reader.end_at(matched)
+        return aborted
 
     def _body(self, request: GenerateRequest, rid: str) -> dict[str, Any]:
         return generate_body(
             rid,
-            request.input_ids,
+            [each.ids() for each in request.inputs],
             request.params,
             max_new_tokens=request.max_new_tokens,
-            seeds=request.seeds,
+            seeds=[each.seed for each in request.inputs],
             version=self._fleet.version,
         )
 
     def _check(self, request: GenerateRequest) -> None:
         """Refuse requests that could crash a server, and with it all other requests."""
         try:
-            for ids in request.input_ids:
-                self._model.check_ids(ids)
+            for each in request.inputs:
+                self._model.check_ids(each.ids())
             self._model.check_stop(request.params.stop)
         except ValueError as error:
             raise RequestRefused(f"not sent: {error}") from error
@@ -328,9 +420,3 @@ class Generator:
 def sample_of(rid: str) -> str:
     """Return the common prefix of a sample's request ids, which are LEASE-INDEX-NUMBER."""
     return rid.rpartition("-")[0] or rid
-
-
-def is_recent(answer: Answer, min_version: int) -> bool:
-    """Whether all tokens of an answer were sampled by at least this weight version."""
-    oldest = oldest_version(answer)
-    return oldest is None or oldest >= min_version

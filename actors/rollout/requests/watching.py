@@ -122,12 +122,12 @@ class Watchdog:
     def _note_tokens(self) -> None:
         """Record which requests got tokens since the last check."""
         for sent in self._running.open.values():
-            stream = sent.stream
-            if stream is None or stream.num_tokens == sent.num_tokens:
+            reader = sent.reader
+            if reader is None or reader.num_tokens == sent.num_tokens:
                 continue
-            sent.num_tokens, sent.token_at = stream.num_tokens, anyio.current_time()
-            sent.engine = self._fleet.update_tracker.engine_of(stream.last_label)
-            self._fleet.note_token(stream.last_label, sent.sent_at)
+            sent.num_tokens, sent.token_at = reader.num_tokens, anyio.current_time()
+            sent.engine = self._fleet.update_tracker.engine_of(reader.last_label)
+            self._fleet.note_token(reader.last_label, sent.sent_at)
 
 
 def is_overdue(sent: OpenRequest, begun_at: float, now: float, limits: TokenTimeouts) -> bool:
@@ -150,7 +150,7 @@ def is_overtaken(sent: OpenRequest, served: Mapping[str, float]) -> bool:
         sent: the request.
         served: by engine: send time of the newest request that got a token.
     """
-    if sent.stream is None:  # unstreamed: it shows no token before its end
+    if sent.reader is None:  # unstreamed: it shows no token before its end
         return False
     there = [served.get(sent.engine, -math.inf)] if sent.engine else list(served.values())
     return bool(there) and min(there) > max(sent.sent_at, sent.token_at)

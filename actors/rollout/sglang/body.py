@@ -3,12 +3,15 @@
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from messages import SamplingParams
 
 
 def generate_body(
     rid: str,
-    input_ids: Sequence[Sequence[int]],
+    input_ids: Sequence[NDArray[np.int32]],
     params: SamplingParams,
     *,
     max_new_tokens: int,
@@ -29,6 +32,7 @@ def generate_body(
         version: weight version of the engines. Cached prefixes are shared only within a version: after an in-place
             update the cache still holds prefixes of older weights.
     """
+    prompts = [ids.tolist() for ids in input_ids]  # JSON has no arrays
     sampling: dict[str, Any] = {
         "max_new_tokens": max_new_tokens,
         "temperature": params.temperature,
@@ -47,7 +51,7 @@ def generate_body(
     masks = {"return_sampling_mask": True} if params.return_sampling_mask else {}
     return {
         "rid": rid,
-        "input_ids": input_ids if len(input_ids) > 1 else input_ids[0],
+        "input_ids": prompts if len(prompts) > 1 else prompts[0],
         "sampling_params": sampling,
         "return_logprob": True,
         "extra_key": f"weights {version}",

@@ -7,7 +7,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from actors.rollout.sglang.answers import Answer, VersionSpan, status_of
+from actors.rollout.sglang.answers import MetaInfo, VersionSpan, status_of
 from messages import SampleStatus
 from runtime.data.tokens import id_problem, kept_problem, log_prob_problem
 
@@ -25,25 +25,21 @@ class ExpectedAnswer(NamedTuple):
     max_kept: int | None = None  # with return_sampling_mask: most tokens that top-k keeps
 
 
+class NewTokens(NamedTuple):
+    """The new tokens of an answer or chunk, as the engine sent them."""
+
+    ids: list[int]  # [T]
+    named: list[int]  # ids that come with the log-probs
+    log_probs: list[float | None]  # None: SGLang encodes NaN as null
+    masks: list[list[int]] = []  # with return_sampling_mask: ids that top-p and top-k kept
+    kept_log_probs: list[float | None] = []  # and log-probs among them
+
+
 ANYTHING: Final = ExpectedAnswer()
 
 
-def answer_problem(answer: Answer, expected: ExpectedAnswer) -> str | None:
-    """Return the first problem of a finished answer in its tokens, weight spans, end or request id."""
-    meta, num_tokens = answer.meta_info, len(answer.output_ids)
-    if meta.completion_tokens not in (None, num_tokens):
-        return f"completion_tokens is {meta.completion_tokens}, but {num_tokens} tokens were received"
-    return (
-        meta_problem(answer, expected)
-        or tokens_problem(answer, expected)
-        or count_problem(num_tokens, expected)
-        or end_problem(answer, num_tokens)
-    )
-
-
-def meta_problem(answer: Answer, expected: ExpectedAnswer) -> str | None:
+def meta_problem(meta: MetaInfo, expected: ExpectedAnswer) -> str | None:
     """Return why an answer belongs to another request."""
-    meta = answer.meta_info
     if expected.rid and meta.id != expected.rid:
         return f"it answers request {(meta.id or 'null')[:MAX_SHOWN]}, but {expected.rid} was sent"
     if None not in (expected.prompt_tokens, meta.prompt_tokens) and meta.prompt_tokens != expected.prompt_tokens:
@@ -51,44 +47,32 @@ def meta_problem(answer: Answer, expected: ExpectedAnswer) -> str | None:
     return None
 
 
-def tokens_problem(answer: Answer, expected: ExpectedAnswer, num_before: int = 0) -> str | None:
-    """Return what is wrong with the tokens and log-probs of an answer, or of a streamed chunk.
-
-    Args:
-        answer: or chunk.
-        expected: the request's properties.
-        num_before: tokens of earlier chunks; a chunk's log-probs may cover all tokens so far.
-    """
-    ids, triples = answer.output_ids, answer.meta_info.output_token_logprobs
-    own = triples[num_before:] if len(triples) == num_before + len(ids) else triples
-    named = [token for _, token, _ in own]
-    if named != ids:
-        return f"the log-probs are of other tokens: {_difference(named, ids)}"
-    problem = id_problem(ids, expected.vocab_size) or log_prob_problem([value for value, _, _ in triples])
+def tokens_problem(tokens: NewTokens, expected: ExpectedAnswer) -> str | None:
+    """Return what is wrong with the new tokens of an answer or chunk, or with their log-probs."""
+    if tokens.named != tokens.ids:
+        return f"the log-probs are of other tokens: {_difference(tokens.named, tokens.ids)}"
+    problem = id_problem(tokens.ids, expected.vocab_size) or log_prob_problem(tokens.log_probs)
     if problem is None and expected.max_kept is not None:
-        problem = _masks_problem(answer, expected, num_before)
+        problem = _masks_problem(tokens, expected.max_kept, expected.vocab_size)
     return problem
 
 
-def _masks_problem(answer: Answer, expected: ExpectedAnswer, num_before: int) -> str | None:
-    """Return what is wrong with the kept tokens of an answer or chunk, or with the log-probs among them."""
-    ids, meta = answer.output_ids, answer.meta_info
-    masks, log_probs = meta.output_token_sampling_mask, meta.output_token_sampling_logprobs
-    if len(masks) == len(log_probs) == num_before + len(ids):
-        masks, log_probs = masks[num_before:], log_probs[num_before:]
+def _masks_problem(tokens: NewTokens, max_kept: int, vocab_size: int | None) -> str | None:
+    """Return what is wrong with the kept tokens, or with the log-probs among them."""
+    ids, masks, log_probs = tokens.ids, tokens.masks, tokens.kept_log_probs
     if len(masks) != len(ids) or len(log_probs) != len(ids):
         return (
             f"return_sampling_mask was sent, but {len(masks)} sampling masks and {len(log_probs)} log-probs came for "
             f"{len(ids)} tokens: rollout.return_sampling_mask needs SGLang 0.5.23 or newer"
         )
     longest = max(map(len, masks), default=0)
-    if expected.max_kept is not None and longest > expected.max_kept:
-        return f"a sampling mask has {longest} tokens; top_k allows {expected.max_kept}"
+    if longest > max_kept:
+        return f"a sampling mask has {longest} tokens; top_k allows {max_kept}"
     if [] in masks:
         place = masks.index([])
         return f"token {place} has id {ids[place]}, and no kept tokens"
     counts, kept = np.array([*map(len, masks)], dtype=np.int64), list(chain.from_iterable(masks))
-    return kept_problem(ids, counts, kept, expected.vocab_size) or log_prob_problem(log_probs)
+    return kept_problem(ids, counts, kept, vocab_size) or log_prob_problem(log_probs)
 
 
 def count_problem(num_tokens: int, expected: ExpectedAnswer) -> str | None:
@@ -98,24 +82,24 @@ def count_problem(num_tokens: int, expected: ExpectedAnswer) -> str | None:
     return None
 
 
-def end_problem(answer: Answer, num_tokens: int) -> str | None:
+def end_problem(meta: MetaInfo, num_tokens: int, last_id: int | None) -> str | None:
     """Return what is wrong with the end of an answer, or with its weight labels.
 
     Args:
-        answer: whole, or the last chunk of a stream.
+        meta: of the whole answer, or of the last chunk of a stream.
         num_tokens: of the whole answer.
+        last_id: its last token; None: unknown.
     """
     try:
-        status = status_of(answer)
+        status = status_of(meta.finish_reason)
     except ValueError as error:
         return str(error)
     if num_tokens == 0:
         aborted = status is SampleStatus.ABORTED
-        return None if aborted else f"received no token, and it ended with {answer.meta_info.finish_reason}"
-    meta = answer.meta_info
+        return None if aborted else f"received no token, and it ended with {meta.finish_reason}"
     matched = (meta.finish_reason or {}).get("matched")
-    if isinstance(matched, int) and answer.output_ids and answer.output_ids[-1] != matched:
-        return f"it stopped at token {matched}, but its last token is {answer.output_ids[-1]}"
+    if isinstance(matched, int) and last_id is not None and last_id != matched:
+        return f"it stopped at token {matched}, but its last token is {last_id}"
     if meta.weight_versions:
         return _spans_problem(meta.weight_versions, num_tokens)
     return None if meta.weight_version is not None else "it does not report which weights sampled the tokens"

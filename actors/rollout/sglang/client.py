@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 import aiohttp
 import msgspec
 
-from actors.rollout.sglang.answers import Answer
+from actors.rollout.sglang.answers import decode_answer, decode_answers, refusal_in
 from actors.rollout.sglang.body import probe_body
-from actors.rollout.sglang.checks import ExpectedAnswer, answer_problem, label_in
+from actors.rollout.sglang.checks import label_in
 from actors.rollout.sglang.errors import (
     BadAnswer,
     EngineBusy,
@@ -21,7 +21,7 @@ from actors.rollout.sglang.errors import (
     RequestRefused,
 )
 from actors.rollout.sglang.events import DONE, MAX_EVENT_BYTES, EventTooLarge, events_of
-from actors.rollout.sglang.streams import Stream, refusal_in
+from actors.rollout.sglang.reading import AnswerReader
 from runtime.util.secrets import Secret
 
 T = TypeVar("T")
@@ -140,13 +140,13 @@ class SglangClient:
         self._plain = {"Content-Type": "application/json"}
         self._with_key = self._plain if key is None else self._plain | {"Authorization": f"Bearer {key.reveal()}"}
 
-    async def generate(self, router: str, body: dict[str, Any], vocab_size: int | None = None) -> list[Answer]:
-        """Send a request for one sample or a batch, and wait for the answers.
+    async def generate(self, router: str, body: dict[str, Any], readers: Sequence[AnswerReader]) -> None:
+        """Send a request for one sample or a batch, and read the answers.
 
         Args:
             router: URL of the router or an engine.
             body: of the request.
-            vocab_size: of the model; None: unknown.
+            readers: of the answers, in the order of the prompts. On an error some may have read theirs.
 
         Raises:
             EngineUnavailable: connection lost, or no worker.
@@ -155,24 +155,26 @@ class SglangClient:
         """
         url = router + "/generate"
         data = await self._post(url, body, self._generate_timeout_s)
-        all_expected = expected_answers(body, vocab_size)
         try:
-            answers = [_read(data, Answer)] if len(all_expected) == 1 else _read(data, list[Answer])
-        except ValueError as error:
-            raise BadAnswer(url, f"unreadable answer: {error}: {_shown(data)}", label_in(data)) from error
-        if len(answers) != len(all_expected):
-            raise BadAnswer(url, f"{len(answers)} answers to {len(all_expected)} prompts", label_in(data))
-        for expected, answer in zip(all_expected, answers, strict=True):
+            answers = [decode_answer(data)] if len(readers) == 1 else decode_answers(data)
+        except (ValueError, RecursionError) as error:
+            raise BadAnswer(url, f"unreadable answer: {_problem(error)}: {_shown(data)}", label_in(data)) from error
+        if len(answers) != len(readers):
+            raise BadAnswer(url, f"{len(answers)} answers to {len(readers)} prompts", label_in(data))
+        for reader, answer in zip(readers, answers, strict=True):
+            label = answer.meta_info.weight_version or ""
             if (refused := refusal_in(answer.meta_info)) is not None:
-                raise _error(url, refused.code, refused.message, label=answer.meta_info.weight_version or "")
-            if (problem := answer_problem(answer, expected)) is not None:
-                raise BadAnswer(url, problem, answer.meta_info.weight_version or "")
-        return answers
+                raise _error(url, refused.code, refused.message, label=label)
+            try:
+                reader.add_whole(answer)
+            except (ValueError, RecursionError) as error:
+                unreadable = "" if type(error) is ValueError else "unreadable answer: "
+                raise BadAnswer(url, f"{unreadable}{_problem(error)}", label) from error
 
-    async def stream(self, router: str, body: dict[str, Any], stream: Stream) -> None:
-        """Send a request for one sample and add its chunks to a stream until it ends.
+    async def stream(self, router: str, body: dict[str, Any], reader: AnswerReader) -> None:
+        """Send a request for one sample and read its chunks as they come.
 
-        On an error the stream keeps its tokens.
+        On an error the reader keeps its tokens.
 
         Raises:
             EngineUnavailable: connection lost, also in the middle of the stream; or no worker.
@@ -187,13 +189,13 @@ class SglangClient:
                     if event == DONE:
                         break
                     _raise_streamed(url, event)
-                    _add(url, stream, event)
+                    _add(url, reader, event)
             except EventTooLarge as error:
-                raise BadAnswer(url, str(error), stream.last_label) from error
-        if not stream.ended:
-            raise EngineUnavailable(f"{url}: the stream broke off after {stream.num_tokens} tokens")
-        if stream.refused is not None:
-            raise _error(url, stream.refused.code, stream.refused.message, label=stream.last_label)
+                raise BadAnswer(url, str(error), reader.last_label) from error
+        if not reader.ended:
+            raise EngineUnavailable(f"{url}: the stream broke off after {reader.num_tokens} tokens")
+        if reader.refused is not None:
+            raise _error(url, reader.refused.code, reader.refused.message, label=reader.last_label)
 
     async def ready(self, engine: str) -> bool:
         """Whether an engine answers its readiness check; a timeout is retried once."""
@@ -397,12 +399,16 @@ def _error(url: str, code: int, message: str, *, label: str = "") -> EngineError
     return (EngineBusy if code in PASSING else EngineFailed)(f"{url}: {code} {message}", label=label)
 
 
-def _add(url: str, stream: Stream, event: bytes) -> None:
+def _add(url: str, reader: AnswerReader, event: bytes) -> None:
     try:
-        stream.add(event)
+        reader.add_chunk(event)
     except (ValueError, RecursionError) as error:
-        label = label_in(event) or stream.last_label
-        raise BadAnswer(url, f"bad chunk: {error}: {_shown(event)}", label) from error
+        label = label_in(event) or reader.last_label
+        raise BadAnswer(url, f"bad chunk: {_problem(error)}: {_shown(event)}", label) from error
+
+
+def _problem(error: Exception) -> str:
+    return "its lists and objects are nested too deeply" if isinstance(error, RecursionError) else str(error)
 
 
 async def _read_all(url: str, response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
@@ -425,17 +431,6 @@ def _raise_streamed(url: str, event: bytes) -> None:
 
 def _shown(answer: bytes) -> str:
     return answer.decode(errors="replace")[:500]
-
-
-def expected_answers(body: dict[str, Any], vocab_size: int | None = None) -> list[ExpectedAnswer]:
-    """Return the properties that the answers to a request must match, one per prompt."""
-    rid, prompts, limit = body["rid"], body["input_ids"], body["sampling_params"]["max_new_tokens"]
-    kept = body["sampling_params"]["top_k"] if body.get("return_sampling_mask") else None
-    if not prompts or not isinstance(prompts[0], list):
-        return [ExpectedAnswer(rid, len(prompts), limit, vocab_size, kept)]
-    return [
-        ExpectedAnswer(f"{rid}_{index}", len(prompt), limit, vocab_size, kept) for index, prompt in enumerate(prompts)
-    ]
 
 
 def _decode(url: str, data: bytes, answer_type: type[T]) -> T:

@@ -48,6 +48,10 @@ class BadAnswer(EngineFailed):
         self.problem = problem
 
 
+class AbortedUnasked(EngineFailed):
+    """The engine aborted a request without tokens, and without a call to abort it."""
+
+
 class TokensUnverified(EngineUnavailable):
     """The tokens were sampled from unverified weights. The request is resent to another engine."""
 

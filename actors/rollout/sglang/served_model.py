@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
-from actors.rollout.sglang.answers import Answer, is_aborted
 from messages import SamplingParams
+from runtime.data.tokens import id_problem
 
 if TYPE_CHECKING:
     import tokenizers
@@ -85,16 +87,15 @@ class ServedModel:
         except Exception as error:
             raise ValueError(f"the model's tokenizer cannot encode {text[:80]!r}: {error}") from error
 
-    def check_ids(self, ids: Sequence[int]) -> None:
+    def check_ids(self, ids: Sequence[int] | NDArray[np.int32]) -> None:
         """Check that all token ids are in the vocabulary.
 
         Raises:
             ValueError: one is not.
         """
-        if not ids or (min(ids) >= 0 and max(ids) < self.vocab_size):
-            return
-        bad = next(token for token in ids if not 0 <= token < self.vocab_size)
-        raise ValueError(f"{bad} is not a token of the model, whose vocabulary has {self.vocab_size}")
+        if len(ids) and id_problem(ids, self.vocab_size) is not None:
+            bad = next(token for token in ids if not 0 <= token < self.vocab_size)
+            raise ValueError(f"{bad} is not a token of the model, whose vocabulary has {self.vocab_size}")
 
     def check_tokenizer(self) -> None:
         """Check that all tokens of the tokenizer are in the model's vocabulary.
@@ -128,35 +129,25 @@ class ServedModel:
         for text in texts:
             self.encode(text)
 
-    def ended(self, answer: Answer, ids: Sequence[int], params: SamplingParams) -> Answer:
-        """Turn an aborted answer that had reached its end into a completed one; return other answers unchanged.
+    def end_in(self, ids: NDArray[np.int32], params: SamplingParams) -> int | str | None:
+        """Return the stop token or stop text at the end of an aborted answer; None if it had not reached its end.
 
         If an abort and the end fall into the same step, SGLang reports the abort. So the last token decides.
 
         Args:
-            answer: the whole answer, or its last part.
-            ids: all tokens of the request so far.
+            ids: [T], all tokens of the answer.
             params: sampling parameters of the request.
         """
-        if not ids or not is_aborted(answer):
-            return answer
-        matched = self._matched(ids, params)
-        if matched is None:
-            return answer
-        text = answer.text
-        if isinstance(matched, str) and (found := text.find(matched)) >= 0:
-            text = text[: found + len(matched)]
-        meta = msgspec.structs.replace(answer.meta_info, finish_reason={"type": "stop", "matched": matched})
-        return Answer(meta_info=meta, text=text, output_ids=answer.output_ids)
-
-    def _matched(self, ids: Sequence[int], params: SamplingParams) -> int | str | None:
+        if not len(ids):
+            return None
         if params.stop:
             window = max(len(self.encode(text)) for text in params.stop) + 1  # the same window as in SGLang
-            tail = self._tokenizer().decode(list(ids[-window:]), skip_special_tokens=False)
+            tail = self._tokenizer().decode(ids[-window:].tolist(), skip_special_tokens=False)
             found = next((text for text in params.stop if text in tail), None)
             if found is not None:
                 return found
-        return ids[-1] if ids[-1] in params.stop_token_ids or ids[-1] in self.end_ids else None
+        last = int(ids[-1])
+        return last if last in params.stop_token_ids or last in self.end_ids else None
 
     def _tokenizer(self) -> "tokenizers.Tokenizer":
         if self._loaded is None:

@@ -9,8 +9,8 @@ import pytest
 from anyio.streams.buffered import BufferedByteReceiveStream
 
 from actors.reward.actor import RewardActor
-from actors.rollout.groups.scoring import Scorer
-from actors.rollout.groups.tasks import training_task
+from actors.rollout.samples.scoring import Scorer
+from actors.rollout.samples.tasks import training_task
 from messages import Plane, SampleStatus, Score, ScoreItem, ScoreRequestsLost
 from messages.subjects import score_durable, stream_of
 from runtime.bus.bus import Bus

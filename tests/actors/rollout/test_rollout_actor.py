@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from actors.rollout.groups.task_runner import ACK_WAIT_S
+from actors.rollout.samples.task_runner import ACK_WAIT_S
 from messages import (
     BatchTrained,
     EvalCompleted,
@@ -357,7 +357,7 @@ async def test_it_says_what_it_waits_for(bus: Bus, router_url: str) -> None:
 
 
 def with_function(name: str) -> Topology:
-    return topology_with(rollout={"custom_generate": f"tests.actors.rollout.sessions.generate_functions:{name}"})
+    return topology_with(rollout={"custom_generate": f"tests.actors.rollout.samples.generate_functions:{name}"})
 
 
 async def test_a_generate_function_that_does_not_go_on_is_named(bus: Bus, router_url: str) -> None:

@@ -62,8 +62,8 @@ async def test_what_cannot_be_true_is_said_with_the_engine_and_its_url(
             url = behind.proxies[0].url
 
             async def ask(number: int) -> None:
-                asked = request(f"{number}-0-1", LONG if number % 2 else SHORT)
-                found.append(await outcome(behind, asked, streamed=bool(number % 2), limit_s=LIMIT_S))
+                asked = request(f"{number}-0-1", LONG if number % 2 else SHORT, streamed=bool(number % 2))
+                found.append(await outcome(behind, asked, limit_s=LIMIT_S))
 
             for number in range(2 * len(rows)):
                 group.start_soon(ask, number)

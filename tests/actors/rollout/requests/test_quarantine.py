@@ -12,6 +12,7 @@ from actors.rollout.requests.quarantine import DeathRecord, RequestStatus
 from actors.rollout.requests.request import GenerateRequest
 from messages import ActorExited, SamplingParams
 from runtime.settings.processes import PortRequest, ProcessSpec, Tier, WhenListening
+from tests.support.sampled import request_of
 from tests.support.supervised_engines import check_that_one_fails_alone, generating
 from tests.support.tiny_models import write_model
 
@@ -68,15 +69,8 @@ def spec(model: Path, index: int) -> ProcessSpec:
 
 
 def request(number: int, prompt: list[int]) -> GenerateRequest:
-    return GenerateRequest(
-        rid=f"lease-{number}-1",
-        input_ids=[prompt],
-        params=SamplingParams(max_new_tokens=NUM_TOKENS),
-        max_new_tokens=NUM_TOKENS,
-        min_version=1,
-        round=0,
-        seeds=[number],
-    )
+    params = SamplingParams(max_new_tokens=NUM_TOKENS)
+    return request_of(f"lease-{number}-1", [prompt], params, seeds=[number])
 
 
 @pytest.mark.anyio

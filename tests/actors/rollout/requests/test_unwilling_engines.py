@@ -9,6 +9,7 @@ from typing import Any, Final
 import anyio
 import pytest
 
+from actors.rollout.requests.verdict import Outcome
 from actors.rollout.sglang.errors import EnginesUnwilling, RequestRefused
 from messages import EngineRequestsFailed, EngineState, EngineStateChanged, Message
 from runtime.report.report import Line, Report
@@ -57,8 +58,8 @@ async def asked_all(behind: Behind, number: int, *, streamed: bool = False, limi
     found: list[str] = []
 
     async def ask(index: int) -> None:
-        asked = request(f"group{index}-0-1", LONG if streamed else SHORT, seed=index)
-        found.append(await outcome(behind, asked, streamed=streamed, limit_s=limit_s))
+        asked = request(f"group{index}-0-1", LONG if streamed else SHORT, seed=index, streamed=streamed)
+        found.append(await outcome(behind, asked, limit_s=limit_s))
 
     async with anyio.create_task_group() as group:
         for index in range(number):
@@ -165,7 +166,7 @@ async def test_two_prompts_that_always_fail_cost_no_engine_that_answers_others(
                 group.start_soon(ask, index)
             number = 0
             while len(ended) < 8:
-                assert await outcome(behind, request(f"good{number}-0-1", SHORT), streamed=False, limit_s=60) == "good"
+                assert await outcome(behind, request(f"good{number}-0-1", SHORT), limit_s=60) == "good"
                 number += 1
         assert behind.killed == []
 
@@ -212,7 +213,7 @@ async def test_a_request_whose_stream_always_breaks_without_a_token_fails_after_
         async with anyio.create_task_group() as group:
             group.start_soon(others)
             with pytest.raises(RequestRefused, match=r"failed 10 times, last at engine\.policy\.0"):
-                await behind.generator.generate(request("cursed-0-1", LONG), lambda _: None)
+                await behind.generator.generate(request("cursed-0-1", LONG, streamed=True))
         assert found == ["good"] * 8
         assert behind.proxies[0].spoiled[name] == 10
         assert behind.fleet.num_admitted() == 1
@@ -225,7 +226,7 @@ async def test_a_halt_ends_the_wait_of_a_request_that_fails(engines: list[str], 
 
             async def ask() -> None:
                 with anyio.fail_after(20):
-                    assert await behind.generator.generate(request("g-0-1", SHORT)) is None
+                    assert await behind.generator.generate(request("g-0-1", SHORT)) is Outcome.ABORTED
 
             group.start_soon(ask)
             with anyio.fail_after(20):
@@ -255,13 +256,13 @@ async def test_a_request_that_a_live_engine_lost_is_aborted_there_and_sent_again
         found: list[str] = []
 
         async def ask() -> None:
-            asked = request("lost-0-1", LONG if streamed else SHORT)
-            found.append(await outcome(behind, asked, streamed=streamed, limit_s=60))
+            asked = request("lost-0-1", LONG if streamed else SHORT, streamed=streamed)
+            found.append(await outcome(behind, asked, limit_s=60))
 
         async with anyio.create_task_group() as group:
             group.start_soon(ask)
             for index in range(12):
-                others = await outcome(behind, request(f"o{index}-0-1", LONG), streamed=True, limit_s=60)
+                others = await outcome(behind, request(f"o{index}-0-1", LONG, streamed=True), limit_s=60)
                 assert others == "good"
         assert found == ["good"]
         assert {"rid": "lost-0-1-0"} in behind.proxies[0].aborts

@@ -19,7 +19,7 @@ LIMITS = TokenTimeouts(first_s=10.0, next_s=3.0)
 
 
 def sent(at: float, *, engine: str = "", token_at: float = 0.0) -> OpenRequest:
-    return OpenRequest(sent_at=at, stream=None, engine=engine, token_at=token_at)
+    return OpenRequest(sent_at=at, reader=None, engine=engine, token_at=token_at)
 
 
 SILENCES: dict[str, tuple[list[OpenRequest], float, str]] = {

@@ -9,9 +9,11 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from actors.rollout.sglang.client import SglangClient, expected_answers
+from actors.rollout.samples.buffer import SampleBuffer
+from actors.rollout.sglang.checks import ExpectedAnswer
+from actors.rollout.sglang.client import SglangClient
 from actors.rollout.sglang.errors import BadAnswer, EngineBusy, EngineFailed, RequestRefused
-from actors.rollout.sglang.streams import Stream
+from actors.rollout.sglang.reading import AnswerReader
 
 pytestmark = pytest.mark.anyio
 IDS = [3, 4, 5, 6]
@@ -108,18 +110,30 @@ async def answering(body: bytes, content_type: str = "application/json") -> Asyn
         await runner.cleanup()
 
 
-async def whole(said: bytes, body: dict[str, Any] = BODY) -> Any:
+def readers_of(body: dict[str, Any]) -> list[AnswerReader]:
+    """One for each prompt of a request."""
+    rid, prompts, limit = body["rid"], body["input_ids"], body["sampling_params"]["max_new_tokens"]
+    if not prompts or not isinstance(prompts[0], list):
+        return [AnswerReader(SampleBuffer(), ExpectedAnswer(rid, len(prompts), limit, VOCAB))]
+    return [
+        AnswerReader(SampleBuffer(), ExpectedAnswer(f"{rid}_{index}", len(prompt), limit, VOCAB))
+        for index, prompt in enumerate(prompts)
+    ]
+
+
+async def whole(said: bytes, body: dict[str, Any] = BODY) -> list[AnswerReader]:
+    readers = readers_of(body)
     async with answering(said) as (client, url):
-        return await client.generate(url, body, VOCAB)
+        await client.generate(url, body, readers)
+    return readers
 
 
-async def streamed(*chunks: bytes, body: dict[str, Any] = BODY) -> Stream:
+async def streamed(*chunks: bytes, body: dict[str, Any] = BODY) -> AnswerReader:
     said = b"".join(b"data: " + chunk + b"\n\n" for chunk in (*chunks, b"[DONE]"))
-    (expected,) = expected_answers(body, VOCAB)
-    stream = Stream(expected=expected)
+    (reader,) = readers_of(body)
     async with answering(said, "text/event-stream") as (client, url):
-        await client.stream(url, body, stream)
-    return stream
+        await client.stream(url, body, reader)
+    return reader
 
 
 def spoilt(spoil: Spoil) -> bytes:
@@ -130,8 +144,8 @@ def spoilt(spoil: Spoil) -> bytes:
 
 async def test_a_right_answer_is_taken_streamed_and_whole() -> None:
     (taken,) = await whole(json.dumps(answer()).encode())
-    assert taken.output_ids == IDS
-    assert (await streamed(json.dumps(answer()).encode())).output_ids == IDS
+    assert taken.ids.tolist() == IDS
+    assert (await streamed(json.dumps(answer()).encode())).ids.tolist() == IDS
 
 
 @pytest.mark.parametrize("name", BAD_ANSWERS)
@@ -185,7 +199,7 @@ async def test_no_token_without_an_abort_and_more_than_asked_for_are_refused(ids
         await streamed(said, body=body)
     aborted = json.dumps(answer([], finish_reason={"type": "abort"}, weight_version=None)).encode()
     (taken,) = await whole(aborted)
-    assert taken.output_ids == []
+    assert taken.ids.tolist() == []
     assert (await streamed(aborted)).ended
 
 

@@ -9,9 +9,10 @@ import anyio
 import pytest
 from aiohttp import web
 
+from actors.rollout.samples.buffer import SampleBuffer
 from actors.rollout.sglang.client import SglangClient
 from actors.rollout.sglang.errors import BadAnswer, EngineFailed, EngineUnavailable
-from actors.rollout.sglang.streams import Stream
+from actors.rollout.sglang.reading import AnswerReader
 from runtime.util.secrets import Secret
 from tests.support.scripted_engine import ScriptedEngine, serving
 
@@ -131,8 +132,8 @@ async def test_an_answer_without_end_is_the_engines_failure() -> None:
         async with aiohttp.ClientSession() as session:
             client = SglangClient(session, max_answer_bytes=100_000, max_event_bytes=100_000)
             with pytest.raises(EngineFailed, match="the answer is larger than 100000 bytes"):
-                await client.generate(url, body)
+                await client.generate(url, body, [AnswerReader(SampleBuffer())])
             with pytest.raises(BadAnswer, match="an event is larger than 100000 bytes"):
-                await client.stream(url, body, Stream())
+                await client.stream(url, body, AnswerReader(SampleBuffer()))
     finally:
         await runner.cleanup()

@@ -3,11 +3,12 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from actors.rollout.sglang.answers import Answer, MetaInfo, status_of
+from actors.rollout.samples.buffer import SampleBuffer
+from actors.rollout.sglang.reading import AnswerReader
 from actors.rollout.sglang.served_model import ServedModel
-from actors.rollout.sglang.streams import Stream
 from messages import SampleStatus, SamplingParams
 from tests.support.tiny_models import EOS, write_tokenizer
 
@@ -21,10 +22,6 @@ def directory(tmp_path: Path) -> Path:
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<eos>"}}))
     write_tokenizer(tmp_path)
     return tmp_path
-
-
-def aborted(*ids: int, text: str = "") -> Answer:
-    return Answer(meta_info=MetaInfo(finish_reason={"type": "abort"}), text=text, output_ids=list(ids))
 
 
 def test_end_tokens_are_those_of_both_configs_and_of_the_tokenizer(directory: Path) -> None:
@@ -42,11 +39,10 @@ def test_a_token_that_the_model_has_not_is_refused(directory: Path) -> None:
 def test_an_aborted_answer_that_reached_its_end_has_ended(directory: Path) -> None:
     model, params = ServedModel.read(directory), SamplingParams(max_new_tokens=9, stop=("b",), stop_token_ids=(SLASH,))
     for end in (EOS, 12, SLASH):
-        assert status_of(model.ended(aborted(A, end), [A, end], params)) is SampleStatus.COMPLETED
-    ended = model.ended(aborted(A, B, text="ab"), [A, B], params)
-    assert ended.meta_info.finish_reason == {"type": "stop", "matched": "b"}
+        assert model.end_in(np.array([A, end]), params) == end
+    assert model.end_in(np.array([A, B]), params) == "b"
     for open_ids in ([A], [SLASH, A], []):
-        assert status_of(model.ended(aborted(*open_ids), open_ids, params)) is SampleStatus.ABORTED
+        assert model.end_in(np.array(open_ids, np.int32), params) is None
 
 
 def test_the_last_chunk_of_a_retracted_stream_repeats_what_came() -> None:
@@ -56,11 +52,13 @@ def test_the_last_chunk_of_a_retracted_stream_repeats_what_came() -> None:
         meta["weight_version"] = "1"
         return json.dumps({"text": text, "output_ids": ids, "meta_info": meta}).encode()
 
-    stream = Stream()
-    stream.add(chunk([A], 1, "a", None))
-    stream.add(chunk([B, A], 3, "ba", None))
-    stream.add(chunk([A], 3, "aba", {"type": "abort", "message": "Abort in waiting queue"}))
-    rest = stream.rest()
-    assert stream.ended
-    assert (rest.output_ids, rest.text) == ([A, B, A], "aba")
-    assert [token for _, token, _ in rest.meta_info.output_token_logprobs] == [A, B, A]
+    buffer = SampleBuffer()
+    reader = AnswerReader(buffer)
+    reader.add_chunk(chunk([A], 1, "a", None))
+    reader.add_chunk(chunk([B, A], 3, "ba", None))
+    reader.add_chunk(chunk([A], 3, "aba", {"type": "abort", "message": "Abort in waiting queue"}))
+    assert reader.ended
+    assert reader.status is SampleStatus.ABORTED
+    assert (buffer.ids.tolist(), buffer.text) == ([A, B, A], "aba")
+    reader.end_at("b")
+    assert (reader.status, buffer.text) == (SampleStatus.COMPLETED, "ab")

@@ -1,22 +1,18 @@
 """Stores the current segments of a group's samples, and restores them in another attempt or delivery."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import anyio
 import msgspec
 import structlog
 
-from actors.rollout.groups.open_samples import OpenSample, fresh_samples, inherit
-from actors.rollout.groups.tasks import GroupTask
-from actors.rollout.sglang.answers import Answer, segment_of
-from actors.rollout.sglang.streams import Stream
+from actors.rollout.samples.sample import OpenSample, fresh_samples, inherit
+from actors.rollout.samples.tasks import GroupTask
 from messages import (
-    Int32Array,
     Prompt,
     RolloutRequested,
     SampleKey,
-    SampleStatus,
     SampleSummary,
     Segment,
     SegmentRef,
@@ -32,7 +28,9 @@ from runtime.bus.roster import Roster
 from runtime.data.stored_prompts import SHOWN_CHARS
 from runtime.ledger.groups import longest
 
-CARRIED_ON = Int32Array()  # empty new input: the segment continues the previous one
+log = structlog.get_logger()
+
+SPILLS_TIMEOUT_S: Final = 3.0  # for the buffer's response with spilled samples
 
 
 async def store(bus: Bus, message: SegmentsPublished) -> Sequence[SegmentRef]:
@@ -64,51 +62,39 @@ def label_of(prompt: Prompt) -> Any:
 
 
 class SegmentStore:
-    """Packs engine output into segments and stores them."""
+    """Takes segments from the buffers of a group's samples, and stores them."""
 
-    def __init__(
-        self,
-        task: GroupTask,
-        samples: Sequence[OpenSample],
-        bus: Bus,
-        on_received: Callable[[Sequence[OpenSample]], None],
-    ) -> None:
-        """Store for a group's samples; `on_received` is called with samples whose segments are about to be stored."""
+    def __init__(self, task: GroupTask, samples: Sequence[OpenSample], bus: Bus) -> None:
         self._task = task
         self._samples = samples
         self._bus = bus
-        self._on_received = on_received
         self._outbox: list[tuple[OpenSample, Segment]] = []
         self._storing = anyio.Lock()
         self._num_published = 0  # number of segments and rewards in the last event
 
-    def receive(self, sample: OpenSample, answer: Answer, status: SampleStatus) -> None:
-        """Append engine output to a sample; `flush` stores it."""
-        segment = self._segment(sample, answer)
-        sample.continue_with(segment, status)
-        if len(segment.response_ids):
+    def take(self, sample: OpenSample) -> None:
+        """Take the new tokens of a sample; `flush` stores them."""
+        key = SampleKey(group_id=self._task.group_id, attempt=self._task.attempt, index=sample.index)
+        segment = sample.take(key, self._task.prompt.prompt_ids)
+        if segment is not None:
             self._outbox.append((sample, segment))
 
     async def flush(self) -> None:
-        """Store all received segments.
-
-        Segments that arrive during a store are stored and scored together afterwards.
-        """
+        """Store all taken segments. Those that are taken during a store are stored together afterwards."""
         async with self._storing:
             while self._outbox:
-                ended, self._outbox = self._outbox, []
-                self._on_received([sample for sample, _ in ended])  # runs while they are being stored
-                await self._store([sample for sample, _ in ended], [segment for _, segment in ended])
+                taken, self._outbox = self._outbox, []
+                await self._store([sample for sample, _ in taken], [segment for _, segment in taken])
 
-    async def spill(self, streams: Mapping[int, Stream]) -> None:
+    async def spill(self) -> None:
         """Store and report the current samples, including tokens of running requests."""
         for sample in self._samples:
-            stream = streams.get(sample.index)
-            if stream is None or stream.ended or not stream.num_new or not stream.is_trusted:
+            if sample.request is None:
                 continue
-            if stream.oldest_version < self._task.min_version:
-                continue
-            self.receive(sample, stream.take(), SampleStatus.ABORTED)
+            for reader in sample.request.readers:
+                usable = reader.is_trusted and reader.is_recent(self._task.min_version)
+                if reader.num_new and usable and not reader.ended:
+                    self.take(sample)
         await self.flush()
         await self._tell()
 
@@ -144,17 +130,6 @@ class SegmentStore:
             refs = await store(self._bus, message)
         for sample, segment, ref in zip(samples, segments, refs, strict=True):
             sample.stored_at(ref, segment)
-
-    def _segment(self, sample: OpenSample, answer: Answer) -> Segment:
-        key = SampleKey(group_id=self._task.group_id, attempt=self._task.attempt, index=sample.index)
-        if not sample.prefix:
-            return segment_of(answer, key, self._task.prompt.prompt_ids)
-        return segment_of(answer, key, Int32Array(sample.pending) if sample.pending else CARRIED_ON)
-
-
-log = structlog.get_logger()
-
-SPILLS_TIMEOUT_S: Final = 3.0  # for the buffer's response with spilled samples
 
 
 class Inheritance:

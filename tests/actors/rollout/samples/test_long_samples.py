@@ -9,8 +9,8 @@ import anyio
 import msgspec
 import pytest
 
-from actors.rollout.groups.task_runner import ACK_WAIT_S
-from actors.rollout.sglang.streams import Stream
+from actors.rollout.samples.task_runner import ACK_WAIT_S
+from actors.rollout.sglang.reading import AnswerReader
 from messages import (
     EvalRequested,
     GroupCompleted,
@@ -59,13 +59,13 @@ async def tokens_of(bus: Bus, sample: SampleSummary) -> list[list[int]]:
 
 def chunks_seen(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     """The chunks that have come, as they come."""
-    came, add = list[bytes](), Stream.add
+    came, add = list[bytes](), AnswerReader.add_chunk
 
-    def add_and_tell(stream: Stream, data: bytes) -> None:
-        add(stream, data)
+    def add_and_tell(reader: AnswerReader, data: bytes) -> None:
+        add(reader, data)
         came.append(data)
 
-    monkeypatch.setattr(Stream, "add", add_and_tell)
+    monkeypatch.setattr(AnswerReader, "add_chunk", add_and_tell)
     return came
 
 

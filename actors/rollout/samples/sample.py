@@ -5,7 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from messages import Int32Array, SampleStatus, SampleSummary, Score, Segment, SegmentRef
+from actors.rollout.requests.request import GenerateRequest
+from actors.rollout.samples.buffer import NOTHING, SampleBuffer
+from messages import Int32Array, SampleKey, SampleStatus, SampleSummary, Score, Segment, SegmentRef
 
 FINISHED = (SampleStatus.COMPLETED, SampleStatus.TRUNCATED)
 NUM_TURNS = "num_turns"  # metadata key: number of finished turns of a conversation
@@ -28,20 +30,21 @@ class OpenSample:
     is_baseline: bool = False  # sampled greedily, scored and not trained
     status: SampleStatus = SampleStatus.PENDING
     refs: list[SegmentRef] = field(default_factory=list[SegmentRef])
-    prefix: list[int] = field(default_factory=list[int])  # response tokens so far, including input between turns
-    pending: list[int] = field(default_factory=list[int])  # input after the last turn, not yet sent to an engine
+    buffer: SampleBuffer = field(default_factory=SampleBuffer)  # the response so far, input between turns included
+    pending: Int32Array = field(default_factory=Int32Array)  # input after the last turn, not yet sent to an engine
+    request: GenerateRequest | None = None  # the running one
     turns: list[Turn] = field(default_factory=list[Turn])
     turn_status: SampleStatus = SampleStatus.PENDING  # status of the last request of the current turn
     metadata: dict[str, Any] = field(default_factory=dict[str, Any])
     columns: dict[str, int] = field(default_factory=dict[str, int])  # data messages of its columns, by name
-    text: str = ""
+    dialogue: str | None = None  # text of a conversation, with the input between its turns
     reward: float | None = None
     details: dict[str, object] | None = None
     rewards: dict[str, float] = field(default_factory=dict[str, float])  # by name, if the recipe trains several
     first_version: int | None = None
     last_version: int | None = None
     reason: str | None = None
-    num_stored: int = 0  # number of stored tokens in prefix
+    num_stored: int = 0  # number of stored tokens of the response
     score_requested: bool = False  # its score was requested
 
     @property
@@ -56,25 +59,39 @@ class OpenSample:
 
     @property
     def stored(self) -> bool:
-        """Whether all its tokens are stored."""
-        return self.num_stored == len(self.prefix)
+        """Whether all segments are stored."""
+        return self.num_stored == self.buffer.num_taken
 
-    def continue_with(self, segment: Segment, status: SampleStatus) -> None:
-        """Append the engine's output; call `stored_at` once it is stored."""
-        self.status = status
-        if not len(segment.response_ids):
-            return
+    @property
+    def text(self) -> str:
+        """The response as text."""
+        return self.buffer.text if self.dialogue is None else self.dialogue
+
+    def take(self, key: SampleKey, prompt_ids: Int32Array) -> Segment | None:
+        """Take the new tokens of the buffer as a segment; call `stored_at` once it is stored. None without tokens."""
+        if self.buffer.num_tokens == self.buffer.num_taken:
+            return None
+        segment = self.buffer.take(key, prompt_ids)
+        self.pending = NOTHING
+        self._note(segment)
+        return segment
+
+    def restore(self, ref: SegmentRef, segment: Segment) -> None:
+        """Append a segment of an earlier attempt."""
+        if len(segment.response_ids):
+            self.buffer.append_taken(segment)
+            self._note(segment)
+            self.stored_at(ref, segment)
+
+    def _note(self, segment: Segment) -> None:
         if not self.turns or (len(segment.prompt_ids) and self.turns[-1].num_tokens):
             self.turns.append(Turn())
-        if self.prefix:  # the first segment's input is the prompt
-            self.prefix.extend(segment.prompt_ids.tolist())
-        self.prefix.extend(segment.response_ids.tolist())
-        self.pending = []
         self.columns = {}  # they were of fewer tokens
-        self.text += segment.text
         self.turns[-1].num_tokens += len(segment.response_ids)
         self.turns[-1].text += segment.text
-        self._count_versions(segment)
+        versions = [span.version for span in segment.weight_spans]
+        self.first_version = min(versions if self.first_version is None else [self.first_version, *versions])
+        self.last_version = max(versions if self.last_version is None else [self.last_version, *versions])
 
     @property
     def num_turns(self) -> int:
@@ -86,10 +103,9 @@ class OpenSample:
         self.metadata = {**self.metadata, NUM_TURNS: len(self.turns)}
 
     def stored_at(self, ref: SegmentRef, segment: Segment) -> None:
-        """Record where a segment is stored; segments without tokens are ignored."""
-        if len(segment.response_ids):
-            self.num_stored += len(segment.response_ids) + (len(segment.prompt_ids) if self.refs else 0)
-            self.refs.append(ref)
+        """Record where a segment is stored."""
+        self.num_stored += len(segment.response_ids) + (len(segment.prompt_ids) if self.refs else 0)
+        self.refs.append(ref)
 
     def take_score(self, score: Score, *, failed_reward: float | None, reward_keys: Sequence[str] = ()) -> None:
         """Apply a grader's score; without a reward the sample fails, or gets `failed_reward` if that is set.
@@ -121,7 +137,7 @@ class OpenSample:
             status=SampleStatus.ABORTED if self.status is SampleStatus.PENDING else self.status,
             segments=tuple(self.refs),
             prompt_len=self.prompt_len,
-            response_len=len(self.prefix),
+            response_len=self.buffer.num_taken,
             reward=self.reward,
             score=self.details,
             rewards=dict(self.rewards),
@@ -132,12 +148,6 @@ class OpenSample:
             metadata=dict(self.metadata),
             columns=dict(self.columns),
         )
-
-    def _count_versions(self, segment: Segment) -> None:
-        versions = [span.version for span in segment.weight_spans]
-        if versions:
-            self.first_version = min(versions if self.first_version is None else [self.first_version, *versions])
-            self.last_version = max(versions if self.last_version is None else [self.last_version, *versions])
 
 
 def named_rewards(details: Mapping[str, object] | None, keys: Sequence[str]) -> dict[str, float]:
@@ -175,8 +185,7 @@ def inherit(sample: OpenSample, carried: SampleSummary, segments: Sequence[Segme
         max_new_tokens: of the whole response.
     """
     for ref, segment in zip(carried.segments, segments, strict=True):
-        sample.continue_with(segment, SampleStatus.ABORTED)
-        sample.stored_at(ref, segment)
+        sample.restore(ref, segment)
     sample.status, sample.reward, sample.details = carried.status, carried.reward, carried.score
     sample.rewards = dict(carried.rewards)
     sample.metadata, sample.columns = dict(carried.metadata), dict(carried.columns)
@@ -187,4 +196,4 @@ def inherit(sample: OpenSample, carried: SampleSummary, segments: Sequence[Segme
 
 def tokens_left(sample: OpenSample, max_new_tokens: int) -> int:
     """Return how many more tokens the sample may get; a sample with none left is truncated."""
-    return max_new_tokens - len(sample.prefix)
+    return max_new_tokens - sample.buffer.num_tokens

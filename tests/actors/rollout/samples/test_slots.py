@@ -3,7 +3,7 @@
 import anyio
 import pytest
 
-from actors.rollout.groups.slots import Slots
+from actors.rollout.samples.slots import Slots
 from tests.fixtures.nats import eventually
 
 pytestmark = pytest.mark.anyio

@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
-from actors.rollout.groups.scoring import Scorer
 from actors.rollout.pools.columns import PoolsOf, no_pools
 from actors.rollout.requests.sending import Generator
-from actors.rollout.sessions.conversation import Conversation, GenerateFunction
+from actors.rollout.samples.conversation import Conversation, GenerateFunction
+from actors.rollout.samples.scoring import Scorer
 from actors.rollout.sglang.served_model import ServedModel
 from runtime.bus.bus import Bus
 

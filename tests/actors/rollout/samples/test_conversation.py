@@ -9,9 +9,9 @@ import msgspec
 import pytest
 
 from actors.hooks import check_hooks
-from actors.rollout.groups.open_samples import OpenSample, Turn
-from actors.rollout.sessions import conversation
-from actors.rollout.sessions.conversation import Conversation
+from actors.rollout.samples import conversation
+from actors.rollout.samples.conversation import Conversation
+from actors.rollout.samples.sample import OpenSample, Turn
 from messages import (
     EvalCompleted,
     EvalRequested,
@@ -29,7 +29,7 @@ from messages import (
 )
 from runtime.bus.bus import Bus
 from runtime.settings.topology import Topology
-from tests.actors.rollout.sessions.generate_functions import RUNS
+from tests.actors.rollout.samples.generate_functions import RUNS
 from tests.build.topology import topology_with
 from tests.support.any_tokens import AnyTokens
 from tests.support.rollout import announcement, completed, grade, next_event, rollout_actor, task
@@ -41,7 +41,7 @@ FUNCTIONS = Path(__file__).with_name("generate_functions.py")
 
 
 def with_function(name: str) -> Topology:
-    return topology_with(rollout={"custom_generate": f"tests.actors.rollout.sessions.generate_functions:{name}"})
+    return topology_with(rollout={"custom_generate": f"tests.actors.rollout.samples.generate_functions:{name}"})
 
 
 def one_sample(
@@ -216,7 +216,7 @@ async def test_a_sample_that_waits_for_its_score_alone_is_scored_with_all_its_te
 def two_turns() -> OpenSample:
     """A sample of two turns that ended, carried on from an earlier attempt."""
     turns = [Turn(num_tokens=1, text="a"), Turn(num_tokens=1, text="b")]
-    return OpenSample(index=0, prompt_len=2, prefix=[1, 60, 2], turns=turns, metadata={"num_turns": 2})
+    return OpenSample(index=0, prompt_len=2, turns=turns, metadata={"num_turns": 2})
 
 
 async def ask_nobody(sample: OpenSample, stop: Sequence[str] | None, limit: int) -> bool:

@@ -23,7 +23,7 @@ from runtime.bus.bus import Bus
 from runtime.bus.errors import MessageRefused
 
 if TYPE_CHECKING:  # the offline actor must not import the engine client
-    from actors.rollout.groups.run import GroupRun
+    from actors.rollout.samples.group import GroupRun
 
 log = structlog.get_logger()
 

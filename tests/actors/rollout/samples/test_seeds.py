@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from actors.rollout.groups.generating import sampling_seed
+from actors.rollout.samples.generating import sampling_seed
 from actors.rollout.sglang.body import generate_body
-from messages import SamplingParams
+from messages import Int32Array, SamplingParams
 from tests.support.tiny_engine import post, running_engine, write_config
 
 PARAMS = SamplingParams(max_new_tokens=12)
@@ -15,7 +15,7 @@ PARAMS = SamplingParams(max_new_tokens=12)
 
 def drawn(url: str, seed: int) -> list[int]:
     """What an engine answers to one sample's request."""
-    body = generate_body(f"r{seed}", [[3, 4]], PARAMS, max_new_tokens=12, seeds=[seed])
+    body = generate_body(f"r{seed}", [Int32Array([3, 4])], PARAMS, max_new_tokens=12, seeds=[seed])
     status, answer = post(f"{url}/generate", body)
     assert status == 200, answer
     return answer["output_ids"]
@@ -53,5 +53,5 @@ def test_equal_seeds_give_equal_tokens_on_two_engines(tmp_path: Path) -> None:
 
 def test_a_batch_is_sent_without_seeds() -> None:
     """The router takes one set of sampling parameters for all of it."""
-    body = generate_body("r", [[3], [4]], PARAMS, max_new_tokens=12, seeds=[1, 2])
+    body = generate_body("r", [Int32Array([3]), Int32Array([4])], PARAMS, max_new_tokens=12, seeds=[1, 2])
     assert "sampling_seed" not in body["sampling_params"]

@@ -6,42 +6,40 @@ from collections.abc import Callable, Sequence
 import anyio
 from anyio.abc import TaskGroup
 
-from actors.rollout.groups.generating import Generation
-from actors.rollout.groups.open_samples import OpenSample
-from actors.rollout.groups.scoring import SampleScoring
-from actors.rollout.groups.spilling import SegmentStore
-from actors.rollout.groups.tasks import GroupTask
-from actors.rollout.groups.tools import GroupDependencies
 from actors.rollout.pools.columns import SampleColumns
+from actors.rollout.samples.generating import Generation
+from actors.rollout.samples.partial import SegmentStore
+from actors.rollout.samples.sample import OpenSample
+from actors.rollout.samples.scoring import SampleScoring
+from actors.rollout.samples.tasks import GroupTask
+from actors.rollout.samples.tools import GroupDependencies
 from messages import EngineNumbers, SampleStatus
 
 
 class GroupRun:
-    """Generates and scores the samples of one group.
+    """Generates and scores the samples of one group, each in a task of its own.
 
-    Scores are requested as samples end, while others still generate.
+    A sample is scored as soon as it has its tokens, while they are stored and other samples generate.
     """
 
     def __init__(self, task: GroupTask, samples: Sequence[OpenSample], tools: GroupDependencies) -> None:
         self.samples = samples
         self.spilled_at = time.monotonic()  # or started
+        self.generated_s = 0.0  # seconds from the start to the last token
         self._task = task
         self._running = tools.generator.running
         self._scoring = SampleScoring(
             task, tools.scorer, failed_reward=tools.failed_reward, reward_keys=tools.reward_keys
         )
         self._columns = SampleColumns(task, tools.bus, tools.pools_of(task.prompt.data))
-        self._store = SegmentStore(task, samples, tools.bus, self._scoring.start_ended)
-        self._generation = Generation(task, tools, self._store, self._note_ended, self._note_answer)
+        self._store = SegmentStore(task, samples, tools.bus)
+        self._generation = Generation(task, tools, self._store)
         self._tasks: TaskGroup | None = None  # runs scoring, columns and spilling
-        self._on_generated: Callable[[], None] | None = None
+        self._num_generating = 0
+        self._on_generated: Callable[[], None] = lambda: None
+        self._is_generated = False
         self._halted = False
         self._until_halt = anyio.CancelScope()
-
-    @property
-    def generated_s(self) -> float:
-        """Seconds from the start to the last token."""
-        return self._generation.took_s
 
     @property
     def scored_s(self) -> float:
@@ -67,8 +65,7 @@ class GroupRun:
         """Process all samples to their end, or until the round is halted.
 
         Args:
-            on_generated: called once no sample needs an engine any more, perhaps more than once; the last samples may
-                not be stored yet.
+            on_generated: called once no sample needs an engine any more; the last samples may not be stored yet.
 
         Raises:
             RequestRefused: an engine reports that a request is invalid.
@@ -80,34 +77,53 @@ class GroupRun:
                 async with anyio.create_task_group() as self._tasks:
                     self._scoring.begin(self._tasks)
                     self._columns.begin(self._tasks)
-                    await self._generate_and_score(on_generated)
+                    await self._generate()
+                    if self._halted:
+                        self._until_halt.cancel()
+                    elif self._task.group_rm and self.generated:
+                        self._scoring.start(self.samples)
             finally:
                 self._tasks = None
 
-    async def _generate_and_score(self, on_generated: Callable[[], None]) -> None:
-        unfinished = self._generation.unfinished(self.samples)
+    async def _generate(self) -> None:
+        """Run all samples that need tokens; return once each has ended and is stored."""
+        started, unfinished = time.monotonic(), self._generation.unfinished(self.samples)
         self._note_ended(self.samples)
-        await self._generation.run(unfinished)
-        on_generated()
-        if self._halted:
-            self._until_halt.cancel()
-        elif self._task.group_rm and self.generated:
-            self._scoring.start(self.samples)
+        self._num_generating = len(unfinished)
+        if not unfinished:
+            self._on_generated()
+        batch = self._generation.batch(unfinished)
+        async with anyio.create_task_group() as group:
+            for sample in unfinished:
+                if sample not in batch:
+                    group.start_soon(self._run_sample, sample)
+            if batch:
+                await self._generation.begin(batch)
+                for sample in batch:
+                    group.start_soon(self._run_sample, sample)
+        self.generated_s = time.monotonic() - started
+        self._is_generated = True
+
+    async def _run_sample(self, sample: OpenSample) -> None:
+        """One sample from its first token to its score."""
+        await self._generation.run(sample)
+        self._num_generating -= 1
+        if not self._num_generating:
+            self._on_generated()
+        self._scoring.start_ended([sample])  # while its tokens are stored
+        await self._store.flush()
+        self._columns.start([sample])
 
     def _note_ended(self, samples: Sequence[OpenSample]) -> None:
-        """Request scores and columns of samples that may have all their tokens."""
+        """Request scores and columns of samples that had all their tokens before."""
         self._scoring.start_ended(samples)
         self._columns.start(samples)
-
-    def _note_answer(self) -> None:
-        if self.generated and self._on_generated is not None:
-            self._on_generated()
 
     def spill(self) -> None:
         """Start to store and report the current samples. No-op once the group has ended."""
         self.spilled_at = time.monotonic()
         if self._tasks is not None and self._task.store and not self._halted:
-            self._tasks.start_soon(self._store.spill, self._generation.streams)
+            self._tasks.start_soon(self._store.spill)
 
     def _halt(self) -> None:
         """Stop waiting for scores and columns. Generation then ends by itself and keeps its tokens."""
@@ -115,5 +131,5 @@ class GroupRun:
         self._scoring.halt()
         self._columns.halt()
         self._generation.halt()
-        if self._generation.over:
+        if self._is_generated:
             self._until_halt.cancel()

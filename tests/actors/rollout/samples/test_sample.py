@@ -2,9 +2,10 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 
-from actors.rollout.groups.open_samples import OpenSample, fresh_samples, inherit, tokens_left
+from actors.rollout.samples.sample import OpenSample, fresh_samples, inherit, tokens_left
 from messages import (
     Float32Array,
     Int32Array,
@@ -18,6 +19,7 @@ from messages import (
     WeightSpan,
 )
 
+KEY = SampleKey(group_id=1, attempt=0, index=0)
 FIRST, SECOND = SegmentRef(seq=5, position=0), SegmentRef(seq=9, position=1)
 
 
@@ -45,32 +47,60 @@ def inherited(status: SampleStatus, reward: float | None = None, *, room: int = 
     return sample
 
 
+def received(sample: OpenSample, ids: list[int], version: int, text: str) -> None:
+    """As a reader does with an engine's answer."""
+    sample.buffer.append(np.array(ids), np.full(len(ids), -1.0), text, f"{version}@e")
+
+
 def test_what_an_engine_returned_is_appended_to_tokens_text_and_length() -> None:
     sample = fresh()
-    for part, ref, status in (
-        (segment([1, 2], 3, "ab"), FIRST, SampleStatus.ABORTED),
-        (segment([4], 5, "c"), SECOND, SampleStatus.COMPLETED),
-    ):
-        sample.continue_with(part, status)
-        sample.stored_at(ref, part)
-    assert (sample.prefix, sample.text) == ([1, 2, 4], "abc")
+    for ids, version, text, ref in (([1, 2], 3, "ab", FIRST), ([4], 5, "c", SECOND)):
+        received(sample, ids, version, text)
+        taken = sample.take(KEY, Int32Array([7, 8]))
+        assert taken is not None
+        assert not sample.stored
+        sample.stored_at(ref, taken)
+    sample.status = SampleStatus.COMPLETED
+    assert (sample.buffer.ids.tolist(), sample.text, sample.stored) == ([1, 2, 4], "abc", True)
     summary = sample.summary()
     assert (summary.segments, summary.prompt_len, summary.response_len) == ((FIRST, SECOND), 2, 3)
     assert (summary.first_version, summary.last_version, summary.status) == (3, 5, "completed")
 
 
+def test_the_first_segment_has_the_prompt_and_the_others_what_came_between() -> None:
+    sample = fresh()
+    received(sample, [1, 2], 3, "ab")
+    first = sample.take(KEY, Int32Array([7, 8]))
+    sample.buffer.append_input(np.array([9]))
+    received(sample, [4], 3, "c")
+    second = sample.take(KEY, Int32Array([7, 8]))
+    assert first is not None
+    assert second is not None
+    assert (first.prompt_ids.tolist(), first.response_ids.tolist()) == ([7, 8], [1, 2])
+    assert (second.prompt_ids.tolist(), second.response_ids.tolist()) == ([9], [4])
+    assert [turn.num_tokens for turn in sample.turns] == [2, 1]
+
+
 def test_a_return_without_tokens_leaves_no_segment() -> None:
     sample = fresh()
-    nothing = segment([], 3, "")
-    sample.continue_with(nothing, SampleStatus.ABORTED)
-    sample.stored_at(FIRST, nothing)
-    assert (sample.refs, sample.status) == ([], SampleStatus.ABORTED)
+    assert sample.take(KEY, Int32Array([7, 8])) is None
+    sample.restore(FIRST, segment([], 3, ""))
+    assert (sample.refs, sample.turns, sample.stored) == ([], [], True)
+
+
+def test_tokens_of_a_running_request_count_once_they_are_taken() -> None:
+    sample = fresh()
+    received(sample, [1, 2], 3, "ab")
+    assert sample.summary().response_len == 0
+    sample.take(KEY, Int32Array([7, 8]))
+    received(sample, [4], 3, "c")
+    assert (sample.summary().response_len, sample.stored) == (2, False)
 
 
 def test_an_aborted_sample_goes_on_from_its_tokens() -> None:
     sample = inherited(SampleStatus.ABORTED)
     assert not sample.finished
-    assert (sample.prefix, tokens_left(sample, 8)) == ([1, 2, 4], 5)
+    assert (sample.buffer.ids.tolist(), tokens_left(sample, 8)) == ([1, 2, 4], 5)
 
 
 @pytest.mark.parametrize("status", [SampleStatus.COMPLETED, SampleStatus.TRUNCATED])
@@ -86,7 +116,7 @@ def test_a_finished_sample_needs_no_more_tokens_and_is_scored_once(status: Sampl
 def test_a_sample_whose_score_failed_is_scored_again_and_stays_truncated(room: int, status: SampleStatus) -> None:
     sample = inherited(SampleStatus.FAILED, room=room)
     assert sample.unscored
-    assert (sample.status, sample.prefix) == (status, [1, 2, 4])
+    assert (sample.status, sample.buffer.ids.tolist()) == (status, [1, 2, 4])
 
 
 @pytest.mark.parametrize("reward", [float("nan"), float("inf")])

@@ -2,7 +2,7 @@
 
 import anyio
 
-from actors.rollout.sessions.conversation import Conversation
+from actors.rollout.samples.conversation import Conversation
 
 RUNS: list[str] = []  # prompts of the runs that began
 

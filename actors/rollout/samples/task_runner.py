@@ -11,13 +11,13 @@ import anyio
 import structlog
 
 from actors.rollout.engines.target import TargetWeights
-from actors.rollout.groups.endings import Ending, Endings, publish_eval
-from actors.rollout.groups.open_samples import fresh_samples
-from actors.rollout.groups.run import GroupRun
-from actors.rollout.groups.slots import Release, Slots, released
-from actors.rollout.groups.spilling import Inheritance
-from actors.rollout.groups.tasks import eval_task, training_task
-from actors.rollout.groups.tools import GroupDependencies
+from actors.rollout.samples.endings import Ending, Endings, publish_eval
+from actors.rollout.samples.group import GroupRun
+from actors.rollout.samples.partial import Inheritance
+from actors.rollout.samples.sample import fresh_samples
+from actors.rollout.samples.slots import Release, Slots, released
+from actors.rollout.samples.tasks import eval_task, training_task
+from actors.rollout.samples.tools import GroupDependencies
 from actors.rollout.sglang.errors import EnginesUnwilling, RequestRefused
 from messages import EvalRequested, RolloutRequested
 from runtime.bus.bus import Bus

@@ -10,8 +10,8 @@ import anyio.to_thread
 import structlog
 from anyio.abc import TaskGroup, TaskStatus
 
-from actors.rollout.groups.open_samples import OpenSample
-from actors.rollout.groups.tasks import GroupTask
+from actors.rollout.samples.sample import OpenSample
+from actors.rollout.samples.tasks import GroupTask
 from messages import Score, ScoreItem, ScoreRequested, ScoreRequestsLost
 from messages.subjects import OWN_GRADERS, grader_token
 from runtime.bus.bus import Bus
@@ -193,6 +193,7 @@ class SampleScoring:
         self._failed_reward = failed_reward
         self._reward_keys = () if task.round is None else reward_keys  # evaluations report a single reward
         self._tasks: TaskGroup | None = None
+        self._unasked: list[OpenSample] = []  # samples that ended at the same time share a request
         self._halted = False
 
     def begin(self, tasks: TaskGroup) -> None:
@@ -211,11 +212,18 @@ class SampleScoring:
     def start(self, samples: Sequence[OpenSample]) -> None:
         """Request the missing scores that are not requested yet."""
         unscored = [sample for sample in samples if sample.unscored and not sample.score_requested]
-        if unscored and not self._halted:
-            for sample in unscored:
-                sample.score_requested = True
-            assert self._tasks is not None
-            self._tasks.start_soon(self._score, unscored)
+        if not unscored or self._halted:
+            return
+        for sample in unscored:
+            sample.score_requested = True
+        assert self._tasks is not None
+        if not self._unasked:
+            self._tasks.start_soon(self._score_unasked)
+        self._unasked += unscored
+
+    async def _score_unasked(self) -> None:
+        samples, self._unasked = self._unasked, []
+        await self._score(samples)
 
     async def _score(self, samples: Sequence[OpenSample]) -> None:
         started, task = time.monotonic(), self._task
@@ -242,7 +250,7 @@ def _item(task: GroupTask, sample: OpenSample) -> ScoreItem:
         prompt="" if stored else prompt.text,
         response=sample.text,
         status=sample.status,
-        response_len=len(sample.prefix),
+        response_len=sample.buffer.num_tokens,
         label=None if stored else prompt.label,
         metadata={} if stored else prompt.metadata,
     )

@@ -7,8 +7,8 @@ from typing import Any
 import anyio
 import pytest
 
-from actors.rollout.groups.scoring import MAX_LOSSES, PATIENCE_S, Scorer
-from actors.rollout.groups.tasks import training_task
+from actors.rollout.samples.scoring import MAX_LOSSES, PATIENCE_S, Scorer
+from actors.rollout.samples.tasks import training_task
 from messages import Plane, SampleStatus, Score, ScoreItem, ScoreRequested, ScoreRequestsLost, ScoresGiven
 from runtime.bus.bus import Bus
 from runtime.bus.consumer import Deliveries, Delivery

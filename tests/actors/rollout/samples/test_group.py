@@ -11,8 +11,8 @@ from aiohttp import ClientSession, web
 from structlog.testing import capture_logs
 
 from actors.rollout.actor import RolloutActor
-from actors.rollout.groups import spilling
-from actors.rollout.groups.generating import sampling_seed
+from actors.rollout.samples import partial
+from actors.rollout.samples.generating import sampling_seed
 from messages import (
     EvalCompleted,
     EvalRequested,
@@ -144,13 +144,13 @@ async def no_work_is_left(bus: Bus) -> bool:
 async def test_the_next_group_generates_while_the_samples_of_one_are_stored(
     bus: Bus, router_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stored, put = anyio.Event(), spilling.store
+    stored, put = anyio.Event(), partial.store
 
     async def slow(bus: Bus, message: SegmentsPublished) -> Any:
         await stored.wait()
         return await put(bus, message)
 
-    monkeypatch.setattr(spilling, "store", slow)
+    monkeypatch.setattr(partial, "store", slow)
     pool = {"policy": {"kind": "tiny", "concurrency": 2}}  # room for one group
     async with serving(ScriptedEngine()) as engine, anyio.create_task_group() as group:
         group.start_soon(grade, bus)

@@ -3,7 +3,7 @@
 import pytest
 from msgspec.structs import replace
 
-from actors.rollout.groups.endings import Ending, Endings, publish_eval
+from actors.rollout.samples.endings import Ending, Endings, publish_eval
 from messages import (
     EvalCompleted,
     EvalRequested,

@@ -12,11 +12,11 @@ from typing import Any
 import anyio
 import msgspec
 
-from actors.rollout.groups.open_samples import NUM_TURNS, OpenSample, Turn, tokens_left
-from actors.rollout.sessions.functions import KEY
+from actors.rollout.samples.generate_function import KEY
+from actors.rollout.samples.sample import NUM_TURNS, OpenSample, Turn, tokens_left
 from actors.rollout.sglang.errors import EngineError
 from actors.rollout.sglang.served_model import ServedModel
-from messages import Prompt, SampleStatus
+from messages import Int32Array, Prompt, SampleStatus
 from runtime.bus.errors import BusError
 
 BETWEEN_TURNS_S = 300.0  # time limit of a function outside of `generate`
@@ -83,7 +83,7 @@ class Conversation:
             raise ValueError(f"{KEY}: took more than {BETWEEN_TURNS_S:.0f} s outside of generate")
         if self.over is None and not self._num_turns:
             raise ValueError(f"{KEY}: ended without a turn of the model: it never called generate")
-        self._sample.text = self.text
+        self._sample.dialogue = self.text
         return self.over or SampleStatus.COMPLETED
 
     def halt(self) -> None:
@@ -155,7 +155,7 @@ class Conversation:
         """Return the next turn: the recorded one during a replay, otherwise a new one."""
         sample = self._sample
         if self._num_turns == len(sample.turns):
-            sample.pending = list(self._inputs)
+            sample.pending = Int32Array(self._inputs)
             sample.turns.append(Turn())
         return sample.turns[self._num_turns]
 

@@ -1,4 +1,0 @@
-"""One prompt group from its task to its end.
-
-Open run.py first.
-"""

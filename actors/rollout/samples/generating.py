@@ -1,0 +1,160 @@
+"""Generates the tokens of a group's samples: as a batch, one by one, or turn by turn in a user-defined function."""
+
+import hashlib
+from collections.abc import Sequence
+
+import msgspec
+
+from actors.rollout.requests.request import GenerateRequest, SampleInput
+from actors.rollout.requests.verdict import Outcome
+from actors.rollout.samples.conversation import Conversation
+from actors.rollout.samples.partial import SegmentStore
+from actors.rollout.samples.sample import FINISHED, OpenSample, tokens_left
+from actors.rollout.samples.tasks import GroupTask
+from actors.rollout.samples.tools import GroupDependencies
+from actors.rollout.sglang.answers import numbers_of
+from messages import EngineNumbers, SampleStatus, SamplingParams
+
+
+class Generation:
+    """The requests and conversations of one group."""
+
+    def __init__(self, task: GroupTask, tools: GroupDependencies, store: SegmentStore) -> None:
+        """Generate for a task; segments go to the store, which the caller flushes after the last one of a sample."""
+        self.engine = EngineNumbers()
+        self._task = task
+        self._tools = tools
+        self._store = store
+        self._conversations: list[Conversation] = []
+        self._num_requests = 0
+        self._halted = False
+
+    def unfinished(self, samples: Sequence[OpenSample]) -> list[OpenSample]:
+        """Return the samples that need tokens. A sample without room for another token is truncated instead."""
+        return [sample for sample in samples if self._reopened(sample) or self._is_open(sample)]
+
+    def batch(self, samples: Sequence[OpenSample]) -> list[OpenSample]:
+        """Return the samples that begin with one common request."""
+        if not self._tools.batch_requests or self._tools.custom_generate is not None:
+            return []
+        return [sample for sample in samples if not sample.buffer.num_tokens and not sample.is_baseline]
+
+    async def begin(self, samples: Sequence[OpenSample]) -> None:
+        """Send the common request of a batch. `run` completes each of its samples."""
+        await self._send(samples, self._params(samples[0]))
+
+    async def run(self, sample: OpenSample) -> None:
+        """Generate a sample to its end, over as many requests as needed, or until the round is halted."""
+        if self._tools.custom_generate is not None:
+            await self._converse(sample)
+            return
+        while self._is_open(sample) and await self._send([sample], self._params(sample)):
+            await self._store.flush()
+
+    def halt(self) -> None:
+        """Halt user-defined functions at their next wait. Running requests end by themselves and keep their tokens."""
+        self._halted = True
+        for conversation in self._conversations:
+            conversation.halt()
+
+    def _is_open(self, sample: OpenSample) -> bool:
+        if not sample.finished and tokens_left(sample, self._task.sampling.max_new_tokens) <= 0:
+            sample.status = SampleStatus.TRUNCATED
+        return not sample.finished
+
+    def _reopened(self, sample: OpenSample) -> bool:
+        """Reopen an unscored sample with all its turns, so that its user-defined function runs again.
+
+        The function's text between the turns is stored nowhere, but is needed for the score.
+        """
+        if self._tools.custom_generate is None or not sample.unscored:
+            return False
+        sample.status = SampleStatus.ABORTED
+        return True
+
+    async def _converse(self, sample: OpenSample) -> None:
+        """Generate a sample turn by turn with the user-defined function."""
+        assert self._tools.custom_generate is not None
+        max_tokens = self._task.sampling.max_new_tokens
+        conversation = Conversation(
+            self._task.prompt, sample, max_tokens=max_tokens, ask=self._ask_for_turn, model=self._tools.model
+        )
+        if self._halted:
+            return
+        self._conversations.append(conversation)
+        self._tools.conversations.add(conversation)
+        try:
+            sample.status = await conversation.run(self._tools.custom_generate)
+        finally:
+            self._tools.conversations.discard(conversation)
+
+    async def _ask_for_turn(self, sample: OpenSample, stop: Sequence[str] | None, limit: int) -> bool:
+        sample.turn_status = SampleStatus.ABORTED
+        params = self._params(sample)
+        if stop is not None:
+            params = msgspec.structs.replace(params, stop=tuple(stop))
+        goes_on = await self._send([sample], params, limit)
+        await self._store.flush()
+        return goes_on
+
+    async def _send(self, samples: Sequence[OpenSample], params: SamplingParams, limit: int | None = None) -> bool:
+        """Send one request and take its tokens; return whether the samples may go on with another one."""
+        request = self._request(samples, params, limit)
+        for sample in samples:
+            sample.request = request
+        outcome = await self._tools.generator.generate(request)
+        self.engine = self.engine.plus(numbers_of(reader.meta for reader in request.readers))
+        in_turns = self._tools.custom_generate is not None
+        for sample, reader in zip(samples, request.readers, strict=False):  # no readers: it was never sent
+            sample.turn_status = reader.status
+            sample.status = SampleStatus.ABORTED if in_turns else reader.status
+            self._store.take(sample)
+            if in_turns and reader.status in FINISHED:
+                sample.end_turn()  # before the spill event reports it
+        for sample in samples:
+            sample.request = None
+        return outcome is Outcome.RESEND
+
+    def _params(self, sample: OpenSample) -> SamplingParams:
+        """Return the sampling parameters of a sample: the task's, or greedy ones for the baseline."""
+        params = self._task.sampling
+        if not sample.is_baseline:
+            return params
+        return msgspec.structs.replace(params, temperature=0.0, top_p=1.0, top_k=-1, return_sampling_mask=False)
+
+    def _request(self, samples: Sequence[OpenSample], params: SamplingParams, limit: int | None) -> GenerateRequest:
+        task = self._task
+        self._num_requests += 1
+        inputs = [
+            SampleInput(
+                task.prompt.prompt_ids,
+                sample.buffer,
+                sample.pending,
+                sampling_seed(self._tools.seed, task.source, sample.index),
+            )
+            for sample in samples
+        ]
+        return GenerateRequest(
+            rid=f"{task.lease}-{samples[0].index}-{self._num_requests}",
+            inputs=inputs,
+            params=params,
+            max_new_tokens=limit or tokens_left(samples[0], params.max_new_tokens),
+            min_version=task.min_version,
+            round=task.round,
+            may_stream=len(samples) == 1 and task.store,  # a batch cannot, and unstored tokens need not
+        )
+
+
+def sampling_seed(run_seed: int, source: tuple[object, ...], index: int) -> int:
+    """Return a 63-bit seed, the range that engines accept. It is equal in every run of a recipe.
+
+    The attempt is not part of the seed. Engines sample by seed and position, so a sample that continues elsewhere
+    continues its random sequence.
+
+    Args:
+        run_seed: run.seed.
+        source: identifies a prompt group, or an item of an evaluation set.
+        index: of the sample in that source.
+    """
+    digest = hashlib.blake2b(repr((run_seed, source, index)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

@@ -1,4 +1,0 @@
-"""The conversation API of user-defined generate functions.
-
-Open conversation.py first.
-"""
