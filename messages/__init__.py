@@ -31,7 +31,7 @@ from messages.calls import (
     WeightSyncRequested,
 )
 from messages.codec import DecodeError, EncodeError, decode, encode
-from messages.data import ColumnPublished, PromptStored, SegmentsPublished
+from messages.data import ColumnPublished, PromptStored, SegmentsPublished, SnapshotChunk
 from messages.engines import (
     EngineRequestsFailed,
     EngineState,
@@ -182,6 +182,7 @@ __all__ = [
     "SegmentsPublished",
     "SegmentsSpilled",
     "SelectionFailed",
+    "SnapshotChunk",
     "SnapshotTaken",
     "SpillsGiven",
     "SpillsRequested",

@@ -44,6 +44,22 @@ class PromptStored(Message, kw_only=True, tag="prompt_stored", eq=False):
 
 
 @register
+class SnapshotChunk(Message, kw_only=True, tag="snapshot_chunk", eq=False):
+    """A chunk of a ledger snapshot, cited by its SnapshotTaken. Written and read by buffer, read by trainer."""
+
+    plane = Plane.DATA
+    topic = "snapshot"
+    keyed = True
+    covers: int  # log sequence of the last event in the snapshot
+    part: int  # from 0
+    num_parts: int
+    content: bytes  # all chunks concatenated are zlib-compressed JSON lines
+
+    def key(self) -> str:
+        return f"{self.covers}.{self.part}"
+
+
+@register
 class ColumnPublished(Message, kw_only=True, tag="column_published", eq=False):
     """A named per-token column of one sample, such as teacher_log_probs. Written by rollout, read by the trainer."""
 

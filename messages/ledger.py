@@ -150,14 +150,20 @@ class EvalEnded(Message, kw_only=True, tag="eval_ended"):
 
 @register
 class SnapshotTaken(Message, kw_only=True, tag="snapshot_taken"):
-    """The ledger's state after folding the log up to and including `covers`."""
+    """The ledger's state after folding the log up to and including `covers`.
+
+    A small state is in the event, a larger one in chunks on the data plane. A snapshot whose chunks cannot be read is
+    ignored, and the one before it is used.
+    """
 
     plane = Plane.EVENT
     topic = "ledger.snapshot_taken"
     incarnation: int
     covers: int  # log sequence
     fold_version: int
-    state: msgspec.Raw
+    content: bytes = b""  # the state, if it has no chunks: compressed JSON lines
+    chunks: tuple[int, ...] = ()  # data messages SnapshotChunk that hold the state, in order
+    digest: str = ""  # hex SHA-256 of the content, or of all chunks together
 
 
 @register

@@ -11,7 +11,7 @@ import structlog
 from anyio import to_thread
 from anyio.abc import TaskStatus
 
-from actors.buffer.deciding.decide import Schedule, decide
+from actors.buffer.deciding.decide import Schedule, decide, snapshot_of
 from actors.buffer.deciding.selecting import Selector
 from actors.buffer.deciding.selection import Selection
 from actors.buffer.deciding.tasks import eval_tasks, failed_ending, rollout_task, schedule_of, tasks_in_flight
@@ -21,6 +21,7 @@ from actors.buffer.prompts.source import PromptSet, load_prompts
 from actors.buffer.prompts.storing import AvailablePrompts, PromptStore
 from actors.buffer.storage.pressure import RECHECK_S, Pressure
 from actors.buffer.storage.recorder import Recorder
+from actors.buffer.storage.snapshots import SnapshotStore
 from actors.buffer.storage.trimming import Trimmer
 from actors.buffer.waiting import LONG_S, Activity, describe_source, describe_wait
 from messages import (
@@ -52,6 +53,7 @@ from messages import (
     RunFinished,
     SegmentsPublished,
     SelectionFailed,
+    SnapshotChunk,
     SnapshotTaken,
     SpillsGiven,
     SpillsRequested,
@@ -96,6 +98,7 @@ class BufferActor(Actor):
         SegmentsPublished,
         ColumnPublished,
         PromptStored,
+        SnapshotChunk,
     )
     writes = (
         BufferStarted,
@@ -106,6 +109,7 @@ class BufferActor(Actor):
         EvalIssued,
         EvalEnded,
         SnapshotTaken,
+        SnapshotChunk,
         RunFinished,
         RunFailed,
         PromptsLoaded,
@@ -142,13 +146,15 @@ class BufferActor(Actor):
         self._bus = bus
         self._run_dir = run_dir
         self._log = LedgerLog(bus, run_dir, stream_limits(topology).event_bytes, verdicts=has_filter(topology))
-        self._left_out_step = 0  # newest checkpoint step whose snapshot does not fit into an event
+        self._left_out_step = 0  # newest checkpoint step whose snapshot fits neither into an event nor into chunks
+        self._snapshot_lost = False  # the newest snapshot cannot be read: another one is due
         self._selector = Selector(topology, bus.publish)
         self._trimmer = Trimmer(bus, run_dir, topology.buffer.trim_min_events)
         self._pressure = Pressure(bus, self._trimmer.is_busy, recheck_s=recheck_s)
         self._schedule: Schedule | None = None  # set once the data is read
         self._activity = Activity(long_s=long_activity_s)
         self._store = PromptStore(bus)
+        self._snapshots = SnapshotStore(bus)
         self._issue_prompts: dict[int, Prompt] = {}  # prompts of the groups being issued, by number
         self._recorder = Recorder(topology, bus)
         self._eval_tasks: Iterator[EvalRequested] = iter(())  # of the running evaluation, not published yet
@@ -161,6 +167,9 @@ class BufferActor(Actor):
         sizes = {name: len(items) for name, items in prompts.evals.items()}
         self._schedule = schedule = schedule_of(self._topology, sizes)
         await self._log.load()
+        self._snapshot_lost = bool(self._log.unreadable)
+        for earlier in self._log.earlier:
+            self._snapshots.folded(earlier)
         async with (
             in_background(self._trimmer.run),
             in_background(self._pressure.run),
@@ -227,10 +236,11 @@ class BufferActor(Actor):
             return None
         self._log.fold(received)
         self._pressure.folded(received.message, self._state)
-        if isinstance(received.message, SnapshotTaken):
-            keep_from = self._recorder.needed_seq()
-            self._trimmer.snapshot_taken(self._state, received.message.covers, keep_from=keep_from)
-        return received.message
+        event = received.message
+        if isinstance(event, SnapshotTaken) and event.covers not in self._log.unreadable:
+            self._snapshots.folded(event)
+            self._trimmer.snapshot_taken(self._state, event.covers, keep_from=self._recorder.needed_seq())
+        return event
 
     async def _keep_deciding(
         self, events: Events[Message], schedule: Schedule, prompts: PromptSet | GeneratedPrompts
@@ -240,6 +250,7 @@ class BufferActor(Actor):
         while True:
             if outstanding <= state.last_seq and not events.pending:
                 self._store.settled()
+                self._snapshots.settled()
                 outstanding = await self._decide(schedule, prompts)
             event = await self._fold_next(events)
             if state.incarnation > incarnation:
@@ -273,7 +284,9 @@ class BufferActor(Actor):
         return not await self._pressure.holds(self._state, adding=adding)
 
     async def _citing(self, decision: Message) -> Message:
-        """Store prompts that are too large for tasks; return the decision, citing them."""
+        """Store prompts that are too large for tasks, and states; return the decision, citing them."""
+        if isinstance(decision, SnapshotTaken):
+            return await self._snapshots.with_state(decision, self._state)
         try:
             return await self._store.citing(decision, self._state, self._issue_prompts)
         except StreamFull as error:
@@ -282,6 +295,9 @@ class BufferActor(Actor):
     async def _next_decision(self, schedule: Schedule) -> Message | None:
         """The next decision, if any. No event is folded while a user's selection function runs."""
         state, snapshots = self._state, self._state.checkpoint_step > self._left_out_step
+        if self._snapshot_lost:
+            self._snapshot_lost = False
+            return snapshot_of(state)
         decision = decide(state, schedule, snapshots=snapshots)
         while isinstance(decision, Selection):
             if decision.kind == "buffer_filter" and await self._pressure.holds(state):
@@ -306,11 +322,16 @@ class BufferActor(Actor):
             case MessageDeadLettered():
                 await self._publish_tasks(islice(self._eval_tasks, 1))  # it may be the end of an evaluation item
                 await self._requeue(event.subject, prompts)
-            case CheckpointSaved():
-                needed = min(state.low_water(), self._recorder.low_water(), self._store.needed_from)
-                await self._bus.purge(Plane.DATA, below_seq=needed)
+            case CheckpointSaved() | SnapshotTaken():
+                await self._purge_payloads()
             case _:
                 pass
+
+    async def _purge_payloads(self) -> None:
+        """Purge the data messages that no group, batch, dump, prompt or protected snapshot needs."""
+        of_snapshots = self._snapshots.needed_from(short=self._pressure.is_high(Plane.DATA))
+        needed = min(self._state.low_water(), self._recorder.low_water(), self._store.needed_from, of_snapshots)
+        await self._bus.purge(Plane.DATA, below_seq=needed)
 
     async def _requeue(self, subject: str, prompts: PromptSet | GeneratedPrompts) -> None:
         """Republish the task whose final message was dead-lettered."""

@@ -4,7 +4,6 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Final
 
-import msgspec
 import structlog
 from anyio import to_thread
 
@@ -13,7 +12,8 @@ from messages import BufferStarted, Message, Plane, SnapshotTaken
 from runtime.bus.bus import Bus
 from runtime.bus.errors import SequenceMismatch, StreamFull
 from runtime.bus.events import Events, Received
-from runtime.ledger.fold import FOLD_VERSION, LEDGER_EVENTS, LedgerState, fold
+from runtime.ledger.fold import LEDGER_EVENTS, LedgerState, fold
+from runtime.ledger.snapshots import newest_readable, usable_snapshots
 from runtime.process.actor import InputError
 
 log = structlog.get_logger()
@@ -35,6 +35,8 @@ class LedgerLog:
 
     def __init__(self, bus: Bus, run_dir: Path, planned_bytes: int, *, verdicts: bool = True) -> None:
         self.state = LedgerState()
+        self.unreadable: frozenset[int] = frozenset()  # log sequences covered by snapshots whose chunks are lost
+        self.earlier: tuple[SnapshotTaken, ...] = ()  # snapshots before the loaded one, oldest first
         self._bus = bus
         self._run_dir = run_dir
         self._planned_bytes = planned_bytes
@@ -42,22 +44,21 @@ class LedgerLog:
         self._own_seq = 0  # log sequence of the newest ledger event that was read or skipped
 
     async def load(self) -> None:
-        """Load the newest snapshot; without one, fold the archive.
+        """Load the newest snapshot that can be read; without one, fold the archive.
 
         Raises:
             InputError: a part of the log is missing.
         """
-        newest = None
-        async with self._bus.read(SnapshotTaken) as snapshots:
-            while snapshots.pending:
-                received = await snapshots.next()
-                if received is not None and received.message.fold_version == FOLD_VERSION:
-                    newest = received.message
-        if newest is None:
+        snapshots = await usable_snapshots(self._bus, buries=True)
+        state = await newest_readable(self._bus, snapshots, buries=True)
+        covers = 0 if state is None else state.last_seq
+        self.unreadable = frozenset(event.covers for event in snapshots if event.covers > covers)
+        self.earlier = tuple(event for event in snapshots if event.covers < covers)
+        if state is None or (await self._bus.state(Plane.EVENT)).first_seq > covers + 1:
             self.state = await self._whole_history()
         else:
-            log.info("snapshot_loaded", covers=newest.covers)
-            self.state = msgspec.json.decode(newest.state, type=LedgerState)
+            log.info("snapshot_loaded", covers=covers)
+            self.state = state
 
     async def _whole_history(self) -> LedgerState:
         """Fold the archived part of the log; it is empty before the first snapshot.

@@ -35,6 +35,7 @@ from messages import (
     PhaseRequested,
     Prompt,
     SegmentsPublished,
+    SnapshotChunk,
     SnapshotTaken,
     TrainerStarted,
     UpdateGroupsOffered,
@@ -75,6 +76,7 @@ class TrainerActor(Actor):
     reads = (
         *HISTORY,
         SnapshotTaken,
+        SnapshotChunk,
         SegmentsPublished,
         ColumnPublished,
         PhaseReached,

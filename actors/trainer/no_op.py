@@ -21,6 +21,7 @@ from messages import (
     GroupCompleted,
     GroupRef,
     SampleSummary,
+    SnapshotChunk,
     SnapshotTaken,
     TrainerStarted,
     WeightsAnnounced,
@@ -28,7 +29,7 @@ from messages import (
 from runtime.bus.bus import Bus
 from runtime.bus.errors import Fenced
 from runtime.bus.events import Events
-from runtime.ledger.archive import newest_snapshot
+from runtime.ledger.snapshots import newest_snapshot
 from runtime.ledger.steps import Batch
 from runtime.models.checksums import checksums_of
 from runtime.models.safetensors import safetensors_files
@@ -50,7 +51,7 @@ class NoOpTrainer(Actor):
     A crash loses nothing: the log says which batches are done.
     """
 
-    reads = (*FOLLOWED, SnapshotTaken)
+    reads = (*FOLLOWED, SnapshotTaken, SnapshotChunk)
     writes = (TrainerStarted, BatchTrained, WeightsAnnounced, CheckpointSaved)
 
     def __init__(self, topology: Topology, bus: Bus, *, run_dir: Path) -> None:

@@ -325,18 +325,23 @@ class Bus:
         async with opened(deliveries, ack_wait_s):
             yield deliveries
 
-    async def fetch(self, message_type: type[MessageT], seq: int) -> MessageT:
+    async def fetch(self, message_type: type[MessageT], seq: int, *, buries: bool = True) -> MessageT:
         """Fetch a payload by its sequence in the data stream. Up to limits.max_fetches fetches run concurrently.
+
+        Args:
+            message_type: type of the payload.
+            seq: its sequence.
+            buries: whether an unusable message is dead-lettered. Observers write nothing.
 
         Raises:
             PayloadLost: no message has this sequence: purged, or never stored.
-            PayloadUnreadable: the message cannot be used; it was dead-lettered.
+            PayloadUnreadable: the message cannot be used.
             BusUnavailable: no server until the deadline.
         """
         self._check_reads(message_type)
         async with self._fetches:
             stored = await self._store.get(self._data_stream, seq)
-        return await self._payload(message_type, stored, f"message {seq}")
+        return await self._payload(message_type, stored, f"message {seq}", buries=buries)
 
     async def fetch_by_key(self, message_type: type[MessageT], key: str) -> MessageT:
         """Fetch the newest payload with this key from the data stream. Errors are those of `fetch`."""
@@ -346,7 +351,9 @@ class Bus:
             stored = await self._store.get_by_subject(self._data_stream, subject)
         return await self._payload(message_type, stored, f"message under {subject}")
 
-    async def _payload(self, message_type: type[MessageT], stored: Stored | None, name: str) -> MessageT:
+    async def _payload(
+        self, message_type: type[MessageT], stored: Stored | None, name: str, *, buries: bool = True
+    ) -> MessageT:
         if stored is None:
             raise PayloadLost(f"{self._data_stream} has no {name}")
         self._connection.counters.fetched += 1
@@ -355,13 +362,14 @@ class Bus:
             if not isinstance(message, message_type):
                 raise DecodeError(f"got {type(message).__name__}, expected {message_type.__name__}")
         except DecodeError as error:
-            await self._dead_letters.bury(
-                f"{Plane.DATA}.{stored.seq}",
-                subject=stored.subject,
-                reason=str(error),
-                headers=stored.headers,
-                payload=stored.data,
-            )
+            if buries:
+                await self._dead_letters.bury(
+                    f"{Plane.DATA}.{stored.seq}",
+                    subject=stored.subject,
+                    reason=str(error),
+                    headers=stored.headers,
+                    payload=stored.data,
+                )
             raise PayloadUnreadable(f"{name}: {error}") from error
         return message
 

@@ -85,7 +85,7 @@ class PayloadLost(BusError):
 
 
 class PayloadUnreadable(PayloadLost):
-    """The message under this sequence cannot be used. It was dead-lettered."""
+    """The message under this sequence cannot be used."""
 
 
 class StreamConflict(BusError):

@@ -18,12 +18,13 @@ from typing import Final
 import msgspec
 from anyio import to_thread
 
-from messages import DecodeError, Message, Plane, SnapshotTaken, decode
+from messages import DecodeError, Message, Plane, decode
 from messages.codec import CONTENT_TYPE_HEADER, JSON, TYPE_HEADER
 from messages.plain import clipped, is_plain_json
 from runtime.bus.bus import Bus
 from runtime.bus.events import Events, Received, StoredMessage
-from runtime.ledger.fold import FOLD_VERSION, LedgerState
+from runtime.ledger.fold import LedgerState
+from runtime.ledger.snapshots import newest_snapshot_seen
 from runtime.util.files import complete
 
 ARCHIVE: Final = "archive"  # in the run directory
@@ -125,17 +126,7 @@ async def start_state(bus: Bus, run_dir: Path) -> LedgerState | None:
     last_seq = max((file.last_seq for file in archived_files(run_dir)), default=0)
     if (await bus.state(Plane.EVENT)).first_seq <= last_seq + 1:
         return None
-    return await newest_snapshot(bus)
-
-
-async def newest_snapshot(bus: Bus) -> LedgerState | None:
-    """The state of the newest usable snapshot, for readers whose log lacks its first part; None if there is none."""
-    newest: SnapshotTaken | None = None
-    async with bus.read(SnapshotTaken, buries=False) as snapshots:
-        async for received in snapshots.so_far():
-            if received.message.fold_version == FOLD_VERSION:
-                newest = received.message
-    return None if newest is None else msgspec.json.decode(newest.state, type=LedgerState)
+    return await newest_snapshot_seen(bus)
 
 
 @asynccontextmanager

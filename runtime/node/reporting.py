@@ -10,7 +10,8 @@ from runtime.bus.bus import Bus
 from runtime.bus.errors import BusError
 from runtime.bus.events import Received
 from runtime.data.stored_prompts import SHOWN_CHARS, fetch_prompt
-from runtime.ledger.archive import ArchiveDamaged, ArchivedBefore, newest_snapshot, start_state
+from runtime.ledger.archive import ArchiveDamaged, ArchivedBefore, start_state
+from runtime.ledger.snapshots import newest_snapshot_seen
 from runtime.node.claims.rundir import METRICS_FILE
 from runtime.node.display import Display, Show
 from runtime.node.node_plan import NodePlan
@@ -153,7 +154,7 @@ class Reporting:
         self.display.show(f"{error}: events before the newest snapshot are missing")
         self.report = self._new_report(self._plan)
         self.report.first_seq = self._first_seq
-        state = await newest_snapshot(bus)
+        state = await newest_snapshot_seen(bus)
         if state is not None:
             self.report.begin(state)
 

@@ -112,7 +112,7 @@ def growing_events(recipe: Recipe) -> tuple[EventSize, ...]:
     """Return size bounds of the buffer, trainer and evaluation events that grow with the recipe.
 
     Not included: rollout events that user functions can enlarge, which fail their group when they are refused, and
-    snapshots, which are omitted when they are too large.
+    snapshots, which are stored in chunks when they are large.
     """
     rollout, refill = recipe.rollout, over_sampling_batch_size(recipe.rollout)
     asked = rollout.over_sampling_batch_size is not None

@@ -15,13 +15,13 @@ import msgspec
 import psutil
 import pytest
 
-from messages import ActorStarted, BufferStarted, Message, Plane, RunStalled, SnapshotTaken
+from messages import ActorStarted, BufferStarted, Message, Plane, RunStalled
 from runtime.bus.bus import Bus
 from runtime.bus.nats.server import ServerSettings
 from runtime.ledger.archive import archive
-from runtime.ledger.fold import FOLD_VERSION, LedgerState, fold
+from runtime.ledger.fold import LedgerState, fold
 from runtime.node.claims.claim import Claim
-from tests.build.events import announced, completed, issued
+from tests.build.events import announced, completed, issued, snapshot
 from tests.fixtures.nats import TEST_LIMITS, TEST_STREAMS
 from tests.support.cpu import interpreter_starts
 from tests.support.log_of_a_run import LOG, THE_END
@@ -212,13 +212,9 @@ async def test_without_its_archive_a_trimmed_run_is_told_from_the_snapshot_on(tm
     state = LedgerState()
     for seq, event in enumerate(LOG, start=1):
         fold(state, event, seq)
-    covered = len(LOG)
-    snapshot = SnapshotTaken(
-        incarnation=1, covers=covered, fold_version=FOLD_VERSION, state=msgspec.Raw(msgspec.json.encode(state))
-    )
     run_dir = tmp_path / RUN
     with Claim.take(run_dir):
-        async with bus_of(run_dir, (*LOG, snapshot)) as bus:
+        async with bus_of(run_dir, (*LOG, snapshot(state))) as bus:
             await bus.purge(Plane.EVENT, below_seq=20)
     done = await anyio.to_thread.run_sync(ledger, str(run_dir), "--json")
     told = json_of(done)

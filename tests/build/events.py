@@ -15,9 +15,12 @@ from messages import (
     Outcome,
     SampleStatus,
     SampleSummary,
+    SnapshotTaken,
     VerdictGiven,
     WeightsAnnounced,
 )
+from runtime.ledger.fold import FOLD_VERSION, LedgerState
+from runtime.ledger.snapshots import pack_state, with_content
 from tests.build.samples import filled, summary
 
 
@@ -108,3 +111,9 @@ def announced(version: int, step: int = 0, **fields: Any) -> WeightsAnnounced:
 def saved(step: int, oldest: int = 0, **fields: Any) -> CheckpointSaved:
     """A complete checkpoint."""
     return CheckpointSaved(**filled(fields, incarnation=1, path="", took_s=0.0), step=step, oldest_step=oldest)
+
+
+def snapshot(state: LedgerState, *, fold_version: int = FOLD_VERSION, incarnation: int = 1) -> SnapshotTaken:
+    """A snapshot with its state inside."""
+    event = SnapshotTaken(incarnation=incarnation, covers=state.last_seq, fold_version=fold_version)
+    return with_content(event, pack_state(state))

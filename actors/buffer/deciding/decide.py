@@ -62,7 +62,7 @@ def decide(
         state: the ledger, folded to the end of the log.
         schedule: the part of the recipe that decisions need.
         chosen: the answer to the previous Selection.
-        snapshots: whether a snapshot may be taken; False while the state does not fit into an event.
+        snapshots: whether a snapshot may be taken; False while the state fits neither into an event nor into chunks.
     """
     if state.finished is not None or state.gave_up is not None or state.version == 0:
         return None  # the run is over, or no weights are published yet
@@ -82,14 +82,12 @@ def decide(
 
 
 def _snapshot(state: LedgerState) -> Message | None:
-    if state.checkpoint_step <= max(state.snapshot_step, 0):
-        return None
-    return SnapshotTaken(
-        incarnation=state.incarnation,
-        covers=state.last_seq,
-        fold_version=FOLD_VERSION,
-        state=msgspec.Raw(msgspec.json.encode(state)),
-    )
+    return snapshot_of(state) if state.checkpoint_step > max(state.snapshot_step, 0) else None
+
+
+def snapshot_of(state: LedgerState) -> SnapshotTaken:
+    """A snapshot of the ledger, without the state: it is stored before the event is appended."""
+    return SnapshotTaken(incarnation=state.incarnation, covers=state.last_seq, fold_version=FOLD_VERSION)
 
 
 def _make_batch(state: LedgerState, schedule: Schedule, chosen: Chosen | None) -> Message | Selection | None:

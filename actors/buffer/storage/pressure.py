@@ -75,6 +75,10 @@ class Pressure:
         """Why issuing waits; empty if it does not."""
         return self._holding
 
+    def is_high(self, plane: Plane) -> bool:
+        """Whether a stream was so full at the newest measurement that a checkpoint is requested."""
+        return self._used.get(plane, 0.0) > REQUEST_ABOVE
+
     def folded(self, event: Message, state: LedgerState) -> None:
         """Note the ledger's progress, and measure the streams soon.
 

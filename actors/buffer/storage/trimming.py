@@ -14,7 +14,7 @@ from runtime.ledger.fold import LEDGER_EVENTS, LedgerState, Stage, fold
 
 log = structlog.get_logger()
 
-FULL_ABOVE: Final = 0.5  # share of the stream's bytes above which any number of events is trimmed
+FULL_ABOVE: Final = 0.5  # share of the stream's bytes above which all is trimmed that the newest snapshot does not need
 CITES_NOTHING: Final = (Stage.IN_FLIGHT, Stage.POOLED)  # the snapshot holds everything that such groups need
 
 
@@ -54,6 +54,9 @@ class Needs(msgspec.Struct, frozen=True, kw_only=True):
     evaluation: bool  # the newest evaluation issue
 
 
+WHOLE_LOG: Final = Needs(below=1, version=0, halt=False, evaluation=False)  # before the first snapshot
+
+
 def needs_of(state: LedgerState, covers: int) -> Needs:
     """The parts of the log that a start from a snapshot needs.
 
@@ -73,6 +76,11 @@ def needs_of(state: LedgerState, covers: int) -> Needs:
         halt=any(round <= state.halted_round for round in in_flight),  # their tasks may be redelivered
         evaluation=running is not None,
     )
+
+
+def with_earlier(newest: Needs, earlier: Needs) -> Needs:
+    """The parts of the log that are needed if the newest snapshot cannot be read, and the one before it is used."""
+    return msgspec.structs.replace(newest, below=min(newest.below, earlier.below))
 
 
 def trim_point(needs: Needs, landmarks: Landmarks) -> int:
@@ -119,7 +127,8 @@ class Trimmer:
         self._bus = bus
         self._run_dir = run_dir
         self._min_events = min_events
-        self._due: Needs | None = None
+        self._due: tuple[Needs, Needs] | None = None  # with the snapshot before the newest, and without it
+        self._earlier = WHOLE_LOG
         self._requested = anyio.Event()
         self._at_work = False
 
@@ -136,7 +145,9 @@ class Trimmer:
             keep_from: log sequence of the oldest event that the dumps need.
         """
         needs = needs_of(state, covers)
-        self._due = msgspec.structs.replace(needs, below=min(needs.below, keep_from))
+        newest = msgspec.structs.replace(needs, below=min(needs.below, keep_from))
+        self._due = with_earlier(newest, self._earlier), newest
+        self._earlier = needs
         self._requested.set()
 
     async def run(self) -> None:
@@ -144,19 +155,21 @@ class Trimmer:
         while True:
             await self._requested.wait()
             self._requested = anyio.Event()
-            needs, self._due = self._due, None
-            if needs is not None:
+            due, self._due = self._due, None
+            if due is not None:
                 self._at_work = True
                 try:
-                    await self._trim(needs)
+                    await self._trim(*due)
                 except OSError as error:  # such as a full disk: nothing is purged, and the next snapshot tries again
                     log.warning("log_not_trimmed", reason=str(error))
                 finally:
                     self._at_work = False
 
-    async def _trim(self, needs: Needs) -> None:
+    async def _trim(self, needs: Needs, needs_of_newest: Needs) -> None:
         held = await self._bus.state(Plane.EVENT)
-        least = 1 if held.used > FULL_ABOVE else self._min_events
+        least = self._min_events
+        if held.used > FULL_ABOVE:
+            needs, least = needs_of_newest, 1
         if needs.below - held.first_seq < least:
             return
         landmarks = Landmarks()

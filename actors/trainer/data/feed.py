@@ -38,9 +38,9 @@ from messages import (
 from runtime.bus.bus import Bus
 from runtime.bus.errors import Fenced, PayloadLost
 from runtime.bus.events import Events
-from runtime.ledger.archive import newest_snapshot
 from runtime.ledger.completions import kept_by
 from runtime.ledger.fold import FOLD_VERSION
+from runtime.ledger.snapshots import newest_readable, newest_snapshot
 from runtime.process.actor import InputError
 
 log = structlog.get_logger()
@@ -329,6 +329,8 @@ async def is_trimmed(bus: Bus, covered: int, *, timeout_s: float = SNAPSHOT_TIME
     with anyio.move_on_after(timeout_s):
         async with bus.read(SnapshotTaken, buries=False) as snapshots:
             async for received in snapshots:
-                if received.message.fold_version == FOLD_VERSION and received.message.covers > covered:
+                event = received.message
+                is_newer = event.fold_version == FOLD_VERSION and event.covers > covered
+                if is_newer and await newest_readable(bus, [event]) is not None:
                     return True
     raise InputError(f"the event log begins at event {first_seq}, and no usable snapshot covers the events before it")

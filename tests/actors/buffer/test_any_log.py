@@ -42,7 +42,9 @@ from messages import (
     WeightsAnnounced,
 )
 from runtime.ledger.fold import LedgerState, Stage, fold
+from runtime.ledger.snapshots import content_of
 from runtime.ledger.state import Index
+from tests.build.events import snapshot
 
 NUM_SAMPLES = 2
 SCHEDULES = st.builds(
@@ -153,7 +155,7 @@ class AnyLog(RuleBasedStateMachine):
                 assert len(decision.groups) == self.schedule.rollout_batch_size
                 if self.schedule.on_surplus == "drop" and not self.state.taken_back:
                     assert all(self.state.groups[ref.group_id].round >= decision.step for ref in decision.groups)
-            self.add(decision)
+            self.add(snapshot(self.state) if isinstance(decision, SnapshotTaken) else decision)
             if isinstance(decision, GroupsIssued):
                 self.attempts += [(group.group_id, group.attempt) for group in decision.groups]
 
@@ -169,7 +171,7 @@ class AnyLog(RuleBasedStateMachine):
         whole, newest = LedgerState(), LedgerState()
         for seq, event in enumerate(self.log, start=1):
             if isinstance(event, SnapshotTaken):
-                newest = msgspec.json.decode(event.state, type=LedgerState)
+                newest = content_of(event)
                 assert msgspec.json.encode(newest) == msgspec.json.encode(whole)
             fold(whole, event, seq)
         for seq, event in enumerate(islice(self.log, newest.last_seq, None), start=newest.last_seq + 1):

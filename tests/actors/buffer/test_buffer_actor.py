@@ -4,6 +4,7 @@ import json
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import anyio
@@ -45,6 +46,7 @@ from runtime.bus.bus import Bus
 from runtime.bus.consumer import Deliveries
 from runtime.bus.errors import BusError, Fenced, UnknownDecision
 from runtime.ledger.fold import LEDGER_EVENTS, LedgerState, fold
+from runtime.ledger.snapshots import newest_snapshot
 from runtime.ledger.state import MAX_ENDINGS_LOST
 from runtime.process.hosting import host
 from runtime.settings.recipe import EvalConfig
@@ -231,9 +233,9 @@ async def test_an_unreadable_event_at_the_end_of_the_log_hides_no_decision(
         await next_event(own_bus, GroupsIssued)
 
 
-async def test_a_snapshot_over_the_size_of_a_message_is_left_out(bus: Bus, topology: Topology) -> None:
+async def test_a_snapshot_over_the_size_of_a_message_is_stored_in_chunks(bus: Bus, topology: Topology) -> None:
     """Each group left behind by a halt fits a message, all of them together do not."""
-    long = SampleSummary(index=0, status=SampleStatus.ABORTED, score={"why": "x" * 5_000_000})
+    long = SampleSummary(index=0, status=SampleStatus.ABORTED, score={"why": Random(0).randbytes(2_500_000).hex()})
     halted: dict[str, Any] = {"attempt": 0, "lease": "l", "round": 0, "instance": "rollout", "samples": (long,)}
     saved = CheckpointSaved(step=1, incarnation=1, path="", oldest_step=1, took_s=0)
     wide = msgspec.structs.replace(topology.rollout, over_sampling_batch_size=4)
@@ -247,9 +249,16 @@ async def test_a_snapshot_over_the_size_of_a_message_is_left_out(bus: Bus, topol
             await bus.publish(GroupAborted(group_id=group_id, **halted))
         await bus.publish(saved)
         await bus.publish(announcement(2, step=1))
+        taken, _ = await next_event(bus, SnapshotTaken, from_seq=seq)
         await next_event(bus, GroupsIssued, from_seq=seq)
-        async with bus.read(SnapshotTaken) as snapshots:
-            assert not snapshots.pending
+        assert isinstance(taken, SnapshotTaken)
+        assert len(taken.chunks) > 10
+        state = await newest_snapshot(bus)
+        assert state is not None
+        assert {group_id: group.carried[0].score for group_id, group in state.groups.items() if group.carried} == {
+            2: long.score,
+            3: long.score,
+        }
 
 
 async def test_tasks_of_a_large_evaluation_are_put_as_items_end(

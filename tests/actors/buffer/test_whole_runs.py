@@ -35,6 +35,8 @@ from messages import (
     WeightsAnnounced,
 )
 from runtime.ledger.fold import LedgerState, Stage, fold
+from runtime.ledger.snapshots import content_of
+from tests.build.events import snapshot
 
 MAX_EVENTS = 5000
 KEPT_CHECKPOINTS = 2
@@ -114,7 +116,7 @@ class World:
         if isinstance(decision, BatchReady) and self.schedule.on_surplus == "drop" and not rebuilt:
             assert all(self.state.groups[ref.group_id].round >= decision.step for ref in decision.groups)
         if decision is not None:
-            self.add(decision)
+            self.add(snapshot(self.state) if isinstance(decision, SnapshotTaken) else decision)
         return decision is not None
 
     def act(self) -> bool:
@@ -229,7 +231,7 @@ class World:
         from_snapshot, whole = LedgerState(), LedgerState()
         for event in self.log:
             if isinstance(event, SnapshotTaken):
-                from_snapshot = msgspec.json.decode(event.state, type=LedgerState)
+                from_snapshot = content_of(event)
         for seq, event in enumerate(self.log, start=1):
             fold(from_snapshot, event, seq)
             fold(whole, event, seq)

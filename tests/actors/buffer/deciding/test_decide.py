@@ -51,7 +51,7 @@ def issued(state: LedgerState, rules: Schedule) -> list[tuple[int, int]]:
 def test_a_snapshot_that_cannot_be_used_is_taken_anew(fold_version: int, *, enough: bool) -> None:
     state = ledger(checkpoint_step=2, version_step=2)
     assert isinstance(decide(state, schedule(4, 6)), SnapshotTaken)
-    taken = SnapshotTaken(incarnation=1, covers=0, fold_version=fold_version, state=msgspec.Raw(b"{}"))
+    taken = SnapshotTaken(incarnation=1, covers=0, fold_version=fold_version)
     fold(state, taken, 1)
     assert isinstance(decide(state, schedule(4, 6)), SnapshotTaken) is not enough
 

@@ -2,13 +2,12 @@
 
 from collections.abc import Iterable
 
-import msgspec
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import invariant, run_state_machine_as_test
 
 from actors.trainer.data.history import HISTORY, History
 from messages import GroupRef, Message, SnapshotTaken
-from runtime.ledger.fold import LedgerState
+from runtime.ledger.snapshots import content_of
 from tests.actors.buffer.test_any_log import AnyLog
 
 Batches = dict[int, tuple[tuple[GroupRef, ...], bool]]
@@ -40,7 +39,7 @@ class AnyHistory(AnyLog):
         super().teardown()
         if hasattr(self, "log"):
             for snapshot in [event for event in self.log if isinstance(event, SnapshotTaken)]:
-                history = History(msgspec.json.decode(snapshot.state, type=LedgerState))
+                history = History(content_of(snapshot))
                 take(history, list(enumerate(self.log, start=1))[history.from_seq - 1 :])
                 self.agrees(history)
 

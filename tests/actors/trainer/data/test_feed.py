@@ -3,13 +3,12 @@
 from pathlib import Path
 
 import anyio
-import msgspec
 import pytest
 
 from actors.buffer.storage.trimming import LANDMARKS, Landmarks, needs_of, trim_point
 from actors.trainer.data.feed import Feed
 from actors.trainer.megatron import groups as ranks
-from messages import BatchReady, BatchTrained, GroupRef, Plane, SnapshotTaken, TrainerStarted, WeightsAnnounced
+from messages import BatchReady, BatchTrained, GroupRef, Plane, TrainerStarted, WeightsAnnounced
 from runtime.bus.bus import Bus
 from runtime.bus.errors import PayloadLost
 from runtime.ledger.fold import FOLD_VERSION, LEDGER_EVENTS, LedgerState, fold
@@ -18,6 +17,7 @@ from runtime.settings.topology import Topology
 from runtime.util.errors import flatten
 from tests.actors.trainer.hosting import names, of, running, said_until
 from tests.actors.trainer.logs import publish_batch, publish_groups
+from tests.build.events import snapshot
 from tests.build.topology import MakeTopology
 
 pytestmark = pytest.mark.anyio
@@ -40,8 +40,7 @@ async def take_snapshot(bus: Bus, *, fold_version: int = FOLD_VERSION) -> tuple[
     async with bus.read(*LEDGER_EVENTS) as events:
         async for received in events.so_far():
             fold(state, received.message, received.seq)
-    raw = msgspec.Raw(msgspec.json.encode(state))
-    await bus.publish(SnapshotTaken(incarnation=1, covers=state.last_seq, fold_version=fold_version, state=raw))
+    await bus.publish(snapshot(state, fold_version=fold_version))
     return state, state.last_seq
 
 
@@ -108,8 +107,7 @@ async def test_a_snapshot_that_can_be_used_is_waited_for_after_a_change_of_the_f
     feed = Feed(bus)
     async with anyio.create_task_group() as group:
         group.start_soon(feed.run)
-        raw = msgspec.Raw(msgspec.json.encode(state))
-        await bus.publish(SnapshotTaken(incarnation=2, covers=covers, fold_version=FOLD_VERSION, state=raw))
+        await bus.publish(snapshot(state, incarnation=2))
         with anyio.fail_after(10):
             await feed.caught_up.wait()
         group.cancel_scope.cancel()
