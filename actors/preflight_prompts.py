@@ -11,6 +11,7 @@ from actors.buffer.prompts.source import eval_reader, read_in_parts, training_re
 from actors.buffer.prompts.tokenizing import Tokenizing, load_tokenizing
 from actors.reward.grader_check import SampleRow, check_graders
 from actors.reward.graders.builtin import find_grader
+from actors.reward.graders.calling import grade_of
 from actors.reward.samples import GradedSample
 from actors.rollout.sglang.facts import KEPT_OF_INPUT
 from actors.trainer.models.config import HfConfig
@@ -114,7 +115,7 @@ def prompt_problems(topology: Topology, shape: HfConfig, broken: set[str], outpu
             for prompts in _parts(source, output.doing):
                 usable = found.add(prompts, source)
                 if found.problem is None and not trains_demonstrations(topology):
-                    found.problem = _ungraded(source, usable, known)
+                    found.problem = _ungraded(source, usable, known, topology.reward.reward_key)
         except (DataError, PluginError) as error:
             yield Problem.of(source.place_key, source.place, str(error))
             continue
@@ -150,8 +151,13 @@ def _parts(source: Source, doing: Doing) -> Iterator[list[Prompt]]:
         yield prompts
 
 
-def _ungraded(source: Source, prompts: Sequence[Prompt], known: Collection[str]) -> Problem | None:
-    """Problem of the first prompt whose built-in grader does not exist, or cannot compare with its label."""
+def _ungraded(
+    source: Source, prompts: Sequence[Prompt], known: Collection[str], reward_key: str | None
+) -> Problem | None:
+    """Problem of the first prompt whose built-in grader does not exist, or cannot compare with its label.
+
+    Also of one whose built-in grader returns a dict without the reward that `reward.reward_key` names.
+    """
     for prompt in prompts:
         name = prompt.rm_type
         if name is None or name in known or is_plugin(name):
@@ -161,7 +167,7 @@ def _ungraded(source: Source, prompts: Sequence[Prompt], known: Collection[str])
         except ValueError as error:
             return Problem.of(source.place_key, source.place, f"row {prompt.row}: {error}")
         try:
-            grader(GradedSample(prompt=prompt.text, label=prompt.label, metadata=prompt.metadata))
+            answer = grader(GradedSample(prompt=prompt.text, label=prompt.label, metadata=prompt.metadata))
         except ValueError as error:
             if prompt.label is None:
                 wrong = f"has no label to compare with, which the grader {name} needs"
@@ -169,6 +175,8 @@ def _ungraded(source: Source, prompts: Sequence[Prompt], known: Collection[str])
                 wrong = f"has a label that the grader {name} cannot compare with: {error}"
             message = f"row {prompt.row} of {source.place} {wrong}"
             return Problem(key=f"{source.key}.label_key", message=message)
+        if (error := grade_of(answer, reward_key).error) is not None:
+            return Problem.of("reward.reward_key", reward_key, f"the grader {name} of {source.place} {error}")
     return None
 
 

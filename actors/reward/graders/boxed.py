@@ -2,13 +2,14 @@ r"""Extracts the last \boxed{...} of a text, and restricts graders to its conten
 
 import re
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
 from actors.reward.samples import GradedSample
 
 BOXED_PREFIX = "boxed_"
-Grader = Callable[[GradedSample], float]
+Grader = Callable[[GradedSample], Any]  # returns a number, or a dict that has the reward
 
 _BRACE = re.compile(r"\\boxed\{|\{|\}")
 
@@ -30,10 +31,16 @@ def last_boxed(text: str) -> str | None:
     return None if best is None else text[best[0] : best[1]]
 
 
-def boxed(grader: Grader) -> Grader:
-    """Restrict a grader to the content of the last box, or "" if there is none."""
+def boxed(grader: Grader, before: str = "") -> Grader:
+    """Restrict a grader to the content of the last box, or "" if there is none.
 
-    def grade(sample: GradedSample) -> float:
-        return grader(msgspec.structs.replace(sample, response=last_boxed(sample.response) or ""))
+    Args:
+        grader: reads a response.
+        before: text that the grader expects in front of an answer.
+    """
+
+    def grade(sample: GradedSample) -> Any:
+        content = last_boxed(sample.response)
+        return grader(msgspec.structs.replace(sample, response=before + content if content else ""))
 
     return grade

@@ -1,15 +1,20 @@
 """The built-in graders by name; those that compare a response with its label as text stand here."""
 
+import hashlib
+import importlib.util
 import re
 import string
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 from actors.reward.graders.boxed import BOXED_PREFIX, Grader, boxed
+from actors.reward.graders.math.grader import deepscaler, math
 from actors.reward.graders.numeric import numeric
+from actors.reward.graders.stated import dapo, gpqa
+from actors.reward.samples import GradedSample
 from runtime.settings.plugins import OWN
 from runtime.settings.slime.hints import slime_grader_hint
 
@@ -70,6 +75,22 @@ def _text(label: Any) -> str:
     return str(label)
 
 
+def drawn(sample: GradedSample) -> float:
+    """0 or 1, by a hash of the sample's prompt, response and index: a baseline that no policy can learn.
+
+    The same sample gets the same reward when it is graded again.
+    """
+    text = f"{sample.index}\0{sample.part}\0{sample.prompt}\0{sample.response}"
+    return float(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[0] & 1)
+
+
+def _labels(label: Any) -> tuple[str, ...]:
+    """One label, or several of which one right is enough."""
+    if isinstance(label, list | tuple) and label:
+        return tuple(map(_text, cast("Iterable[Any]", label)))
+    return (_text(label),)
+
+
 BUILT_IN_GRADERS: Mapping[str, Grader] = MappingProxyType(
     {
         "exact_match": lambda sample: exact_match(sample.response, _text(sample.label)),
@@ -78,15 +99,25 @@ BUILT_IN_GRADERS: Mapping[str, Grader] = MappingProxyType(
         ),
         "f1": lambda sample: f1(sample.response, _text(sample.label)),
         "numeric": lambda sample: numeric(sample.response, _text(sample.label)),
+        "math": lambda sample: math(sample.response, _text(sample.label)),
+        "deepscaler": lambda sample: deepscaler(sample.response, _labels(sample.label)),
+        "dapo": lambda sample: dapo(sample.response, _text(sample.label)),
+        "gpqa": lambda sample: gpqa(sample.response, sample.label, sample.metadata),
+        "random": drawn,
     }
 )
+BOX_READERS: frozenset[str] = frozenset({"math", "deepscaler"})  # they grade the last box by themselves
+NEEDS: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {name: ("math_verify", "math") for name in BOX_READERS}
+)  # module and extra of a grader
 
 
 def find_grader(name: str) -> Grader:
     r"""Find a built-in grader. The prefix "boxed_" restricts it to the content of the last \boxed{...}, or "".
 
     Raises:
-        ValueError: no grader has this name; suggests the replacement of a slime grader, or the closest name.
+        ValueError: no grader has this name; suggests the replacement of a slime grader, or the closest name. Or a
+            package that the grader needs is not installed.
     """
     plain = name.removeprefix(BOXED_PREFIX)
     grader = BUILT_IN_GRADERS.get(plain)
@@ -95,4 +126,9 @@ def find_grader(name: str) -> Grader:
         close = get_close_matches(plain, BUILT_IN_GRADERS, n=1)
         hint = slime_grader_hint(plain) or (f"did you mean {close[0]!r}?" if close else "")
         raise ValueError(f"no grader {name!r}: {hint}{' ' if hint else ''}allowed: {names}, or {OWN}")
-    return boxed(grader) if name.startswith(BOXED_PREFIX) else grader
+    module, extra = NEEDS.get(plain, ("", ""))
+    if module and importlib.util.find_spec(module) is None:
+        raise ValueError(f'the grader {name!r} needs a package that is not installed: pip install "physarum[{extra}]"')
+    if name == plain or plain in BOX_READERS:
+        return grader
+    return boxed(grader, before="Answer: " if plain == "dapo" else "")

@@ -1,0 +1,4 @@
+"""Compares mathematical answers: the graders `math` and `deepscaler`.
+
+Open grader.py first.
+"""

@@ -1,0 +1,100 @@
+"""Equality of symbolic answers, by the package math-verify (extra `math`)."""
+
+import functools
+import importlib
+import re
+import signal
+from collections.abc import Generator
+from contextlib import contextmanager
+from fractions import Fraction
+from types import FrameType
+from typing import Any, Final
+
+LIMIT_S: Final = 5.0  # CPU time of all comparisons of one answer
+AGAIN_S: Final = 0.2  # sympy may catch the first exception
+MAX_CHARS: Final = 1_000
+MAX_EXPONENT: Final = 64  # of an expression with letters: sympy expands powers
+
+_DECIMAL: Final = re.compile(r"(?<![\d.])(\d*)\.(\d+)(?!\d*\.\d)")
+_EXPONENT: Final = re.compile(r"(?:\^|\*\*)\s*[{(]?\s*-?(\d+)")
+_TOWER: Final = re.compile(r"(?:\^|\*\*)\s*(?:\{[^{}]*(?:\^|\*\*)|[({]*\s*\d+\s*[)}]*\s*(?:\^|\*\*))")
+_FACTORIAL: Final = re.compile(r"(\d+)\s*!|[)\]}A-Za-z]\s*!")
+MAX_FACTORIAL: Final = 100
+
+
+class TimeIsUp(BaseException):
+    """An answer was not compared in time. No Exception, since sympy and math-verify catch those."""
+
+
+@contextmanager
+def cpu_limit(limit_s: float = LIMIT_S) -> Generator[None]:
+    """Raise TimeIsUp after this CPU time, which other processes do not use up. Works in a main thread alone."""
+
+    def end(_signal: int, _frame: FrameType | None) -> None:
+        raise TimeIsUp
+
+    before = signal.signal(signal.SIGVTALRM, end)
+    signal.setitimer(signal.ITIMER_VIRTUAL, limit_s, AGAIN_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+
+
+def is_safe(text: str) -> bool:
+    """Whether an expression is small enough for sympy: no large exponent, tower of exponents or factorial."""
+    if len(text) > MAX_CHARS or _TOWER.search(text):
+        return False
+    if any(len(digits) > 4 or int(digits) > MAX_EXPONENT for digits in _EXPONENT.findall(text)):
+        return False
+    return all(digits and len(digits) < 4 and int(digits) <= MAX_FACTORIAL for digits in _FACTORIAL.findall(text))
+
+
+def exact_decimals(text: str) -> str:
+    r"""Write decimals as fractions, so that no float is compared: 0.1x becomes \frac{1}{10}x."""
+
+    def fraction(match: re.Match[str]) -> str:
+        value = Fraction(int(match[1] + match[2]), 10 ** len(match[2]))
+        if value.denominator == 1:
+            return str(value.numerator)
+        return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
+
+    return _DECIMAL.sub(fraction, text)
+
+
+def symbolically_equal(response: str, label: str) -> bool:
+    """Whether two LaTeX expressions are equal by algebra, in the order of variables, sets and relations.
+
+    Expressions that are too large for sympy are unequal. It has no limit of time: see cpu_limit.
+    """
+    if not (is_safe(response) and is_safe(label)):
+        return False
+    ours, theirs = _parsed(response), _parsed(label)
+    if not ours or not theirs:
+        return False
+    library = _math_verify()
+    return bool(
+        library.verify(
+            theirs, ours, float_rounding=30, numeric_precision=50, allow_set_relation_comp=True, timeout_seconds=None
+        )
+    )
+
+
+def _parsed(text: str) -> list[Any]:
+    """Expressions of a LaTeX text; empty if it is none."""
+    library = _math_verify()
+    config = library.LatexExtractionConfig(boxed_match_priority=0)
+    boxed = rf"\boxed{{{exact_decimals(text)}}}"
+    found: list[Any] = library.parse(boxed, [config], parsing_timeout=None, fallback_mode="no_fallback")
+    return [each for each in found if not isinstance(each, str)]
+
+
+@functools.cache
+def _math_verify() -> Any:
+    """Import math-verify. It imports sympy, which takes a second, and that does not count for cpu_limit."""
+    left_s = signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+    try:
+        return importlib.import_module("math_verify")
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, *left_s)

@@ -1,0 +1,103 @@
+r"""Splits an answer into a number and its unit: 5 feet, 5\text{ cm}^2, 45^\circ, \$5, 50\%."""
+
+import re
+from typing import Final, NamedTuple
+
+from actors.reward.graders.math.latex import without_text_commands
+
+_SYNONYMS: Final = {
+    "centimeter": "cm", "centimetre": "cm", "millimeter": "mm", "millimetre": "mm", "kilometer": "km",
+    "kilometre": "km", "meter": "m", "metre": "m", "inch": "in", "inche": "in", "foot": "ft", "feet": "ft",
+    "yard": "yd", "mile": "mi", "gram": "g", "kilogram": "kg", "milligram": "mg", "pound": "lb", "ounce": "oz",
+    "liter": "l", "litre": "l", "milliliter": "ml", "millilitre": "ml", "second": "s", "sec": "s", "minute": "min",
+    "hour": "h", "hr": "h", "degree": "degree", "deg": "degree", r"^\circ": "degree", "dollar": "$", "usd": "$",
+    r"\$": "$", "cent": "cent", "square": "square", "sq": "square", "cubic": "cubic", "cu": "cubic", "gal": "gallon",
+    "ton": "ton", "tonne": "tonne", "volt": "v", "watt": "w", "joule": "j", "newton": "n", "hertz": "hz",
+    "day": "day", "week": "week", "month": "month", "year": "year", "yr": "year", "unit": "unit", "radian": "rad",
+}  # fmt: skip
+# Letters that are a unit only after a space or in \text{...}; without one, 5m is a product
+_SHORT: Final = frozenset(
+    {"cm", "mm", "km", "m", "in", "ft", "yd", "mi", "g", "kg", "mg", "lb", "oz", "l", "ml", "s", "min", "h", "mph"}
+    | {"kph", "rad", "hz", "kw", "kwh", "pi", "am", "pm", "sq", "cu"}
+) - {"pi"}
+_NEITHER: Final = frozenset(
+    {"and", "or", "to", "if", "for", "is", "mod", "million", "billion", "trillion", "thousand", "hundred", "dozen"}
+    | {"pi", "sin", "cos", "tan", "log", "ln", "exp", "sqrt", "max", "infinity", "inf", "base"}
+)
+_UNIT_WORD: Final = re.compile(r"[A-Za-z]+")
+_POWER: Final = re.compile(r"\^\{?([23])\}?")
+_TEXT: Final = re.compile(r"\\(?:text|textbf|textrm|mathrm|mbox|operatorname)\s*\{([^{}]*)\}")
+_TAIL: Final = re.compile(
+    r"(?P<unit>(?: ?\\(?:text|textbf|textrm|mathrm|mbox|operatorname)\s*\{[^{}]*\}(?:\^\{?-?\d\}?)?"
+    r"| ?\^\\circ ?| ?\\%| ?%| ?\\\$| ?€| ?£| [A-Za-z]+(?:\^\{?-?\d\}?)?\.?|(?<=[A-Za-z}])/(?=[A-Za-z\\]))+)$"
+)
+_CURRENCY: Final = re.compile(r"^(?P<sign>-?) ?(?P<unit>\\\$|\$|€|£)")
+
+
+class Quantity(NamedTuple):
+    """A number as it was written, and its unit."""
+
+    number: str
+    unit: str  # in one spelling; "" for a number alone
+    percent: bool = False
+
+
+def quantity(text: str) -> Quantity:
+    """Split a unit off an answer in the form of `latex.normal`.
+
+    The number may be any expression: the caller decides whether it is one. Words that belong to mathematics (or, sin,
+    million) are no unit.
+    """
+    unit = ""
+    if currency := _CURRENCY.match(text):
+        text, unit = currency["sign"] + text[currency.end() :].strip(), currency["unit"]
+    if (tail := _TAIL.search(text)) and tail.start() > 0 and _is_unit(tail["unit"]):
+        text, unit = text[: tail.start()].strip(), f"{unit} {tail['unit']}"
+    percent = "%" in unit or "percent" in unit.lower()
+    plain = re.sub(r"\\?%|\bper ?cents?\b|\bpercentage\b", " ", unit, flags=re.IGNORECASE)
+    return Quantity(number=text, unit=unit_name(plain), percent=percent)
+
+
+def unit_name(text: str) -> str:
+    """Return a unit in one spelling: singular, abbreviated, powers as exponents."""
+    text = (
+        without_text_commands(text.replace(r"^\circ", " degree ")).replace(r"\$", " dollar ").replace("$", " dollar ")
+    )
+    text = re.sub(r"\bper\b", "/", text.lower())
+    text = _POWER.sub(r"^\1", text)
+    found: list[str] = []
+    for token in re.findall(r"[a-z]+|\^-?\d|/|€|£", text):
+        word = _singular(token) if token.isalpha() else token
+        found.append(_SYNONYMS.get(word, word))
+    return _with_exponents(found)
+
+
+def _with_exponents(found: list[str]) -> str:
+    """Write square feet as ft^2, and drop what says no unit."""
+    named: list[str] = []
+    power = ""
+    for word in found:
+        if word in ("square", "cubic"):
+            power = "^2" if word == "square" else "^3"
+            continue
+        named.append(word)
+        if power and word.isalpha():
+            named.append(power)
+            power = ""
+    joined = "".join(f" {word}" if word.isalpha() and index else word for index, word in enumerate(named))
+    return re.sub(r"^(?:of|a|an|the) ", "", joined.replace("mi / h", "mph").replace("mi/ h", "mph").strip())
+
+
+def _singular(word: str) -> str:
+    if word in _SYNONYMS or word in _SHORT or word.endswith("ss"):
+        return word
+    return word[:-1] if word.endswith("s") and len(word) > 2 else word
+
+
+def _is_unit(text: str) -> bool:
+    inside = _TEXT.sub(lambda match: f" {match[1]} ", text)
+    found = [word.lower() for word in _UNIT_WORD.findall(inside.replace(r"^\circ", ""))]
+    if any(word in _NEITHER for word in found):
+        return False
+    in_text = _TEXT.search(text) is not None
+    return all(in_text or len(word) > 2 or word in _SHORT for word in found)
