@@ -110,6 +110,7 @@ def _load_replica(replica: Replica, path: Path, saved: dict[str, Any], *, is_cri
     load_settings(replica.optimizer, loaded, saved["optimizer_steps"])
     replica.skips = Skips(saved["skipped_in_a_row"], tuple(saved.get("skipped_recently", ())))
     replica.steps_before = saved["steps_before"]
+    replica.untrained_before = saved.get("untrained_before", 0)
 
 
 def begin_from(replica: Replica, path: Path, *, weights_only: bool) -> None:
@@ -125,6 +126,7 @@ def begin_from(replica: Replica, path: Path, *, weights_only: bool) -> None:
         return
     step = load_checkpoint(replica, path)
     replica.steps_before += step
+    replica.untrained_before += min(step, _saved_values(path).get("first_step", 0))
     replica.skips = Skips()
 
 
@@ -205,6 +207,8 @@ def _state(replica: Replica, *, loading: bool) -> dict[str, Any]:
     plain = {
         "optimizer_steps": _optimizer_steps(replica.optimizer),
         "steps_before": replica.steps_before,
+        "untrained_before": replica.untrained_before,
+        "first_step": replica.first_step,
         "skipped_in_a_row": replica.skips.in_a_row,
         "skipped_recently": list(replica.skips.recent),
         STEPS: steps_of(replica.kept),

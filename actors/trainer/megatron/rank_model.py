@@ -130,6 +130,8 @@ class Replica:
         self.before_log_probs: Callable[[str], None] = _no_hook  # called with the name of the weights; of the user
         self.kept: dict[str, KeptWeights] = {}  # copies of earlier weights that checkpoints contain, by name
         self.steps_before = 0  # train steps of the checkpoint that the run started from
+        self.untrained_before = 0  # those of them that trained the critic alone, and not this model
+        self.first_step = 0  # train step of this run that trains the model first
         self.skips = Skips()  # skipped optimizer steps of the run so far
 
     @property

@@ -99,7 +99,6 @@ class Learner:
         replica: Replica,
         metrics: Sequence[str],
         *,
-        first_step: int = 0,
         prefix: str = "",
     ) -> None:
         """Set up for one replica, without computing anything.
@@ -108,7 +107,6 @@ class Learner:
             topology: Its optimizer table is the model's.
             replica: The model on this rank.
             metrics: Names of the loss's metrics, in the order of the sums.
-            first_step: Train step that trains the model first. The learning rate's schedule begins there.
             prefix: Names the model in messages, such as "critic ". Empty: the policy.
         """
         self._topology = topology
@@ -118,7 +116,6 @@ class Learner:
         self._before_step = hook(topology, "custom_megatron_before_train_step_hook")
         self._has_mtp_layer = replica.hf.num_mtp_layers > 0
         self._sums = self._metrics + ((MTP_LOSS,) if self._has_mtp_layer else ())
-        self._first_step = first_step
         self._prefix = prefix
 
     def reduced_step(
@@ -184,10 +181,11 @@ class Learner:
         return reduced_sums(self._sums, sums) if sums else dict.fromkeys(self._sums, math.nan)
 
     def learning_rate(self, train_step: int, number: int) -> float:
-        """Return the learning rate of an optimizer step."""
-        per_batch = self._topology.algorithm.num_steps_per_rollout
-        trained = self._replica.steps_before + train_step - self._first_step
-        planned = self._replica.steps_before + self._topology.train.num_steps - self._first_step
+        """Return the learning rate of an optimizer step. Train steps that did not train the model do not count."""
+        per_batch, replica = self._topology.algorithm.num_steps_per_rollout, self._replica
+        before = replica.steps_before - replica.untrained_before - replica.first_step
+        trained = before + train_step
+        planned = before + self._topology.train.num_steps
         return learning_rate(self._topology.optimizer, trained * per_batch + number, num_steps=planned * per_batch)
 
     def _gradients(self, batch: TrainBatch, step: OptimizerStep, loss: StepLoss, weights_N: Tensor) -> _Gradients:

@@ -124,7 +124,8 @@ class TrainStep:
         self._objective = Objective(self._algorithm)
         named = self._algorithm.rollout_data_postprocess
         self._postprocess = None if named is None else Postprocess(named)
-        self._learner = Learner(topology, replica, self._objective.names, first_step=self._first_step)
+        replica.first_step = self._first_step
+        self._learner = Learner(topology, replica, self._objective.names)
         self._planner = Planner(topology, replica, self._learner)
         self._log_probs = OtherLogProbs(topology, replica)
         self.precompute = self._log_probs.precompute

@@ -14,6 +14,7 @@ from tests.actors.trainer.hosting import of, running, said_until
 from tests.actors.trainer.logs import publish_batch
 from tests.actors.trainer.tiny import random_batch
 from tests.build.topology import MakeTopology
+from tests.support.checkpoints import save
 
 PPO = {"advantage_estimator": "ppo", "num_critic_only_steps": 2, "num_steps_per_rollout": 2}
 WARM_UP = {"lr": 1e-3, "lr_warmup_iters": 4}
@@ -51,6 +52,30 @@ def test_the_actor_keeps_its_weights_and_its_schedule_begins_afterwards(
     assert [metrics["train/critic-lr-pg_0"] for metrics in found] == pytest.approx([5e-3, 1e-2, 1e-2, 1e-2])
     assert "train/masked_tokens/clip" not in found[0]
     assert "train/masked_tokens/clip" in found[2]
+
+
+def test_a_run_that_starts_from_a_checkpoint_continues_the_actors_schedule(
+    make_topology: MakeTopology, tmp_path: Path
+) -> None:
+    """Steps of the critic alone are no steps of that schedule, in the run that was saved and in a third one either."""
+    schedule = {"lr": 1e-3, "lr_decay_style": "linear", "lr_warmup_iters": 2}
+    rank = TrainerRank(make_topology(algorithm=PPO, optimizer=schedule, train={"num_steps": 5}), tmp_path / "first")
+    for step in range(3):
+        rank.train(random_batch(step))
+    save(rank, step=3)
+    expected = [rank.train(random_batch(step)).metrics["train/lr-pg_0"] for step in (3, 4)]
+    assert len(set(expected)) == 2
+    algorithm, found = PPO | {"num_critic_only_steps": 0}, []
+    for before, name in (("first", "second"), ("second", "third")):
+        tables = {"trainer": {"load": str(tmp_path / before)}, "train": {"num_steps": 2 - len(found)}}
+        new = TrainerRank(make_topology(algorithm=algorithm, optimizer=schedule, **tables), tmp_path / name)
+        assert new.resume() == 0
+        found.append(new.train(random_batch(0)).metrics["train/lr-pg_0"])
+        save(new, step=1)
+        again = TrainerRank(make_topology(algorithm=algorithm, optimizer=schedule, **tables), tmp_path / name)
+        assert again.resume() == 1
+        assert again._replica.untrained_before == 2
+    assert found == expected
 
 
 def test_the_reference_and_old_log_probs_are_computed_when_the_actor_trains(
