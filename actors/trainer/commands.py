@@ -436,6 +436,8 @@ class TrainerRank:
         weights_only = self._topology.trainer.load_weights_only
         begin = begin_from_megatron_lm if of_megatron_lm else begin_from
         begin(self._replica, path, weights_only=weights_only)
+        if isinstance(self._train_step, TrainStep):
+            self._train_step.begin_reference()
         if self._critic is None:
             return
         own_weights = self._topology.critic.hf_checkpoint is not None

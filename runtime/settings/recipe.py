@@ -70,7 +70,8 @@ class ModelConfig(Config, frozen=True, kw_only=True):
     random_init: bool = False
     # Dtype of weights and activations. If it is unset and the trainer uses GPUs, the checkpoint's dtype applies.
     dtype: Literal["float32", "bfloat16"] = "float32"
-    # Reference model of the KL loss and of DPO. By default the weights that training starts from.
+    # Reference model of the KL loss and of DPO. By default the weights that training starts from: those of
+    # `trainer.load`, or of `hf_checkpoint`.
     ref_load: Text | None = None
     # Teacher that the trainer keeps with `algorithm.opd_type = "megatron"`: the directory of a model with the same
     # architecture.

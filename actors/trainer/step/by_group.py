@@ -38,6 +38,7 @@ class ReferenceModel:
         *,
         store_prefix: str = "ref_",
         update_interval: int | None = None,
+        is_saved: bool = False,
     ) -> None:
         """Copy the weights. Create the reference model before a checkpoint is loaded.
 
@@ -45,8 +46,8 @@ class ReferenceModel:
             replica: Model replica of this rank.
             ref_load: Model directory. None: the replica's current weights.
             store_prefix: Name of the weights for the user's hook.
-            update_interval: Train steps between updates by `follow`. The weights are then part of checkpoints. None:
-                the weights stay.
+            update_interval: Train steps between updates by `follow`. None: the weights stay.
+            is_saved: Whether the weights are part of checkpoints once they are some of this training.
 
         Raises:
             ValueError, OSError: The directory cannot be used.
@@ -55,13 +56,23 @@ class ReferenceModel:
         self._store_prefix = store_prefix
         self._update_interval = update_interval
         self._kept = KeptWeights(replica.weights_copy())
-        if update_interval is not None:
+        self._is_named = ref_load is not None
+        if is_saved:
             replica.kept[REF] = self._kept
         if ref_load is not None:
             check_weights(Path(ref_load), replica.hf)
             replica.set_weights(file_source(Path(ref_load)))
             replica.exchange_weights(self._kept.tensors)
             replica.optimizer.reload_model_params()
+
+    def begin(self) -> None:
+        """Take the policy's weights, from which training starts. Call it after `trainer.load` is read.
+
+        A model that the settings name stays. So does a reference that follows the policy, if the checkpoint has it.
+        """
+        is_continued = self._update_interval is not None and self._kept.step is not None
+        if not self._is_named and not is_continued:
+            self._replica.keep_weights(self._kept, self._replica.steps_before)
 
     def follow(self, steps: int) -> None:
         """Take the policy's weights if an update is due. Call it before a train step, and before log-probs for it.
@@ -124,7 +135,9 @@ def reference_of(topology: Topology, replica: Replica) -> ReferenceModel | None:
     """
     if not uses_reference(topology.algorithm) or reference_in_pool(topology):
         return None
-    return ReferenceModel(replica, topology.model.ref_load, update_interval=topology.algorithm.ref_update_interval)
+    ref_load, interval = topology.model.ref_load, topology.algorithm.ref_update_interval
+    is_saved = interval is not None or (ref_load is None and topology.trainer.load is not None)
+    return ReferenceModel(replica, ref_load, update_interval=interval, is_saved=is_saved)
 
 
 def teacher_of(topology: Topology, replica: Replica) -> ReferenceModel | None:

@@ -394,6 +394,11 @@ class TrainStep:
             counted.add(where_M, terms.metrics)
         return terms
 
+    def begin_reference(self) -> None:
+        """Let the reference be the weights that training starts from, once `trainer.load` is read."""
+        if self._log_probs.reference is not None:
+            self._log_probs.reference.begin()
+
     @property
     def _planned_steps(self) -> int:
         """Train steps planned up to the end of the run, plus the steps of an earlier run that it continues."""

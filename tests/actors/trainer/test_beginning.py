@@ -10,7 +10,7 @@ import torch
 
 from actors.trainer.checkpoints import CHECKPOINTS, RUN_FILE, SavedRun, checkpoint_at
 from actors.trainer.commands import TrainerRank
-from tests.actors.trainer.hf import whole_weights
+from tests.actors.trainer.hf import whole_weights, write_model
 from tests.actors.trainer.tiny import TINY, random_batch
 from tests.build.topology import MakeTopology
 from tests.support.checkpoints import save
@@ -150,3 +150,43 @@ def test_what_no_run_can_begin_from_is_refused(
     (path / "metadata.json").unlink()
     refused(path, "nor a complete checkpoint")
     assert path.parent.parent == tmp_path / "other" / CHECKPOINTS
+
+
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_the_reference_is_what_training_starts_from_and_stays_over_a_resume(
+    make_topology: MakeTopology, other: TrainerRank, tmp_path: Path, weights_only: bool
+) -> None:
+    """The first step's divergence is 0. A later checkpoint in the directory of `trainer.load` changes nothing."""
+    tables: dict[str, Any] = {
+        "algorithm": {"kl_loss_coef": 0.1, "kl_loss_type": "k2", "num_steps_per_rollout": 1},
+        "trainer": {"load_weights_only": weights_only},
+        "train": {"num_steps": 3},
+    }
+    new = beginning(make_topology, tmp_path, tmp_path / "other", **tables)
+    assert new.resume() == 0
+    before = train(new, range(1))
+    assert before[0]["train/kl_loss"] == 0.0
+    save(new, step=1, incarnation=1)
+    expected = train(new, range(1, 3))
+    assert expected[0]["train/kl_loss"] > 0.0
+    train(other, range(2, 4))
+    save(other, step=4, incarnation=1)
+    resumed = beginning(make_topology, tmp_path, tmp_path / "other", **tables)
+    assert resumed.resume() == 1
+    assert train(resumed, range(1, 3)) == expected
+
+
+def test_a_reference_that_is_named_stays_with_a_checkpoint_to_start_from(
+    make_topology: MakeTopology, tmp_path: Path
+) -> None:
+    write_model(tmp_path / "first")
+    write_model(tmp_path / "second", initializer_range=0.1)
+    model = {"hf_checkpoint": str(tmp_path / "first"), "random_init": False, "ref_load": str(tmp_path / "second")}
+    algorithm = {"kl_loss_coef": 0.1, "kl_loss_type": "k2", "num_steps_per_rollout": 1}
+    tables: dict[str, Any] = {"model": model, "algorithm": algorithm}
+    old = TrainerRank(make_topology(**tables), tmp_path / "other")
+    save(old, step=0, incarnation=1)
+    new = beginning(make_topology, tmp_path, tmp_path / "other", **tables)
+    new.resume()
+    (expected,), (found,) = train(old, range(1)), train(new, range(1))
+    assert found["train/kl_loss"] == expected["train/kl_loss"] > 0.0
