@@ -7,8 +7,9 @@ from typing import Any, Final, Literal, TypeVar
 
 import msgspec
 
-from runtime.settings.derived import TRAINER_FUNCTIONS
+from runtime.settings.derived import TRAINER_FUNCTIONS, trainer_functions
 from runtime.settings.halves import half_of
+from runtime.settings.plugins import PluginError, find_file
 from runtime.settings.reading.config import Problem, TopologyError
 from runtime.settings.reading.toml import SET, Loaded, convert, load_tables
 from runtime.settings.recipe import RolloutConfig
@@ -78,6 +79,7 @@ def load_topology(path: Path, overrides: Sequence[str] = ()) -> LoadedTopology:
     topology = half_of(convert(loaded, Topology))
     problems = [*validate(topology), *_two_logins(topology, bus_login)]
     if problems:
+        problems = [*_missing_files(topology, loaded), *problems]
         raise TopologyError([msgspec.structs.replace(item, file=loaded.origin(item.key)) for item in problems])
     found = LoadedTopology(topology=_find_paths(topology, loaded), loaded=loaded, bus_login=bus_login)
     return with_topology(found, found.topology)
@@ -109,6 +111,30 @@ def _two_logins(topology: Topology, login: Login | None) -> Iterator[Problem]:
         yield Problem.of(
             "bus.credentials", topology.bus.credentials, "bus.url contains a login too; give only one of them"
         )
+
+
+def _missing_files(topology: Topology, loaded: Loaded) -> Iterator[Problem]:
+    """Yield the user functions whose files do not exist, to be named before other problems of the settings.
+
+    Without other problems a start checks every function itself, on the node that calls it.
+    """
+    rollout, reward = topology.rollout, topology.reward
+    named: dict[str, str | None] = dict(trainer_functions(topology))
+    for name in ("dynamic_filter", "custom_generate", "over_sampling_filter", "buffer_filter"):
+        named[f"rollout.{name}"] = getattr(rollout, name)
+    for index, data in enumerate(topology.data):
+        named |= {f"data.{index}.source": data.source, f"data.{index}.rm_type": data.rm_type}
+    named |= {f"eval.{index}.rm_type": item.rm_type for index, item in enumerate(topology.eval)}
+    named |= {f"reward.graders.{name}": value for name, value in reward.graders.items()}
+    named |= {f"reward.judges.{name}.parser": judge.parser for name, judge in reward.judges.items()}
+    for key, value in named.items():
+        file = Path((value or "").rpartition(":")[0])
+        if value is None or file.suffix != ".py":
+            continue
+        try:
+            find_file(key, value, file, places(loaded, key))
+        except PluginError as error:
+            yield Problem.of(key, value, error.problem)
 
 
 def places(loaded: Loaded, key: str) -> tuple[Path, ...]:

@@ -105,7 +105,7 @@ def _file_form(place: str, attribute: str) -> str:
 
 def _load_module(key: str, value: str, place: str, attribute: str, base_dirs: Sequence[Path]) -> ModuleType:
     if place.endswith(".py"):
-        path = _find_file(key, value, Path(place), base_dirs)
+        path = find_file(key, value, Path(place), base_dirs)
         return _guarded_import(key, value, lambda: _import_file(path), missing=None)
     if "/" in place:
         raise PluginError(key, value, f"{place} does not end in .py")
@@ -115,7 +115,12 @@ def _load_module(key: str, value: str, place: str, attribute: str, base_dirs: Se
     return module
 
 
-def _find_file(key: str, value: str, path: Path, base_dirs: Sequence[Path]) -> Path:
+def find_file(key: str, value: str, path: Path, base_dirs: Sequence[Path]) -> Path:
+    """Find the file of a user function.
+
+    Raises:
+        PluginError: there is none; names the places.
+    """
     path = path.expanduser()
     candidates = [path] if path.is_absolute() else [base / path for base in base_dirs or (Path.cwd(),)]
     for candidate in candidates:

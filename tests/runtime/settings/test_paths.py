@@ -7,6 +7,7 @@ import pytest
 
 from runtime.node.checks.check import check_here
 from runtime.settings.load import LoadedTopology, load_topology
+from runtime.settings.reading.config import TopologyError
 from tests.runtime.settings.shipped import LAPTOP, ROOT
 
 # What is looked for on this machine
@@ -150,3 +151,20 @@ def test_directories_of_an_engines_import_path_are_looked_up_beside_their_file(
     file.write_text(f'include = "laptop.toml"\n[engines.policy.env]\nPYTHONPATH = "{path}"\nA = "shim"\n')
     env = load_topology(file).topology.engines["policy"].env
     assert env == {"PYTHONPATH": os.pathsep.join([str(tmp_path / "shim"), "/elsewhere", "nowhere", ""]), "A": "shim"}
+
+
+def test_a_missing_file_of_a_function_is_named_before_other_problems_of_the_settings() -> None:
+    wrong = (
+        "algorithm.custom_loss=no_such_file.py:loss",
+        "algorithm.advantage_estimator=gspo",
+        "algorithm.eps_clip=0.1",
+    )
+    with pytest.raises(TopologyError) as error:
+        load_topology(LAPTOP, (*wrong, "reward.graders.own=neither.py:grade"))
+    first, second, *others = error.value.problems
+    assert [(one.key, one.message[:12]) for one in (first, second)] == [
+        ("algorithm.custom_loss", "no such file"),
+        ("reward.graders.own", "no such file"),
+    ]
+    assert "allowed" not in first.message
+    assert others
