@@ -169,6 +169,8 @@ def _token_reward(algorithm: AlgorithmConfig) -> Iterator[PlannedTerm]:
     if estimator(algorithm) in LAST_TOKEN:
         formula = f"r = R at the last {LAST_TOKEN[estimator(algorithm)]} token{_penalty(algorithm)}"
         yield _term("token reward", formula, "algorithm.kl_coef" if algorithm.kl_coef else "algorithm.gamma")
+        if not algorithm.discount_tool_tokens:
+            yield _term("next token", "the next trained token", "algorithm.discount_tool_tokens")
 
 
 def _penalty(algorithm: AlgorithmConfig) -> str:

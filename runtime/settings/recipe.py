@@ -248,8 +248,11 @@ class AlgorithmConfig(Config, frozen=True, kw_only=True):
     # Advantage of a sample without others in its group, for estimators that compare a group's samples: 0 ("zero"), or
     # its reward ("reward").
     group_of_one: Literal["zero", "reward"] = "zero"
-    # Discount per token of returns, with "reinforce_plus_plus" and "ppo". A token of tool output discounts, too.
+    # Discount per token of returns, with "reinforce_plus_plus" and "ppo".
     gamma: Fraction = 1.0
+    # Count tokens within a response that do not train, such as tool output, in returns and GAE: `gamma` and `lambd`
+    # discount at them, as in slime. With false they are skipped, as in verl.
+    discount_tool_tokens: bool = True
     # Lambda of generalized advantage estimation, with "ppo".
     lambd: Fraction = 1.0
     # Weight of the KL divergence of the old policy from the reference model in the reward: each trained token loses

@@ -199,6 +199,8 @@ def token_advantages(inputs: AdvantageInputs, algorithm: AlgorithmConfig, alone:
     """
     if algorithm.loss_type == "dpo_loss":
         return Advantages(inputs.spread(np.where(inputs.rewards > 0, 1.0, -1.0)))  # chosen or rejected
+    if not algorithm.discount_tool_tokens:
+        inputs = replace(inputs, response_mask=inputs.loss_mask)
     found = _estimated(inputs, algorithm, alone)
     if not isinstance(found, Advantages):
         found = Advantages(inputs.spread(found))

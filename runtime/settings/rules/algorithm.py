@@ -64,6 +64,7 @@ APPLIES: Final[Mapping[str, Applies]] = {
     "gdpo_reward_keys": Applies("advantage_estimator", ("gdpo", "custom")),
     "gdpo_reward_weights": Applies("advantage_estimator", ("gdpo",)),
     "gamma": Applies("advantage_estimator", WITH_RETURNS),
+    "discount_tool_tokens": Applies("advantage_estimator", WITH_RETURNS),
     "lambd": Applies("advantage_estimator", ("ppo",)),
     "kl_before_normalization": Applies(
         "advantage_estimator",

@@ -2,7 +2,7 @@
 
 import inspect
 from dataclasses import fields, replace
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -65,3 +65,22 @@ def test_a_missing_input_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(estimator, "ESTIMATORS", {"rloo": needs_values})
     with pytest.raises(ValueError, match='the estimator "rloo" needs values'):
         token_advantages(advantage_inputs(random_batch()), AlgorithmConfig(advantage_estimator="rloo"), "zero")
+
+
+@pytest.mark.parametrize("name", ["reinforce_plus_plus", "ppo"])
+def test_returns_skip_tokens_that_do_not_train_if_the_recipe_says_so(name: Estimator) -> None:
+    """As verl does: the next token of a trained one is the next trained one."""
+    batch = random_batch()
+    inputs = advantage_inputs(batch, values=np.random.default_rng(1).normal(size=len(batch.tokens_N)))
+    within = inputs.response_mask & ~inputs.loss_mask
+    assert within.any()
+    settings: dict[str, Any] = {"advantage_estimator": name, "gamma": 0.9}
+    counting = token_advantages(inputs, AlgorithmConfig(**settings), "zero")
+    skipping = token_advantages(inputs, AlgorithmConfig(**settings, discount_tool_tokens=False), "zero")
+    assert not np.allclose(counting.advantages[inputs.loss_mask], skipping.advantages[inputs.loss_mask])
+    kept = inputs.loss_mask  # without those tokens there is nothing to skip
+    lengths = np.add.reduceat(kept.astype(np.int64), batch.starts_B)
+    columns = {part: getattr(inputs, part)[kept] for part in ("loss_mask", "response_mask", "values")}
+    alone = token_advantages(replace(inputs, lengths=lengths, **columns), AlgorithmConfig(**settings), "zero")
+    np.testing.assert_allclose(skipping.advantages[kept], alone.advantages, atol=1e-12)
+    assert not skipping.advantages[~kept].any()
