@@ -28,7 +28,6 @@ MAY_BE_SMALL = {  # a module or package, and why its modules may be small
     "actors.rollout.engines": "the weight path is to be rebuilt with fewer modules",
     "actors.rollout.requests": "the request path is to be rebuilt with fewer modules",
     "actors.trainer.phases": "colocation is to be rebuilt with fewer modules",
-    "actors.trainer.sending": "the weight path is to be rebuilt with fewer modules",
     "actors.rollout.offline.dump": "a source of samples; the other one is the module beside it",
     "actors.trainer.algorithms": "a module for each family of functions",
     "actors.trainer.step.profile": "its importer has over 400 lines on another subject",

@@ -18,8 +18,8 @@ from actors.trainer.data.staleness import Masking
 from actors.trainer.leader import Leader
 from actors.trainer.phases.colocation import Colocation
 from actors.trainer.rendezvous import meet, own_rank
-from actors.trainer.sending.calls import AskOf, from_threads
 from actors.trainer.torch_thread import TorchThread, collecting_nothing
+from actors.trainer.weights.calls import AskOf, from_threads
 from messages import (
     BatchTrained,
     BucketSent,

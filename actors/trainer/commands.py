@@ -37,10 +37,7 @@ from actors.trainer.megatron.rank_model import Replica
 from actors.trainer.megatron.saving import Saving
 from actors.trainer.models.config import HfConfig
 from actors.trainer.models.files import copy_small_files, set_dtype, set_value_head
-from actors.trainer.models.gathering import own_parts
-from actors.trainer.models.publish import NOT_WRITTEN, WEIGHTS, PendingVersion, Published, Versions, Written
 from actors.trainer.models.shapes import hf_shapes, num_weights
-from actors.trainer.models.weight_export import DeltaBase, WeightExport, copied
 from actors.trainer.orders import (
     AdvanceExport,
     ComputeLogProbs,
@@ -61,14 +58,18 @@ from actors.trainer.orders import (
     encode_batch,
 )
 from actors.trainer.plugins.functions import hook
-from actors.trainer.sending.calls import AskOf
-from actors.trainer.sending.cast import FORMS
-from actors.trainer.sending.rank import RankSender, SendingOrders
 from actors.trainer.step.critic import Critic
 from actors.trainer.step.probe import probe, probe_tokens
 from actors.trainer.step.profile import profiled
 from actors.trainer.step.reward_model import RewardModelStep
 from actors.trainer.step.train_step import Trained, TrainStep
+from actors.trainer.weights.calls import AskOf
+from actors.trainer.weights.cast import FORMS
+from actors.trainer.weights.export import WeightExport, copied, weight_thread
+from actors.trainer.weights.files import DeltaBase, export_to_files
+from actors.trainer.weights.gathering import own_parts
+from actors.trainer.weights.publish import NOT_WRITTEN, WEIGHTS, PendingVersion, Published, Versions, Written
+from actors.trainer.weights.rank import RankSender, SendingOrders
 from messages import WeightProbe
 from runtime.settings.derived import has_critic, trains_reward_model
 from runtime.settings.placement import weight_format
@@ -110,9 +111,10 @@ class TrainerRank:
         self._model_directory = Path(topology.model.hf_checkpoint)
         self._weight_format: WeightFormat = weight_format(topology)
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._weight_thread = weight_thread()
         self._saving: Saving | None = None
         self._set_aside: list[DamagedCheckpoint] = []  # since the last take_set_aside
-        self._weight_export: WeightExport | None = None
+        self._weight_export: WeightExport[Written] | None = None
         self._routed_experts: ExpertIds | None = None  # of the batch to train; only on rank 0
         device = ranks.device_of(topology.trainer.device, self._ranks)
         ranks.join(self._ranks, topology.trainer.megatron, device, seed=topology.run.seed)
@@ -125,7 +127,7 @@ class TrainerRank:
             if trains_reward_model(topology)
             else TrainStep(topology, self._replica, self._critic)
         )
-        self._sender = RankSender(topology, self._replica, run_directory, ask_of)
+        self._sender = RankSender(topology, self._replica, run_directory, ask_of, self._weight_thread)
         self.sending = SendingOrders(self._lead)
         hf = self._replica.hf
         self._versions = Versions(
@@ -272,7 +274,7 @@ class TrainerRank:
         """
         has_more: bool = self._lead(AdvanceExport())
         assert self._weight_export is not None
-        return has_more, self._weight_export.writing
+        return has_more, self._weight_export.pending
 
     def finish_publish(self, begun: Unpublished, *, confirmed: int) -> Published:
         """Gather and write the remaining buckets, as `publish` does. `took_s` includes the time of the copy."""
@@ -344,7 +346,8 @@ class TrainerRank:
 
     def _leave(self) -> None:
         """Leave the process group. An unfinished checkpoint is lost; a restart loads the previous one."""
-        self._executor.shutdown(cancel_futures=True)
+        for executor in (self._executor, self._weight_thread):
+            executor.shutdown(cancel_futures=True)
         ranks.leave()
 
     def _lead(self, command: Order, payload: bytes = b"") -> Any:
@@ -462,16 +465,17 @@ class TrainerRank:
             critic=self._critic_replica,
         )
 
-    def _begin_export(self, command: Export) -> WeightExport:
+    def _begin_export(self, command: Export) -> WeightExport[Written]:
         replica = self._replicas[-1 if command.of_critic else 0]
         parts = own_parts(replica.complete_chunks(), replica.hf)
         if command.copy or command.of_critic:  # of a critic, numpy would hold storages that an offload frees
             parts = copied(parts)
         bucket_bytes = self._topology.trainer.export_bucket_bytes
-        export = WeightExport(
+        export = export_to_files(
             parts,
             replica.hf,
             Path(command.directory),
+            self._weight_thread,
             device=replica.device,
             bucket_bytes=bucket_bytes,
             form=FORMS[command.weight_format],

@@ -88,7 +88,7 @@ def find_source(directory: Path, step: int | None) -> Source:
         raise CannotExport(f"{directory} has no checkpoint of step {step}: it has those of {steps}")
     if step is not None:
         raise CannotExport(f"{directory} has no checkpoint of step {step}, nor of any other")
-    from actors.trainer.models.publish import WEIGHTS, newest_whole  # imports torch
+    from actors.trainer.weights.publish import WEIGHTS, newest_whole  # imports torch
 
     newest = newest_whole(directory / WEIGHTS)
     if newest is None:
@@ -145,8 +145,9 @@ def _write_weights(
     from actors.trainer.megatron.checkpoint import load_model
     from actors.trainer.megatron.config import DTYPES, transformer_config
     from actors.trainer.megatron.imports import quiet
-    from actors.trainer.models.gathering import own_parts
-    from actors.trainer.models.weight_export import WeightExport
+    from actors.trainer.weights.export import weight_thread
+    from actors.trainer.weights.files import export_to_files
+    from actors.trainer.weights.gathering import own_parts
 
     alone = MegatronConfig(mtp_num_layers=topology.trainer.megatron.mtp_num_layers)
     with quiet():
@@ -155,12 +156,13 @@ def _write_weights(
         )
     load_model(chunks, path, is_critic=is_critic)
     parts, bucket_bytes = own_parts(chunks, model), topology.trainer.export_bucket_bytes
-    WeightExport(parts, model, unfinished, device=device, bucket_bytes=bucket_bytes).finish()
+    with weight_thread() as thread:
+        export_to_files(parts, model, unfinished, thread, device=device, bucket_bytes=bucket_bytes).finish()
 
 
 def _copy_published(path: Path, unfinished: Path, topology: Topology) -> None:
     from actors.trainer.models.config import trained_model
-    from actors.trainer.models.publish import BASE
+    from actors.trainer.weights.publish import BASE
     from runtime.models.checksums import checksums_of
     from runtime.models.safetensors import INDEX_FILE, safetensors_files
     from runtime.models.versions import name_of, on_disk

@@ -17,10 +17,10 @@ publishes checkpoint.saved. The reasons:
   written and announced while later steps train. The next version waits for that. A crash in between has the same effect
   as above.
 - With a `weight_transport` other than files, the announcement carries only the version's probe. A weight sync then
-  sends the weights (sending/leading.py), and training waits for it. After a crash in between, the next incarnation
+  sends the weights (weights/syncs.py), and training waits for it. After a crash in between, the next incarnation
   announces a newer version at the frontier. Until then engines take no weights.
 - With both, the copy is gathered while later steps train, then announced and sent in a weight sync. On the CPU the
-  weight sync also runs concurrently with training (sending/rank.py). The next version waits for its end. The copy is
+  weight sync also runs concurrently with training (weights/rank.py). The next version waits for its end. The copy is
   kept for engines that join late.
 - The checkpoint comes last because rollout continues meanwhile. A checkpoint therefore contains only steps that the log
   knows. trainer.started relies on this: it settles every batch up to its step. The checkpoint is written from a copy of
@@ -50,8 +50,8 @@ from actors.trainer.data.skipped import NO_GRADIENTS, gradients_of
 from actors.trainer.log_prob_precomputer import LogProbPrecomputer
 from actors.trainer.phases.colocation import Colocation
 from actors.trainer.republishing import MAX_TIMES, Republishing, WeightsUnusable
-from actors.trainer.sending.leading import WeightSessions
 from actors.trainer.torch_thread import TorchThread
+from actors.trainer.weights.syncs import WeightSessions
 from messages import (
     BatchTrained,
     CheckpointSaved,
@@ -68,8 +68,8 @@ from runtime.settings.topology import EXPORT_DIRECTORY, Topology, answers_are_re
 
 if TYPE_CHECKING:
     from actors.trainer.commands import TrainerRank, Unpublished
-    from actors.trainer.models.publish import Published
     from actors.trainer.step.train_step import Trained
+    from actors.trainer.weights.publish import Published
 
 log = structlog.get_logger()
 

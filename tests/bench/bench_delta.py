@@ -33,8 +33,8 @@ def main(argv: list[str] | None = None) -> int:
 def measure(place: Path, rows: int, columns: int, num: int, *, num_runs: int) -> dict[str, Any]:
     import torch
 
-    from actors.trainer.models.publish import Versions
     from actors.trainer.models.shards import write_weights
+    from actors.trainer.weights.publish import Versions
     from runtime.models.checksums import checksums_of
     from runtime.models.copies import make_copy
     from runtime.models.delta import Version, apply_deltas
@@ -94,7 +94,7 @@ def with_changes(tensor: Any, generator: Any) -> Any:
 def write_both(weights: Any, directory: Path, base: Path, checksums: Any) -> None:
     """As the trainer's writer does: each tensor whole, and what changed of it."""
     from actors.trainer.models.shards import ShardWriter, bytes_of, cut_into_shards, entry_of, named
-    from actors.trainer.sending.delta import DeltaWriter
+    from actors.trainer.weights.delta import DeltaWriter
 
     files = ShardWriter(directory, named(cut_into_shards([entry_of(*item) for item in weights.items()])))
     changes = DeltaWriter(directory, base, checksums)

@@ -152,20 +152,23 @@ class Rig:
 
     def export(self) -> "Mapping[str, FileSum]":
         """The files of a version, and what is announced of them."""
-        from actors.trainer.models.gathering import own_parts
-        from actors.trainer.models.weight_export import WeightExport
+        from actors.trainer.weights.export import weight_thread
+        from actors.trainer.weights.files import export_to_files
+        from actors.trainer.weights.gathering import own_parts
 
         out = self.place / "out"
         shutil.rmtree(out, ignore_errors=True)
         out.mkdir()
         (out / "config.json").write_bytes((self.place / "config.json").read_bytes())
         parts = own_parts(self.chunks, self.hf)
-        return WeightExport(parts, self.hf, out, device=self._device, bucket_bytes=BUCKET_BYTES).finish().files
+        with weight_thread() as thread:
+            export = export_to_files(parts, self.hf, out, thread, device=self._device, bucket_bytes=BUCKET_BYTES)
+            return export.finish().files
 
     def buckets(self) -> Iterator[Any]:
         """The bytes of each bucket, as they are sent; what is told of it goes to `steps`."""
-        from actors.trainer.models.gathering import buckets, own_parts, whole_tensors
-        from actors.trainer.sending.sink import aligned, flattened
+        from actors.trainer.weights.engines import aligned, flattened
+        from actors.trainer.weights.gathering import buckets, own_parts, whole_tensors
         from messages import BucketSent
 
         self.steps: list[Any] = []
@@ -180,11 +183,15 @@ class Rig:
 
     def send(self, sink: Any, _tensors: Any) -> Any:
         """All weights into a sink, as a rank sends them."""
-        from actors.trainer.models.gathering import own_parts
-        from actors.trainer.models.weight_export import WeightFlow
+        from actors.trainer.weights.export import WeightExport, gathered, weight_thread
+        from actors.trainer.weights.gathering import own_parts
 
-        parts = own_parts(self.chunks, self.hf)
-        return WeightFlow(parts, self.hf, sink, device=self._device, bucket_bytes=BUCKET_BYTES).finish()[0]
+        source = gathered(own_parts(self.chunks, self.hf), self.hf, self._device, BUCKET_BYTES)
+        with weight_thread() as thread:
+            export = WeightExport(
+                source, [sink], lambda results: results[0][0], thread, device=self._device, bucket_bytes=BUCKET_BYTES
+            )
+            return export.finish()
 
     async def in_turns(self, least: "Least", num_runs: int) -> Seconds:
         """Each once for nothing, then so many times."""
@@ -284,7 +291,7 @@ class Least:
             self._group.broadcast(flat, 0).wait()
 
     def _post(self) -> None:
-        from actors.trainer.sending.ipc import payload_of, segment
+        from actors.trainer.weights.shared_memory import payload_of, segment
 
         for step, flat in zip(self._rig.steps, self._buckets, strict=True):
             with segment(f"physarum-bench-{uuid.uuid4().hex}", flat, 1) as (name,):

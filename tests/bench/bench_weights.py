@@ -40,8 +40,9 @@ def measure(place: Path, shape: dict[str, Any], num_runs: int) -> dict[str, Any]
     from actors.trainer.megatron.config import transformer_config
     from actors.trainer.megatron.imports import quiet
     from actors.trainer.models.config import read_hf_config
-    from actors.trainer.models.gathering import own_parts
-    from actors.trainer.models.weight_export import WeightExport
+    from actors.trainer.weights.export import weight_thread
+    from actors.trainer.weights.files import export_to_files
+    from actors.trainer.weights.gathering import own_parts
     from runtime.settings.topology import MegatronConfig, TrainerConfig
     from tests.actors.trainer.tiny import TINY
 
@@ -56,7 +57,9 @@ def measure(place: Path, shape: dict[str, Any], num_runs: int) -> dict[str, Any]
             shutil.rmtree(place / "out", ignore_errors=True)
             (place / "out").mkdir()
             bucket_bytes = TrainerConfig().export_bucket_bytes
-            WeightExport(own_parts(chunks, hf), hf, place / "out", device=device, bucket_bytes=bucket_bytes).finish()
+            with weight_thread() as thread:
+                parts, out = own_parts(chunks, hf), place / "out"
+                export_to_files(parts, hf, out, thread, device=device, bucket_bytes=bucket_bytes).finish()
 
         export()
         (file,) = (place / "out").glob("*.safetensors")

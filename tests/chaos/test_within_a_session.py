@@ -7,7 +7,7 @@ from typing import Final
 
 import pytest
 
-from actors.trainer.sending.ipc import SEGMENTS, segment_prefix
+from actors.trainer.weights.shared_memory import SEGMENTS, segment_prefix
 from tests.chaos.audit import audit
 from tests.chaos.harness import EVENT_S, ROOT, SMALL, Command, Run
 from tests.chaos.outliving import check_the_last_session

@@ -147,19 +147,21 @@ def install_calls() -> None:
 
 def install_rank() -> None:
     """Kill points of a train step and of a checkpoint, and of the buckets that a rank passes on."""
-    from actors.trainer.sending.sink import NullSink
+    from actors.trainer.weights.export import Handover
 
     strike = striker()
     rank_moments.install(strike)
     passed = {"bucket": -1, "step": -1}
 
-    def passing(*_args: Any, **_options: Any) -> None:
+    def passing(_handover: Handover, bucket: Any, **_options: Any) -> None:
+        if bucket:  # the first rank of a stage, which calls rollout actors
+            return
         step = rank_moments.train_step()
         passed["bucket"] = passed["bucket"] + 1 if passed["step"] == step else 0
         passed["step"] = step
         strike(named("before", "bucket", passed["bucket"]), step)
 
-    around(NullSink, "hand_over", before=passing)
+    around(Handover, "put", before=passing)
 
 
 def install_rollout() -> None:

@@ -14,7 +14,7 @@ def test_counts_of_the_page_are_those_of_the_code() -> None:
     ("journey", "file", "form"),
     [
         ("samples", "actors/trainer/data/batch.py", "TrainBatch"),
-        ("weights", "actors/trainer/models/gathering.py", "Bucket"),
+        ("weights", "actors/trainer/weights/gathering.py", "Bucket"),
     ],
 )
 def test_what_is_known_to_be_on_the_way_is_found(journey: str, file: str, form: str) -> None:

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from actors.trainer.megatron import groups as ranks
-from actors.trainer.models.gathering import Bucket
-from actors.trainer.sending.cast import quantized, to_fp8
-from actors.trainer.sending.group import StageGroup
-from actors.trainer.sending.handles import handle_of
-from actors.trainer.sending.ipc import bucket_payload, payload_of, segment
-from actors.trainer.sending.sink import aligned, described, fingerprints_of, flattened
+from actors.trainer.weights.broadcast import StageGroup
+from actors.trainer.weights.cast import quantized, to_fp8
+from actors.trainer.weights.engines import aligned, described, fingerprints_of, flattened
+from actors.trainer.weights.gathering import Bucket
+from actors.trainer.weights.gpu_handles import handle_of
+from actors.trainer.weights.shared_memory import bucket_payload, payload_of, segment
 from runtime.settings.topology import MegatronConfig
 from tests.gpu.measured import Measured, forget_peak, seconds, used_bytes
 
@@ -140,7 +140,7 @@ def nccl(device: str, *, tiny: bool = False) -> Measured:
     before = flat.clone()
     group = StageGroup("physarum-gpu-test", "127.0.0.1", 1, torch.device(device), timeout_s=60.0)
     group.join()
-    took_s = seconds(lambda: group.broadcast(flat), device, times=5)
+    took_s = seconds(lambda: group.broadcast(flat).result(), device, times=5)
     group.leave()
     said = ranks.all_gather_objects({"rank": 0})
     ranks.leave()

@@ -31,9 +31,9 @@ import torch
 from torch import Tensor
 
 from actors.trainer.models.config import HfConfig
-from actors.trainer.models.gathering import Bucket
 from actors.trainer.models.shapes import hf_shapes
 from actors.trainer.models.shards import bytes_of
+from actors.trainer.weights.gathering import Bucket
 
 FAMILIES: Final = ("llama", "qwen2", "qwen3", "qwen3_moe")
 _DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)

@@ -72,7 +72,7 @@ JOURNEYS: Final = {
     "weights": Journey(
         rooms=(
             "actors/trainer/*.py",
-            "actors/trainer/sending/*.py",
+            "actors/trainer/weights/*.py",
             "actors/trainer/weights/*.py",
             "actors/trainer/models/*.py",
             "actors/rollout/engines/**/*.py",
@@ -85,7 +85,7 @@ JOURNEYS: Final = {
         messages=r"^(?!WeightSyncEnded|Weights[A-Z])(Weight|Bucket|UpdateGroups|Members|EnginesAnswered)",
         threads=(
             "actors/trainer/*.py",
-            "actors/trainer/sending/*.py",
+            "actors/trainer/weights/*.py",
             "actors/trainer/weights/*.py",
             "actors/trainer/models/*.py",
         ),

@@ -6,9 +6,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from actors.trainer.models.publish import Published, Versions, Written
 from actors.trainer.models.shards import bytes_of, entry_of, write_weights
-from actors.trainer.sending.delta import DeltaWriter
+from actors.trainer.weights.delta import DeltaWriter
+from actors.trainer.weights.publish import Published, Versions, Written
 from runtime.models.checksums import checksums_of
 from runtime.models.file_sums import sum_of
 from runtime.models.safetensors import safetensors_files

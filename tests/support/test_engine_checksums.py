@@ -12,9 +12,9 @@ from torch import Tensor
 
 from actors.tiny_engine.model.forward import load
 from actors.trainer.models.config import HfConfig, read_hf_config
-from actors.trainer.models.gathering import buckets
 from actors.trainer.models.shapes import hf_shapes
 from actors.trainer.models.shards import entry_of
+from actors.trainer.weights.gathering import buckets
 from runtime.models.config import read_model
 from tests.actors.trainer.tiny import TINY, config_of
 from tests.support.engine_checksums import ExpectedChecksums, Layout, expected_checksums, made_of, place_of, why_not

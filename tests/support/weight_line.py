@@ -9,9 +9,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from functools import partialmethod
 from pathlib import Path
-from threading import Event
 from typing import Any, Final, Literal, NamedTuple
 
 import anyio
@@ -29,13 +27,12 @@ from actors.rollout.sglang.errors import EngineError, EngineUnavailable
 from actors.rollout.sglang.updates import WeightUpdates
 from actors.trainer.models.config import read_hf_config
 from actors.trainer.models.shapes import hf_shapes
-from actors.trainer.models.weight_export import Sink
-from actors.trainer.sending.calls import Ask
-from actors.trainer.sending.collective import Broadcast
-from actors.trainer.sending.group import StageGroup
-from actors.trainer.sending.ipc import Segments
-from actors.trainer.sending.sink import BucketSink, BucketTransport, Sent
-from actors.trainer.sending.sync import Membership
+from actors.trainer.weights.broadcast import Broadcast, StageGroup
+from actors.trainer.weights.calls import Ask
+from actors.trainer.weights.engines import BucketTransport, EngineSink, Sent
+from actors.trainer.weights.export import Handover, Sink, weight_thread
+from actors.trainer.weights.members import Membership
+from actors.trainer.weights.shared_memory import Segments
 from messages import (
     BucketSent,
     Message,
@@ -97,24 +94,24 @@ class Line:
         self._way = way
         self._corrupt = corrupt
 
-    def carry(self, step: BucketSent, flat: Tensor, ask: Ask, timeout_s: float) -> dict[str, str]:
+    def carry(
+        self, step: BucketSent, flat: Tensor, ask: Ask, timeout_s: float, meanwhile: Callable[[], None]
+    ) -> dict[str, str]:
         """Send a bucket after corruption."""
+        meanwhile()
         failed: dict[str, str] = {}
         for told, arriving in self._corrupt(Sending(step, flat)):
-            failed |= self._way.carry(told, arriving, ask, timeout_s)
+            failed |= self._way.carry(told, arriving, ask, timeout_s, lambda: None)
         return failed
 
 
 @contextmanager
-def stuck_before(bucket: int, limit_s: float) -> Iterator[Corruption]:
-    """Have the trainer announce a bucket and then not broadcast it, in the block, for at most limit_s."""
-    over, index = Event(), -1
+def stuck_before(bucket: int) -> Iterator[Corruption]:
+    """Have the trainer announce a bucket and then not broadcast it, in the block."""
+    index, broadcast = -1, StageGroup.broadcast
 
-    def send(group: StageGroup, flat: Tensor, broadcast: Callable[[StageGroup, Tensor], None]) -> None:
-        if index == bucket:
-            over.wait(limit_s)
-        else:
-            broadcast(group, flat)
+    def send(group: StageGroup, flat: Tensor) -> "Future[None]":
+        return Future[None]() if index == bucket else broadcast(group, flat)
 
     def note(sending: Sending) -> Sequence[Sending]:
         nonlocal index
@@ -122,11 +119,8 @@ def stuck_before(bucket: int, limit_s: float) -> Iterator[Corruption]:
         return [sending]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(StageGroup, "broadcast", partialmethod(send, broadcast=StageGroup.broadcast))
-        try:
-            yield note
-        finally:
-            over.set()
+        patch.setattr(StageGroup, "broadcast", send)
+        yield note
 
 
 class Halves:
@@ -251,7 +245,7 @@ class Halves:
 
         line = Line(await self._way(session, membership), corrupt)
         wanted = membership.is_compared
-        sink = BucketSink(session, 0, line, ask, fingerprints=wanted, timeout_s=self._timeout_s)
+        sink = EngineSink(session, 0, line, ask, fingerprints=wanted, timeout_s=self._timeout_s)
         sent = await anyio.to_thread.run_sync(send, sink, tensors)
         self.sent = sent
         return await self._end(session, sent)
@@ -297,9 +291,11 @@ async def _nothing_to_interrupt(_: str) -> None:
 
 
 def _send(sink: Sink, tensors: Tensors) -> Sent:
-    for bucket in buckets_of(tensors):
-        sink.hand_over(bucket)
-    sent: Sent = sink.close()
+    with weight_thread() as thread:
+        handover = Handover([sink], thread)
+        for bucket in buckets_of(tensors):
+            handover.put(bucket)
+        (sent,) = handover.close()
     return sent
 
 

@@ -12,7 +12,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from actors.trainer.models.config import HfConfig
-from actors.trainer.models.gathering import own_parts, whole_tensors
+from actors.trainer.weights.gathering import own_parts, whole_tensors
 from runtime.models.safetensors import SINGLE_FILE
 from tests.actors.trainer.tiny import EXPERTS, TINY
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import runtime.models.copies as copies_module
-from actors.trainer.models.publish import Published, Versions
+from actors.trainer.weights.publish import Published, Versions
 from runtime.models.checksums import checksums_of
 from runtime.models.copies import CopyFailed, damage_of, make_copy
 from runtime.models.delta import Version, apply_deltas, held_in

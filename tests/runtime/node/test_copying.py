@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 import runtime.node.copying as copying
-from actors.trainer.models.publish import Published, Versions
+from actors.trainer.weights.publish import Published, Versions
 from messages import FileSum, LocalCopyGiven, LocalCopyRequested
 from runtime.models.checksums import checksums_of
 from runtime.models.copies import make_copy

@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 
 from actors.trainer.commands import TrainerRank
 from actors.trainer.models.files import random_source
-from actors.trainer.models.publish import Versions, Written
 from actors.trainer.models.shards import write_weights
+from actors.trainer.weights.publish import Versions, Written
 from runtime.models.checksums import checksums_of
 from tests.actors.trainer.tiny import TINY, random_batch
 from tests.build.topology import MakeTopology

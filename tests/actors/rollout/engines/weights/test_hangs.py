@@ -75,9 +75,7 @@ async def outlive(hang: Hang, model: Path, client: SglangClient) -> None:
             with ExitStack() as stack:
                 is_stuck = hang.who == "trainer"
                 corrupt = (
-                    stack.enter_context(stuck_before(hang.bucket, WHOLE_S))
-                    if is_stuck
-                    else stopped(hang, engine.process.pid)
+                    stack.enter_context(stuck_before(hang.bucket)) if is_stuck else stopped(hang, engine.process.pid)
                 )
                 failed = await halves.sync(drawn(model, 2), corrupt, within_s=WHOLE_S, ended=engine.process.kill)
         finally:

@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Final
 import anyio
 import structlog
 
-from actors.trainer.sending.calls import POOL, ROLE, TRIES, ask_all
-from actors.trainer.sending.sync import Membership, Outcome, joined
 from actors.trainer.torch_thread import TorchThread
+from actors.trainer.weights.calls import POOL, ROLE, TRIES, ask_all
+from actors.trainer.weights.members import Membership, Outcome, joined
 from messages import (
     MembersGiven,
     Message,
@@ -47,7 +47,7 @@ from runtime.util.retrying import Backoff
 
 if TYPE_CHECKING:
     from actors.trainer.commands import TrainerRank
-    from actors.trainer.sending.sink import Sent
+    from actors.trainer.weights.engines import Sent
 
 log = structlog.get_logger()
 

@@ -1,31 +1,29 @@
 """A broadcast whose engines do not take it ends when they say so, and not with the group's time."""
 
-import threading
 from concurrent.futures import Future
 from typing import cast
 
 import torch
 
-from actors.trainer.sending.collective import Broadcast
-from actors.trainer.sending.group import StageGroup
+from actors.trainer.weights.broadcast import Broadcast, StageGroup
 from messages import BucketSent, Message, UpdateGroup
 
 STEP = BucketSent(session="1.1", stage=0, index=0, names=("a",), dtypes=("float32",), shapes=((1,),))
 
 
 class Stuck:
-    """A group whose broadcast waits for engines that do not come, until it is let go."""
+    """A group whose broadcast waits for engines that do not come."""
 
     spec = UpdateGroup(name="g", address="127.0.0.1", port=1, world_size=2, backend="gloo")
 
     def __init__(self, error: RuntimeError | None = None) -> None:
-        self.go_on = threading.Event()
         self._error = error
 
-    def broadcast(self, _: torch.Tensor) -> None:
+    def broadcast(self, _: torch.Tensor) -> "Future[None]":
+        sent = Future[None]()
         if self._error is not None:
-            raise self._error
-        self.go_on.wait(30)
+            sent.set_exception(self._error)
+        return sent
 
 
 def said(failed: dict[str, str]) -> "Future[dict[str, str]]":
@@ -37,10 +35,10 @@ def said(failed: dict[str, str]) -> "Future[dict[str, str]]":
 def test_it_is_left_when_an_engine_says_that_it_does_not_take_it() -> None:
     group = Stuck()
     way = Broadcast(cast(StageGroup, group))
-    try:
-        assert way.carry(STEP, torch.zeros(4), lambda _step, _s: said({"a": "no"}), 5.0) == {"a": "no"}
-    finally:
-        group.go_on.set()
+    done: list[str] = []
+    failed = way.carry(STEP, torch.zeros(4), lambda _step, _s: said({"a": "no"}), 5.0, lambda: done.append("hashed"))
+    assert failed == {"a": "no"}
+    assert done == ["hashed"]
 
 
 def test_what_engines_say_counts_before_what_the_group_says() -> None:
@@ -51,5 +49,5 @@ def test_what_engines_say_counts_before_what_the_group_says() -> None:
         asked.append(step)
         return said({"a": "it was killed"})
 
-    assert way.carry(STEP, torch.zeros(4), ask, 5.0) == {"a": "it was killed"}
+    assert way.carry(STEP, torch.zeros(4), ask, 5.0, lambda: None) == {"a": "it was killed"}
     assert [cast(BucketSent, step).group for step in asked] == ["g"]

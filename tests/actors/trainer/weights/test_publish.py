@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from actors.trainer.commands import TrainerRank
-from actors.trainer.models.gathering import own_parts
-from actors.trainer.models.publish import Published, Versions, Written, newest_whole
 from actors.trainer.models.shards import write_weights
-from actors.trainer.models.weight_export import DeltaBase, WeightExport
+from actors.trainer.weights.export import weight_thread
+from actors.trainer.weights.files import DeltaBase, export_to_files
+from actors.trainer.weights.gathering import own_parts
+from actors.trainer.weights.publish import Published, Versions, Written, newest_whole
 from runtime.models.checksums import checksums_of
 from runtime.models.copies import make_copy
 from runtime.models.delta import Version
@@ -118,9 +119,10 @@ def test_a_damaged_base_or_other_tensors_make_a_version_go_whole(tmp_path: Path)
         (tmp_path / name).mkdir()
         parts = own_parts([built], hf)
         device = torch.device("cpu")
-        return WeightExport(
-            parts, hf, tmp_path / name, device=device, bucket_bytes=3000, delta_base=delta_base
-        ).finish()
+        with weight_thread() as thread:
+            return export_to_files(
+                parts, hf, tmp_path / name, thread, device=device, bucket_bytes=3000, delta_base=delta_base
+            ).finish()
 
     checksums = written("one", None).checksums
     name = "model.norm.weight"

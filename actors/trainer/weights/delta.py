@@ -12,8 +12,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from actors.trainer.models.gathering import Bucket
 from actors.trainer.models.shards import Entry, bytes_of, entry_of
+from actors.trainer.weights.gathering import Bucket
 from runtime.models.checksums import tensor_checksum
 from runtime.models.delta import DeltaError, TensorDelta, payload_file
 from runtime.models.safetensors import ITEM_BYTES, StoredTensor, read_tensors

@@ -12,12 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from actors.trainer.models.config import read_hf_config
-from actors.trainer.models.gathering import own_parts
-from actors.trainer.models.publish import Versions
 from actors.trainer.models.shapes import hf_shapes
 from actors.trainer.models.shards import Entry, entry_of, write_weights
-from actors.trainer.models.weight_export import WeightExport
-from actors.trainer.sending.cast import (
+from actors.trainer.weights.cast import (
     FORMS,
     entries_in_bfloat16,
     entries_in_fp8,
@@ -25,6 +22,10 @@ from actors.trainer.sending.cast import (
     to_bfloat16,
     to_fp8,
 )
+from actors.trainer.weights.export import weight_thread
+from actors.trainer.weights.files import export_to_files
+from actors.trainer.weights.gathering import own_parts
+from actors.trainer.weights.publish import Versions
 from runtime.models.checksums import checksums_of
 from runtime.models.fp8 import is_quantized, quantization_config
 from runtime.settings.topology import WeightFormat
@@ -209,9 +210,11 @@ def test_transformers_reads_a_published_version_as_we_do(
     versions = Versions(tmp_path / "weights", model, weight_format=weight_format, shapes=hf_shapes(hf))
     begun = versions.begin(7)
     cpu = torch.device("cpu")
-    told = WeightExport(
-        own_parts([built], hf), hf, begun.whole, device=cpu, bucket_bytes=100_000, form=FORMS[weight_format]
-    ).finish()
+    form = FORMS[weight_format]
+    with weight_thread() as thread:
+        told = export_to_files(
+            own_parts([built], hf), hf, begun.whole, thread, device=cpu, bucket_bytes=100_000, form=form
+        ).finish()
     published = versions.complete(begun, told)
     path, size_bytes = published.path, published.size_bytes
     assert path is not None

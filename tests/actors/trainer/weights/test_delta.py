@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from actors.trainer.models.gathering import buckets
 from actors.trainer.models.shards import bytes_of, entry_of, write_weights
-from actors.trainer.sending.delta import DeltaWriter
+from actors.trainer.weights.delta import DeltaWriter
+from actors.trainer.weights.gathering import buckets
 from runtime.models.checksums import checksums_of
 from runtime.models.delta import Delta, DeltaError, Version, apply_deltas, held_in, read_index, write_index
 from runtime.models.safetensors import read_tensors

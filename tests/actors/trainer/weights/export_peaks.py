@@ -12,10 +12,11 @@ import torch.distributed as dist
 from actors.trainer.megatron import groups
 from actors.trainer.models.config import HfConfig, read_hf_config
 from actors.trainer.models.files import TensorShard
-from actors.trainer.models.gathering import Part
 from actors.trainer.models.shapes import hf_shapes
 from actors.trainer.models.sharding import rank_part
-from actors.trainer.models.weight_export import WeightExport, copied
+from actors.trainer.weights.export import copied, weight_thread
+from actors.trainer.weights.files import export_to_files
+from actors.trainer.weights.gathering import Part
 from runtime.settings.topology import MegatronConfig
 from tests.actors.trainer.measured import Peak
 from tests.actors.trainer.tiny import TINY
@@ -68,7 +69,7 @@ def peak_of(hf: HfConfig, out: Path, ranks: int, bucket_bytes: int, *, copies: b
     ranks_of = mock.patch.object(dist, "get_process_group_ranks", return_value=list(range(ranks)))
     with ranks_of, mock.patch.object(dist, "gather", gather), Peak() as peak:
         taken = copied(parts) if copies else parts
-        WeightExport(taken, hf, out, device=CPU, bucket_bytes=bucket_bytes).finish()
+        export_to_files(taken, hf, out, weight_thread(), device=CPU, bucket_bytes=bucket_bytes).finish()
     written = sum(file.stat().st_size for file in out.iterdir())
     return {"peak": peak.bytes / MB, "own": own / MB, "written": written / MB}
 

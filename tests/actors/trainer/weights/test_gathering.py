@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from actors.trainer.models import gathering
 from actors.trainer.models.config import HfConfig, read_hf_config
-from actors.trainer.models.gathering import Part, buckets, own_parts, whole_entries, whole_tensors
 from actors.trainer.models.names import split_for_hf
 from actors.trainer.models.shapes import hf_shapes
 from actors.trainer.models.shards import entry_of
+from actors.trainer.weights import gathering
+from actors.trainer.weights.gathering import Part, buckets, own_parts, whole_entries, whole_tensors
 from tests.actors.trainer.hf import write_model
 from tests.actors.trainer.models.test_model_parity import KINDS, load
 

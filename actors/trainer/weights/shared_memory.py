@@ -4,7 +4,7 @@ import base64
 import hashlib
 import pickle
 import struct
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing import reductions
 
-from actors.trainer.sending.calls import Ask
+from actors.trainer.weights.calls import Ask
 from messages import BucketSent
 
 SEGMENTS: Final = Path("/dev/shm")  # where Linux shows shared memory by name
@@ -37,7 +37,9 @@ class Segments:
         self._prefix = prefix
         self._readers = readers
 
-    def carry(self, step: BucketSent, flat: Tensor, ask: Ask, timeout_s: float) -> Mapping[str, str]:
+    def carry(
+        self, step: BucketSent, flat: Tensor, ask: Ask, timeout_s: float, meanwhile: Callable[[], None]
+    ) -> Mapping[str, str]:
         """Write a bucket to a segment, and have the engines load it."""
         with segment(f"{self._prefix}-{step.stage}-{step.index}", flat, sum(self._readers.values())) as names:
             payloads = iter([payload_of(name, step, flat.nbytes) for name in names])
@@ -45,7 +47,9 @@ class Segments:
                 engine: tuple(next(payloads) for _ in range(number)) for engine, number in self._readers.items()
             }
             addressed = msgspec.structs.replace(step, payloads=by_engine, segments=tuple(names))
-            return ask(addressed, timeout_s).result()
+            taken = ask(addressed, timeout_s)
+            meanwhile()
+            return taken.result()
 
 
 @contextmanager

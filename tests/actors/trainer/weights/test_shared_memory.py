@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from actors.trainer.sending.ipc import SEGMENTS, Segments, remove_segments, segment, segment_prefix
-from actors.trainer.sending.sink import aligned, flattened
+from actors.trainer.weights.engines import aligned, flattened
+from actors.trainer.weights.shared_memory import SEGMENTS, Segments, remove_segments, segment, segment_prefix
 from messages import BucketSent, Message
 
 ROOT = Path(__file__).parents[4]
@@ -73,7 +73,7 @@ def test_each_reader_finds_the_tensors_by_a_name_of_its_own_and_none_is_left(tmp
         answer.set_result({"b": "it is tired"})
         return answer
 
-    failed = Segments(prefix, {"a": 2, "b": 1}).carry(STEP, flattened(aligned(BUCKET)), ask, 5.0)
+    failed = Segments(prefix, {"a": 2, "b": 1}).carry(STEP, flattened(aligned(BUCKET)), ask, 5.0, lambda: None)
     assert failed == {"b": "it is tired"}
     assert not left(prefix)
 

@@ -20,11 +20,11 @@ from torch import Tensor
 from torch.multiprocessing import reductions
 
 from actors.trainer.megatron.groups import COLLECTIVE_TIMEOUT_S, all_gather_objects
-from actors.trainer.models.gathering import Bucket
-from actors.trainer.models.weight_export import WeightConversion
-from actors.trainer.sending.calls import POOL, Ask
-from actors.trainer.sending.ipc import PickledCall, bucket_payload, places_of
-from actors.trainer.sending.sink import Sent, aligned, described, fingerprints_of, flattened
+from actors.trainer.weights.calls import POOL, Ask
+from actors.trainer.weights.engines import Sent, aligned, described, fingerprints_of, flattened
+from actors.trainer.weights.export import WeightConversion
+from actors.trainer.weights.gathering import Bucket
+from actors.trainer.weights.shared_memory import PickledCall, bucket_payload, places_of
 from messages import BucketSent
 from runtime.settings.placement import gpus_of
 from runtime.settings.topology import Topology

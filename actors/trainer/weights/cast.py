@@ -9,9 +9,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from actors.trainer.models.gathering import Bucket
 from actors.trainer.models.shards import Entry, entry_of
-from actors.trainer.models.weight_export import AS_TRAINED, WeightConversion
+from actors.trainer.weights.export import AS_TRAINED, WeightConversion
+from actors.trainer.weights.gathering import Bucket
 from runtime.models.fp8 import BLOCK, grid_of, is_quantized, scale_name
 from runtime.settings.topology import WeightFormat
 

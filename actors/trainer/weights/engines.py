@@ -1,18 +1,18 @@
-"""Sinks of the weight export (models/weight_export.py) that send buckets to engines.
+"""Sink of a weight sync, which sends buckets to engines by broadcast or in shared memory.
 
 A bucket is one buffer that holds its tensors one after another (SGLang's `flattened_bucket`).
 """
 
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from actors.trainer.models.gathering import Bucket
 from actors.trainer.models.shards import bytes_of, entry_of
-from actors.trainer.sending.calls import Ask
+from actors.trainer.weights.calls import Ask
+from actors.trainer.weights.export import Work
+from actors.trainer.weights.gathering import Bucket
 from messages import BucketSent
 from runtime.models.checksums import fingerprint
 
@@ -20,7 +20,9 @@ from runtime.models.checksums import fingerprint
 class BucketTransport(Protocol):
     """Transport of buckets to the engines of a weight sync."""
 
-    def carry(self, step: BucketSent, flat: Tensor, ask: Ask, timeout_s: float) -> Mapping[str, str]:
+    def carry(
+        self, step: BucketSent, flat: Tensor, ask: Ask, timeout_s: float, meanwhile: Callable[[], None]
+    ) -> Mapping[str, str]:
         """Have the engines load a bucket. Returns the reasons of failures by engine.
 
         Args:
@@ -28,6 +30,7 @@ class BucketTransport(Protocol):
             flat: bytes of the bucket; shape (bytes,), uint8.
             ask: calls the engines to load it.
             timeout_s: seconds for that call.
+            meanwhile: called once, while the engines load it.
 
         Raises:
             RuntimeError, OSError: it could not be sent.
@@ -44,22 +47,8 @@ class Sent(NamedTuple):
     failed: dict[str, str] = {}  # reason by engine; the rank's own failure under ""
 
 
-class NullSink:
-    """Null sink for ranks that receive no tensors."""
-
-    is_free = True
-
-    def hand_over(self, bucket: Bucket, *, wait: bool = False) -> None:
-        """Ignore a bucket, which is empty."""
-        assert not bucket
-
-    def close(self) -> Sent:
-        """Return an empty result."""
-        return Sent()
-
-
-class BucketSink:
-    """Sends a bucket to the engines on a separate thread, while the next one is gathered."""
+class EngineSink:
+    """Sends buckets to the engines of a weight sync."""
 
     def __init__(
         self,
@@ -78,7 +67,7 @@ class BucketSink:
             stage: pipeline stage of this rank.
             transport: transport to the engines.
             ask: calls the member engines.
-            fingerprints: compute fingerprints of the tensors in the background.
+            fingerprints: compute fingerprints of the tensors while they are sent.
             timeout_s: seconds for a bucket.
         """
         self._session = session
@@ -86,36 +75,23 @@ class BucketSink:
         self._transport = transport
         self._ask = ask
         self._timeout_s = timeout_s
-        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="send")
-        self._background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fingerprints")
-        self._sending: Future[None] | None = None
         self._rooms: list[Tensor] = []  # buffers of the bucket being sent and of the one being filled
         self._num_buckets = self._size_bytes = 0
         self._takes_fingerprints = fingerprints
         self._fingerprints: dict[str, str] = {}
         self._failed: dict[str, str] = {}
 
-    @property
-    def is_free(self) -> bool:
-        """Whether nothing is being sent."""
-        return self._sending is None or self._sending.done()
-
-    def hand_over(self, bucket: Bucket, *, wait: bool = False) -> None:
-        """Send a bucket after the previous one. Buckets after a failure are dropped."""
+    def take(self, bucket: Bucket) -> Work:
+        """Copy the bytes of a bucket."""
+        if self._failed:
+            return lambda: None
         ordered = aligned(bucket)
-        flat = self._flattened(ordered) if bucket and not self._failed else None  # while the previous one is sent
-        self._wait()
-        if flat is not None and not self._failed:
-            self._sending = self._executor.submit(self._send, ordered, flat)
-        if wait:
-            self._wait()
+        flat = self._flattened(ordered)
+        return lambda: self._send(ordered, flat)
 
     def close(self) -> Sent:
-        """Wait until everything is sent, and return the result."""
-        self._wait()
+        """Return the result."""
         self._rooms.clear()  # colocated engines need the memory next
-        self._executor.shutdown()
-        self._background.shutdown()
         return Sent(self._num_buckets, self._size_bytes, self._fingerprints, self._failed)
 
     def _flattened(self, bucket: Bucket) -> Tensor:
@@ -127,20 +103,19 @@ class BucketSink:
         self._rooms.append(room)
         return flattened(bucket, room[:size])
 
-    def _wait(self) -> None:
-        sending, self._sending = self._sending, None
-        if sending is not None:
-            try:
-                sending.result()  # ends at the group's timeout
-            except (RuntimeError, OSError, ValueError) as error:
-                self._failed.setdefault("", f"bucket {self._num_buckets}: {error}")
-
     def _send(self, bucket: Bucket, flat: Tensor) -> None:
-        step = described(self._session, self._stage, self._num_buckets, bucket)
-        hashing = self._background.submit(self._add_fingerprints, bucket)
-        failed = self._transport.carry(step, flat, self._ask, self._timeout_s)
-        self._failed |= {engine: f"bucket {step.index}: {reason}" for engine, reason in failed.items()}
-        hashing.result(self._timeout_s)
+        if self._failed:
+            return
+        index = self._num_buckets
+        step = described(self._session, self._stage, index, bucket)
+        try:
+            failed = self._transport.carry(
+                step, flat, self._ask, self._timeout_s, lambda: self._add_fingerprints(bucket)
+            )
+        except (RuntimeError, OSError, ValueError) as error:
+            self._failed[""] = f"bucket {index}: {error}"
+            return
+        self._failed |= {engine: f"bucket {index}: {reason}" for engine, reason in failed.items()}
         self._num_buckets += 1
         self._size_bytes += flat.nbytes
 

@@ -1,13 +1,16 @@
-"""Torch process group in which a pipeline stage of the trainer broadcasts to engines, as rank 0.
+"""Broadcast of buckets, in a torch process group with the engines of which a stage's first rank is rank 0.
 
 SGLang joins a process group through a TCP store, under a name that prefixes the store's keys. torch has no public API
 for a second process group from a store. This module uses the same private helper as SGLang, because both sides must
 join in the same way.
 """
 
+from collections.abc import Callable, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from datetime import timedelta
 from typing import Any, Final, cast
 
+import msgspec
 import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage] - documented as public
@@ -17,7 +20,8 @@ from torch.distributed.distributed_c10d import (
 )
 
 from actors.trainer.rendezvous import listening_at
-from messages import UpdateGroup
+from actors.trainer.weights.calls import Ask
+from messages import BucketSent, UpdateGroup
 
 JOIN_TIMEOUT_S: Final = 60.0  # seconds for all engines to join
 
@@ -73,17 +77,62 @@ class StageGroup:
         )
         self._group = made[0]
 
-    def broadcast(self, tensor: Tensor) -> None:
+    def broadcast(self, tensor: Tensor) -> "Future[None]":
         """Broadcast a tensor to all engines.
 
-        Raises:
-            RuntimeError: an engine is gone, or did not receive it in time.
+        Returns:
+            Future that completes when it is sent, or with a RuntimeError: an engine is gone, or did not receive it
+            in time. It may be left: gloo cannot be cancelled.
         """
         options = BroadcastOptions()
         options.rootRank = 0
-        self._group.broadcast([tensor], options).wait()
+        work, sent = self._group.broadcast([tensor], options), Future[None]()
+        if self.spec.backend == "gloo":  # its own threads send
+            work.get_future().add_done_callback(lambda done: _complete(sent, done, tensor))
+        else:
+            work.wait()
+            sent.set_result(None)
+        return sent
 
     def leave(self) -> None:
         """End the group. Engines that wait in it get an error."""
         self._group = None
         del self._store
+
+
+def _complete(sent: "Future[None]", done: Any, tensor: Tensor) -> None:
+    """Complete a future with torch's. The tensor lives until then."""
+    del tensor
+    try:
+        done.wait()
+    except RuntimeError as error:
+        sent.set_exception(error)
+    else:
+        sent.set_result(None)
+
+
+class Broadcast:
+    """Sends buckets by broadcast in a torch process group."""
+
+    def __init__(self, group: StageGroup) -> None:
+        """Send in `group`, which the engines have joined."""
+        self._group = group
+
+    def carry(
+        self, step: BucketSent, flat: Tensor, ask: Ask, timeout_s: float, meanwhile: Callable[[], None]
+    ) -> Mapping[str, str]:
+        """Broadcast a bucket while the engines receive it."""
+        taken = ask(msgspec.structs.replace(step, group=self._group.spec.name), timeout_s)
+        sent = self._group.broadcast(flat)
+        meanwhile()
+        both: list[Future[Any]] = [taken, sent]
+        wait(both, return_when=FIRST_COMPLETED)
+        if taken.done() and (failed := taken.result()):
+            return failed  # the broadcast ends at the group's timeout
+        try:
+            sent.result()
+        except RuntimeError:
+            if failed := taken.result():
+                return failed  # says more than the error of the group
+            raise
+        return taken.result()

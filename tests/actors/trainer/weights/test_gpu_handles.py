@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from actors.trainer.sending.handles import ranks_at_engines
+from actors.trainer.weights.gpu_handles import ranks_at_engines
 from runtime.settings.load import load_topology
 
 ROOT = Path(__file__).parents[4]
@@ -51,9 +51,9 @@ import base64, json, pickle, sys
 from concurrent.futures import Future
 import torch
 import torch.distributed as dist
-from actors.trainer.sending import handles
-from actors.trainer.sending.cast import FORMS
-from actors.trainer.sending.ipc import PickledCall
+from actors.trainer.weights import gpu_handles as handles
+from actors.trainer.weights.cast import FORMS
+from actors.trainer.weights.shared_memory import PickledCall
 
 rank, store = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)

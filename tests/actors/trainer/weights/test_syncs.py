@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from actors.trainer.sending.leading import WeightSessions
 from actors.trainer.torch_thread import TorchThread
+from actors.trainer.weights.syncs import WeightSessions
 from messages import (
     EnginesAnswered,
     MembersGiven,

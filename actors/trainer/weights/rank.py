@@ -4,7 +4,7 @@ The weights are sent as they are exported. With async export, the first rank of 
 continues, and sends the copy. Engines then pause only while the weights are sent, not while they are gathered.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,8 @@ import torch.distributed as dist
 from actors.trainer.megatron.build import nothing
 from actors.trainer.megatron.groups import all_gather_objects
 from actors.trainer.megatron.imports import parallel_state
-from actors.trainer.megatron.memory import give_back, host_copy
+from actors.trainer.megatron.memory import give_back
 from actors.trainer.megatron.rank_model import Replica
-from actors.trainer.models.gathering import Bucket, Part, buckets, first_rank, own_parts, whole_tensors
-from actors.trainer.models.weight_export import Sink, WeightFlow, copied
 from actors.trainer.orders import (
     AdvanceCopy,
     CopyWeights,
@@ -32,41 +30,40 @@ from actors.trainer.orders import (
     SendWeights,
 )
 from actors.trainer.rendezvous import own_address
-from actors.trainer.sending.calls import POOL, AskOf
-from actors.trainer.sending.cast import FORMS
-from actors.trainer.sending.collective import Broadcast
-from actors.trainer.sending.group import StageGroup
-from actors.trainer.sending.handles import HandleSender, ranks_at_engines
-from actors.trainer.sending.ipc import Segments, remove_segments, segment_prefix
-from actors.trainer.sending.sink import BucketSink, NullSink, Sent
-from actors.trainer.sending.sync import Membership
+from actors.trainer.weights.broadcast import Broadcast, StageGroup
+from actors.trainer.weights.calls import POOL, AskOf
+from actors.trainer.weights.cast import FORMS
+from actors.trainer.weights.engines import EngineSink, Sent
+from actors.trainer.weights.export import (
+    AS_TRAINED,
+    HostCopy,
+    Sink,
+    WeightConversion,
+    WeightExport,
+    copied,
+    gathered,
+    kept,
+)
+from actors.trainer.weights.gathering import Bucket, Part, first_rank, own_parts
+from actors.trainer.weights.gpu_handles import HandleSender, ranks_at_engines
+from actors.trainer.weights.members import Membership
+from actors.trainer.weights.shared_memory import Segments, remove_segments, segment_prefix
 from messages import UpdateGroup
 from runtime.settings.placement import weight_format
 from runtime.settings.topology import Topology
 
 
-class HostSink:
-    """Sink that keeps its buckets on the host."""
-
-    is_free = True
-
-    def __init__(self) -> None:
-        """Start empty."""
-        self.buckets: list[Bucket] = []
-
-    def hand_over(self, bucket: Bucket, *, wait: bool = False) -> None:
-        """Keep a bucket. Tensors on the host are not copied."""
-        if bucket:
-            self.buckets.append([(name, host_copy(each) if each.is_cuda else each) for name, each in bucket])
-
-    def close(self) -> None:
-        """Do nothing: every bucket is already kept."""
-
-
 class RankSender:
     """Sending of weights by one rank. The first rank of a stage holds the process groups and the kept copy."""
 
-    def __init__(self, topology: Topology, replica: Replica, run_directory: Path, ask_of: AskOf | None) -> None:
+    def __init__(
+        self,
+        topology: Topology,
+        replica: Replica,
+        run_directory: Path,
+        ask_of: AskOf | None,
+        thread: ThreadPoolExecutor,
+    ) -> None:
         """Start without a process group. Without `ask_of`, process groups can be opened, but nothing can be sent."""
         self._topology = topology
         self._replica = replica
@@ -74,10 +71,10 @@ class RankSender:
         self._is_first = dist.get_rank() == first_rank()
         self._groups: dict[int, StageGroup] = {}  # by update group
         self._prefix = segment_prefix(run_directory)
-        self._copying: tuple[int, WeightFlow, HostSink] | None = None  # the version that is being gathered
+        self._thread = thread
+        self._copying: tuple[int, WeightExport[None], HostCopy] | None = None  # the version that is being gathered
         self._kept: tuple[int, list[Bucket]] = (0, [])  # the version that was gathered last; only on first ranks
-        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="session")
-        self._sending: Future[Sent] | None = None
+        self._sending: WeightExport[list[Sent]] | None = None  # of the kept copy
         if self._is_first and replica.device.type == "cpu":
             remove_segments(self._prefix)
 
@@ -96,7 +93,7 @@ class RankSender:
                 with self._replica.memory.phase("export"):
                     if self._shares_gpus:
                         return all_gather_objects(self._send_handles(order))
-                    sent = self._flow(self._own_parts(), self._sink(order)).finish()
+                    sent = self._export(self._live(self._own_parts()), order, self._form).finish()
                 give_back()  # colocated engines need the memory next
                 return sent
             case CopyWeights():
@@ -110,7 +107,7 @@ class RankSender:
             case FinishSend():
                 assert self._sending is not None
                 sending, self._sending = self._sending, None
-                return all_gather_objects(sending.result())
+                return sending.finish()
 
     def _open_group(self, order: OpenGroups) -> list[UpdateGroup]:
         self._leave_group(order.part)
@@ -140,47 +137,56 @@ class RankSender:
     def _own_parts(self) -> list[Part]:
         return own_parts(self._replica.complete_chunks(), self._replica.hf)
 
-    def _flow(self, parts: list[Part], sink: Sink) -> WeightFlow:
-        return WeightFlow(
-            parts,
-            self._replica.hf,
-            sink,
+    def _live(self, parts: list[Part]) -> Iterator[Bucket]:
+        return gathered(parts, self._replica.hf, self._replica.device, self._topology.trainer.export_bucket_bytes)
+
+    @property
+    def _form(self) -> WeightConversion:
+        return FORMS[weight_format(self._topology)]
+
+    def _export(self, source: Iterator[Bucket], order: SendWeights, form: WeightConversion) -> WeightExport[list[Sent]]:
+        """Begin an export to engines."""
+        return WeightExport(
+            source,
+            self._sinks(order),
+            lambda by_rank: [results[0] if results else Sent() for results in by_rank],
+            self._thread,
             device=self._replica.device,
             bucket_bytes=self._topology.trainer.export_bucket_bytes,
-            form=FORMS[weight_format(self._topology)],
+            form=form,
         )
 
     def _copy(self, version: int) -> None:
         """Copy the weights. From now on a bucket is also gathered before each micro-batch."""
-        kept = HostSink()
-        flow = self._flow(copied(self._own_parts()), kept)
-        self._copying = version, flow, kept
-        self._replica.between = flow.advance
+        host = HostCopy()
+        export = WeightExport(
+            self._live(copied(self._own_parts())),
+            [host] if self._is_first else [],
+            lambda _: None,
+            self._thread,
+            device=self._replica.device,
+            bucket_bytes=self._topology.trainer.export_bucket_bytes,
+            form=self._form,
+        )
+        self._copying = version, export, host
+        self._replica.between = export.advance
 
     def _finish_copy(self) -> None:
         assert self._copying is not None
-        (version, flow, kept), self._copying = self._copying, None
+        (version, export, host), self._copying = self._copying, None
         self._replica.between = nothing
-        flow.finish()
-        self._kept = version, kept.buckets
+        export.finish()
+        self._kept = version, host.buckets
 
-    def _send_copy(self, order: SendCopy) -> "Future[Sent]":
+    def _send_copy(self, order: SendCopy) -> "Future[None]":
         version, buckets = self._kept
         assert version == order.version, f"the host copy has version {version}, not {order.version}"
-        sink = self._sink(order)
+        self._sending = self._export(kept(buckets, self._replica.device), order, AS_TRAINED)
         if order.in_background:
-            self._sending = self._executor.submit(self._hand_over, buckets, sink)
-        else:
-            self._sending = Future()
-            self._sending.set_result(self._hand_over(buckets, sink))
-        return self._sending
-
-    def _hand_over(self, buckets: list[Bucket], sink: Sink) -> Sent:
-        device = self._replica.device
-        for bucket in buckets:
-            sink.hand_over([(name, tensor.to(device)) for name, tensor in bucket])
-        sent: Sent = sink.close()
-        return sent
+            return self._sending.continue_in_background()
+        ready = Future[None]()
+        ready.set_result(None)  # `finish` sends it
+        return ready
 
     @property
     def _shares_gpus(self) -> bool:
@@ -190,34 +196,33 @@ class RankSender:
     def _send_handles(self, order: SendWeights) -> Sent:
         """Send CUDA IPC handles to engines on the ranks' GPUs."""
         assert self._ask_of is not None
-        hf, device = self._replica.hf, self._replica.device
         sender = HandleSender(
             order.session,
             order.readers,
             ranks_at_engines(self._topology),
             self._ask_of(order.instances),
-            device=device,
+            device=self._replica.device,
             fingerprints=order.fingerprints,
             timeout_s=order.timeout_s,
         )
-        weights = buckets(whole_tensors(self._own_parts(), hf, device), self._topology.trainer.export_bucket_bytes)
+        weights = self._live(self._own_parts())
         stage = parallel_state.get_pipeline_model_parallel_rank()
         firsts = sorted(set(all_gather_objects(first_rank())))
-        return sender.send(weights, FORMS[weight_format(self._topology)], stage=stage, firsts=firsts)
+        return sender.send(weights, self._form, stage=stage, firsts=firsts)
 
-    def _sink(self, order: SendWeights) -> Sink:
+    def _sinks(self, order: SendWeights) -> list[Sink]:
         """Return the sink for this rank's buckets: broadcast if it has a process group, otherwise shared memory."""
         if not self._is_first:
-            return NullSink()
+            return []
         assert self._ask_of is not None
         stage = parallel_state.get_pipeline_model_parallel_rank()
         prefix = f"{self._prefix}-{order.session}"
         group = self._groups.get(order.part)
         transport = Segments(prefix, order.readers) if group is None else Broadcast(group)
         ask = self._ask_of(order.instances)
-        return BucketSink(
-            order.session, stage, transport, ask, fingerprints=order.fingerprints, timeout_s=order.timeout_s
-        )
+        return [
+            EngineSink(order.session, stage, transport, ask, fingerprints=order.fingerprints, timeout_s=order.timeout_s)
+        ]
 
 
 class SendingOrders:
@@ -258,7 +263,7 @@ class SendingOrders:
 
     def send_copy(
         self, session: str, membership: Membership, timeout_s: float, *, version: int, in_background: bool
-    ) -> "Future[Sent]":
+    ) -> "Future[None]":
         """Send the kept copy, as `send` does.
 
         Args:
@@ -269,7 +274,8 @@ class SendingOrders:
             in_background: send in the background.
 
         Returns:
-            Future that completes when this rank has sent its part. Call `finish_send` then.
+            Future that completes when this rank has sent its part in the background; otherwise `finish_send` sends
+            it. Call `finish_send` then.
         """
         to = membership
         return self._lead(

@@ -1,6 +1,6 @@
 """Members of a weight session, their places, and how it ended."""
 
-from actors.trainer.sending.sync import Membership, Outcome, joined
+from actors.trainer.weights.members import Membership, Outcome, joined
 from messages import MembersGiven, WeightSyncMember
 
 
