@@ -3,11 +3,14 @@
 Real: nats-server, sglang-router, and buffer, rollout and reward as a run starts them, each in its process, with
 the prompts, tokenizer and grader of the laptop recipe. Stand-ins, in processes of their own: an engine that answers at
 once, and a trainer that reads its batches and says at once that they are trained. Each mode then sends the same
-requests to the engine through the router alone, so that the share of HTTP is of the same run:
+requests to the engine through the router alone, so that the share of HTTP is of the same run, and the same number of
+samples through a pipeline of plain nats-py without types and recovery (bare_pipeline):
 
     bus_us_per_sample = us_per_sample - engine_http.us_per_sample
+    bus_cpu_us_per_sample, cpu_ratio_to_bare: the same of the CPU time of all processes, and that to the bare pipeline
 
-Wall times depend on how many cores there are and who else uses them; CPU times depend on that much less.
+Wall times depend on how many cores there are and who else uses them; CPU times depend on that much less. The three
+take turns in each round; figures are medians over the rounds.
 
 Run: python -m tests.bench.bench_pipeline
 """
@@ -19,7 +22,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +43,7 @@ from runtime.process.logs import configure_logging
 from runtime.settings.load import load_topology
 from runtime.settings.processes import Tier, with_address
 from runtime.settings.topology import Topology, encode_topology
+from tests.bench import bare_pipeline
 from tests.bench.rig import (
     NATS,
     ROOT,
@@ -57,11 +61,12 @@ from tests.bench.rig import (
 from tests.support.running_server import running_server
 from tests.support.tiny_engine import wait_until_200
 
+WAIT_S = 30.0  # for a step of the bare pipeline
 RECIPE = ROOT / "topologies" / "laptop.toml"
 SHARED = 'share=[["buffer", "rollout", "reward", "filter"]]'
-TARGETS_US = {  # per sample, docs/develop/benchmarks.md, goals
-    "batched": {"bus": 150, "engine_http": 100},
-    "single": {"bus": 250, "engine_http": 250},
+TARGETS = {  # microseconds per sample, and a ratio; docs/develop/benchmarks.md, goals
+    "batched": {"bus": 150, "engine_http": 100, "cpu_ratio_to_bare": 4},
+    "single": {"bus": 250, "engine_http": 250, "cpu_ratio_to_bare": 3},
 }
 
 
@@ -97,20 +102,25 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--samples", type=int, default=8, help="samples per group")
     parser.add_argument("--concurrency", type=int, default=64, help="samples in flight")
     parser.add_argument("--share", action="store_true", help="all light actors in one process")
-    parser.add_argument("--mode", choices=TARGETS_US, action="append", help="one mode only; default: all")
-    parser.add_argument("--timeout", type=float, default=300.0, help="seconds per mode")
+    parser.add_argument("--mode", choices=TARGETS, action="append", help="one mode only; default: all")
+    parser.add_argument("--rounds", type=int, default=1, help="of pipeline, HTTP alone and bare pipeline")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds per mode and round")
     args = parser.parse_args(argv)
     configure_logging("bench", "laptop")
     size = Size(args.steps, args.warm_up, args.groups, args.samples, args.concurrency, args.share)
     results: dict[str, Any] = {"steps": size.num_steps, "groups": size.num_groups, "samples_per_group": args.samples}
-    for mode in args.mode or TARGETS_US:
-        results[mode] = anyio.run(measure, mode, size, args.timeout, backend_options={"use_uvloop": True})
+    for mode in args.mode or TARGETS:
+        rounds = [
+            anyio.run(measure, mode, size, args.timeout, backend_options={"use_uvloop": True})
+            for _ in range(args.rounds)
+        ]
+        results[mode] = rounded({**medians_of(rounds), "targets": TARGETS[mode]})
     print(json.dumps(results, indent=2))
     return 0
 
 
 async def measure(mode: str, size: Size, timeout_s: float) -> dict[str, Any]:
-    """Figures of one mode: the pipeline, then its engine requests alone."""
+    """Figures of one mode: the pipeline, its engine requests alone, and the bare pipeline."""
     batched = mode == "batched"
     with tempfile.TemporaryDirectory() as folder, anyio.fail_after(timeout_s):
         run_dir = Path(folder)
@@ -122,16 +132,28 @@ async def measure(mode: str, size: Size, timeout_s: float) -> dict[str, Any]:
                 with actors(topology, run_dir, server.url) as hosts:
                     pipeline = await watch_steps(bus, size, running.processes | hosts | {NATS: nats_process()})
                 http = await engine_alone(running, size, batched=batched)
-    bus_us = pipeline["us_per_sample"] - http["us_per_sample"]
-    return rounded(
-        {
-            **pipeline,
-            "engine_http": http,
-            "engine_http_share": http["us_per_sample"] / pipeline["us_per_sample"],
-            "bus_us_per_sample": bus_us,
-            "targets_us_per_sample": TARGETS_US[mode],
-        }
-    )
+            bare = await bare_alone(size, run_dir, scores_each=not batched)
+    bus_cpu_us = pipeline["cpu_us_per_sample"]["total"] - http["cpu_us_per_sample"]["total"]
+    return {
+        **pipeline,
+        "engine_http": http,
+        "bare": bare,
+        "engine_http_share": http["us_per_sample"] / pipeline["us_per_sample"],
+        "bus_us_per_sample": pipeline["us_per_sample"] - http["us_per_sample"],
+        "bus_cpu_us_per_sample": bus_cpu_us,
+        "cpu_ratio_to_bare": bus_cpu_us / bare["cpu_us_per_sample"]["total"],
+    }
+
+
+def medians_of(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Each figure's median over the rounds."""
+    first = rounds[0]
+    return {
+        name: medians_of([each[name] for each in rounds])
+        if isinstance(first[name], dict)
+        else statistics.median(each[name] for each in rounds)
+        for name in first
+    }
 
 
 def topology_of(size: Size, *, batched: bool) -> Topology:
@@ -243,6 +265,36 @@ async def engine_alone(running: Services, size: Size, *, batched: bool) -> dict[
         before = cpu_seconds(watched)
         steps_s = [await step(http) for _ in range(size.num_steps)]
         spent = difference(cpu_seconds(watched), before)
+    return {
+        "ms_per_step": 1e3 * statistics.median(steps_s),
+        "us_per_sample": 1e6 * statistics.median(steps_s) / size.samples_per_step,
+        "cpu_us_per_sample": per_sample(spent, size.num_steps * size.samples_per_step),
+    }
+
+
+async def bare_alone(size: Size, run_dir: Path, *, scores_each: bool) -> dict[str, Any]:
+    """The bare pipeline, on a server of its own."""
+    async with running_server(run_dir / "bare") as server:
+        client = await bare_pipeline.connect(server.url)
+        await bare_pipeline.make_streams(client.jetstream())
+        words = [server.url, f"--samples={size.num_samples}", *(["--score-each"] if scores_each else [])]
+        commands = {
+            f"bare-{role}": [sys.executable, "-m", "tests.bench.bare_pipeline", role, *words]
+            for role in bare_pipeline.ROLES
+        }
+        buffer = bare_pipeline.Buffer(client, size.num_groups)
+        await buffer.open()
+        with showing_logs(run_dir), processes(commands, run_dir, server.url) as running:
+            watched = running | {"buffer": psutil.Process(), NATS: psutil.Process(server.pid)}
+            for _ in range(size.num_warm_up):
+                await buffer.step(WAIT_S)
+            before, steps_s = cpu_seconds(watched), list[float]()
+            for _ in range(size.num_steps):
+                begin = time.perf_counter()
+                assert await buffer.step(WAIT_S) == size.samples_per_step
+                steps_s.append(time.perf_counter() - begin)
+            spent = difference(cpu_seconds(watched), before)
+        await client.close()
     return {
         "ms_per_step": 1e3 * statistics.median(steps_s),
         "us_per_sample": 1e6 * statistics.median(steps_s) / size.samples_per_step,
