@@ -111,8 +111,25 @@ def _segment_kept_problem(segment: Segment, vocab_size: int | None, *, needs_kep
     return kept_problem(np.asarray(segment.response_ids), np.asarray(counts), np.asarray(ids), vocab_size)
 
 
+def are_possible(segments: Sequence[Segment], vocab_size: int | None) -> bool:
+    """Whether no token id and no log-prob of many segments is impossible. Costs much less than a look at each."""
+    if not segments:
+        return True
+    ids = np.concatenate([ids for segment in segments for ids in (segment.prompt_ids, segment.response_ids)])
+    log_probs = np.concatenate([segment.rollout_log_probs for segment in segments])
+    if len(ids) and (ids.min() < 0 or (vocab_size is not None and ids.max() >= vocab_size)):
+        return False
+    # of NaN both comparisons are false
+    return not len(log_probs) or bool(log_probs.min() >= MIN_LOG_PROB and log_probs.max() <= MAX_LOG_PROB)
+
+
 def sample_problem(
-    segments: Sequence[Segment], vocab_size: int | None, *, num_tokens: int | None = None, needs_kept: bool = False
+    segments: Sequence[Segment],
+    vocab_size: int | None,
+    *,
+    num_tokens: int | None = None,
+    needs_kept: bool = False,
+    possible: bool = False,
 ) -> str | None:
     """Describe the first inconsistency of a sample; None if it is valid.
 
@@ -121,18 +138,20 @@ def sample_problem(
         vocab_size: vocabulary size of the model; none: unknown.
         num_tokens: expected number of prompt and response tokens; none: unknown.
         needs_kept: whether each trained token needs the tokens that top-p and top-k kept.
+        possible: whether `are_possible` holds for the segments.
     """
     for number, segment in enumerate(segments):
         where = f"segment {number}, " if len(segments) > 1 else ""
-        problems = {
-            "prompt": id_problem(segment.prompt_ids, vocab_size),
-            "response": id_problem(segment.response_ids, vocab_size)
-            or log_prob_problem(segment.rollout_log_probs)
-            or _segment_kept_problem(segment, vocab_size, needs_kept=needs_kept),
-        }
-        for part, problem in problems.items():
+        if not possible:
+            problem = id_problem(segment.prompt_ids, vocab_size)
             if problem is not None:
-                return f"{where}{part}: {problem}"
+                return f"{where}prompt: {problem}"
+            problem = id_problem(segment.response_ids, vocab_size) or log_prob_problem(segment.rollout_log_probs)
+            if problem is not None:
+                return f"{where}response: {problem}"
+        problem = _segment_kept_problem(segment, vocab_size, needs_kept=needs_kept)
+        if problem is not None:
+            return f"{where}response: {problem}"
     found = sum(len(segment.prompt_ids) + len(segment.response_ids) for segment in segments)
     if num_tokens is not None and found != num_tokens:
         return f"its segments have {found} tokens, but {num_tokens} are reported"

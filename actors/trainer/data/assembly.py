@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,9 +10,9 @@ from numpy.typing import NDArray
 from actors.trainer.data.batch import NOT_KNOWN, ExpertIds, LeftOut, TrainBatch, expert_ids
 from actors.trainer.data.columns import Columns, column_problem, of_all_tokens
 from actors.trainer.data.skipped import SamplePlace
-from actors.trainer.data.staleness import NOT_SAMPLED, Masking, loss_masks, staleness_of
+from actors.trainer.data.staleness import NOT_SAMPLED, Masking, joined, loss_mask_of, staleness_of
 from messages import ColumnPublished, GroupCompleted, SampleStatus, SampleSummary, Segment, SegmentsPublished
-from runtime.data.tokens import sample_problem
+from runtime.data.tokens import are_possible, sample_problem
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ def trainable(sample: SampleSummary) -> bool:
 
 
 NO_MASKING = Masking()
+_Number = TypeVar("_Number", bound=np.number[Any])
 
 
 def assemble(
@@ -127,6 +129,7 @@ def problems_of(
         column_names: Names of the columns that each sample must have.
     """
     problems: dict[SamplePlace, str] = {}
+    possible = are_possible([segment for stored in payloads.values() for segment in stored.segments], vocab_size)
     for sample in completed.samples:
         place = sample.index, sample.part
         if place in too_long or not trainable(sample):
@@ -137,9 +140,9 @@ def problems_of(
             problems[place] = str(error)
             continue
         num_tokens = sample.prompt_len + sample.response_len or None
-        problem = sample_problem(segments, vocab_size, num_tokens=num_tokens, needs_kept=needs_kept) or column_problem(
-            completed, sample, segments, columns or {}, column_names
-        )
+        problem = sample_problem(
+            segments, vocab_size, num_tokens=num_tokens, needs_kept=needs_kept, possible=possible
+        ) or column_problem(completed, sample, segments, columns or {}, column_names)
         if problem is not None:
             problems[place] = problem
         elif missing := [key for key in reward_keys if key not in sample.rewards]:
@@ -181,31 +184,25 @@ class _Builder:
         self._masking = masking
         self._samples: list[tuple[int, int, int, int, float, float, bool, LeftOut, int]] = []  # in the order of `build`
         self._tokens: list[NDArray[np.int32]] = []
-        self._mask: list[NDArray[np.uint8]] = []
-        self._log_probs: list[NDArray[np.float32]] = []
-        self._staleness: list[NDArray[np.int32]] = []
+        self._segments: list[list[Segment]] = []  # by sample
+        self._spans: list[int] = []  # tokens that are input, then tokens of a response, in turns
         self._experts: list[
             tuple[int, NDArray[np.int32] | None]
         ] = []  # token count, and the experts of each token if they are recorded
-        self._kept_counts: list[NDArray[np.int32]] = []
         self._kept_ids: list[NDArray[np.int32]] = []
         self._columns: dict[str, list[NDArray[np.float32]]] = {name: [] for name in column_names}
 
     def add(
         self, group: int, rollout: int, sample: SampleSummary, segments: Sequence[Segment], left_out: LeftOut
     ) -> None:
-        stalenesses = [staleness_of(segment, self._step, self._steps_of_versions) for segment in segments]
-        masks = loss_masks(segments, stalenesses, self._masking)
         length = 0 if segments else self._add_nothing()
-        for segment, staleness, mask in zip(segments, stalenesses, masks, strict=True):
-            num_prompt = len(segment.prompt_ids)
-            length += num_prompt + len(segment.response_ids)
+        self._segments.append(list(segments))
+        for segment in segments:
+            num_prompt, num_response = len(segment.prompt_ids), len(segment.response_ids)
+            length += num_prompt + num_response
             self._tokens += [segment.prompt_ids, segment.response_ids]
-            self._mask += [np.zeros(num_prompt, dtype=np.uint8), mask]
-            self._log_probs += [np.zeros(num_prompt, dtype=np.float32), segment.rollout_log_probs]
-            self._staleness += [np.full(num_prompt, NOT_SAMPLED, dtype=np.int32), staleness]
-            self._experts.append((num_prompt + len(segment.response_ids), segment.routed_experts))
-            self._kept_counts += [np.zeros(num_prompt, dtype=np.int32), _kept_counts(segment)]
+            self._spans += [num_prompt, num_response]
+            self._experts.append((num_prompt + num_response, segment.routed_experts))
             self._kept_ids += [] if segment.kept_ids is None else [segment.kept_ids]
         truncated = sample.status is SampleStatus.TRUNCATED
         assert sample.reward is not None
@@ -229,11 +226,8 @@ class _Builder:
     def _add_nothing(self) -> int:
         """Add one token without loss for a sample that is left out, so that its rollout counts."""
         self._tokens.append(np.zeros(1, dtype=np.int32))
-        self._mask.append(np.zeros(1, dtype=np.uint8))
-        self._log_probs.append(np.zeros(1, dtype=np.float32))
-        self._staleness.append(np.full(1, NOT_SAMPLED, dtype=np.int32))
+        self._spans += [1, 0]
         self._experts.append((1, None))
-        self._kept_counts.append(np.zeros(1, dtype=np.int32))
         return 1
 
     def build(self) -> TrainBatch | None:
@@ -242,7 +236,10 @@ class _Builder:
         groups, rollouts, indices, parts, rewards, raw_rewards, truncated, left_out, lengths = zip(
             *self._samples, strict=True
         )
-        mask = np.concatenate(self._mask).astype(np.uint8)
+        segments = [segment for some in self._segments for segment in some]
+        staleness_R = staleness_of(segments, self._step, self._steps_of_versions)
+        mask = self._of_all_tokens(loss_mask_of(self._segments, staleness_R, self._masking))
+        log_probs_R = joined([segment.rollout_log_probs for segment in segments], np.float32)
         baselines, baseline_lens = zip(*self._baselines, strict=True)
         response_lens, output_lens, input_lens, turns = zip(*self._sizes, strict=True)
         return TrainBatch(
@@ -258,8 +255,8 @@ class _Builder:
             lengths_B=np.array(lengths, dtype=np.int64),
             tokens_N=np.concatenate(self._tokens).astype(np.int32),
             loss_mask_N=mask,
-            rollout_log_probs_N=np.concatenate(self._log_probs).astype(np.float32) * mask,
-            staleness_N=np.concatenate(self._staleness),
+            rollout_log_probs_N=self._of_all_tokens(log_probs_R) * mask,
+            staleness_N=self._of_all_tokens(staleness_R, NOT_SAMPLED),
             named_rewards_B=np.array(self._named, dtype=np.float64) if self._reward_keys else None,
             baseline_rewards_B=np.array(baselines, dtype=np.float64),
             baseline_lens_B=np.array(baseline_lens, dtype=np.int64),
@@ -268,10 +265,19 @@ class _Builder:
             input_lens_B=np.array(input_lens, dtype=np.int64),
             num_turns_B=np.array(turns, dtype=np.int64),
             routed_experts_N=self._routed_experts(),
-            kept_counts_N=np.concatenate(self._kept_counts) if self._kept_ids else None,
+            kept_counts_N=self._of_all_tokens(np.concatenate([_kept_counts(segment) for segment in segments]))
+            if self._kept_ids
+            else None,
             kept_ids_K=np.concatenate(self._kept_ids) if self._kept_ids else None,
             **{f"{name}_N": np.concatenate(parts) * mask for name, parts in self._columns.items()},
         )
+
+    def _of_all_tokens(self, values_R: NDArray[_Number], others: int = 0) -> NDArray[_Number]:
+        """Spread values of the R response tokens over all N tokens; `others` where a token is input."""
+        is_response_N = np.repeat(np.tile([False, True], len(self._spans) // 2), self._spans)
+        values_N = np.full(len(is_response_N), others, dtype=values_R.dtype)
+        values_N[is_response_N] = values_R
+        return values_N
 
     def _routed_experts(self) -> ExpertIds | None:
         """Return the routed experts of all tokens, if any sample has some.

@@ -1,11 +1,11 @@
 """Staleness of sampled tokens in train steps, and the masking of stale tokens. Pure.
 
-T response tokens of one segment, N tokens of a batch.
+R response tokens of several segments, N tokens of a batch.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Self
+from typing import Any, Final, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 from actors.trainer.data.batch import TrainBatch
 from messages import Segment
 from runtime.settings.recipe import RolloutConfig
+
+_Number = TypeVar("_Number", bound=np.number[Any])
 
 NOT_SAMPLED: Final = -1  # staleness of tokens that never train: prompts, tool output
 
@@ -31,46 +33,58 @@ class Masking:
         return cls(off_policy=rollout.mask_off_policy, max_staleness=rollout.max_token_staleness if masks else None)
 
 
-def staleness_of(segment: Segment, step: int, steps_of_versions: Mapping[int, int]) -> NDArray[np.int32]:
+def staleness_of(segments: Sequence[Segment], step: int, steps_of_versions: Mapping[int, int]) -> NDArray[np.int32]:
     """Count the train steps between the weights that sampled each token and those that the step starts from.
 
     Args:
-        segment: Segment with T response tokens.
+        segments: Segments with R response tokens together.
         step: Train step of the batch.
         steps_of_versions: Train steps that each published weight version contains. A missing version counts as older
             than all.
 
     Returns:
-        [T], NOT_SAMPLED where the token does not train.
+        [R], NOT_SAMPLED where the token does not train.
     """
-    ages = [max(0, step - steps_of_versions.get(span.version, -1)) for span in segment.weight_spans]
-    staleness_T = np.repeat(np.array(ages, dtype=np.int32), _span_lengths(segment))
-    staleness_T[np.asarray(segment.loss_mask) == 0] = NOT_SAMPLED
-    return staleness_T
+    spans = [span for segment in segments for span in segment.weight_spans]
+    ages = [max(0, step - steps_of_versions.get(span.version, -1)) for span in spans]
+    staleness_R = np.repeat(np.array(ages, dtype=np.int32), [span.end - span.start for span in spans])
+    staleness_R[joined([segment.loss_mask for segment in segments], np.uint8) == 0] = NOT_SAMPLED
+    return staleness_R
 
 
-def loss_masks(
-    segments: Sequence[Segment], stalenesses: Sequence[NDArray[np.int32]], masking: Masking
-) -> list[NDArray[np.uint8]]:
-    """Compute which tokens of one sample train.
+def loss_mask_of(
+    samples: Sequence[Sequence[Segment]], staleness_R: NDArray[np.int32], masking: Masking
+) -> NDArray[np.uint8]:
+    """Compute which tokens train.
 
     Args:
-        segments: Segments of the sample, in order.
-        stalenesses: Staleness of their tokens.
+        samples: Segments of each sample, in order, with R response tokens together.
+        staleness_R: Staleness of these tokens.
         masking: Masking on top of the segments' own loss masks.
 
     Returns:
-        For each segment [T], 1 where the token trains.
+        [R], 1 where the token trains.
     """
-    masks = [np.asarray(segment.loss_mask) != 0 for segment in segments]
+    segments = [segment for sample in samples for segment in sample]
+    mask_R = joined([segment.loss_mask for segment in segments], np.uint8) != 0
     if masking.off_policy:
-        versions = [_versions_of(segment) for segment in segments]
-        newest = max((int(some[mask].max(initial=0)) for some, mask in zip(versions, masks, strict=True)), default=0)
-        masks = [mask & (some == newest) for some, mask in zip(versions, masks, strict=True)]
+        spans = [
+            (number, span) for number, sample in enumerate(samples) for some in sample for span in some.weight_spans
+        ]
+        lengths = [span.end - span.start for _, span in spans]
+        versions_R = np.repeat(np.array([span.version for _, span in spans], dtype=np.int64), lengths)
+        samples_R = np.repeat(np.array([number for number, _ in spans], dtype=np.int64), lengths)
+        newest = np.zeros(len(samples), dtype=np.int64)
+        np.maximum.at(newest, samples_R[mask_R], versions_R[mask_R])
+        mask_R &= versions_R == newest[samples_R]
     if masking.max_staleness is not None:
-        limit = masking.max_staleness
-        masks = [mask & (some <= limit) for some, mask in zip(stalenesses, masks, strict=True)]
-    return [mask.astype(np.uint8) for mask in masks]
+        mask_R &= staleness_R <= masking.max_staleness
+    return mask_R.astype(np.uint8)
+
+
+def joined(arrays: Sequence[NDArray[Any]], dtype: type[_Number]) -> NDArray[_Number]:
+    """Concatenate arrays of one dtype; there may be none."""
+    return np.concatenate([np.zeros(0, dtype), *map(np.asarray, arrays)])
 
 
 def staleness_metrics(batch: TrainBatch) -> dict[str, float]:
@@ -89,11 +103,3 @@ def staleness_metrics(batch: TrainBatch) -> dict[str, float]:
         "rollout/off_policy_ratio": float((staleness > 0).mean()),
         "rollout/masked_ratio": float((batch.loss_mask_N[sampled_N] == 0).mean()),
     }
-
-
-def _versions_of(segment: Segment) -> NDArray[np.int64]:
-    return np.repeat(np.array([span.version for span in segment.weight_spans], dtype=np.int64), _span_lengths(segment))
-
-
-def _span_lengths(segment: Segment) -> list[int]:
-    return [span.end - span.start for span in segment.weight_spans]

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from messages import Float32Array, Int32Array, SampleKey, Segment, UInt8Array, WeightSpan
-from runtime.data.tokens import id_problem, log_prob_problem, sample_problem
+from runtime.data.tokens import are_possible, id_problem, log_prob_problem, sample_problem
 
 
 @pytest.mark.parametrize("wrong", [-1, 8, 10**6, 2**31, 2**63, -(2**70)])
@@ -54,7 +54,7 @@ def segment(prompt: list[int], response: list[int], log_probs: list[float]) -> S
         response_ids=Int32Array(response),
         loss_mask=UInt8Array(np.ones(len(response))),
         rollout_log_probs=Float32Array(log_probs),
-        weight_spans=(WeightSpan(version=1, start=0, end=len(response)),),
+        weight_spans=(WeightSpan(version=1, start=0, end=len(response)),) if response else (),
     )
 
 
@@ -68,3 +68,18 @@ def test_a_sample_is_wrong_where_one_of_its_segments_is_or_their_tokens_are_othe
     wrong = segment([1], [3, 4], [-0.5, math.nan])
     assert sample_problem([wrong], 8) == "response: token 1 has log-prob nan (allowed: -1000 to 0.001)"
     assert sample_problem([right], 8, num_tokens=4) == "its segments have 3 tokens, but 4 are reported"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "response", "log_prob"),
+    [([1], [8], -0.5), ([-1], [1], -0.5), ([1], [1], math.nan), ([1], [1], 0.5), ([1], [1], -math.inf), ([8], [], 0.0)],
+)
+def test_one_impossible_number_among_many_segments_is_found(
+    prompt: list[int], response: list[int], log_prob: float
+) -> None:
+    right, wrong = segment([1, 7], [3], [-0.5]), segment(prompt, response, [log_prob] * len(response))
+    assert are_possible([right, right], 8)
+    assert not are_possible([right, wrong, right], 8)
+    assert sample_problem([wrong], 8) is not None
+    assert are_possible([], 8)
+    assert are_possible([segment([], [], [])], 8)

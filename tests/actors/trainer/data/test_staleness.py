@@ -1,13 +1,16 @@
 """Staleness per token, the masks that follow from it, and what is told of it: hand values and what must hold always."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from actors.trainer.data.assembly import CollectedGroup, assemble
 from actors.trainer.data.batch import TrainBatch
-from actors.trainer.data.staleness import NOT_SAMPLED, Masking, loss_masks, staleness_metrics, staleness_of
+from actors.trainer.data.staleness import NOT_SAMPLED, Masking, loss_mask_of, staleness_metrics, staleness_of
 from messages import SampleKey, Segment, SegmentsPublished
 from runtime.settings.recipe import RolloutConfig
 from tests.actors.trainer.logs import group_of, segment, summary
@@ -28,6 +31,24 @@ def resumed() -> list[Segment]:
     ]
 
 
+def ages_of(segments: list[Segment], step: int = 3) -> list[list[int]]:
+    """Staleness of the tokens of each segment."""
+    return _by_segment(segments, staleness_of(segments, step, STEPS))
+
+
+def masks_of(segments: list[Segment], masking: Masking, step: int = 3) -> list[list[int]]:
+    """Loss mask of each segment of one sample, computed beside another sample's."""
+    other = [segment(key(9), [1], [2, 3], ((5, 0, 2),))]
+    staleness_R = staleness_of([*other, *segments], step, STEPS)
+    return _by_segment(segments, loss_mask_of([other, [], segments], staleness_R, masking)[2:])
+
+
+def _by_segment(segments: list[Segment], values_R: NDArray[Any]) -> list[list[int]]:
+    ends = np.cumsum([len(some.response_ids) for some in segments])
+    assert len(values_R) == ends[-1]
+    return [values.tolist() for values in np.split(values_R, ends[:-1])]
+
+
 def batch_of(*samples: tuple[SampleKey, list[Segment]], step: int = 3, masking: Masking) -> TrainBatch:
     """Each sample as a group of its own."""
     groups: list[CollectedGroup] = []
@@ -41,16 +62,15 @@ def batch_of(*samples: tuple[SampleKey, list[Segment]], step: int = 3, masking: 
 
 
 def test_staleness_is_counted_in_train_steps_by_the_version_of_each_token() -> None:
-    first, second, third = (staleness_of(some, 3, STEPS).tolist() for some in resumed())
-    assert (first, second, third) == ([3, 2, 2], [NOT_SAMPLED, 2], [2, 0, 0])
+    assert ages_of(resumed()) == [[3, 2, 2], [NOT_SAMPLED, 2], [2, 0, 0]]
 
 
 def test_a_version_that_nobody_announced_is_older_than_all() -> None:
-    assert staleness_of(segment(key(), [1], [2], ((99, 0, 1),)), 3, STEPS).tolist() == [4]
+    assert ages_of([segment(key(), [1], [2], ((99, 0, 1),))]) == [[4]]
 
 
 def test_versions_of_one_train_step_are_equally_old() -> None:
-    assert staleness_of(segment(key(), [1], [2, 3], ((4, 0, 1), (5, 1, 2))), 3, STEPS).tolist() == [0, 0]
+    assert ages_of([segment(key(), [1], [2, 3], ((4, 0, 1), (5, 1, 2)))]) == [[0, 0]]
 
 
 MASKS = {
@@ -64,16 +84,13 @@ MASKS = {
 
 @pytest.mark.parametrize(("masking", "expected"), MASKS.values(), ids=MASKS.keys())
 def test_masks_of_a_sample_that_was_resumed(masking: Masking, expected: list[list[int]]) -> None:
-    segments = resumed()
-    stalenesses = [staleness_of(some, 3, STEPS) for some in segments]
-    assert [mask.tolist() for mask in loss_masks(segments, stalenesses, masking)] == expected
+    assert masks_of(resumed(), masking) == expected
 
 
 def test_a_sample_of_old_weights_alone_is_masked_by_its_age_and_never_for_being_off_policy() -> None:
     old = [segment(key(), [1], [2, 3], ((1, 0, 2),))]
-    ages = [staleness_of(old[0], 3, STEPS)]
-    assert [mask.tolist() for mask in loss_masks(old, ages, Masking(off_policy=True))] == [[1, 1]]
-    assert [mask.tolist() for mask in loss_masks(old, ages, Masking(max_staleness=2))] == [[0, 0]]
+    assert masks_of(old, Masking(off_policy=True)) == [[1, 1]]
+    assert masks_of(old, Masking(max_staleness=2)) == [[0, 0]]
 
 
 def test_the_newest_weights_are_those_of_tokens_that_train() -> None:
@@ -82,8 +99,7 @@ def test_the_newest_weights_are_those_of_tokens_that_train() -> None:
         segment(key(), [1], [2, 3], ((1, 0, 2),)),
         segment(key(), [], [4], ((2, 0, 1),), mask=[0]),
     ]
-    ages = [staleness_of(some, 3, STEPS) for some in turns]
-    assert [mask.tolist() for mask in loss_masks(turns, ages, Masking(off_policy=True))] == [[1, 1], [0]]
+    assert masks_of(turns, Masking(off_policy=True)) == [[1, 1], [0]]
 
 
 def test_what_is_masked_keeps_its_place_in_the_batch_and_loses_its_log_probs() -> None:
@@ -148,8 +164,7 @@ maskings = st.builds(Masking, off_policy=st.booleans(), max_staleness=st.none() 
 
 @given(samples(), maskings, st.integers(3, 6))
 def test_masks_only_take_away_and_exactly_what_they_say(segments: list[Segment], masking: Masking, step: int) -> None:
-    stalenesses = [staleness_of(some, step, STEPS) for some in segments]
-    masks = loss_masks(segments, stalenesses, masking)
+    masks = masks_of(segments, masking, step)
     versions = [
         version
         for some in segments
