@@ -8,13 +8,14 @@ Three runs, for each number of engines:
 
 - `streams`: every slot has a response that does not end. CPU per token and memory per token in a window of --seconds,
   with a spill of every sample every --spill-every-s; before it, the memory of the open streams. Then the round is
-  halted while an evaluation runs on as many engines: how long until each of its groups is given back, and how many
-  POSTs the engines get. Then new weights: how long until an engine's first token under them.
+  halted beside an evaluation with a request per engine: how long until its groups are given back, and how many POSTs
+  the engines get. Then new weights: how long until an engine sends its first chunk under them.
 - `slots`: lengths are lognormal, n samples a prompt, and more tasks than slots: which share of the slots is idle while
   tasks wait in the queue.
 
-Full size: --engines 16 32 64 --slots 32 --mean 32768 (takes two cores for an hour). Run: python -m
-tests.bench.bench_dispatch
+Full size: --engines 16 32 64 --slots 32 --seconds 60 --mean 4096 --token-ms 80.
+
+Run: python -m tests.bench.bench_dispatch
 """
 
 import argparse
@@ -60,7 +61,7 @@ from runtime.process.logs import configure_logging
 from runtime.settings.load import load_topology
 from runtime.settings.processes import with_address
 from runtime.settings.topology import Topology, encode_topology
-from tests.bench.dispatch_engines import DIGIT_ZERO, Counters
+from tests.bench.dispatch_engines import CHUNK, DIGIT_ZERO, Counters
 from tests.bench.rig import ROOT, check_alive, connected, cpu_seconds, processes, rounded, showing_logs, specs_of
 from tests.support.running_server import running_server
 from tests.support.tiny_engine import wait_until_200
@@ -110,7 +111,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--samples", type=int, default=8, help="of a prompt")
     parser.add_argument("--token-ms", type=float, default=20.0, help="between two tokens of a request")
     parser.add_argument("--seconds", type=float, default=20.0, help="of the window with open streams")
-    parser.add_argument("--spill-every-s", type=float, default=1.0, help="a third of the window's seconds, or less")
+    parser.add_argument("--spill-every-s", type=float, default=1.0, help="of the recipe")
     parser.add_argument("--mean", type=float, default=1024.0, help="response tokens of the run `slots`, before the cap")
     parser.add_argument("--sigma", type=float, default=1.0, help="of the log of the length")
     parser.add_argument("--cap", type=int, default=32_768, help="response tokens of the run `slots`")
@@ -333,11 +334,11 @@ class Stage:
         await self.put_groups(range(first, first + num_groups), 1)
         await self.until(lambda now: min(now.updated_at) > begin and min(now.first_token_at) > 0)
         now = await self.counters()
-        stride_s = 64 * self._size.token_ms / 1e3
         return {
             "update_to_last_engine_s": max(now.updated_at) - begin,
-            "update_to_first_token_s": min(now.first_token_at) - begin - stride_s,
-            "update_to_first_token_of_last_engine_s": max(now.first_token_at) - begin - stride_s,
+            "update_to_first_token_s": min(now.first_token_at) - begin,
+            "update_to_first_token_of_last_engine_s": max(now.first_token_at) - begin,
+            "of_that_chunk_s": CHUNK * self._size.token_ms / 1e3,  # an engine sends no sooner
         }
 
 

@@ -39,7 +39,7 @@ RAY_PYTHON = ROOT / ".venv-ray" / "bin" / "python"
 HOW_TO_INSTALL = f"""no Ray: {{python}} cannot import it. To compare with it:
   python3 -m venv {RAY_PYTHON.parents[1].name} && {RAY_PYTHON.parents[1].name}/bin/pip install -r requirements/bench.txt
 or name an interpreter that has it: --ray-python PATH"""
-TARGETS = {"rate_to_ray_lists": 2.5, "latency_to_ray_lists": 1 / 3}
+TARGETS = {"rate_to_ray_lists": 8, "rate_to_ray_numpy": 6, "latency_to_ray_lists": 1 / 3}
 RAY_ENV = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled", "OMP_NUM_THREADS": "1"}
 FORMS = ("lists", "numpy")
 
