@@ -23,12 +23,12 @@ class PackedArray(np.ndarray[Any, Any]):
             ValueError: the values are not one-dimensional or not numeric, or an integer dtype cannot hold them.
         """
         if type(values) is list:
-            native = _native(cls.native_code, values)
+            native = _native(cls.native_code, values)  # pyright: ignore[reportUnknownArgumentType] - checked there
             if native is not None:  # the usual case; takes a fifth of the time
                 return np.ndarray.__new__(cls, len(native), cls.wire_dtype, native)
-        elif isinstance(values, np.ndarray) and values.dtype == cls.wire_dtype and values.ndim == 1:
-            return values.view(cls)
-        array = np.asarray(values if isinstance(values, np.ndarray) else list(values))
+        array: NDArray[Any] = _plain(values)
+        if array.dtype == cls.wire_dtype and array.ndim == 1:
+            return array.view(cls)
         if array.dtype.kind not in "biuf":
             raise ValueError(f"{cls.__name__} takes numbers of at most 64 bits, got {array.dtype.name}")
         if array.dtype.kind == "f":  # only float casts warn; setting numpy's error state costs more than the rest
@@ -70,6 +70,10 @@ class UInt8Array(PackedArray):
     wire_dtype = np.dtype("u1")
     native_code = "B"
     extension_code = 3
+
+
+def _plain(values: Any) -> NDArray[Any]:
+    return np.asarray(values if isinstance(values, np.ndarray) else list(values))
 
 
 def _native(code: str, values: list[Any]) -> "native_array[Any] | None":
