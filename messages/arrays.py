@@ -73,7 +73,7 @@ class UInt8Array(PackedArray):
 
 
 def _plain(values: Any) -> NDArray[Any]:
-    return np.asarray(values if isinstance(values, np.ndarray) else list(values))
+    return np.asarray(values) if isinstance(values, np.ndarray) else np.asarray(list(values))  # pyright: ignore[reportUnknownArgumentType]
 
 
 def _native(code: str, values: list[Any]) -> "native_array[Any] | None":
