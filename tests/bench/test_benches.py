@@ -22,6 +22,7 @@ TINY = {
     "demo": "--steps 3 --starts 0",
     "gae": "--samples 4 --tokens 300 --repeats 1",
     "dispatch": "--engines 2 --slots 4 --samples 2 --seconds 1 --spill-every-s 0.5 --token-ms 2 --mean 192 --waves 2",
+    "durability": "--groups 20 --tokens 8 --live 64 --decides 2 --burst 0.02",
     "engine": "--seconds 0.2 --no-router",
     "weight_export": "--small --transport collective --runs 1 --steps 3 --groups 2",
     "ledger": "--events 2000 --big-events 0 --groups 4 --samples 2 --steps 4",
