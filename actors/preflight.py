@@ -30,7 +30,14 @@ from runtime.settings.placement import NodeRoles, data_parallel_size, home_node,
 from runtime.settings.plugins import is_plugin
 from runtime.settings.reading.config import Problem
 from runtime.settings.sizes import show_bytes
-from runtime.settings.topology import POLICY, EngineConfig, Topology, answers_are_recorded, critic_topology
+from runtime.settings.topology import (
+    POLICY,
+    EngineConfig,
+    Topology,
+    answers_are_recorded,
+    critic_has_ranks,
+    critic_topology,
+)
 from runtime.util.formatting import count_of
 
 WIDEST: Final = 1 << 17  # largest hidden_size; at 2^19, engine and trainer log-probs differed by 0.011 (measured)
@@ -187,7 +194,7 @@ def _of_model(
 
 
 def _critic(topology: Topology, actor: HfConfig, shape: HfConfig, roles: NodeRoles) -> Iterator[Problem]:
-    """Check the critic's vocabulary and parallel layout, which are the actor's, and its files."""
+    """Check the critic's vocabulary, which is the actor's, its parallel layout, and its files."""
     directory = topology.critic.hf_checkpoint
     if shape.vocab_size != actor.vocab_size:
         message = f"reads a vocabulary of {shape.vocab_size} tokens, and the actor's has {actor.vocab_size}"
@@ -195,7 +202,11 @@ def _critic(topology: Topology, actor: HfConfig, shape: HfConfig, roles: NodeRol
     try:
         check_layout(shape, critic_topology(topology).trainer.megatron)
     except ValueError as error:
-        yield Problem.of("critic.hf_checkpoint", directory, f"the critic has the layout of trainer.megatron: {error}")
+        if critic_has_ranks(topology):
+            yield Problem(key="trainer.critic.megatron", message=str(error))
+        else:
+            message = f"the critic has the layout of trainer.megatron: {error}"
+            yield Problem.of("critic.hf_checkpoint", directory, message)
     if directory is not None and (roles.trains or roles.is_home):
         yield from _weights("critic.hf_checkpoint", directory, shape)
 
@@ -204,8 +215,8 @@ def _memory(topology: Topology, shape: HfConfig, critic: HfConfig | None) -> Ite
     """Check that weights trained or served on the CPU fit this machine's memory."""
     weights, replicas = num_weights(shape), data_parallel_size(topology.trainer)
     trains = topology.run.only != "rollout" and topology.trainer.device == "cpu"
-    trained = weights + (0 if critic is None else num_weights(critic))
-    needed = trained * replicas * BYTES_TRAINED if trains else 0
+    of_critic = 0 if critic is None else num_weights(critic) * data_parallel_size(critic_topology(topology).trainer)
+    needed = (weights * replicas + of_critic) * BYTES_TRAINED if trains else 0
     engines = sum(pool.num_engines for pool in _tiny_engines(topology))
     needed += weights * engines * BYTES_SERVED + memory_of_pools(topology)
     free = free_memory_bytes()

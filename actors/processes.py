@@ -24,7 +24,7 @@ from actors.rollout.sglang.command_lines import (
 from actors.rollout.sglang.facts import CRASH_WORDS
 from runtime.bus.addresses import INSTANCE_VARIABLE, START_VARIABLE, address_key
 from runtime.settings.devices import HIDDEN, NVIDIA
-from runtime.settings.placement import ProcessPlace, engine_places, home_node, rank_places
+from runtime.settings.placement import ProcessPlace, engine_places, home_node, trainer_places
 from runtime.settings.processes import (
     AnswersHttp,
     PortRequest,
@@ -168,8 +168,8 @@ def _router(topology: Topology, pool: str, engine: EngineConfig) -> ProcessSpec:
 
 
 def _trainer(topology: Topology, node: str, run_dir: Path) -> list[ProcessSpec]:
-    """Specs of the trainer's ranks on one node."""
-    places = rank_places(topology)
+    """Specs of the trainer's ranks on one node: those of the actor, then those of a critic on ranks of its own."""
+    places = trainer_places(topology)
     world = len(places)
     specs: list[ProcessSpec] = []
     for rank, place in enumerate(places):

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import anyio
 from anyio import to_thread
@@ -56,6 +56,7 @@ from runtime.settings.topology import Topology, column_names
 
 if TYPE_CHECKING:
     from actors.trainer.commands import TrainerRank
+    from actors.trainer.critic_rank import CriticRank
 
 
 HeldOutPairs = Mapping[str, Sequence[Prompt]]  # by evaluation set
@@ -135,6 +136,8 @@ class TrainerActor(Actor):
 
     def waits_for(self) -> str:
         """Describe what the actor waits for: its model, a batch, or commands of rank 0."""
+        if self._rank >= num_ranks(self._topology.trainer):
+            return "commands of the first rank, to the critic"
         if self._rank:
             return "commands of the first rank"
         if self._colocation is not None and (words := self._colocation.waits_for()):
@@ -151,10 +154,11 @@ class TrainerActor(Actor):
         ask_of = partial(from_threads, self._bus, asyncio.get_running_loop())
         with TorchThread(self._topology.trainer.device) as torch_thread:
             store = await meet(self._topology, self._bus, self._rank)
+            build = partial(self._build_rank, store, ask_of)
             if self._rank == 0:
-                await self._lead(torch_thread, partial(self._build_rank, store, ask_of), task_status)
+                await self._lead(torch_thread, build, task_status)
                 return
-            rank = await torch_thread.run(self._build_rank, store, ask_of)
+            rank = await torch_thread.run(build)
             task_status.started()
             try:
                 await torch_thread.run(rank.follow)
@@ -162,7 +166,7 @@ class TrainerActor(Actor):
                 rank.stop_following()
 
     async def _lead(
-        self, torch_thread: TorchThread, build: Callable[[], "TrainerRank"], task_status: TaskStatus[None]
+        self, torch_thread: TorchThread, build: Callable[[], "TrainerRank | CriticRank"], task_status: TaskStatus[None]
     ) -> None:
         async with anyio.create_task_group() as group:
             shape = read_model(Path(self._topology.model.hf_checkpoint)).shape
@@ -179,7 +183,7 @@ class TrainerActor(Actor):
             group.start_soon(feed.run)  # reads the log while the other thread imports torch and loads the model
             colocation = self._colocation = Colocation(self._topology, self._bus, feed)
             await colocation.take_over()  # before the model is built and needs memory
-            rank = await torch_thread.run(build)
+            rank = cast("TrainerRank", await torch_thread.run(build))
             held_out = HeldOut(self._topology, await to_thread.run_sync(self._read_held_out))
             colocation.lead(torch_thread, rank)
             try:
@@ -194,16 +198,9 @@ class TrainerActor(Actor):
             finally:
                 torch_thread.run_last(rank.close)
 
-    def _build_rank(self, store: Any, ask_of: AskOf) -> "TrainerRank":
+    def _build_rank(self, store: Any, ask_of: AskOf) -> "TrainerRank | CriticRank":
         """Build the rank. Runs on the torch thread: importing torch and Megatron takes seconds."""
         with collecting_nothing():
-            from actors.trainer.commands import TrainerRank
-            from actors.trainer.megatron.groups import Ranks
+            from actors.trainer.critic_rank import build_rank
 
-        rank = Ranks(
-            rank=self._rank,
-            world_size=num_ranks(self._topology.trainer),
-            local_rank=self._local_rank,
-            store=store,
-        )
-        return TrainerRank(self._topology, self._run_dir, rank, ask_of)
+        return build_rank(self._topology, self._run_dir, store, self._rank, local_rank=self._local_rank, ask_of=ask_of)

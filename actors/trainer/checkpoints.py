@@ -23,6 +23,7 @@ METADATA_FILE: Final = "metadata.json"  # in a checkpoint, the last file that Me
 CHECKPOINTS: Final = "checkpoints"  # in the run directory
 TRACKER: Final = "latest_checkpointed_iteration.txt"  # written by Megatron-LM next to its checkpoints
 BACKEND: Final = "torch_dist"  # format of our checkpoints; the only Megatron-LM format that can be read
+CRITIC: Final = "critic"  # entry of the critic's state; its tensors are saved under names that begin with "critic."
 DAMAGED: Final = "damaged-"  # name prefix of a damaged checkpoint
 WITHOUT_EFFECT: Final = ("initializer_range", "max_position_embeddings", "num_unused_mtp_layers")  # on the computation
 _NAME: Final = re.compile(r"step-(\d{8})")
@@ -41,6 +42,12 @@ class Checkpoint:
 def directory_of(root: Path, *, step: int, incarnation: int) -> Path:
     """Return the path of a complete checkpoint."""
     return root / f"{incarnation:04d}" / f"step-{step:08d}"
+
+
+def place_of_critic(path: Path) -> Path:
+    """Return where a checkpoint has its critic: a critic on ranks of its own wrote a directory inside of it."""
+    own = path / CRITIC
+    return own if own.is_dir() else path
 
 
 def checkpoints_in(root: Path) -> list[Checkpoint]:

@@ -12,9 +12,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from actors.trainer.channel import Channel
 from actors.trainer.checkpoints import (
     CHECKPOINTS,
+    CRITIC,
     Checkpoint,
     DamagedCheckpoint,
     SavedRun,
@@ -23,28 +26,32 @@ from actors.trainer.checkpoints import (
     saved_run,
     set_aside_damaged,
 )
+from actors.trainer.critic_link import CriticLink
 from actors.trainer.data.batch import ExpertIds, TrainBatch
 from actors.trainer.data.held_out import PairSums
 from actors.trainer.data.precomputed import LogProbs
+from actors.trainer.file_checksums import FileChecksum
 from actors.trainer.megatron import groups as ranks
 from actors.trainer.megatron.build import nothing
-from actors.trainer.megatron.checkpoint import CRITIC, begin_critic_from, begin_from, begin_save, load_checkpoint
+from actors.trainer.megatron.checkpoint import begin_from, begin_save, load_checkpoint
 from actors.trainer.megatron.config import DTYPES
 from actors.trainer.megatron.groups import Ranks
 from actors.trainer.megatron.megatron_lm import begin_from_megatron_lm
 from actors.trainer.megatron.memory import held_bytes
 from actors.trainer.megatron.rank_model import Replica
 from actors.trainer.megatron.saving import Saving
-from actors.trainer.models.config import HfConfig
+from actors.trainer.models.config import HfConfig, critic_model
 from actors.trainer.models.files import copy_small_files, set_dtype, set_value_head
 from actors.trainer.models.shapes import hf_shapes, num_weights
 from actors.trainer.orders import (
     AdvanceExport,
     ComputeLogProbs,
+    ComputeValues,
     Evaluate,
     Export,
     FinishExport,
     FinishSave,
+    LearnReturns,
     Load,
     LoadCheckpoint,
     Offload,
@@ -52,6 +59,7 @@ from actors.trainer.orders import (
     Order,
     Probe,
     Save,
+    ShareValues,
     Stop,
     Train,
     decode_batch,
@@ -61,6 +69,7 @@ from actors.trainer.plugins.functions import hook
 from actors.trainer.step.critic import Critic
 from actors.trainer.step.probe import probe, probe_tokens
 from actors.trainer.step.profile import profiled
+from actors.trainer.step.remote_critic import RemoteCritic
 from actors.trainer.step.reward_model import RewardModelStep
 from actors.trainer.step.train_step import Trained, TrainStep
 from actors.trainer.weights.calls import AskOf
@@ -72,8 +81,14 @@ from actors.trainer.weights.publish import NOT_WRITTEN, WEIGHTS, PendingVersion,
 from actors.trainer.weights.rank import RankSender, SendingOrders
 from messages import WeightProbe
 from runtime.settings.derived import has_critic, trains_reward_model
-from runtime.settings.placement import weight_format
-from runtime.settings.topology import Topology, WeightFormat, answers_are_recorded, critic_topology
+from runtime.settings.placement import num_critic_ranks, weight_format
+from runtime.settings.topology import (
+    Topology,
+    WeightFormat,
+    answers_are_recorded,
+    critic_has_ranks,
+    critic_topology,
+)
 from runtime.util.files import atomic_directory
 
 
@@ -90,7 +105,12 @@ class TrainerRank:
     """One rank of the trainer. All calls come from one thread."""
 
     def __init__(
-        self, topology: Topology, run_directory: Path, rank: Ranks | None = None, ask_of: AskOf | None = None
+        self,
+        topology: Topology,
+        run_directory: Path,
+        rank: Ranks | None = None,
+        ask_of: AskOf | None = None,
+        critic_store: Any = None,
     ) -> None:
         """Join the other ranks and build the model with its initial weights.
 
@@ -99,6 +119,7 @@ class TrainerRank:
             run_directory: directory of checkpoints and weights; all ranks on rank 0's node see it.
             rank: identity of this rank; None: the only rank.
             ask_of: sends weight-sync calls to rollout actors; None: there are no weight syncs.
+            critic_store: store of the link to a critic on ranks of its own, on rank 0.
 
         Raises:
             ValueError, OSError: the model or the parallel layout cannot be used. The message says why.
@@ -113,6 +134,7 @@ class TrainerRank:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._weight_thread = weight_thread()
         self._saving: Saving | None = None
+        self._parts: dict[str, dict[str, FileChecksum]] = {}  # files that a critic on its own ranks saved; on rank 0
         self._set_aside: list[DamagedCheckpoint] = []  # since the last take_set_aside
         self._weight_export: WeightExport[Written] | None = None
         self._routed_experts: ExpertIds | None = None  # of the batch to train; only on rank 0
@@ -121,7 +143,12 @@ class TrainerRank:
         hook(topology, "custom_megatron_init")()
         self._channel = Channel(self._ranks, device)
         self._replica = Replica(topology, device)
-        self._critic = Critic(topology, device) if has_critic(topology) else None
+        self._link = self._link_to_critic(critic_store, device)
+        self._critic: Critic | RemoteCritic | None = None
+        if critic_has_ranks(topology):
+            self._critic = RemoteCritic(self._link, self._channel)
+        elif has_critic(topology):
+            self._critic = Critic(topology, device)
         self._train_step = (
             RewardModelStep(topology, self._replica)
             if trains_reward_model(topology)
@@ -143,18 +170,26 @@ class TrainerRank:
             for replica in self._replicas:
                 replica.rest(run_directory)
 
+    def _link_to_critic(self, store: Any, device: torch.device) -> CriticLink | None:
+        """Open the link to the critic's own ranks, if there are some and this is rank 0."""
+        if self._ranks.rank or not critic_has_ranks(self._topology):
+            return None
+        world_size = 1 + num_critic_ranks(self._topology)
+        return CriticLink(store, Channel(Ranks(world_size=world_size, store=store), device))
+
     @property
     def _replicas(self) -> list[Replica]:
-        """The models that this rank trains: the policy, and the critic if there is one."""
-        return [self._replica] if self._critic is None else [self._replica, self._critic.replica]
+        """The models that this rank trains: the policy, and the critic if this rank has it."""
+        critic = self._critic_replica
+        return [self._replica] if critic is None else [self._replica, critic]
 
     @property
     def _critic_replica(self) -> Replica | None:
-        return None if self._critic is None else self._critic.replica
+        return self._critic.replica if isinstance(self._critic, Critic) else None
 
     @property
     def _critic_config(self) -> HfConfig | None:
-        return None if self._critic is None else self._critic.replica.hf
+        return None if self._critic is None else critic_model(self._topology)
 
     # rank 0
 
@@ -174,10 +209,17 @@ class TrainerRank:
             path = found[-1].path
             dtype = self._topology.model.dtype
             saved_run(path).check(path, self._replica.hf, dtype=dtype, resumes=True, critic=self._critic_config)
-            return self._lead(Load(str(path)))
+            self._tell_critic(Load(str(path)))
+            step: int = self._lead(Load(str(path)))
+            if self._link is not None and (of_critic := self._link.answer(int)) != step:
+                raise ValueError(f"{path} has the actor after {step} train steps, and the critic after {of_critic}")
+            return step
         beginning = beginning_of(self._topology, self._replica.hf, self._critic_config, thorough=True)
         if beginning is not None:
-            self._lead(LoadCheckpoint(str(beginning.path), beginning.of_megatron_lm))
+            order = LoadCheckpoint(str(beginning.path), beginning.of_megatron_lm)
+            self._tell_critic(order)
+            self._lead(order)
+            self._hear_critic()
         return 0
 
     def _sound_checkpoints(self, *, thorough: bool) -> list[Checkpoint]:
@@ -196,6 +238,8 @@ class TrainerRank:
         Raises:
             FloatingPointError: gradients were NaN or infinite more often than train.max_skipped allows.
         """
+        if isinstance(self._critic, RemoteCritic):
+            self._critic.begin(batch)
         if self._ranks.world_size == 1:
             return self._train(batch)
         self._routed_experts = batch.routed_experts_N
@@ -227,7 +271,9 @@ class TrainerRank:
         Returns:
             Future that completes when this rank has written its part. Call `finish_save` then, before the next save.
         """
-        return self._lead(Save(step, incarnation, max(step, frontier))).written
+        order = Save(step, incarnation, max(step, frontier))
+        self._tell_critic(order)
+        return self._lead(order).written
 
     def finish_save(self) -> tuple[Path, list[Checkpoint]]:
         """Wait until all ranks have written, give the checkpoint its name, and delete old ones.
@@ -235,6 +281,9 @@ class TrainerRank:
         Returns:
             The checkpoint's directory, and the remaining checkpoints, oldest first.
         """
+        if self._link is not None:
+            self._link.tell(FinishSave())
+            self._parts = {CRITIC: self._link.answer(dict[str, FileChecksum])}
         path: Path = self._lead(FinishSave())
         return path, self._sound_checkpoints(thorough=False)
 
@@ -296,12 +345,20 @@ class TrainerRank:
             self._lead(FinishExport())
             self._copy_files(self._model_directory, unfinished, self._replica.hf)
             if self._critic is not None:
-                (unfinished / CRITIC).mkdir()
-                self._lead(Export(str(unfinished / CRITIC), of_critic=True))
-                self._lead(FinishExport())
-                started_from = Path(critic_topology(self._topology).model.hf_checkpoint)
-                self._copy_files(started_from, unfinished / CRITIC, self._critic.replica.hf)
+                self._export_critic(unfinished / CRITIC)
             shutil.rmtree(directory, ignore_errors=True)
+
+    def _export_critic(self, directory: Path) -> None:
+        directory.mkdir()
+        order = Export(str(directory), of_critic=True)
+        if self._link is None:
+            self._lead(order)
+            self._lead(FinishExport())
+        self._tell_critic(order)
+        self._hear_critic()
+        self._copy_files(
+            Path(critic_topology(self._topology).model.hf_checkpoint), directory, critic_model(self._topology)
+        )
 
     def _copy_files(self, model_directory: Path, directory: Path, model: HfConfig) -> None:
         """Copy the files of a model that has been exported, except its weights."""
@@ -341,6 +398,7 @@ class TrainerRank:
 
     def close(self) -> None:
         """Stop the other ranks and leave the process group."""
+        self._tell_critic(Stop())
         self._lead(Stop())
         self._leave()
 
@@ -353,6 +411,16 @@ class TrainerRank:
     def _lead(self, command: Order, payload: bytes = b"") -> Any:
         self._channel.tell(command)
         return self._carry_out(command, payload)
+
+    def _tell_critic(self, command: Order) -> None:
+        """Send an order to a critic on ranks of its own, which carries it out meanwhile."""
+        if self._link is not None:
+            self._link.tell(command)
+
+    def _hear_critic(self) -> None:
+        """Wait until a critic on ranks of its own has carried out an order whose answer is empty."""
+        if self._link is not None:
+            self._link.answer(type(None))
 
     # other ranks
 
@@ -393,7 +461,7 @@ class TrainerRank:
                 return self._saving
             case FinishSave():
                 assert self._saving is not None
-                path, self._saving = self._saving.finish(), None
+                path, self._saving = self._saving.finish(self._parts), None
                 return path
             case Export():
                 with self._replica.memory.phase("export"):
@@ -411,10 +479,7 @@ class TrainerRank:
                 self._checksums = written.checksums
                 return written
             case Offload():
-                freed = self._replica.offload(self.run_directory)
-                if self._critic is not None:  # engines do not need its weights
-                    freed += self._critic.replica.offload(self.run_directory, weights=True)
-                return freed
+                return self._offload()
             case Onload():
                 for replica in self._replicas:
                     replica.onload()
@@ -423,6 +488,8 @@ class TrainerRank:
                 return probe(self._replica, self._probe_tokens)
             case Stop():
                 return None
+            case ComputeValues() | LearnReturns() | ShareValues():
+                raise AssertionError(f"{command} is read by the critic, or inside of a train step")
             case _:
                 return self._sender.carry_out(command)
 
@@ -441,13 +508,14 @@ class TrainerRank:
         begin(self._replica, path, weights_only=weights_only)
         if isinstance(self._train_step, TrainStep):
             self._train_step.begin_reference()
-        if self._critic is None:
-            return
-        own_weights = self._topology.critic.hf_checkpoint is not None
-        if not of_megatron_lm:
-            begin_critic_from(self._critic.replica, path, weights_only=weights_only, own_weights=own_weights)
-        elif not own_weights:
-            begin_from_megatron_lm(self._critic.replica, path, weights_only=True, with_head=False)
+        if isinstance(self._critic, Critic):
+            self._critic.begin_from(path, of_megatron_lm=of_megatron_lm)
+
+    def _offload(self) -> int:
+        freed = self._replica.offload(self.run_directory)
+        if (critic := self._critic_replica) is not None:  # engines do not need its weights
+            freed += critic.offload(self.run_directory, weights=True)
+        return freed
 
     def _train(self, batch: TrainBatch) -> Trained:
         config, rank, device = self._topology.trainer.profile, self._ranks.rank, self._replica.device

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from actors.trainer.checkpoints import CHECKPOINTS, checkpoints_in, saved_run
+from actors.trainer.checkpoints import CHECKPOINTS, CRITIC, checkpoints_in, saved_run
 from actors.trainer.file_checksums import damage_of
 from runtime.node.claims.rundir import TOPOLOGY_FILE
 from runtime.settings.derived import has_critic
@@ -114,7 +114,6 @@ def _write_checkpoint(path: Path, unfinished: Path, topology: Topology) -> None:
     import torch
 
     from actors.trainer.megatron import groups
-    from actors.trainer.megatron.checkpoint import CRITIC
     from actors.trainer.models.config import critic_model, trained_model
 
     alone, device = MegatronConfig(mtp_num_layers=topology.trainer.megatron.mtp_num_layers), torch.device("cpu")

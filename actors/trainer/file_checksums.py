@@ -26,7 +26,7 @@ class FileChecksum(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Checksums(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Checksums of a checkpoint's files, by file name."""
+    """Checksums of a checkpoint's files, by name relative to its directory."""
 
     files: dict[str, FileChecksum]
 
@@ -45,7 +45,7 @@ def write_checksums(directory: Path, known: Mapping[str, FileChecksum]) -> None:
         directory: directory whose other files are complete.
         known: checksums that are already computed; the other files are hashed here.
     """
-    names = sorted(file.name for file in directory.iterdir())
+    names = sorted(file.relative_to(directory).as_posix() for file in directory.rglob("*") if file.is_file())
     files = {name: known.get(name) or checksum_of(directory / name) for name in names}
     (directory / CHECKSUMS_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(Checksums(files))))
 

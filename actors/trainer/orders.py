@@ -29,6 +29,24 @@ class Train(msgspec.Struct, tag=True):
     size_bytes: int  # of the encoded batch, which is broadcast next
 
 
+class ComputeValues(msgspec.Struct, tag=True):
+    """Compute the values of a batch, on the critic's own ranks."""
+
+    size_bytes: int  # of the encoded batch, which is the payload
+
+
+class LearnReturns(msgspec.Struct, tag=True):
+    """Train the critic on the returns of the batch whose values it computed last."""
+
+    size_bytes: int  # of the encoded `Returns`, which are the payload
+
+
+class ShareValues(msgspec.Struct, tag=True):
+    """Take the values of the batch that is being trained, on the actor's ranks."""
+
+    size_bytes: int  # of the values, which are broadcast next
+
+
 class ComputeLogProbs(msgspec.Struct, tag=True):
     """Precompute log-probs of groups for a later train step."""
 
@@ -152,6 +170,9 @@ Order = (
     Load
     | LoadCheckpoint
     | Train
+    | ComputeValues
+    | LearnReturns
+    | ShareValues
     | ComputeLogProbs
     | Evaluate
     | Save
@@ -165,6 +186,28 @@ Order = (
     | Probe
     | Stop
 )
+
+
+class Returns(msgspec.Struct, frozen=True):
+    """What a critic on ranks of its own learns of the batch whose values it computed."""
+
+    returns: bytes  # [N], float64
+    loss_mask: bytes  # [N], uint8
+
+
+class LearnedStep(msgspec.Struct, frozen=True):
+    """One optimizer step of a critic on ranks of its own."""
+
+    masked: bytes  # [B], bool: samples whose loss was not finite
+    norm: float
+    is_taken: bool
+
+
+class Learned(msgspec.Struct, frozen=True):
+    """What a critic on ranks of its own answers when it has learned."""
+
+    steps: list[LearnedStep]
+    metrics: dict[str, float]
 
 
 def encode_batch(batch: TrainBatch) -> bytes:

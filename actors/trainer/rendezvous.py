@@ -10,7 +10,7 @@ import anyio.to_thread
 
 from runtime.bus.addresses import ADDRESS_VARIABLE, START_VARIABLE, Address, host_port, split_host_port
 from runtime.bus.bus import Bus
-from runtime.settings.placement import LOOPBACK, num_ranks
+from runtime.settings.placement import LOOPBACK, num_trainer_processes
 from runtime.settings.topology import Topology
 from runtime.util.retrying import FOR_EVER, retried
 
@@ -30,7 +30,7 @@ def own_rank(topology: Topology) -> tuple[int, int]:
     Raises:
         ValueError: WORLD_SIZE differs from the topology's number of trainer ranks.
     """
-    world = num_ranks(topology.trainer)
+    world = num_trainer_processes(topology)
     declared = int(os.environ.get("WORLD_SIZE", world))
     if declared != world:
         raise ValueError(f"WORLD_SIZE = {declared}, but the topology has {world} trainer ranks")
@@ -43,7 +43,7 @@ async def meet(topology: Topology, bus: Bus, rank: int) -> Any:
     Raises:
         TimeoutError: rank 0 was not found within JOIN_TIMEOUT_S.
     """
-    world = num_ranks(topology.trainer)
+    world = num_trainer_processes(topology)
     if world == 1:
         return None
     if rank == 0:

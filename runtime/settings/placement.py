@@ -13,6 +13,8 @@ from runtime.settings.topology import (
     TrainerConfig,
     WeightFormat,
     answers_are_recorded,
+    critic_has_ranks,
+    critic_topology,
 )
 
 AUTO: Final = "auto"
@@ -104,7 +106,7 @@ class RankPlace(NamedTuple):
 
 
 def rank_places(topology: Topology) -> tuple[RankPlace, ...]:
-    """Return the place of each trainer rank, in the order of ranks."""
+    """Return the place of each rank of the actor, in the order of ranks. With `critic_topology`: of the critic."""
     trainer = topology.trainer
     if trainer.gpus is not None:
         return tuple(RankPlace(gpu.node, gpu.index) for gpu in gpus_of(topology, trainer.gpus))
@@ -112,13 +114,29 @@ def rank_places(topology: Topology) -> tuple[RankPlace, ...]:
     return tuple(RankPlace(nodes[rank * len(nodes) // ranks], None) for rank in range(ranks))
 
 
+def trainer_places(topology: Topology) -> tuple[RankPlace, ...]:
+    """Return the place of each process of the trainer: the actor's ranks, then those that are the critic's alone."""
+    own = rank_places(critic_topology(topology)) if critic_has_ranks(topology) else ()
+    return (*rank_places(topology), *own)
+
+
 def trainer_nodes(topology: Topology) -> tuple[str, ...]:
-    """Return the nodes of the trainer's ranks, that of rank 0 first."""
-    return tuple(dict.fromkeys(place.node for place in rank_places(topology)))
+    """Return the nodes of the trainer's processes, that of rank 0 first."""
+    return tuple(dict.fromkeys(place.node for place in trainer_places(topology)))
+
+
+def num_critic_ranks(topology: Topology) -> int:
+    """Return the number of ranks that are the critic's alone; 0 if it has the actor's, or there is none."""
+    return num_ranks(critic_topology(topology).trainer) if critic_has_ranks(topology) else 0
+
+
+def num_trainer_processes(topology: Topology) -> int:
+    """Return the number of the trainer's processes: ranks of the actor, and ranks of the critic alone."""
+    return num_ranks(topology.trainer) + num_critic_ranks(topology)
 
 
 def num_ranks(trainer: TrainerConfig) -> int:
-    """Return the number of trainer ranks."""
+    """Return the number of the actor's ranks."""
     return len(parse_gpus(trainer.gpus)) if trainer.gpus else trainer.num_processes
 
 
@@ -130,8 +148,14 @@ def data_parallel_size(trainer: TrainerConfig) -> int:
 
 
 def max_sample_tokens(topology: Topology) -> int:
-    """Return the maximum sample length in tokens: that of a rank times the context-parallel size."""
+    """Return the largest sample of the actor in tokens: that of a rank times the context-parallel size."""
     return topology.train.max_tokens_per_gpu * topology.trainer.megatron.context_parallel_size
+
+
+def sample_limit(topology: Topology) -> int:
+    """Return the largest number of tokens of a sample that actor and critic can train on."""
+    own = max_sample_tokens(topology)
+    return min(own, max_sample_tokens(critic_topology(topology))) if critic_has_ranks(topology) else own
 
 
 def num_engines(engine: EngineConfig) -> int:

@@ -14,7 +14,15 @@ from runtime.settings.derived import (
 from runtime.settings.devices import NVIDIA
 from runtime.settings.gpus import Gpu, show_gpus
 from runtime.settings.objective import PlannedTerm, objective_of
-from runtime.settings.placement import address_setting, bus_node, bus_port, data_parallel_size, home_node, num_ranks
+from runtime.settings.placement import (
+    address_setting,
+    bus_node,
+    bus_port,
+    data_parallel_size,
+    home_node,
+    num_critic_ranks,
+    num_ranks,
+)
 from runtime.settings.processes import ProcessSpec
 from runtime.settings.recipe import RolloutConfig
 from runtime.settings.sizes import (
@@ -28,7 +36,15 @@ from runtime.settings.sizes import (
     stream_limits,
     stream_sizes,
 )
-from runtime.settings.topology import REFERENCE, Topology, answers_are_recorded, judge_pools, teacher_pools
+from runtime.settings.topology import (
+    REFERENCE,
+    Topology,
+    TrainerConfig,
+    answers_are_recorded,
+    critic_topology,
+    judge_pools,
+    teacher_pools,
+)
 
 __all__ = ["Plan", "PlannedNode", "PlannedProcess", "draw", "plan_of", "stream_limits", "stream_sizes"]
 WIDTH = 18  # of a process name
@@ -63,6 +79,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     bus_url: str | None  # of an existing server
     num_ranks: int
     data_parallel_size: int
+    num_critic_ranks: int = 0  # ranks of the critic alone; 0: it has the actor's, or there is none
     streams: StreamSizes
     needed: StreamSizes  # the most that the recipe can need
     kept_batches: int
@@ -84,6 +101,7 @@ def plan_of(topology: Topology, specs: Mapping[str, Sequence[ProcessSpec]]) -> P
         bus_url=topology.bus.url,
         num_ranks=num_ranks(topology.trainer),
         data_parallel_size=data_parallel_size(topology.trainer),
+        num_critic_ranks=num_critic_ranks(topology),
         streams=stream_sizes(topology),
         needed=needed_sizes(topology),
         kept_batches=kept_batches(topology),
@@ -145,6 +163,8 @@ def _head(topology: Topology, plan: Plan) -> Iterator[str]:
     parts.append(_number(steps, "optimizer step") + " each")
     yield f"  train    {', '.join(parts)}"
     yield f"  trainer  {_trainer(topology, plan)}"
+    if plan.num_critic_ranks and topology.run.only != "rollout":
+        yield f"  critic   {_critic(topology, plan)}"
     if topology.run.load is not None:
         yield f"  samples  from the dump in {topology.run.load}, no engines"
     for name, engine in topology.engines.items() if not answers_are_recorded(topology) else ():
@@ -166,8 +186,17 @@ def _head(topology: Topology, plan: Plan) -> Iterator[str]:
 def _trainer(topology: Topology, plan: Plan) -> str:
     if topology.run.only == "rollout":
         return "none: only rollout, on the same weights throughout"
-    parallel = _parallel(topology, plan)
+    parallel = _parallel(topology.trainer)
     return f"{_number(plan.num_ranks, 'rank')} on {topology.trainer.device}{parallel and f': {parallel} parallel'}"
+
+
+def _critic(topology: Topology, plan: Plan) -> str:
+    """Describe the critic's own ranks, and which processes they are."""
+    first, number = plan.num_ranks, plan.num_critic_ranks
+    names = f"trainer.{first}" if number == 1 else f"trainer.{first} to {first + number - 1}"
+    parallel = _parallel(critic_topology(topology).trainer)
+    ranks = f"{_number(number, 'rank')} of its own ({names})"
+    return f"{ranks} on {topology.trainer.device}{parallel and f': {parallel} parallel'}"
 
 
 def _length(topology: Topology) -> str:
@@ -183,14 +212,14 @@ def _samples(rollout: RolloutConfig) -> str:
     return _number(rollout.n_samples_per_prompt, "sample")
 
 
-def _parallel(topology: Topology, plan: Plan) -> str:
-    layout = topology.trainer.megatron
+def _parallel(trainer: TrainerConfig) -> str:
+    layout = trainer.megatron
     sizes = {
         "tensor": layout.tensor_model_parallel_size,
         "pipeline": layout.pipeline_model_parallel_size,
         "context": layout.context_parallel_size,
         "expert": layout.expert_model_parallel_size,
-        "data": plan.data_parallel_size,
+        "data": data_parallel_size(trainer),
     }
     return ", ".join(f"{size} {name}" for name, size in sizes.items() if size > 1)
 

@@ -448,7 +448,7 @@ class OptimizerConfig(Config, frozen=True, kw_only=True):
 
 
 class CriticConfig(Config, frozen=True, kw_only=True):
-    """The critic of `algorithm.advantage_estimator` = "ppo". It has the parallel layout and the ranks of the actor."""
+    """The critic of `algorithm.advantage_estimator` = "ppo". `trainer.critic` may give it ranks of its own."""
 
     # Model directory or hub name that the critic starts from: a policy, or a model with a value head. By default
     # `model.hf_checkpoint`.

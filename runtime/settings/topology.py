@@ -7,6 +7,7 @@ import msgspec
 from runtime.settings.derived import (
     asks_teachers,
     critic_optimizer,
+    has_critic,
     reads_reference,
     trains_demonstrations,
 )
@@ -188,6 +189,23 @@ class ProfileConfig(Config, frozen=True, kw_only=True):
     memory_snapshot: bool = False
 
 
+class CriticRanksConfig(Config, frozen=True, kw_only=True):
+    """Ranks of the critic alone, with a layout of their own. By default the critic has the actor's ranks and layout."""
+
+    # GPUs of the critic, with one rank on each, such as "n1:0-3". None of them may be the actor's or an engine's.
+    gpus: Text | None = None
+    # Number of the critic's ranks on the CPU, besides `trainer.num_processes`. 0 gives it the actor's ranks.
+    num_processes: Count = 0
+    # Nodes of the critic's ranks on the CPU, as in `trainer.nodes`.
+    nodes: tuple[Name, ...] = ()
+    megatron: MegatronConfig = MegatronConfig()
+
+    @property
+    def are_set(self) -> bool:
+        """Whether the critic has ranks of its own."""
+        return self.gpus is not None or self.num_processes > 0
+
+
 class TrainerConfig(Config, frozen=True, kw_only=True):
     """The trainer's ranks: one per GPU, or `num_processes` on the CPU."""
 
@@ -222,6 +240,7 @@ class TrainerConfig(Config, frozen=True, kw_only=True):
     megatron: MegatronConfig = MegatronConfig()
     optimizer: MegatronOptimizerConfig = MegatronOptimizerConfig()
     ddp: DdpConfig = DdpConfig()
+    critic: CriticRanksConfig = CriticRanksConfig()
 
 
 WeightTransport = Literal["disk", "collective", "ipc"]
@@ -451,7 +470,7 @@ def grader_names(topology: Topology) -> tuple[str, ...]:
 
 
 def critic_topology(topology: Topology) -> Topology:
-    """Return the topology with the critic's model and optimizer in place of the actor's, on the same ranks."""
+    """Return the topology with the critic's model, optimizer and ranks in place of the actor's."""
     replace, own = msgspec.structs.replace, topology.critic.hf_checkpoint
     model = replace(
         topology.model,
@@ -459,14 +478,23 @@ def critic_topology(topology: Topology) -> Topology:
         random_init=topology.model.random_init and own is None,
         ref_load=None,
     )
-    megatron = replace(topology.trainer.megatron, mtp_num_layers=None)  # MTP layers predict tokens
+    trainer, ranks = topology.trainer, topology.trainer.critic
+    if ranks.are_set:
+        number = max(ranks.num_processes, 1)
+        trainer = replace(trainer, gpus=ranks.gpus, num_processes=number, nodes=ranks.nodes, megatron=ranks.megatron)
+    megatron = replace(trainer.megatron, mtp_num_layers=None)  # MTP layers predict tokens
     return replace(
         topology,
         model=model,
         optimizer=critic_optimizer(topology),
         algorithm=replace(topology.algorithm, use_routing_replay=False, use_rollout_routing_replay=False),
-        trainer=replace(topology.trainer, megatron=megatron),
+        trainer=replace(trainer, megatron=megatron, critic=CriticRanksConfig()),
     )
+
+
+def critic_has_ranks(topology: Topology) -> bool:
+    """Return whether a critic is trained on ranks of its own."""
+    return has_critic(topology) and topology.trainer.critic.are_set
 
 
 def has_filter(topology: Topology) -> bool:

@@ -295,6 +295,24 @@ def test_ranks_on_the_cpu_are_dealt_to_their_nodes_in_blocks() -> None:
     assert alone["trainer.0"].restart_group == RestartGroupSpec("trainer", 2)
 
 
+def test_a_critic_with_ranks_of_its_own_has_processes_after_those_of_the_actor_in_one_restart_group() -> None:
+    gpus = ("trainer.gpus=n0:0-3", "engines.policy.gpus=n0:4-7", "trainer.critic.gpus=n1:2-3")
+    own = ("algorithm.advantage_estimator=ppo", *gpus)
+    found = {node: specs("disaggregate-2x8gpu.toml", node, *own) for node in ("n0", "n1")}
+    ranks = {
+        node: {name: spec for name, spec in of.items() if name.startswith("trainer")} for node, of in found.items()
+    }
+    assert list(ranks["n0"]) == [f"trainer.{number}" for number in range(4)]
+    assert {name: spec.env["CUDA_VISIBLE_DEVICES"] for name, spec in ranks["n1"].items()} == {
+        "trainer.4": "2",
+        "trainer.5": "3",
+    }
+    assert {spec.env["WORLD_SIZE"] for of in ranks.values() for spec in of.values()} == {"6"}
+    groups = {node: {spec.restart_group for spec in of.values()} for node, of in ranks.items()}
+    assert groups["n0"] == {RestartGroupSpec("trainer", 4, ("n0", "n1"))}
+    assert groups["n1"] == {RestartGroupSpec("trainer", 2, ("n0", "n1"))}
+
+
 def test_each_node_of_reward_has_a_reward_actor() -> None:
     assert "reward" in specs("laptop.toml", "local", *TWO)
     assert not specs("laptop.toml", "b", *TWO)

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 
 from actors.trainer.commands import TrainerRank
+from actors.trainer.critic_rank import CriticRank, build_rank
 from actors.trainer.data.batch import TrainBatch
 from actors.trainer.data.precomputed import PrecomputedLogProbs
-from actors.trainer.megatron.groups import Ranks
 from runtime.settings.topology import Topology, decode_topology
 from tests.actors.trainer.tiny import VOCAB, groups_of, random_batch
 from tests.grid import faults
@@ -86,15 +86,15 @@ def main(directory: Path, rank: int, port: int, half: str) -> None:
         faulthandler.dump_traceback_later(STUCK_S, file=sys.__stderr__)  # so that a hanging row says where
         if rank < job["world"]:
             with faults.planted(job["fault"]):
-                ranks = Ranks(rank=rank, world_size=job["world"], store=dist.PrefixStore(f"{half} {number}", store))
-                train(directory / job["name"], ranks, "again" if job["reads"] else half, spoilt=job["spoilt"])
+                own = dist.PrefixStore(f"{half} {number}", store)
+                train(directory / job["name"], own, rank, "again" if job["reads"] else half, spoilt=job["spoilt"])
             gc.collect()
 
 
-def train(place: Path, ranks: Ranks, half: str, *, spoilt: bool) -> None:
+def train(place: Path, store: dist.Store, rank: int, half: str, *, spoilt: bool) -> None:
     topology = decode_topology((place / "topology.json").read_bytes())
-    engine = TrainerRank(topology, place, ranks)
-    if ranks.rank:
+    engine = build_rank(topology, place, store, rank)
+    if rank or isinstance(engine, CriticRank):
         engine.follow()
         return
     if half == "again":

@@ -95,6 +95,7 @@ class Row:
     kept: bool = False  # log-probs are over the tokens that top-p kept
     aged: bool = False  # tokens are up to two train steps old, and old log-probs are by the weights that sampled them
     critic: bool = False  # PPO: a critic is trained, too
+    critic_on: str = ""  # layout of its own ranks; empty: those of the actor
     balance: str = ""  # the router's load balancing loss, beside which its z loss trains too; empty: neither
 
     @property
@@ -104,8 +105,8 @@ class Row:
 
     @property
     def world(self) -> int:
-        """Its ranks."""
-        return self._sizes.world
+        """Its ranks, those of a critic alone included."""
+        return self._sizes.world + (self._sizes_of_critic.world if self.critic_on else 0)
 
     @property
     def max_tokens(self) -> int:
@@ -116,6 +117,10 @@ class Row:
     @property
     def _sizes(self) -> Layout:
         return (LAYOUTS | LAYOUTS_OF_EXPERTS | BASELINES)[self.layout]
+
+    @property
+    def _sizes_of_critic(self) -> Layout:
+        return (LAYOUTS | LAYOUTS_OF_EXPERTS)[self.critic_on]
 
     @property
     def baseline(self) -> "Row":
@@ -152,7 +157,7 @@ class Row:
         parts += ["masked samples"] if self.spoilt else []
         parts += ["kept tokens"] if self.kept else []
         parts += ["old actors"] if self.aged else []
-        parts += ["critic"] if self.critic else []
+        parts += [f"critic on {self.critic_on}" if self.critic_on else "critic"] if self.critic else []
         return ", ".join([*parts, *(["recompute"] if self.recompute else []), *(["bf16"] if self.is_half else [])])
 
     @property
@@ -177,7 +182,13 @@ class Row:
             "megatron": megatron,
             "optimizer": layout.optimizer,
             "ddp": layout.ddp,
+            **({"critic": self._critic_ranks} if self.critic_on else {}),
         }
+
+    @property
+    def _critic_ranks(self) -> dict[str, Any]:
+        layout = self._sizes_of_critic
+        return {"num_processes": layout.world, "megatron": layout.megatron}
 
 
 BASELINES = {f"1 of {number} layers": _layout(1, num_layers=number) for number in (4, 8)}
@@ -292,7 +303,19 @@ CRITIC = (
     Row("PP4xVPP2", critic=True),
     Row("EP2xTP2+SP", packed=True, kind="qwen3_moe", critic=True),
 )
+# critics with ranks and a layout of their own; the single rank trains both models
+CRITIC_APART = (
+    Row("TP2", critic=True, critic_on="DP2"),
+    Row("1", packed=True, tied=True, critic=True, critic_on="PP2"),
+    Row("TP2+SP", recompute=True, critic=True, critic_on="PP2"),
+    Row("DP2+DO", critic=True, critic_on="CP2"),
+    Row("PP2", packed=True, critic=True, critic_on="TP2+SP"),
+    Row("CP2", critic=True, critic_on="PP2xDP2"),
+    Row("DP2", critic=True, critic_on="TP2", spoilt=True),
+    Row("TP2+SP", kind="qwen3_moe", critic=True, critic_on="EP2"),
+)
 FEW += CRITIC[:4]
+FEW += CRITIC_APART[:2]
 FEW += KEPT[:1]
 FEW += AGED[:1]
 FEW += AHEAD[:1]
@@ -314,6 +337,7 @@ ALL = (
     *KEPT,
     *AGED,
     *CRITIC,
+    *CRITIC_APART,
     *(
         Row(layout, packed, recompute, tied)
         for layout in LAYOUTS
@@ -382,5 +406,5 @@ SAVED = (
     ("qwen3", ("1", "TP2", "PP2", "CP2", "1+DO", "DP2+DO", "TP2xDP2+DO")),
     ("qwen3_moe", ("1", "TP2+SP", "PP2", "EP2", "1+DO", "DP2+DO", "EP2+DO")),
     ("deepseek_v3", ("TP2+SP", "PP2")),
-    (WITH_CRITIC, ("1", "TP2+SP", "PP2", "DP2+DO")),
+    (WITH_CRITIC, ("1", "TP2+SP", "PP2", "DP2+DO", "1 & PP2", "TP2 & DP2")),  # after the &: its own ranks
 )

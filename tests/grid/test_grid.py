@@ -45,6 +45,7 @@ PAIRS = [(kind, one, other) for kind, layouts in SAVED for one in layouts for ot
 FEW_PAIRS = [("qwen3", "1", "TP2"), ("qwen3", "PP2", "1"), ("qwen3", "TP2", "DP2+DO"), ("qwen3", "DP2+DO", "PP2")]
 FEW_PAIRS += [("qwen3", "DP2+DO", "DP2+DO"), ("qwen3_moe", "EP2", "1")]
 FEW_PAIRS += [(WITH_CRITIC, "TP2+SP", "DP2+DO"), (WITH_CRITIC, "DP2+DO", "PP2")]
+FEW_PAIRS += [(WITH_CRITIC, "TP2+SP", "1 & PP2"), (WITH_CRITIC, "TP2 & DP2", "DP2+DO")]
 MAIN = "optimizer.state.param."  # main parameters: the other optimizer has none in float32
 ROWS = [*ALL, *(row for row in FEW if row not in ALL)]
 HALVES = [row for row in ROWS if row.is_half]
@@ -82,8 +83,13 @@ def pair_of(names: tuple[str, str, str]) -> tuple[Row, Row]:
     """Who wrote a checkpoint, and who reads it."""
     kind, one, other = names
     if kind == WITH_CRITIC:
-        return Row(one, critic=True), Row(other, critic=True)
+        return _with_critic(one), _with_critic(other)
     return Row(one, kind=kind), Row(other, kind=kind)
+
+
+def _with_critic(name: str) -> Row:
+    layout, _, own = name.partition(" & ")
+    return Row(layout, critic=True, critic_on=own)
 
 
 @pytest.mark.parametrize("row", marked(ROWS, FEW, [row.name for row in ROWS]))

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from actors.trainer.data.batch import Ints, LeftOut, MicroBatch, MtpInputs, TrainBatch, only_where, with_mtp
 from messages import GroupCompleted, SampleSummary, UntrainedSamples
 from runtime.process.actor import InputError
-from runtime.settings.placement import max_sample_tokens
+from runtime.settings.placement import sample_limit
 from runtime.settings.topology import Topology
 
 NOT_FINITE: Final = "not_finite"  # the sample's loss, or the gradient of its optimizer step, is not finite
@@ -40,7 +40,7 @@ class LengthLimit:
     @classmethod
     def of(cls, topology: Topology) -> Self:
         """Read the limit from the topology."""
-        return cls(max_tokens=max_sample_tokens(topology), ends=topology.train.on_too_long == "fail")
+        return cls(max_tokens=sample_limit(topology), ends=topology.train.on_too_long == "fail")
 
     def too_long(self, completed: GroupCompleted) -> frozenset[SamplePlace]:
         """Return the samples of a group that exceed the limit."""

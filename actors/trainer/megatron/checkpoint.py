@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from actors.trainer.checkpoints import SavedRun, directory_of
+from actors.trainer.checkpoints import CRITIC, SavedRun, directory_of, place_of_critic
 from actors.trainer.megatron.imports import (
     dict_list_map_inplace,
     dist_checkpointing,
@@ -26,7 +26,6 @@ from actors.trainer.megatron.reading import reading
 from actors.trainer.megatron.saving import Saving
 from actors.trainer.step.skips import Skips
 
-CRITIC = "critic"  # entry of the critic's state; its tensors are saved under names that begin with "critic."
 DISTRIBUTED = "use_distributed_optimizer"
 HEAD = "output_layer."  # names of the output layer's parameters
 MAIN_PARAMETERS = {True: f"{PREFIX}param.", False: f"{PREFIX}fp32_param."}  # True: distributed optimizer
@@ -60,6 +59,21 @@ def begin_save(
     return Saving(state, path, executor, run_file=run_file)
 
 
+def begin_save_of_critic(critic: Replica, root: Path, executor: Executor, *, step: int, incarnation: int) -> Saving:
+    """Start to write the part of a checkpoint of a critic on ranks of its own. A collective of these ranks.
+
+    Args:
+        critic: The critic's replica, as in `begin_save`, like the others.
+        root: Directory of the checkpoints.
+        executor: Thread that writes the files.
+        step: Train steps that the checkpoint contains.
+        incarnation: Incarnation of the trainer.
+    """
+    path = directory_of(root, step=step, incarnation=incarnation)
+    state = {CRITIC: _of_critic(_state(critic, loading=False)), "rng": _random_states(), "step": step}
+    return Saving(state, path, executor, run_file=None, part=CRITIC)
+
+
 def load_checkpoint(replica: Replica, path: Path, critic: Replica | None = None) -> int:
     """Load model, optimizer, random state and kept weights. A collective of all ranks.
 
@@ -78,9 +92,25 @@ def load_checkpoint(replica: Replica, path: Path, critic: Replica | None = None)
     saved = _saved_values(path)
     _load_replica(replica, path, saved)
     if critic is not None:
-        if CRITIC not in saved:
-            raise ValueError(f"{path} has no critic")
-        _load_replica(critic, path, saved[CRITIC], is_critic=True)
+        load_critic(critic, path)
+    torch.set_rng_state(saved["rng"][dist.get_rank() % len(saved["rng"])])
+    return saved["step"]
+
+
+def load_critic(critic: Replica, path: Path) -> int:
+    """Load the critic of a checkpoint, its optimizer and the random state. A collective of the ranks that have it.
+
+    Returns:
+        Train steps that the state contains.
+
+    Raises:
+        ValueError: As in `load_checkpoint`.
+    """
+    place = place_of_critic(path)
+    saved = _saved_values(place)
+    if CRITIC not in saved:
+        raise ValueError(f"{path} has no critic")
+    _load_replica(critic, place, saved[CRITIC], is_critic=True)
     torch.set_rng_state(saved["rng"][dist.get_rank() % len(saved["rng"])])
     return saved["step"]
 
@@ -141,7 +171,8 @@ def begin_critic_from(critic: Replica, path: Path, *, weights_only: bool, own_we
         weights_only: Take the weights alone from a critic in the checkpoint.
         own_weights: Keep the initial weights if the checkpoint has no critic.
     """
-    saved = _saved_values(path)
+    place = place_of_critic(path)
+    saved = _saved_values(place)
     if CRITIC not in saved:
         if not own_weights:
             load_model(critic.complete_chunks(), path, with_head=False)
@@ -151,7 +182,7 @@ def begin_critic_from(critic: Replica, path: Path, *, weights_only: bool, own_we
         load_model(critic.complete_chunks(), path, is_critic=True)
         critic.optimizer.reload_model_params()
         return
-    _load_replica(critic, path, saved[CRITIC], is_critic=True)
+    _load_replica(critic, place, saved[CRITIC], is_critic=True)
     critic.steps_before += saved["step"]
     critic.skips = Skips()
 
@@ -169,6 +200,7 @@ def load_model(chunks: Sequence[Any], path: Path, *, is_critic: bool = False, wi
     wanted = {key: chunk.sharded_state_dict() for key, chunk in named.items()}
     if not with_head:
         wanted = {key: without_head(chunk) for key, chunk in wanted.items()}
+    path = place_of_critic(path) if is_critic else path
     with quiet(), reading(path):
         state = _read(path, wanted, is_critic=is_critic)
     for key, chunk in named.items():
@@ -289,7 +321,7 @@ def _random_states() -> list[torch.Tensor]:
 def _saved_values(path: Path) -> dict[str, Any]:
     """Return the plain values of a checkpoint."""
     plain: dict[str, Any] = dist_checkpointing.load_common_state_dict(str(path))
-    if "optimizer_steps" not in plain:
+    if "optimizer_steps" not in plain and CRITIC not in plain:
         raise ValueError(f"{path} was written by an earlier version of the trainer, and is no longer read")
     return plain
 

@@ -6,7 +6,7 @@ directory that no start recognises as a checkpoint.
 """
 
 import shutil
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager
 from pathlib import Path
@@ -46,7 +46,9 @@ WRITE_TIMEOUT_S = 3600.0  # for a rank's files, counted from when `finish` is ca
 class Saving:
     """One checkpoint being saved. Creating and finishing it are collectives of all ranks on their torch threads."""
 
-    def __init__(self, state: dict[str, Any], path: Path, executor: Executor, *, run_file: SavedRun | None) -> None:
+    def __init__(
+        self, state: dict[str, Any], path: Path, executor: Executor, *, run_file: SavedRun | None, part: str = ""
+    ) -> None:
         """Plan the checkpoint and copy this rank's part. Afterwards the state may change.
 
         Args:
@@ -54,13 +56,15 @@ class Saving:
             path: Directory of the checkpoint. If it exists, nothing is written and it counts as this checkpoint.
             executor: Thread that writes the files.
             run_file: Contents of the checkpoint's run file.
+            part: Name of the part that these ranks write, whose ranks are not those of the rest. Empty: the rest.
 
         Raises:
             NoSpace: The checkpoint does not fit on the disk.
         """
         self.path = path
         self._run_file = run_file
-        self._unfinished = hidden_name(path)
+        directory = _place_of_part(path, part) if part else path
+        self._unfinished = hidden_name(directory)
         self._is_there = path.exists()
         self._writer = _DeferredWriter(self._unfinished)
         dist.barrier()  # all ranks have checked the path before one of them creates it
@@ -69,7 +73,7 @@ class Saving:
             self.written.set_result(None)
             return
         if dist.get_rank() == 0:
-            begin_directory(path)
+            begin_directory(directory)
         needed_bytes = _check_room(self._unfinished, state)
         with quiet(), _written(self._unfinished, needed_bytes):
             group = parallel_state.get_data_parallel_group(with_context_parallel=True)  # each rank writes a share
@@ -77,8 +81,11 @@ class Saving:
             dist_checkpointing.save(state, str(self._unfinished), strategy)
         self.written = executor.submit(self._writer.write)  # done when this rank's files are on disk
 
-    def finish(self) -> Path:
+    def finish(self, parts: Mapping[str, Mapping[str, FileChecksum]] | None = None) -> Path:
         """Wait for the files of all ranks, rename the checkpoint and return its path.
+
+        Args:
+            parts: Checksums of the files of each part that other ranks wrote, on rank 0.
 
         Raises:
             OSError: This rank could not write; NoSpace if the disk is full.
@@ -88,13 +95,29 @@ class Saving:
         if self._is_there:
             return self.path
         with _written(self._unfinished):  # only small files: no check for the checkpoint's whole size
-            self._complete()
+            self._complete(parts or {})
         dist.barrier()
         return self.path
 
-    def _complete(self) -> None:
+    def finish_part(self) -> dict[str, FileChecksum]:
+        """Wait for the files of the part, whose ranks this is a collective of; return their checksums on rank 0.
+
+        Raises:
+            OSError: This rank could not write; NoSpace if the disk is full.
+        """
+        self.written.result(WRITE_TIMEOUT_S)
+        if self._is_there:
+            return {}
+        with _written(self._unfinished):
+            self._writer.report()
+        return self._writer.checksums
+
+    def _complete(self, parts: Mapping[str, Mapping[str, FileChecksum]]) -> None:
         self._writer.report()
         if dist.get_rank() == 0:
+            for part, checksums in parts.items():
+                hidden_name(_place_of_part(self.path, part)).rename(self._unfinished / part)
+                self._writer.checksums |= {f"{part}/{name}": each for name, each in checksums.items()}
             self._look_for_all_files()
             if self._run_file is not None:
                 (self._unfinished / RUN_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(self._run_file)))
@@ -110,6 +133,11 @@ class Saving:
                 f"{self.path}: {len(absent)} of {count_of(len(self._writer.checksums), 'file')} that the ranks wrote "
                 f"are not there ({named}); all ranks of a trainer need one common directory: run.dir"
             )
+
+
+def _place_of_part(path: Path, part: str) -> Path:
+    """Return where a part of a checkpoint is written, before it moves into the checkpoint."""
+    return path.with_name(f"{path.name}.{part}")
 
 
 @contextmanager

@@ -1,8 +1,12 @@
-"""The critic: values of a batch's tokens, and its optimizer steps on their returns. It has the ranks of the actor."""
+"""The critic: values of a batch's tokens, and its optimizer steps on their returns.
+
+On the actor's ranks the train step calls it. On ranks of its own, critic_rank.py does, by order of the actor's rank 0.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -15,6 +19,8 @@ from actors.trainer.algorithms.loss_inputs import Terms
 from actors.trainer.algorithms.values import explained_variance, value_loss
 from actors.trainer.data.batch import Floats32, MicroBatch, TrainBatch
 from actors.trainer.megatron import groups as ranks
+from actors.trainer.megatron.checkpoint import begin_critic_from
+from actors.trainer.megatron.megatron_lm import begin_from_megatron_lm
 from actors.trainer.megatron.rank_model import Replica, TokenValues
 from actors.trainer.step.layout import laid_out, shared
 from actors.trainer.step.learner import Done, Learner, OptimizerStep, StepLoss
@@ -42,11 +48,26 @@ class Critic:
             ValueError, OSError: Its model directory cannot be used; the text says why.
         """
         own = critic_topology(topology)
+        self._weights_only = topology.trainer.load_weights_only
+        self._has_own_weights = topology.critic.hf_checkpoint is not None
         self.replica = Replica(own, device, value_head_std=topology.critic.init_method_std)
-        self._learner = Learner(own, self.replica, METRICS, prefix="critic ")
-        self._max_tokens = max_sample_tokens(topology)
+        self.learner = Learner(own, self.replica, METRICS, prefix="critic ")
+        self._max_tokens = max_sample_tokens(own)
         algorithm = topology.algorithm
         self._loss = partial(value_loss, value_clip=algorithm.value_clip, value_loss_coef=algorithm.value_loss_coef)
+
+    def begin_from(self, path: Path, *, of_megatron_lm: bool) -> None:
+        """Start from the checkpoint of another run, or from the policy in it. A collective of all ranks.
+
+        Raises:
+            ValueError: An earlier version of the trainer saved the checkpoint.
+            Whatever Megatron raises when files are damaged or belong to another model.
+        """
+        if not of_megatron_lm:
+            own_weights = self._has_own_weights
+            begin_critic_from(self.replica, path, weights_only=self._weights_only, own_weights=own_weights)
+        elif not self._has_own_weights:
+            begin_from_megatron_lm(self.replica, path, weights_only=True, with_head=False)
 
     def values(self, batch: TrainBatch, wanted_N: Flags) -> Floats32:
         """Compute the values of some tokens, [N], 0 elsewhere. A collective of all ranks.
@@ -77,7 +98,7 @@ class Critic:
             The optimizer steps, and metrics, complete on rank 0 and on the last pipeline stage.
         """
         own = [replace(step, micro_batches=list(map(_without_experts, step.micro_batches))) for step in steps]
-        done = self._learner.train(batch, own, self._loss_of(estimates), weights_N.clone(), StepTimer())
+        done = self.learner.train(batch, own, self._loss_of(estimates), weights_N.clone(), StepTimer())
         return done, self._metrics(batch, done, estimates)
 
     def _loss_of(self, estimates: Estimates) -> StepLoss:
@@ -93,12 +114,12 @@ class Critic:
 
     def _metrics(self, batch: TrainBatch, done: Sequence[Done], estimates: Estimates) -> dict[str, float]:
         taken, mask = [one for one in done if one.is_taken], batch.loss_mask_N != 0
-        return self._learner.metrics(done) | {
+        return self.learner.metrics(done) | {
             "train/explained_variance": explained_variance(estimates.values_N, estimates.returns_N, mask),
             "rollout/values": _mean(estimates.values_N[mask]),
             "rollout/returns": _mean(estimates.returns_N[mask]),
             "train/critic-grad_norm": float(np.mean([one.norm for one in taken or done])),
-            "train/critic-lr-pg_0": self._learner.learning_rate(batch.step, done[-1].step.number),
+            "train/critic-lr-pg_0": self.learner.learning_rate(batch.step, done[-1].step.number),
             "train/critic-num_skipped_steps": float(len(done) - len(taken)),
         }
 

@@ -57,6 +57,7 @@ from actors.trainer.step.old_actor import old_actor_metrics
 from actors.trainer.step.other_log_probs import OtherLogProbs
 from actors.trainer.step.pairs import pair_inputs, rollouts_in, sums_over_pairs
 from actors.trainer.step.planning import Planner, micro_batches_of
+from actors.trainer.step.remote_critic import RemoteCritic
 from actors.trainer.step.rewards import reward_metrics, with_penalties
 from runtime.settings.derived import (
     first_policy_step,
@@ -104,7 +105,7 @@ class Trained(NamedTuple):
 class TrainStep:
     """Trains batches on a replica, and on a critic. Its only own state is weights of other models and earlier steps."""
 
-    def __init__(self, topology: Topology, replica: Replica, critic: Critic | None = None) -> None:
+    def __init__(self, topology: Topology, replica: Replica, critic: Critic | RemoteCritic | None = None) -> None:
         """Copy the reference weights. Create the train step before a checkpoint is loaded.
 
         Raises:
@@ -149,10 +150,7 @@ class TrainStep:
             if self._postprocess is not None:
                 batch, steps, columns = self._postprocessed(self._postprocess, batch, steps, columns)
                 timer.lap("perf/postprocess_time")
-        metrics, done = self._train_critic(batch, steps, columns, timer)
-        if batch.step >= self._first_step:
-            of_policy, done = self._train_policy(batch, steps, columns, timer)
-            metrics |= of_policy
+        metrics, done = self._train_both(batch, steps, columns, timer)
         metrics |= memory_metrics(memory.take()) | size_metrics(batch)
         taken = [one for one in done if one.is_taken]
         masked_B = np.logical_or.reduce([one.masked_B for one in done])
@@ -172,11 +170,35 @@ class TrainStep:
         skipped = np.concatenate([NO_SAMPLES, *(one.step.samples for one in done if not one.is_taken)])
         return Trained(metrics, skipped, np.flatnonzero(masked_B))
 
+    def _train_both(
+        self, batch: TrainBatch, steps: Sequence[OptimizerStep], columns: _Columns, timer: StepTimer
+    ) -> tuple[dict[str, float], list[Done]]:
+        """Take the optimizer steps of critic and policy. The policy's are returned if it trains, else the critic's.
+
+        A critic on ranks of its own trains meanwhile.
+        """
+        remote = self._critic if isinstance(self._critic, RemoteCritic) else None
+        metrics, done = dict[str, float](), list[Done]()
+        if remote is None:
+            metrics, done = self._train_critic(batch, steps, columns, timer)
+        else:
+            assert columns.estimates is not None
+            remote.begin_training(batch, columns.estimates)
+        if batch.step >= self._first_step:
+            of_policy, done = self._train_policy(batch, steps, columns, timer)
+            metrics |= of_policy
+        if remote is not None:
+            of_critic, learned = remote.trained(steps)
+            timer.lap("perf/critic_wait_time")
+            metrics |= of_critic
+            done = done or learned
+        return metrics, done
+
     def _train_critic(
         self, batch: TrainBatch, steps: Sequence[OptimizerStep], columns: _Columns, timer: StepTimer
     ) -> tuple[dict[str, float], list[Done]]:
         """Take the critic's optimizer steps, if there is a critic. A collective of all ranks."""
-        if self._critic is None:
+        if not isinstance(self._critic, Critic):
             return {}, []
         assert columns.estimates is not None
         with self._replica.memory.phase("train"):

@@ -10,11 +10,17 @@ from runtime.node.checks.findings import Checked, Findings
 from runtime.node.checks.machine import check_machine
 from runtime.settings.derived import max_prompt_len, trains_demonstrations, truncates
 from runtime.settings.load import LoadedTopology
-from runtime.settings.placement import engine_places, home_node, max_sample_tokens, nodes_of_engine, rank_places
+from runtime.settings.placement import engine_places, home_node, nodes_of_engine, rank_places, sample_limit
 from runtime.settings.reading.config import Problem
 from runtime.settings.rules.recipe import MAX_KEPT
 from runtime.settings.rules.weights import STAGES
-from runtime.settings.topology import Topology, answers_are_recorded, sglang_arguments
+from runtime.settings.topology import (
+    Topology,
+    answers_are_recorded,
+    critic_has_ranks,
+    critic_topology,
+    sglang_arguments,
+)
 
 ASK_TIMEOUT_S: Final = 120.0  # for servers and interpreters, which have their own limits too
 
@@ -81,7 +87,7 @@ def check_here(
 
 def _long_samples(topology: Topology) -> Iterator[str]:
     """Yield a note if samples may be longer than the trainer's ranks accept."""
-    rollout, limit = topology.rollout, max_sample_tokens(topology)
+    rollout, limit = topology.rollout, sample_limit(topology)
     longest = (max_prompt_len(rollout) or 0) + rollout.max_response_len
     longest = min(longest, rollout.max_context_len or longest)
     if topology.run.only == "rollout" or longest <= limit:
@@ -96,15 +102,20 @@ def _long_samples(topology: Topology) -> Iterator[str]:
 
 def _split_tensor_groups(topology: Topology) -> Iterator[str]:
     """Yield a note if ranks of one tensor-parallel group are on several nodes: they exchange data in every layer."""
-    size, places = topology.trainer.megatron.tensor_model_parallel_size, rank_places(topology)
-    for first in range(0, len(places), size):
-        nodes = list(dict.fromkeys(place.node for place in places[first : first + size]))
-        if len(nodes) > 1 and topology.run.only != "rollout":
-            yield (
-                f"trainer.megatron.tensor_model_parallel_size = {size}: ranks {first} to {first + size - 1} share each "
-                f"layer and are on the nodes {', '.join(nodes)}: the network between them limits the speed"
-            )
-            return
+    if topology.run.only == "rollout":
+        return
+    models = {"trainer.megatron": topology}
+    models |= {"trainer.critic.megatron": critic_topology(topology)} if critic_has_ranks(topology) else {}
+    for key, model in models.items():
+        size, places = model.trainer.megatron.tensor_model_parallel_size, rank_places(model)
+        for first in range(0, len(places), size):
+            nodes = list(dict.fromkeys(place.node for place in places[first : first + size]))
+            if len(nodes) > 1:
+                yield (
+                    f"{key}.tensor_model_parallel_size = {size}: ranks {first} to {first + size - 1} share each layer "
+                    f"and are on the nodes {', '.join(nodes)}: the network between them limits the speed"
+                )
+                break
 
 
 def _truncated_sampling(topology: Topology) -> Iterator[str]:

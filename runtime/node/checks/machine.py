@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from runtime.node.checks.findings import Findings
 from runtime.settings.devices import gpus_here, handed_out
-from runtime.settings.placement import NodeRoles, num_ranks, roles_of
+from runtime.settings.placement import NodeRoles, num_trainer_processes, roles_of
 from runtime.settings.reading.config import Problem
 from runtime.settings.topology import POLICY, EngineConfig, Topology, answers_are_recorded
 
@@ -37,7 +37,7 @@ ROOM: Final = 4  # times the needed open files, if the limit can be raised
 def needed_files(topology: Topology) -> int:
     """Return the least number of open files that the busiest process needs."""
     slots = sum(engine.concurrency for engine in topology.engines.values())
-    return FILES + FILES_OF_RANK * num_ranks(topology.trainer) + FILES_OF_SLOT * slots
+    return FILES + FILES_OF_RANK * num_trainer_processes(topology) + FILES_OF_SLOT * slots
 
 
 def check_open_files(findings: Findings) -> None:

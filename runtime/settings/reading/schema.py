@@ -15,10 +15,10 @@ from runtime.settings.slime.hints import flag_hint, hint, peer_hint
 from runtime.util.formatting import show
 
 # Renamed keys and values of settings, for the errors about the old ones. "*" is any name.
-CRITIC_LAYOUT: Final = "not implemented yet: the critic has the ranks and the layout of the actor, those of trainer"
 RENAMED_KEYS: Final = {
     "algorithm.use_kl_loss": "removed: algorithm.kl_loss_coef above 0 turns the KL loss on",
-    **{f"critic.{name}": CRITIC_LAYOUT for name in ("gpus", "num_processes", "nodes", "device", "megatron")},
+    **{f"critic.{name}": f"it is trainer.critic.{name}" for name in ("gpus", "num_processes", "nodes", "megatron")},
+    "critic.device": "the critic has the device of the actor, trainer.device",
     "trainer.finetune": "renamed to trainer.load_weights_only",
     "trainer.handover": 'renamed to trainer.weight_export: "live" (was "stream") or "async" (was "copy")',
 }

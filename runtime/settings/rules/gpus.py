@@ -2,23 +2,36 @@
 
 from collections.abc import Iterator
 from itertools import combinations
+from typing import Final
+
+import msgspec
 
 from runtime.settings.gpus import Gpu, parse_gpus, show_gpus
 from runtime.settings.placement import data_parallel_size, num_ranks
 from runtime.settings.reading.config import Problem
 from runtime.settings.recipe import Recipe
-from runtime.settings.topology import MegatronConfig, Topology, TrainerConfig
+from runtime.settings.topology import (
+    CriticRanksConfig,
+    MegatronConfig,
+    Topology,
+    TrainerConfig,
+    critic_has_ranks,
+    critic_topology,
+)
+
+OF_CRITIC: Final = "trainer.critic"  # table of the critic's own ranks
 
 
 def gpu_problems(topology: Topology) -> Iterator[Problem]:
     """Yield problems of GPU lists: not parseable, GPUs that do not exist, or lists without effect."""
     yield from _gpus_exist(topology)
     yield from _trainer(topology)
+    yield from _critic_ranks(topology)
 
 
 def fit_problems(topology: Topology) -> Iterator[Problem]:
     """Yield problems of layouts and engine sizes that do not fit the GPUs. All GPU lists must be parseable."""
-    for rule in (_layout, _engine_sizes, _booking, _colocation):
+    for rule in (_layout, _critic_layout, _engine_sizes, _booking, _colocation):
         yield from rule(topology)
 
 
@@ -44,6 +57,8 @@ def _gpu_lists(topology: Topology) -> Iterator[tuple[str, str]]:
     """Yield key and text of every GPU list."""
     if topology.trainer.gpus is not None:
         yield "trainer.gpus", topology.trainer.gpus
+    if topology.trainer.critic.gpus is not None:
+        yield f"{OF_CRITIC}.gpus", topology.trainer.critic.gpus
     for name, engine in topology.engines.items():
         if engine.gpus is not None:
             yield f"engines.{name}.gpus", engine.gpus
@@ -61,6 +76,38 @@ def _trainer(topology: Topology) -> Iterator[Problem]:
             trainer.num_processes,
             'has no meaning with trainer.device = "cuda": each GPU has one rank',
         )
+
+
+def _critic_ranks(topology: Topology) -> Iterator[Problem]:
+    """Yield problems of the critic's own ranks: on another device than the actor's, or without effect."""
+    trainer, own = topology.trainer, topology.trainer.critic
+    if own.are_set and not critic_has_ranks(topology):
+        message = 'has no effect without a critic: algorithm.advantage_estimator = "ppo"'
+        yield Problem(key=OF_CRITIC, message=message)
+    if not own.are_set and own != CriticRanksConfig():
+        needed = f"{OF_CRITIC}.gpus" if trainer.device == "cuda" else f"{OF_CRITIC}.num_processes"
+        yield Problem(key=OF_CRITIC, message=f"has no effect without ranks of the critic's own: set {needed}")
+    if trainer.device == "cpu" and own.gpus is not None:
+        yield Problem.of(f"{OF_CRITIC}.gpus", own.gpus, 'has no meaning with trainer.device = "cpu"')
+    if trainer.device == "cuda" and own.num_processes:
+        message = f'has no meaning with trainer.device = "cuda": set {OF_CRITIC}.gpus, each GPU has one rank'
+        yield Problem.of(f"{OF_CRITIC}.num_processes", own.num_processes, message)
+    if own.megatron.mtp_num_layers:
+        message = "the critic has no MTP layers, which predict tokens"
+        yield Problem.of(f"{OF_CRITIC}.megatron.mtp_num_layers", own.megatron.mtp_num_layers, message)
+
+
+def _critic_layout(topology: Topology) -> Iterator[Problem]:
+    """Yield problems of a layout of the critic's own, as of the actor's."""
+    if not critic_has_ranks(topology):
+        return
+    for problem in _layout(critic_topology(topology)):
+        if problem.key.startswith("trainer.megatron"):
+            key, message = (
+                text.replace("trainer.megatron", f"{OF_CRITIC}.megatron").replace("the trainer's", "the critic's")
+                for text in (problem.key, problem.message)
+            )
+            yield msgspec.structs.replace(problem, key=key, message=message)
 
 
 def _layout(topology: Topology) -> Iterator[Problem]:
@@ -183,13 +230,20 @@ def _engine_sizes(topology: Topology) -> Iterator[Problem]:
 
 def _booking(topology: Topology) -> Iterator[Problem]:
     trainer = set(parse_gpus(topology.trainer.gpus))
+    critic, own = topology.trainer.critic.gpus, set(parse_gpus(topology.trainer.critic.gpus))
+    if both := own & trainer:
+        message = f"{show_gpus(sorted(both))} belong to the actor: a critic on the actor's ranks has no list of its own"
+        yield Problem.of(f"{OF_CRITIC}.gpus", critic, message)
     pools = {name: set(parse_gpus(engine.gpus)) for name, engine in topology.engines.items()}
     for name, gpus in pools.items():
         shared, key = gpus & trainer, f"engines.{name}.gpus"
         if shared and topology.engines[name].colocate is None:
             message = f'{show_gpus(sorted(shared))} belong to the trainer; sharing needs colocate = "trainer"'
             yield Problem.of(key, topology.engines[name].gpus, message)
-        if topology.engines[name].colocate and gpus - trainer:
+        if taken := gpus & own:
+            message = f"{show_gpus(sorted(taken))} belong to the critic ({OF_CRITIC}.gpus), which gives no memory away"
+            yield Problem.of(key, topology.engines[name].gpus, message)
+        elif topology.engines[name].colocate and gpus - trainer:
             message = f"colocated engines use the trainer's GPUs; not among them: {show_gpus(sorted(gpus - trainer))}"
             yield Problem.of(key, topology.engines[name].gpus, message)
     for first, second in combinations(pools, 2):

@@ -253,6 +253,7 @@ def _placed(topology: Topology) -> Iterator[Problem]:
     """Yield problems of pools, reward actors and trainer ranks that are placed on nodes without GPUs."""
     placed = [(f"engines.{name}.nodes", engine.nodes) for name, engine in topology.engines.items()]
     placed += [("reward.nodes", topology.reward.nodes), ("trainer.nodes", topology.trainer.nodes)]
+    placed.append(("trainer.critic.nodes", topology.trainer.critic.nodes))
     for key, nodes in placed:
         unknown = [name for name in nodes if name not in topology.nodes]
         if unknown:
@@ -269,6 +270,7 @@ def _placed(topology: Topology) -> Iterator[Problem]:
         elif nodes and engine.colocate is not None:
             yield Problem.of(key, nodes, f"engines run where the trainer is (engines.{name}.colocate)")
     yield from _placed_ranks(topology)
+    yield from _placed_critic(topology)
     if topology.reward.nodes and any("reward" in roles for roles in topology.share):
         message = 'a reward actor that shares a process (share) runs on the node with the bus: leave "reward" out there'
         yield Problem.of("reward.nodes", list(topology.reward.nodes), message)
@@ -286,6 +288,16 @@ def _placed_ranks(topology: Topology) -> Iterator[Problem]:
         yield Problem.of(key, value, message)
     elif is_colocated(topology):
         message = "colocated engines on the CPU share memory with the trainer, on the node with the bus: leave it out"
+        yield Problem.of(key, value, message)
+
+
+def _placed_critic(topology: Topology) -> Iterator[Problem]:
+    own, device = topology.trainer.critic, topology.trainer.device
+    key, value = "trainer.critic.nodes", list(own.nodes)
+    if value and device == "cuda":
+        yield Problem.of(key, value, "ranks run where their GPUs are (trainer.critic.gpus)")
+    elif value and own.num_processes < len(value):
+        message = f"{len(value)} nodes, but trainer.critic.num_processes = {own.num_processes}: some have no rank"
         yield Problem.of(key, value, message)
 
 

@@ -12,6 +12,8 @@ from runtime.settings.slime.flags import FlagAnswer, Found, find_by_rule, find_f
 CLOSE: Final = 0.75  # similarity of whole names; 1 is equal
 CLOSE_WORD: Final = 0.6  # similarity of each word: min_lr is not a typo of max_lr
 ENGINES: Final = "engines"
+ITEMS: Final = ("data", ENGINES, "eval", "nodes")  # lists, and tables by name
+OF_CRITIC: Final = "trainer.critic"  # has keys of `trainer` again
 OF_TRAINERS: Final = "Megatron"  # its names in an engine pool are SGLang arguments
 
 
@@ -41,7 +43,7 @@ def hint(key: str, siblings: Sequence[str], keys: Sequence[str]) -> str | None:
     plain = spelled_as_flag(name).replace("-", "_").lower()
     if plain in siblings:
         return f"did you mean {plain}?"
-    if elsewhere := [known for known in keys if known.rpartition(".")[2] == plain]:
+    if elsewhere := _nearest([known for known in keys if known.rpartition(".")[2] == plain], table):
         return f"did you mean {' or '.join(_beside(known, table) for known in elsewhere)}?"
     if of_peer := peer_hint(key):
         return of_peer
@@ -83,9 +85,15 @@ def _answered(flag: str, answer: FlagAnswer, table: str) -> str:
 def _beside(key: str, table: str) -> str:
     """Move a key to the item of a table: data.0.path becomes data.1.path for the table data.1."""
     parts, place = key.split("."), table.split(".")
-    if len(place) > 1 and len(parts) > 2 and parts[0] == place[0]:
+    if len(place) > 1 and len(parts) > 2 and parts[0] == place[0] and parts[0] in ITEMS:
         parts[1] = place[1]
     return ".".join(parts)
+
+
+def _nearest(keys: Sequence[str], table: str) -> Sequence[str]:
+    """Leave out the critic's keys where others have the name, or the others in a table of the critic's."""
+    of_critic = table.startswith(OF_CRITIC)
+    return [key for key in keys if key.startswith(OF_CRITIC) == of_critic] or keys
 
 
 def _is_typo(name: str, known: str) -> bool:

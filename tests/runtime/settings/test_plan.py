@@ -75,6 +75,17 @@ def test_a_grader_of_external_workers_is_drawn_as_theirs() -> None:
     assert "external" not in drawn(LAPTOP)
 
 
+def test_a_critic_with_ranks_of_its_own_is_drawn_with_their_processes_and_its_layout() -> None:
+    ppo = ("algorithm.advantage_estimator=ppo", "trainer.num_processes=2")
+    own = ("trainer.critic.num_processes=2", "trainer.critic.megatron.pipeline_model_parallel_size=2")
+    text = drawn(LAPTOP, *ppo, *own)
+    assert "  trainer  2 ranks on cpu: 2 data parallel" in text
+    assert "  critic   2 ranks of its own (trainer.2 to 3) on cpu: 2 pipeline parallel" in text
+    assert "trainer.0-3" in text
+    assert "  critic   1 rank of its own (trainer.2) on cpu\n" in drawn(LAPTOP, *ppo, own[0].replace("2", "1"))
+    assert "of its own" not in drawn(LAPTOP, *ppo)
+
+
 def test_the_objective_is_drawn_where_the_run_trains() -> None:
     assert "  advantage   A = (R - mean of group)" in drawn(LAPTOP)
     assert "[PPO, arXiv 1707.06347]" in drawn(LAPTOP)

@@ -9,6 +9,7 @@ from tests.runtime.settings.shipped import COLOCATE, DISAGGREGATE, LAPTOP, probl
 REF = ("algorithm.kl_loss_coef=0.1", 'engines.ref={kind = "tiny", hf_checkpoint = "x/y"}')
 JUDGED = "reward.judges.j={template = '{response}'}"
 AT_URL = "reward.judges.j={template = '{response}', url = 'http://h/v1', model = 'm'}"
+PPO = "algorithm.advantage_estimator=ppo"
 ASKS = ("algorithm.use_opd=true", "algorithm.opd_type=sglang")
 
 
@@ -251,8 +252,36 @@ def test_external_graders_of_a_run_that_listens_are_no_problem() -> None:
             "a run does not release the memory of external engines",
         ),
         (("trainer.handover=copy",), "trainer.handover=copy", 'to trainer.weight_export: "live" (was "stream")'),
-        (("critic.gpus=n0:0-3",), "critic.gpus=n0:0-3", "the critic has the ranks and the layout of the actor"),
-        (("critic.device=cuda",), "critic.device=cuda", "not implemented yet"),
+        (("critic.gpus=n0:0-3",), "critic.gpus=n0:0-3", "it is trainer.critic.gpus"),
+        (("critic.device=cuda",), "critic.device=cuda", "the critic has the device of the actor, trainer.device"),
+        (("trainer.critic.num_processes=2",), "trainer.critic", "has no effect without a critic"),
+        ((PPO, "trainer.critic.nodes=['local']"), "trainer.critic", "set trainer.critic.num_processes"),
+        ((PPO, "trainer.critic.gpus=local:0"), "trainer.critic.gpus", 'no meaning with trainer.device = "cpu"'),
+        (
+            (PPO, "trainer.critic.num_processes=2", "trainer.critic.nodes=['local','b']"),
+            "trainer.critic.nodes",
+            "no node b; allowed: local",
+        ),
+        (
+            (PPO, "trainer.critic.num_processes=1", "trainer.critic.nodes=['local','local']"),
+            "trainer.critic.nodes",
+            "2 nodes, but trainer.critic.num_processes = 1: some have no rank",
+        ),
+        (
+            (PPO, "trainer.critic.num_processes=3", "trainer.critic.megatron.pipeline_model_parallel_size=2"),
+            "trainer.critic.megatron",
+            "tensor x pipeline x context = 2 does not divide the critic's 3 ranks",
+        ),
+        (
+            (PPO, "trainer.critic.num_processes=2", "trainer.critic.megatron.sequence_parallel=true"),
+            "trainer.critic.megatron.sequence_parallel",
+            "needs trainer.critic.megatron.tensor_model_parallel_size above 1",
+        ),
+        (
+            (PPO, "trainer.critic.num_processes=1", "trainer.critic.megatron.mtp_num_layers=1"),
+            "trainer.critic.megatron.mtp_num_layers",
+            "the critic has no MTP layers",
+        ),
         (("trainer.finetune=true",), "trainer.finetune=true", "renamed to trainer.load_weights_only"),
         (("engines.policy.kind=embedded",), "engines.policy.kind", 'renamed to "tiny"'),
         (("engines.a b.kind=tiny",), "engines.a b", "this name is not allowed"),
@@ -342,6 +371,10 @@ def test_rules_of_the_laptop_topology(overrides: tuple[str, ...], key: str, mess
     [
         (("engines.policy.gpus=n0:4-7",), "engines.policy.gpus", "n0:4-7 belong to the trainer; sharing needs"),
         (("engines.policy.gpus=n1:6-9",), "engines.policy.gpus", "there is no GPU n1:8-9: nodes.n1.gpus = 8"),
+        ((PPO, "trainer.critic.gpus=n0:6-9"), "trainer.critic.gpus", "there is no GPU n0:8-9: nodes.n0.gpus = 8"),
+        ((PPO, "trainer.critic.gpus=n0:6-7"), "trainer.critic.gpus", "n0:6-7 belong to the actor"),
+        ((PPO, "trainer.critic.gpus=n1:0-1"), "engines.policy.gpus", "n1:0-1 belong to the critic"),
+        ((PPO, "trainer.critic.num_processes=2"), "trainer.critic.num_processes", "set trainer.critic.gpus"),
         (("engines.policy.gpus=n2:0",), "engines.policy.gpus", "no node n2; allowed: n0, n1"),
         (("engines.policy.gpus=n1:0-3,n1:3",), "engines.policy.gpus", "lists a GPU twice"),
         (("engines.policy.gpus=all",), "engines.policy.gpus", "NODE:INDEX"),
