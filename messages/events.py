@@ -73,7 +73,13 @@ class GroupFailed(Message, kw_only=True, tag="group_failed"):
 
 @register
 class SegmentsSpilled(Message, kw_only=True, tag="segments_spilled"):
-    """Stored segments of a running attempt, from which another worker continues after a crash. Written by rollout."""
+    """Newly stored segments of a running attempt. After a crash, another worker continues from all of them.
+
+    Written by rollout.
+
+    Raises:
+        ValueError: `starts` has another length than `samples`, or a negative number.
+    """
 
     plane = Plane.EVENT
     topic = "segments.spilled"
@@ -82,7 +88,12 @@ class SegmentsSpilled(Message, kw_only=True, tag="segments_spilled"):
     lease: str
     round: int
     instance: str
-    samples: tuple[SampleSummary, ...]  # samples with stored segments; each lists all its segments so far
+    samples: tuple[SampleSummary, ...]  # changed since the last such event of this lease, with the segments since then
+    starts: tuple[int, ...] = ()  # of each sample, its number of segments before these; (): each lists all its segments
+
+    def __post_init__(self) -> None:
+        if self.starts and (len(self.starts) != len(self.samples) or min(self.starts) < 0):
+            raise ValueError(f"starts {self.starts} of {len(self.samples)} samples")
 
 
 class Outcome(StrEnum):

@@ -93,8 +93,8 @@ class SegmentRef(msgspec.Struct, frozen=True, kw_only=True):
     position: int
 
 
-class SampleSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """Summary of a sample in events. The segments hold its tokens."""
+class SampleSummary(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Summary of a sample in events, without fields that have their defaults. The segments hold its tokens."""
 
     index: int
     part: int = 0

@@ -52,7 +52,7 @@ __all__ = [
     "fold",
 ]
 
-FOLD_VERSION: Final = 14  # raised when the same log folds to another state; older snapshots are then ignored
+FOLD_VERSION: Final = 15  # raised when the same log folds to another state; older snapshots are then ignored
 
 LedgerEvent = (
     BufferStarted

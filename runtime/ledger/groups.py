@@ -14,6 +14,7 @@ from messages import (
     VerdictGiven,
 )
 from runtime.ledger.changes import AttemptEnded, Change, Closed, Issued, Judged
+from runtime.ledger.spills import spilled_samples, take_increments
 from runtime.ledger.state import Group, LedgerState, Stage
 
 MAX_REASONS: Final = 256  # distinct reasons counted per outcome, because a filter may return unique texts
@@ -25,7 +26,7 @@ def spills_of(state: LedgerState, group_id: int, attempt: int) -> tuple[SampleSu
     group = state.groups.get(group_id)
     if group is None or group.attempt != attempt or group.stage is not Stage.IN_FLIGHT:
         return ()
-    return group.spilled
+    return spilled_samples(group)
 
 
 def longest(*summaries: Iterable[SampleSummary]) -> tuple[SampleSummary, ...]:
@@ -88,12 +89,11 @@ def issue(state: LedgerState, event: GroupsIssued) -> tuple[Change, ...]:
 
 
 def spill(state: LedgerState, event: SegmentsSpilled) -> None:
-    """Record the samples that an attempt in flight has stored."""
+    """Record what the samples of an attempt in flight have stored since the last such event."""
     group = state.groups.get(event.group_id)
     if group is None or group.attempt != event.attempt or group.stage is not Stage.IN_FLIGHT:
         return
-    group.spilled = longest(group.spilled, event.samples)
-    group.payload_seq = min((group.payload_seq, *_cited(state, group.spilled)))
+    group.payload_seq = min((group.payload_seq, *_cited(state, take_increments(group, event))))
 
 
 def end_attempt(state: LedgerState, event: GroupCompleted | GroupAborted | GroupFailed, seq: int) -> tuple[Change, ...]:
@@ -108,9 +108,9 @@ def end_attempt(state: LedgerState, event: GroupCompleted | GroupAborted | Group
     if isinstance(event, GroupFailed):
         return ended, *close(state, event.group_id, state.failed, event.reason)
     completed = isinstance(event, GroupCompleted)
-    samples = event.samples if completed else longest(group.spilled, event.samples)
+    samples = event.samples if completed else longest(spilled_samples(group), event.samples)
     group.payload_seq = min(group.prompt_parts + _cited(state, samples), default=group.payload_seq)
-    group.event_seq, group.spilled = seq, ()
+    group.event_seq, group.spilled, group.anew = seq, [], []
     if completed and (reason := wrong_count(event, group.num_samples)):
         return ended, *close(state, event.group_id, state.failed, reason)
     state.baselines += completed and event.baseline is not None

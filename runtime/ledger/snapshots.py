@@ -75,7 +75,8 @@ def lines_of(state: LedgerState, max_items: int = MAX_ITEMS) -> Iterator[LedgerS
 
 def num_items(group: Group) -> int:
     """Number of references, indices and rewards in a group: what the time to encode it grows with."""
-    return 1 + len(group.indices) + sum(_num_items(sample) for sample in (*group.carried, *group.spilled))
+    spilled = sum(_num_items(each.sample) + len(each.segments) for each in (*group.spilled, *group.anew))
+    return 1 + len(group.indices) + spilled + sum(map(_num_items, group.carried))
 
 
 def _num_items(sample: SampleSummary) -> int:

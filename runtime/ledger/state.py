@@ -7,7 +7,7 @@ from typing import Final
 
 import msgspec
 
-from messages import SampleSummary
+from messages import SampleSummary, SegmentRef
 from runtime.ledger.steps import Steps
 
 MAX_ENDINGS_LOST: Final = 3  # per group or evaluation item; at this number it counts as failed
@@ -25,6 +25,14 @@ class Stage(StrEnum):
     POOLED = "pooled"  # to be issued again, with its samples so far
 
 
+class Spilled(msgspec.Struct, kw_only=True):
+    """A sample of an attempt in flight, joined from the increments of one lease."""
+
+    lease: str
+    sample: SampleSummary  # as in its newest increment, without segments
+    segments: list[SegmentRef] = []  # all of them, in order
+
+
 class Group(msgspec.Struct, kw_only=True):
     """A live prompt group. Its sample data is of the attempt that ended last, and empty before the first end."""
 
@@ -37,7 +45,8 @@ class Group(msgspec.Struct, kw_only=True):
     num_samples: int = 0  # requested samples; 0: unknown
     event_seq: int = 0  # log sequence of the event that ended this attempt
     carried: tuple[SampleSummary, ...] = ()  # results of earlier attempts
-    spilled: tuple[SampleSummary, ...] = ()  # samples that this attempt stored while in flight
+    spilled: list[Spilled] = []  # samples that this attempt stored while in flight: of each, the longest
+    anew: list[Spilled] = []  # the same of a later lease that is not as long yet
     prompt_parts: tuple[int, ...] = ()  # data messages that hold its prompt, if it is too large for a task
     payload_seq: int  # lowest data sequence that it needs; while in flight, also a bound for what it will store
     data: str = ""  # name of the data source

@@ -39,6 +39,7 @@ from messages import (
     GroupAborted,
     GroupCompleted,
     GroupsIssued,
+    IssuedGroup,
     Message,
     Outcome,
     RolloutRequested,
@@ -46,6 +47,7 @@ from messages import (
     SampleStatus,
     SampleSummary,
     SegmentRef,
+    SegmentsSpilled,
     TrainerStarted,
     VerdictGiven,
     WeightsAnnounced,
@@ -53,6 +55,7 @@ from messages import (
 from runtime.bus.bus import Bus
 from runtime.bus.consumer import Delivery
 from runtime.ledger.fold import LedgerState, fold
+from runtime.ledger.snapshots import lines_of, pack_state, unpack_state
 from runtime.node.claims.rundir import TOPOLOGY_FILE
 from runtime.process.logs import configure_logging
 from runtime.settings.load import load_topology
@@ -259,6 +262,62 @@ def memory() -> int:
     return psutil.Process().memory_info().rss
 
 
+# spills and snapshots
+
+
+def measure_spills(num_groups: int = 512, num_samples: int = 8, num_spills: int = 60) -> dict[str, Any]:
+    """Bytes of the spill events of a step whose samples all run for 60 minutes: a spill a minute, of one segment."""
+    sizes = {"increments_mb": 0.0, "whole_mb": 0.0}  # whole: each event lists all segments so far, as before
+    for spill in range(num_spills):
+        for name, first in (("increments_mb", spill), ("whole_mb", 0)):
+            told = tuple(
+                msgspec.structs.replace(
+                    sample,
+                    response_len=600 * (spill + 1),
+                    segments=tuple(
+                        SegmentRef(seq=10_000_000 + part, position=sample.index) for part in range(first, spill + 1)
+                    ),
+                )
+                for sample in samples(Size(1, 1, num_samples), 1, SampleStatus.ABORTED)
+            )
+            event = SegmentsSpilled(
+                group_id=100_000,
+                attempt=0,
+                lease="0123456789abcdef0123456789abcdef",
+                round=10,
+                instance="rollout.0",
+                samples=told,
+                starts=(first,) * num_samples,
+            )
+            sizes[name] += num_groups * len(msgspec.json.encode(event)) / 1e6
+    return {"groups": num_groups, "samples": num_samples, "spills": num_spills, **sizes}
+
+
+def measure_snapshot(num_groups: int = 100_000) -> dict[str, Any]:
+    """CPU seconds and bytes of a snapshot with so many groups in flight, and of its longest line."""
+    state = LedgerState()
+    for round, first in enumerate(range(0, num_groups, 1000)):
+        groups = tuple(IssuedGroup(group_id=i, attempt=0, prompt=i) for i in range(first, first + 1000))
+        fold(state, GroupsIssued(incarnation=1, round=round, min_version=1, groups=groups), round + 1)
+    began = time.thread_time()
+    packed = pack_state(state)
+    packed_s, began = time.thread_time() - began, time.thread_time()
+    unpack_state(packed.chunks, packed.digest)
+    unpacked_s, longest_s = time.thread_time() - began, 0.0
+    for line in lines_of(state):
+        began = time.thread_time()
+        msgspec.json.encode(line)
+        longest_s = max(longest_s, time.thread_time() - began)
+    return {
+        "groups": num_groups,
+        "pack_s": packed_s,
+        "unpack_s": unpacked_s,
+        "longest_line_ms": 1e3 * longest_s,
+        "chunks": len(packed.chunks),
+        "chunks_mb": packed.size / 1e6,
+    }
+
+
 # over the bus
 
 
@@ -381,6 +440,7 @@ def main(argv: list[str] | None = None) -> int:
     results: dict[str, Any] = {"targets": TARGETS, "pure": measure_pure(size, args.events, profile=args.profile)}
     if args.big_events:
         results["pure_512"] = measure_pure(Size(512, 1024, args.samples), args.big_events, profile=args.profile)
+    results["spills"], results["snapshot"] = measure_spills(), measure_snapshot()
     if args.steps:
         results["bus"] = [
             anyio.run(measure_bus, size, args.steps, staleness, args.timeout, backend_options={"use_uvloop": True})

@@ -9,6 +9,7 @@ from messages.plain import clipped
 from runtime.data.stored_prompts import cited
 from runtime.ledger.fold import Evaluation, Group, LedgerState, Stage
 from runtime.ledger.groups import longest
+from runtime.ledger.spills import spilled_samples
 from runtime.settings.derived import (
     FilledSampling,
     eval_sampling,
@@ -93,7 +94,9 @@ def rollout_task(topology: Topology, group: Group, prompts: Prompts, steps: Mapp
         num_samples=num_samples,
         sampling=_params(topology, rollout_sampling(topology), prompt, trains=True),
         baseline=baseline,
-        carried=tuple(sample for sample in longest(carried, group.spilled) if sample.index < num_samples + baseline),
+        carried=tuple(
+            sample for sample in longest(carried, spilled_samples(group)) if sample.index < num_samples + baseline
+        ),
     )
 
 

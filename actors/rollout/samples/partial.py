@@ -70,7 +70,7 @@ class SegmentStore:
         self._bus = bus
         self._outbox: list[tuple[OpenSample, Segment]] = []
         self._storing = anyio.Lock()
-        self._num_published = 0  # number of segments and rewards in the last event
+        self._told: dict[int, tuple[int, int, bool]] = {}  # of each sample: segments, columns and reward in events
 
     def take(self, sample: OpenSample) -> None:
         """Take the new tokens of a sample; `flush` stores them."""
@@ -99,21 +99,24 @@ class SegmentStore:
         await self._tell()
 
     async def _tell(self) -> None:
-        """Publish the stored segments if there are more than in the last event."""
+        """Publish what was stored since the last event, if anything was."""
         task, stored = self._task, [sample for sample in self._samples if sample.refs and sample.stored]
-        num_facts = sum(len(sample.refs) + len(sample.columns) + (sample.reward is not None) for sample in stored)
-        if num_facts <= self._num_published or task.round is None:
+        facts = {s.index: (len(s.refs), len(s.columns), s.reward is not None) for s in stored}
+        changed = [sample for sample in stored if self._told.get(sample.index) != facts[sample.index]]
+        if not changed or task.round is None:
             return
-        self._num_published = num_facts
+        starts = [self._told.get(sample.index, (0, 0, False))[0] for sample in changed]
         spilled = SegmentsSpilled(
             group_id=task.group_id,
             attempt=task.attempt,
             lease=task.lease,
             round=task.round,
             instance=self._bus.name,
-            samples=tuple(sample.summary() for sample in stored),
+            samples=tuple(s.summary(from_segment=start) for s, start in zip(changed, starts, strict=True)),
+            starts=tuple(starts),
         )
         await self._bus.publish(spilled)
+        self._told |= {sample.index: facts[sample.index] for sample in changed}
 
     async def _store(self, samples: Sequence[OpenSample], segments: Sequence[Segment]) -> None:
         """Publish segments and record their locations."""

@@ -130,12 +130,12 @@ class OpenSample:
         if self.reward is None:
             self.status = SampleStatus.FAILED
 
-    def summary(self) -> SampleSummary:
-        """Return the sample's summary, as events carry it."""
+    def summary(self, *, from_segment: int = 0) -> SampleSummary:
+        """Return the sample's summary, as events carry it; its segments from one on."""
         return SampleSummary(
             index=self.index,
             status=SampleStatus.ABORTED if self.status is SampleStatus.PENDING else self.status,
-            segments=tuple(self.refs),
+            segments=tuple(self.refs[from_segment:]),
             prompt_len=self.prompt_len,
             response_len=self.buffer.num_taken,
             reward=self.reward,

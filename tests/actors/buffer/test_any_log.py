@@ -43,6 +43,7 @@ from messages import (
 )
 from runtime.ledger.fold import LedgerState, Stage, fold
 from runtime.ledger.snapshots import content_of
+from runtime.ledger.spills import spilled_samples
 from runtime.ledger.state import Index
 from tests.build.events import snapshot
 
@@ -325,7 +326,7 @@ class AnyLog(RuleBasedStateMachine):
     def nothing_is_purged_that_is_still_needed(self) -> None:
         low = self.state.low_water()
         for group in self.state.groups.values():
-            needed = [ref.seq for sample in (*group.carried, *group.spilled) for ref in sample.segments]
+            needed = [ref.seq for sample in (*group.carried, *spilled_samples(group)) for ref in sample.segments]
             assert low <= group.payload_seq <= min(needed, default=group.payload_seq)
         for batch in self.state.batches.values():
             for ref in batch.groups:

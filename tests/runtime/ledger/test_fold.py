@@ -240,14 +240,14 @@ def test_what_was_spilled_is_not_lost_when_the_attempt_is_given_back_without_it(
     log.add(ended(0, sampled(1, 7, tokens=2), kind=GroupAborted))
     group = log.state.groups[0]
     assert [(sample.index, sample.response_len) for sample in group.carried] == [(0, 3), (1, 2)]
-    assert (group.payload_seq, group.spilled) == (4, ())
+    assert (group.payload_seq, group.spilled) == (4, [])
 
 
 def test_a_completed_group_needs_what_it_cites_and_no_other_spill() -> None:
     log = issued_log()
     log.add(spilled(0, 0, sampled(0, 4, tokens=3)))
     log.add(ended(0, sampled(0, 8, tokens=5, reward=1.0), data="d"))
-    assert (log.state.groups[0].payload_seq, log.state.groups[0].spilled) == (8, ())
+    assert (log.state.groups[0].payload_seq, log.state.groups[0].spilled) == (8, [])
 
 
 def test_a_group_with_too_few_or_too_many_samples_fails_with_both_numbers() -> None:

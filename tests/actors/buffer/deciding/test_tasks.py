@@ -10,6 +10,7 @@ from actors.buffer.deciding.tasks import eval_tasks, rollout_task, schedule_of, 
 from actors.buffer.prompts.source import LoadedData, PromptSet
 from messages import Int32Array, Prompt, SampleStatus, SampleSummary, SamplingParams, SegmentRef
 from runtime.ledger.fold import EvalItem, Evaluation, Group, LedgerState, Stage
+from runtime.ledger.state import Spilled
 from runtime.settings.load import load_topology
 from runtime.settings.topology import Topology
 
@@ -97,7 +98,10 @@ def test_what_an_attempt_spilled_goes_with_its_task_again_whatever_becomes_of_ha
     longer = SampleSummary(index=0, status=SampleStatus.ABORTED, response_len=5)
     for on_halt in ("resume", "restart"):
         task = rollout_task(
-            laptop(f"rollout.on_halt={on_halt}"), group(carried=CARRIED, spilled=(longer,)), prompts(), {}
+            laptop(f"rollout.on_halt={on_halt}"),
+            group(carried=CARRIED, spilled=[Spilled(lease="l", sample=longer)]),
+            prompts(),
+            {},
         )
         assert task.carried == (longer,)
 

@@ -1,23 +1,31 @@
 """What earlier attempts left of a sample, and what is still to be done for it."""
 
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
+from actors.rollout.samples.partial import SegmentStore
 from actors.rollout.samples.sample import OpenSample, fresh_samples, inherit, tokens_left
+from actors.rollout.samples.tasks import training_task
 from messages import (
     Float32Array,
     Int32Array,
+    Message,
+    Prompt,
+    RolloutRequested,
     SampleKey,
     SampleStatus,
     SampleSummary,
+    SamplingParams,
     Score,
     Segment,
     SegmentRef,
+    SegmentsSpilled,
     UInt8Array,
     WeightSpan,
 )
+from runtime.bus.bus import Bus
 
 KEY = SampleKey(group_id=1, attempt=0, index=0)
 FIRST, SECOND = SegmentRef(seq=5, position=0), SegmentRef(seq=9, position=1)
@@ -167,3 +175,49 @@ def test_a_sample_without_a_reward_fails_or_gets_the_reward_of_failures(
     sample = inherited(SampleStatus.COMPLETED)
     sample.take_score(Score(index=0, error="timeout"), failed_reward=failed_reward)
     assert (sample.status, sample.reward, sample.reason) == (status, failed_reward, "timeout")
+
+
+class Told:
+    """A bus that takes events."""
+
+    name = "rollout"
+
+    def __init__(self) -> None:
+        self.events: list[Message] = []
+
+    async def publish(self, message: Message) -> int:
+        self.events.append(message)
+        return len(self.events)
+
+
+@pytest.mark.anyio
+async def test_a_spill_tells_what_is_new_of_the_samples_that_changed() -> None:
+    samples, bus = fresh_samples(2, Int32Array([7])), Told()
+    requested = RolloutRequested(
+        group_id=1,
+        attempt=2,
+        round=0,
+        min_version=1,
+        prompt=Prompt(data="d", row=0, text="", prompt_ids=Int32Array([7])),
+        num_samples=2,
+        sampling=SamplingParams(max_new_tokens=99),
+    )
+    store = SegmentStore(training_task(requested, "lease", group_rm=False), samples, cast("Bus", bus))
+
+    def stored(index: int, *ids: int) -> None:
+        samples[index].restore(SegmentRef(seq=10 * ids[0], position=index), segment(list(ids), 1, "x"))
+
+    stored(0, 1, 2)
+    stored(1, 3)
+    await store.spill()
+    await store.spill()  # nothing new
+    stored(0, 4)
+    stored(0, 5)
+    await store.spill()
+    samples[1].reward = 1.0
+    await store.spill()
+    first, second, third = [event for event in bus.events if isinstance(event, SegmentsSpilled)]
+    assert [[ref.seq for ref in sample.segments] for sample in first.samples] == [[10], [30]]
+    assert [(s.index, s.response_len, [ref.seq for ref in s.segments]) for s in second.samples] == [(0, 4, [40, 50])]
+    assert [(s.index, s.response_len, s.reward, s.segments) for s in third.samples] == [(1, 1, 1.0, ())]
+    assert (first.starts, second.starts, third.starts) == ((0, 0), (1,), (1,))
