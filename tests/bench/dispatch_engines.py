@@ -69,7 +69,7 @@ class Counters(msgspec.Struct):
     num_running: int
     num_queued: int
     updated_at: list[float]  # monotonic time of each engine's newest update
-    first_token_at: list[float]  # and of its first chunk after that; 0: none yet
+    first_token_at: list[float]  # and of the first chunk of a later request; 0: none yet
 
 
 @dataclass(eq=False)
@@ -79,6 +79,7 @@ class Running:
     rid: bytes
     left: int  # tokens until it ends by itself, a multiple of CHUNK
     response: web.StreamResponse
+    begun: float  # monotonic time
     num_tokens: int = 0
     spans: list[tuple[bytes, int]] = field(default_factory=list[tuple[bytes, int]])  # version, first token
     ended: asyncio.Event = field(default_factory=asyncio.Event)
@@ -149,7 +150,7 @@ class Engine:
     async def _advance(self, request: Running) -> None:
         request.left -= CHUNK
         self.num_tokens += CHUNK
-        if not self.first_token_at:
+        if not self.first_token_at and request.begun > self.updated_at:
             self.first_token_at = time.monotonic()
         if request.left <= 0:
             del self.requests[request.rid.decode()]
@@ -190,7 +191,7 @@ class Engine:
     async def _generate(self, request: web.BaseRequest, body: GenerateBody) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
-        running = self.requests[body.rid] = Running(body.rid.encode(), self._left_of(body), response)
+        running = self.requests[body.rid] = Running(body.rid.encode(), self._left_of(body), response, time.monotonic())
         self._changed.set()
         try:
             await running.ended.wait()
