@@ -5,6 +5,7 @@ import io
 import re
 import tokenize
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -21,11 +22,22 @@ REFUSED = {
     r"\b(prove[sdn]?|proofs?)\b(?!\.py)": "verify, verification",
     r"\bhappenings?\b": "trigger",
 }
+ANY_REFUSED = re.compile("|".join(REFUSED), re.MULTILINE | re.IGNORECASE)
 
 
-def texts_of(source: str) -> Iterator[str]:
+@cache
+def tree_of(source: str) -> ast.Module:
+    return ast.parse(source)
+
+
+@cache
+def texts_of(source: str) -> tuple[str, ...]:
     """Docstrings and comments."""
-    for node in ast.walk(ast.parse(source)):
+    return tuple(_texts_of(source))
+
+
+def _texts_of(source: str) -> Iterator[str]:
+    for node in ast.walk(tree_of(source)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             yield ast.get_docstring(node) or ""
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
@@ -35,7 +47,7 @@ def texts_of(source: str) -> Iterator[str]:
 
 def messages_of(source: str) -> Iterator[str]:
     """Texts that a person may read: errors, log fields, terminal lines, helps. String literals with a space."""
-    tree = ast.parse(source)
+    tree = tree_of(source)
     parts = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
     docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
@@ -57,6 +69,8 @@ def paragraphs_of(page: str) -> Iterator[str]:
 def habits_in(text: str) -> list[str]:
     """Refused words of a text, each with what to write instead."""
     text = re.sub(r"`[^`]*`", "", text)  # names of the code
+    if not ANY_REFUSED.search(text):
+        return []
     found = ((re.search(pattern, text, re.MULTILINE | re.IGNORECASE), instead) for pattern, instead in REFUSED.items())
     return [f"{match.group()!r} ({instead})" for match, instead in found if match]
 
@@ -74,7 +88,7 @@ def test_no_docstring_or_comment_has_a_refused_word(package: str) -> None:
 
 def documented_and_real_parameters(source: str) -> Iterator[tuple[str, set[str], set[str]]]:
     """Name, documented parameters and real ones of each function or class whose docstring has arguments."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(tree_of(source)):
         if not isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             continue
         _, has_arguments, text = (ast.get_docstring(node) or "").partition("Args:\n")

@@ -30,6 +30,13 @@ def messages(table: str, names: Iterable[str]) -> dict[str, str]:
     return {problem.key: problem.message for problem in find_problems(value, Topology)}
 
 
+@pytest.fixture(scope="module")
+def told() -> dict[str, dict[str, str]]:
+    """What the checker says of every spelling of every flag, by table and key."""
+    names = [spelling for name, _ in FLAGS for spelling in spellings(name)]
+    return {table: messages(table, names) for table in TABLES}
+
+
 def overridden(key: str) -> str:
     """What the checker says of one key, by --set."""
     with pytest.raises(TopologyError) as caught:
@@ -65,9 +72,10 @@ def spellings(name: str) -> Iterator[str]:
 
 
 @pytest.mark.parametrize(("name", "flag"), FLAGS, ids=[name for name, _ in FLAGS])
-def test_a_flag_of_slime_is_known_in_every_table_and_spelling(name: str, flag: Flag) -> None:
-    for table in TABLES:
-        said = messages(table, spellings(name))
+def test_a_flag_of_slime_is_known_in_every_table_and_spelling(
+    name: str, flag: Flag, told: dict[str, dict[str, str]]
+) -> None:
+    for table, said in told.items():
         for spelling in spellings(name):
             key = f"{table}.{spelling}" if table else spelling
             if (table, spelling) in OTHERS or key == key_beside(flag, table):
