@@ -346,6 +346,13 @@ def test_help_and_check_load_nothing_heavy(module: str) -> None:
     assert run_python(code) == ""
 
 
+def test_the_bus_loads_nothing_for_websockets() -> None:
+    assert (
+        run_python("import sys; sys.path.insert(0, '.'); import runtime.bus.bus; print('aiohttp' in sys.modules)")
+        == "False"
+    )
+
+
 def test_base_packages_import_where_there_is_no_torch() -> None:
     light = ("messages", "runtime", "actors.buffer", "actors.filter", "actors.reward")
     modules = [module for module in sources_of(ROOT) if any(is_within(module, package) for package in light)]

@@ -59,6 +59,7 @@ def install() -> None:
         raise RuntimeError(
             "this process sees a GPU, but the CPU shim needs none: set CUDA_VISIBLE_DEVICES to an empty string"
         )
+    _without_compiler()
     replacements: dict[str, Any] = {
         "Stream": _Stream,
         "current_device": lambda: torch.device("cpu"),
@@ -191,6 +192,20 @@ def sum_parts(general: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return _SumParts.apply(input_, options["group"], input_split_sizes)
 
     return apply
+
+
+def _without_compiler() -> None:
+    """Call what torch hides from its compiler, and the steps of optimizers, directly: both load the compiler."""
+    optimizer = torch.optim.Optimizer
+    hidden = (optimizer.add_param_group, optimizer.zero_grad, optimizer.state_dict, optimizer.load_state_dict)
+    for function in (*hidden, torch.utils.checkpoint.checkpoint):
+        plain: Any = getattr(function, "__wrapped__", None)
+        if plain is not None:
+            plain.__dynamo_disable = plain
+    for kind in (torch.optim.Adam, torch.optim.SGD):  # AdamW is an Adam
+        step: Any = getattr(kind.step, "__wrapped__", None)
+        if step is not None:
+            kind.step = torch.no_grad()(step)
 
 
 @contextmanager

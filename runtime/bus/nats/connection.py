@@ -14,14 +14,11 @@ from typing import Any, Protocol
 import anyio
 import msgspec
 import structlog
-from nats import errors as nats_errors
-from nats.aio.msg import Msg
-from nats.aio.subscription import Subscription
 
 from messages.subjects import INBOX
 from runtime.bus.errors import BusError, BusRefused, BusUnavailable, MessageRefused, MessageTooLarge
 from runtime.bus.limits import BusLimits
-from runtime.bus.nats.client import CorrectedClient
+from runtime.bus.nats.client import CorrectedClient, Msg, Subscription, load_websockets, nats_errors
 from runtime.bus.nats.login import is_refusal, login_options, requires_tls, tls_options
 from runtime.bus.nats.outages import Outages
 from runtime.util.retrying import Backoff
@@ -176,6 +173,8 @@ class Connection:
         await self.subscribe(f"{self._reply_prefix}.*", self._on_reply)
 
     async def _connect(self, servers: str, name: str, inboxes: str, options: dict[str, Any]) -> None:
+        if servers.startswith(("ws:", "wss:")):
+            load_websockets()
         await self._client.connect(
             servers=servers.split(","),
             name=name,

@@ -1,7 +1,7 @@
 """Core attention on torch's kernels, with the interface of Megatron's layers, and MLA (multi-latent attention)."""
 
 import inspect
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, Final
 
 import numpy as np
@@ -9,8 +9,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.bias import causal_lower_right
-from torch.nn.attention.varlen import varlen_attn
 
 from actors.trainer.data.context import Context
 from actors.trainer.megatron.columns import on_device
@@ -18,7 +16,6 @@ from actors.trainer.megatron.imports import MLASelfAttention, parallel_state
 from actors.trainer.megatron.layers.rows import PackedRow, QueryBlock, own_context
 
 SHORT: Final = 16  # positions up to which torch's CPU kernel, made for long sequences, is slower than the plain formula
-SHARES_HEADS: Final = "enable_gqa" in inspect.signature(varlen_attn).parameters  # False in torch 2.11
 
 
 class _StackRanks(torch.autograd.Function):
@@ -104,6 +101,8 @@ class CoreAttention(nn.Module):
 
     def _padded_part(self, query: Tensor, key: Tensor, value: Tensor, context: Context) -> Tensor:
         """Attend with each of the two chunks to all positions before its end."""
+        from torch.nn.attention.bias import causal_lower_right  # loads the compiler, over half a second
+
         whole = query.size(0) * context.size
         key, value = _gathered(key, value, _order_of_padded(whole, context.size, key.device))
         chunk = query.size(0) // 2
@@ -135,13 +134,9 @@ class CoreAttention(nn.Module):
         size = value.size(-1)
         if size < key.size(-1):
             value = F.pad(value, (0, key.size(-1) - size))
-        sharing = query.size(1) // key.size(1)
-        if sharing > 1 and not SHARES_HEADS:
-            key, value = (tensor.repeat_interleave(sharing, dim=1) for tensor in (key, value))
-        sharing_options: dict[str, Any] = {"enable_gqa": sharing > 1} if SHARES_HEADS else {}
         context = varlen_attn(
             query, key, value, stretch.bounds, stretch.key_bounds, stretch.longest, stretch.longest_keys,
-            scale=self._scale, window_size=(-1, 0), **sharing_options,
+            scale=self._scale, window_size=(-1, 0), enable_gqa=query.size(1) != key.size(1),
         )  # fmt: skip
         assert isinstance(context, Tensor)
         return context[..., :size]
@@ -151,6 +146,25 @@ class CoreAttention(nn.Module):
         query, key, value = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))  # [1, heads, t, d]
         attended = F.scaled_dot_product_attention(query, key, value, mask, scale=self._scale, enable_gqa=grouped)
         return attended[0].transpose(0, 1)
+
+
+def varlen_attn(query: Tensor, key: Tensor, value: Tensor, *bounds: Any, enable_gqa: bool, **options: Any) -> Any:
+    """Call torch's kernel; torch 2.11 has none for heads that queries share."""
+    from torch.nn.attention.varlen import varlen_attn as kernel  # loads the compiler, which the CPU does without
+
+    if _shares_heads():
+        options["enable_gqa"] = enable_gqa
+    elif enable_gqa:
+        sharing = query.size(1) // key.size(1)
+        key, value = (tensor.repeat_interleave(sharing, dim=1) for tensor in (key, value))
+    return kernel(query, key, value, *bounds, **options)
+
+
+@cache
+def _shares_heads() -> bool:
+    from torch.nn.attention.varlen import varlen_attn as kernel
+
+    return "enable_gqa" in inspect.signature(kernel).parameters
 
 
 def _has_kernel(query: Tensor) -> bool:
