@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 # Megatron's optimizers and gradient clipper compare the strings that Tensor.type() returns.
 _CUDA_TYPES = {
@@ -198,7 +199,7 @@ def _without_compiler() -> None:
     """Call what torch hides from its compiler, and the steps of optimizers, directly: both load the compiler."""
     optimizer = torch.optim.Optimizer
     hidden = (optimizer.add_param_group, optimizer.zero_grad, optimizer.state_dict, optimizer.load_state_dict)
-    for function in (*hidden, torch.utils.checkpoint.checkpoint):
+    for function in (*hidden, checkpoint):
         plain: Any = getattr(function, "__wrapped__", None)
         if plain is not None:
             plain.__dynamo_disable = plain
