@@ -73,8 +73,8 @@ def _round(state: LedgerState, schedule: Schedule, step: int) -> str:
     least = step - schedule.max_staleness
     if state.version_step < least:
         return f"weights of step {least} (newest: v{state.version} of step {state.version_step})"
-    stages = [group.stage for group in state.groups.values()]
-    counts = ", ".join(f"{stages.count(stage)} {words}" for stage, words in STAGE_TEXTS.items() if stage in stages)
+    sizes = {words: len(state.in_stage(stage)) for stage, words in STAGE_TEXTS.items()}
+    counts = ", ".join(f"{size} {words}" for words, size in sizes.items() if size)
     return f"{count_of(schedule.rollout_batch_size, 'group')} for batch {step}: {counts or 'none issued'}"
 
 

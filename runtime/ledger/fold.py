@@ -54,6 +54,8 @@ __all__ = [
 
 FOLD_VERSION: Final = 15  # raised when the same log folds to another state; older snapshots are then ignored
 
+MAX_DIGITS: Final = 20  # of a group id in a subject
+
 LedgerEvent = (
     BufferStarted
     | GroupsIssued
@@ -185,8 +187,9 @@ def _lose(state: LedgerState, event: MessageDeadLettered) -> tuple[Change, ...]:
         lose_ending_of_item(running, key)
     task = key_of(event.subject, RolloutRequested)
     keys = {task, *(key_of(event.subject, ending) for ending in (GroupCompleted, GroupAborted, GroupFailed))}
-    for group in state.in_stage(Stage.IN_FLIGHT).values():
-        if f"{group.group_id}.{group.attempt}" not in keys:
+    for key in filter(None, keys):
+        group = _in_flight(state, key)
+        if group is None:
             continue
         if task is not None:
             return close(state, group.group_id, state.failed, f"task: {event.reason}")
@@ -195,3 +198,12 @@ def _lose(state: LedgerState, event: MessageDeadLettered) -> tuple[Change, ...]:
             return close(state, group.group_id, state.failed, f"ending: {event.reason}")
         break
     return ()
+
+
+def _in_flight(state: LedgerState, key: str) -> Group | None:
+    """The group in flight whose task or ending has this key."""
+    group_id = key.partition(".")[0]
+    group = state.groups.get(int(group_id)) if group_id.isdecimal() and len(group_id) < MAX_DIGITS else None
+    if group is None or group.stage is not Stage.IN_FLIGHT or f"{group.group_id}.{group.attempt}" != key:
+        return None
+    return group
