@@ -33,7 +33,6 @@ import anyio
 import msgspec
 import psutil
 
-from actors.rollout.sglang.client import SglangClient
 from messages import BatchTrained
 from runtime.bus.addresses import Address, address_key
 from runtime.bus.bus import Bus
@@ -62,6 +61,7 @@ from tests.support.running_server import running_server
 from tests.support.tiny_engine import wait_until_200
 
 WAIT_S = 30.0  # for a step of the bare pipeline
+IS_JSON = {"Content-Type": "application/json"}
 RECIPE = ROOT / "topologies" / "laptop.toml"
 SHARED = 'share=[["buffer", "rollout", "reward", "filter"]]'
 TARGETS = {  # microseconds per sample, and a ratio; docs/develop/benchmarks.md, goals
@@ -232,13 +232,13 @@ async def watch_steps(bus: Bus, size: Size, watched: Mapping[str, psutil.Process
 
 
 async def engine_alone(running: Services, size: Size, *, batched: bool) -> dict[str, Any]:
-    """The same requests through the router, with the client code of the rollout actor and nothing behind it."""
+    """The same requests through the router, with aiohttp alone, so that this bench outlives changes of our client."""
     per_request = size.num_samples if batched else 1
     prompt = [11, 12, 13, 14]
     num_requests = size.samples_per_step // per_request
     numbers = itertools.count()
 
-    async def send(http: SglangClient, left: Iterator[int]) -> None:
+    async def send(session: aiohttp.ClientSession, left: Iterator[int]) -> None:
         for _ in left:
             ids: Any = [prompt] * per_request if batched else prompt
             body = {
@@ -247,23 +247,26 @@ async def engine_alone(running: Services, size: Size, *, batched: bool) -> dict[
                 "sampling_params": {"max_new_tokens": 8},
                 "return_logprob": True,
             }
-            await http.generate(running.router_url, body)
+            async with session.post(
+                f"{running.router_url}/generate", data=msgspec.json.encode(body), headers=IS_JSON
+            ) as answer:
+                assert answer.status == 200
+                msgspec.json.decode(await answer.read())
 
-    async def step(http: SglangClient) -> float:
+    async def step(session: aiohttp.ClientSession) -> float:
         left = iter(range(num_requests))
         begin = time.perf_counter()
         async with anyio.create_task_group() as group:
             for _ in range(max(1, size.concurrency // per_request)):
-                group.start_soon(send, http, left)
+                group.start_soon(send, session, left)
         return time.perf_counter() - begin
 
     watched = running.processes | {"client": psutil.Process()}
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-        http = SglangClient(session)
         for _ in range(size.num_warm_up):
-            await step(http)
+            await step(session)
         before = cpu_seconds(watched)
-        steps_s = [await step(http) for _ in range(size.num_steps)]
+        steps_s = [await step(session) for _ in range(size.num_steps)]
         spent = difference(cpu_seconds(watched), before)
     return {
         "ms_per_step": 1e3 * statistics.median(steps_s),
