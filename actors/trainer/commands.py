@@ -1,6 +1,6 @@
 """All torch work of the trainer behind a few methods.
 
-Rank 0 receives calls and sends them to the other ranks as orders. All ranks carry out every order together.
+Rank 0 calls them. Those that `on_all_ranks` decorates are carried out by all ranks together (ranks.py).
 """
 
 import shutil
@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from actors.trainer.channel import Channel
 from actors.trainer.checkpoints import (
     CHECKPOINTS,
     CRITIC,
@@ -27,7 +26,7 @@ from actors.trainer.checkpoints import (
     set_aside_damaged,
 )
 from actors.trainer.critic_link import CriticLink
-from actors.trainer.data.batch import ExpertIds, TrainBatch
+from actors.trainer.data.batch import TrainBatch
 from actors.trainer.data.held_out import PairSums
 from actors.trainer.data.precomputed import LogProbs
 from actors.trainer.file_checksums import FileChecksum
@@ -43,29 +42,8 @@ from actors.trainer.megatron.saving import Saving
 from actors.trainer.models.config import HfConfig, critic_model
 from actors.trainer.models.files import copy_small_files, set_dtype, set_value_head
 from actors.trainer.models.shapes import hf_shapes, num_weights
-from actors.trainer.orders import (
-    AdvanceExport,
-    ComputeLogProbs,
-    ComputeValues,
-    Evaluate,
-    Export,
-    FinishExport,
-    FinishSave,
-    LearnReturns,
-    Load,
-    LoadCheckpoint,
-    Offload,
-    Onload,
-    Order,
-    Probe,
-    Save,
-    ShareValues,
-    Stop,
-    Train,
-    decode_batch,
-    encode_batch,
-)
 from actors.trainer.plugins.functions import hook
+from actors.trainer.ranks import RankCalls, on_all_ranks
 from actors.trainer.step.critic import Critic
 from actors.trainer.step.probe import probe, probe_tokens
 from actors.trainer.step.profile import profiled
@@ -78,7 +56,7 @@ from actors.trainer.weights.export import WeightExport, copied, weight_thread
 from actors.trainer.weights.files import DeltaBase, export_to_files
 from actors.trainer.weights.gathering import own_parts
 from actors.trainer.weights.publish import NOT_WRITTEN, WEIGHTS, PendingVersion, Published, Versions, Written
-from actors.trainer.weights.rank import RankSender, SendingOrders
+from actors.trainer.weights.rank import RankSender
 from messages import WeightProbe
 from runtime.settings.derived import has_critic, trains_reward_model
 from runtime.settings.placement import num_critic_ranks, weight_format
@@ -137,16 +115,15 @@ class TrainerRank:
         self._parts: dict[str, dict[str, FileChecksum]] = {}  # files that a critic on its own ranks saved; on rank 0
         self._set_aside: list[DamagedCheckpoint] = []  # since the last take_set_aside
         self._weight_export: WeightExport[Written] | None = None
-        self._routed_experts: ExpertIds | None = None  # of the batch to train; only on rank 0
         device = ranks.device_of(topology.trainer.device, self._ranks)
         ranks.join(self._ranks, topology.trainer.megatron, device, seed=topology.run.seed)
         hook(topology, "custom_megatron_init")()
-        self._channel = Channel(self._ranks, device)
+        self.calls = RankCalls(self._ranks, device)
         self._replica = Replica(topology, device)
         self._link = self._link_to_critic(critic_store, device)
         self._critic: Critic | RemoteCritic | None = None
         if critic_has_ranks(topology):
-            self._critic = RemoteCritic(self._link, self._channel)
+            self._critic = RemoteCritic(self._link, self.calls)
         elif has_critic(topology):
             self._critic = Critic(topology, device)
         self._train_step = (
@@ -154,8 +131,9 @@ class TrainerRank:
             if trains_reward_model(topology)
             else TrainStep(topology, self._replica, self._critic)
         )
-        self._sender = RankSender(topology, self._replica, run_directory, ask_of, self._weight_thread)
-        self.sending = SendingOrders(self._lead)
+        self.sending = RankSender(topology, self._replica, run_directory, ask_of, self._weight_thread, self.calls)
+        self.calls.serve(self)
+        self.calls.serve(self.sending)
         hf = self._replica.hf
         self._versions = Versions(
             run_directory / WEIGHTS,
@@ -175,7 +153,7 @@ class TrainerRank:
         if self._ranks.rank or not critic_has_ranks(self._topology):
             return None
         world_size = 1 + num_critic_ranks(self._topology)
-        return CriticLink(store, Channel(Ranks(world_size=world_size, store=store), device))
+        return CriticLink(store, RankCalls(Ranks(world_size=world_size, store=store), device))
 
     @property
     def _replicas(self) -> list[Replica]:
@@ -209,16 +187,16 @@ class TrainerRank:
             path = found[-1].path
             dtype = self._topology.model.dtype
             saved_run(path).check(path, self._replica.hf, dtype=dtype, resumes=True, critic=self._critic_config)
-            self._tell_critic(Load(str(path)))
-            step: int = self._lead(Load(str(path)))
+            self._tell_critic("load", path=str(path))
+            step = self._load(str(path))
             if self._link is not None and (of_critic := self._link.answer(int)) != step:
                 raise ValueError(f"{path} has the actor after {step} train steps, and the critic after {of_critic}")
             return step
         beginning = beginning_of(self._topology, self._replica.hf, self._critic_config, thorough=True)
         if beginning is not None:
-            order = LoadCheckpoint(str(beginning.path), beginning.of_megatron_lm)
-            self._tell_critic(order)
-            self._lead(order)
+            path = str(beginning.path)
+            self._tell_critic("begin_from", path=path, of_megatron_lm=beginning.of_megatron_lm)
+            self._begin_from(path, of_megatron_lm=beginning.of_megatron_lm)
             self._hear_critic()
         return 0
 
@@ -240,25 +218,28 @@ class TrainerRank:
         """
         if isinstance(self._critic, RemoteCritic):
             self._critic.begin(batch)
-        if self._ranks.world_size == 1:
-            return self._train(batch)
-        self._routed_experts = batch.routed_experts_N
-        encoded = encode_batch(replace(batch, routed_experts_N=None))  # each replica gets its share later
-        return self._lead(Train(len(encoded)), encoded)
+        return self._train(batch)
 
+    @on_all_ranks
+    def _train(self, batch: TrainBatch) -> Trained:
+        config, rank, device = self._topology.trainer.profile, self._ranks.rank, self._replica.device
+        with profiled(config, self.run_directory, step=batch.step, rank=rank, device=device):
+            return self._train_step(batch)
+
+    @on_all_ranks
     def log_probs(self, batch: TrainBatch) -> LogProbs:
         """Precompute the log-probs that a later train step needs.
 
         Args:
             batch: groups that are in no batch yet.
         """
-        encoded = encode_batch(replace(batch, routed_experts_N=None))
-        return self._lead(ComputeLogProbs(len(encoded)), encoded)
+        assert isinstance(self._train_step, TrainStep)
+        return self._train_step.precompute(replace(batch, routed_experts_N=None))
 
+    @on_all_ranks
     def evaluate(self, batch: TrainBatch) -> PairSums:
         """Sum the metrics of held-out preference pairs under the current weights, without training."""
-        encoded = encode_batch(batch)
-        return self._lead(Evaluate(len(encoded)), encoded)
+        return self._train_step.evaluate(batch)
 
     def begin_save(self, *, step: int, incarnation: int, frontier: int = 0) -> Future[None]:
         """Copy the training state and write it in the background.
@@ -271,9 +252,9 @@ class TrainerRank:
         Returns:
             Future that completes when this rank has written its part. Call `finish_save` then, before the next save.
         """
-        order = Save(step, incarnation, max(step, frontier))
-        self._tell_critic(order)
-        return self._lead(order).written
+        frontier = max(step, frontier)
+        self._tell_critic("save", step=step, incarnation=incarnation, frontier=frontier)
+        return self._save(step, incarnation, frontier).written
 
     def finish_save(self) -> tuple[Path, list[Checkpoint]]:
         """Wait until all ranks have written, give the checkpoint its name, and delete old ones.
@@ -282,9 +263,9 @@ class TrainerRank:
             The checkpoint's directory, and the remaining checkpoints, oldest first.
         """
         if self._link is not None:
-            self._link.tell(FinishSave())
+            self._link.tell("finish_save")
             self._parts = {CRITIC: self._link.answer(dict[str, FileChecksum])}
-        path: Path = self._lead(FinishSave())
+        path = self._name_saved()
         return path, self._sound_checkpoints(thorough=False)
 
     def publish(self, version: int, *, confirmed: int, whole: bool = False) -> Published:
@@ -312,8 +293,8 @@ class TrainerRank:
     def _begin_version(self, version: int, *, whole: bool, copy: bool = False) -> Unpublished:
         begun = self._versions.begin(version, whole=whole)
         delta, base = str(begun.delta or ""), str(begun.base or "")
-        self._lead(Export(str(begun.whole), copy=copy, weight_format=self._weight_format, delta=delta, base=base))
-        return Unpublished(begun, self._lead(Probe()), 0.0)
+        self._begin_export(str(begun.whole), copy=copy, weight_format=self._weight_format, delta=delta, base=base)
+        return Unpublished(begun, self._probe(), 0.0)
 
     def advance_publish(self) -> tuple[bool, Future[None] | None]:
         """Gather the next bucket, unless one is still being written.
@@ -321,7 +302,7 @@ class TrainerRank:
         Returns:
             Whether more buckets may remain, and the pending write of this rank; None: it writes nothing now.
         """
-        has_more: bool = self._lead(AdvanceExport())
+        has_more = self._advance_export()
         assert self._weight_export is not None
         return has_more, self._weight_export.pending
 
@@ -330,7 +311,7 @@ class TrainerRank:
         return self._published(begun, confirmed, time.perf_counter() - begun.pause_s)
 
     def _published(self, begun: Unpublished, confirmed: int, begin: float) -> Published:
-        written: Written = self._lead(FinishExport())
+        written = self._finish_export()
         published = self._versions.complete(begun.files, written)
         self._versions.prune(confirmed=confirmed)
         return replace(published, took_s=time.perf_counter() - begin, probe=begun.probe)
@@ -341,8 +322,8 @@ class TrainerRank:
         A critic gets the directory `critic` in it.
         """
         with atomic_directory(directory) as unfinished:
-            self._lead(Export(str(unfinished)))
-            self._lead(FinishExport())
+            self._begin_export(str(unfinished))
+            self._finish_export()
             self._copy_files(self._model_directory, unfinished, self._replica.hf)
             if self._critic is not None:
                 self._export_critic(unfinished / CRITIC)
@@ -350,11 +331,10 @@ class TrainerRank:
 
     def _export_critic(self, directory: Path) -> None:
         directory.mkdir()
-        order = Export(str(directory), of_critic=True)
         if self._link is None:
-            self._lead(order)
-            self._lead(FinishExport())
-        self._tell_critic(order)
+            self._begin_export(str(directory), of_critic=True)
+            self._finish_export()
+        self._tell_critic("export", directory=str(directory))
         self._hear_critic()
         self._copy_files(
             Path(critic_topology(self._topology).model.hf_checkpoint), directory, critic_model(self._topology)
@@ -369,7 +349,7 @@ class TrainerRank:
     def unwritten(self) -> Published:
         """Probe the weights, for engines that receive them without files."""
         begin = time.perf_counter()
-        probed = self._lead(Probe())
+        probed = self._probe()
         itemsize = {"bfloat16": 2, "fp8": 1}.get(self._weight_format, DTYPES[self._topology.model.dtype].itemsize)
         size_bytes = num_weights(self._replica.hf) * itemsize
         return Published(None, "", size_bytes, time.perf_counter() - begin, probed)
@@ -380,17 +360,23 @@ class TrainerRank:
         self.sending.copy(version)
         return replace(self.unwritten(), took_s=time.perf_counter() - begin)
 
+    @on_all_ranks
     def offload(self) -> int:
         """Free memory that only training needs, until `onload`: gradient buffers, main parameters, optimizer state.
 
         Returns:
             Bytes that this rank moved to the host.
         """
-        return self._lead(Offload())
+        freed = self._replica.offload(self.run_directory)
+        if (critic := self._critic_replica) is not None:  # engines do not need its weights
+            freed += critic.offload(self.run_directory, weights=True)
+        return freed
 
+    @on_all_ranks
     def onload(self) -> None:
         """Move back what `offload` freed. Required before the next train step or checkpoint."""
-        self._lead(Onload())
+        for replica in self._replicas:
+            replica.onload()
 
     def held_bytes(self) -> int:
         """Memory in use by this rank, in bytes, which is unavailable to other processes."""
@@ -398,8 +384,9 @@ class TrainerRank:
 
     def close(self) -> None:
         """Stop the other ranks and leave the process group."""
-        self._tell_critic(Stop())
-        self._lead(Stop())
+        if self._link is not None:
+            self._link.stop()
+        self.calls.stop_others()
         self._leave()
 
     def _leave(self) -> None:
@@ -408,90 +395,118 @@ class TrainerRank:
             executor.shutdown(cancel_futures=True)
         ranks.leave()
 
-    def _lead(self, command: Order, payload: bytes = b"") -> Any:
-        self._channel.tell(command)
-        return self._carry_out(command, payload)
-
-    def _tell_critic(self, command: Order) -> None:
-        """Send an order to a critic on ranks of its own, which carries it out meanwhile."""
+    def _tell_critic(self, name: str, **arguments: Any) -> None:
+        """Call a method of a critic on ranks of its own, which carries it out meanwhile."""
         if self._link is not None:
-            self._link.tell(command)
+            self._link.tell(name, **arguments)
 
     def _hear_critic(self) -> None:
-        """Wait until a critic on ranks of its own has carried out an order whose answer is empty."""
+        """Wait until a critic on ranks of its own has carried out a call whose answer is empty."""
         if self._link is not None:
             self._link.answer(type(None))
 
     # other ranks
 
     def follow(self) -> None:
-        """Carry out rank 0's orders until a `Stop` order or a call of `stop_following`."""
-        command: Order = Load("")
-        while not isinstance(command, Stop):
-            command = self._channel.next()
-            self._carry_out(command, b"")
+        """Carry out rank 0's calls until it stops this rank, or until a call of `stop_following`."""
+        self.calls.follow()
         self._leave()
 
     def stop_following(self) -> None:
-        """End `follow` at its next poll for an order. Called from another thread."""
-        self._channel.stop()
+        """End `follow` at its next poll for a call. Called from another thread."""
+        self.calls.stop()
 
     # all ranks
 
-    def _carry_out(self, command: Order, payload: bytes) -> Any:
-        match command:
-            case Load():
-                with self._optimizers_at_hand():
-                    return load_checkpoint(self._replica, Path(command.path), self._critic_replica)
-            case LoadCheckpoint():
-                with self._optimizers_at_hand():
-                    return self._begin_from(Path(command.path), of_megatron_lm=command.of_megatron_lm)
-            case Train():
-                batch = decode_batch(self._channel.broadcast(payload, command.size_bytes))
-                routed, self._routed_experts = self._routed_experts, None
-                return self._train(replace(batch, routed_experts_N=routed))
-            case ComputeLogProbs():
-                assert isinstance(self._train_step, TrainStep)
-                return self._train_step.precompute(decode_batch(self._channel.broadcast(payload, command.size_bytes)))
-            case Evaluate():
-                return self._train_step.evaluate(decode_batch(self._channel.broadcast(payload, command.size_bytes)))
-            case Save():
-                with self._optimizers_at_hand():
-                    self._saving = self._begin_save(command)
-                return self._saving
-            case FinishSave():
-                assert self._saving is not None
-                path, self._saving = self._saving.finish(self._parts), None
-                return path
-            case Export():
-                with self._replica.memory.phase("export"):
-                    self._weight_export = self._begin_export(command)
-                return None
-            case AdvanceExport():
-                assert self._weight_export is not None
-                return self._weight_export.advance()
-            case FinishExport():
-                assert self._weight_export is not None
-                export, self._weight_export = self._weight_export, None
-                self._replica.between = nothing
-                with self._replica.memory.phase("export"):
-                    written = export.finish()
-                self._checksums = written.checksums
-                return written
-            case Offload():
-                return self._offload()
-            case Onload():
-                for replica in self._replicas:
-                    replica.onload()
-                return None
-            case Probe():
-                return probe(self._replica, self._probe_tokens)
-            case Stop():
-                return None
-            case ComputeValues() | LearnReturns() | ShareValues():
-                raise AssertionError(f"{command} is read by the critic, or inside of a train step")
-            case _:
-                return self._sender.carry_out(command)
+    @on_all_ranks
+    def _load(self, path: str) -> int:
+        """Load a checkpoint of this run."""
+        with self._optimizers_at_hand():
+            return load_checkpoint(self._replica, Path(path), self._critic_replica)
+
+    @on_all_ranks
+    def _save(self, step: int, incarnation: int, frontier: int) -> Saving:
+        """Start a checkpoint."""
+        with self._optimizers_at_hand():
+            self._saving = begin_save(
+                self._replica,
+                self._checkpoints,
+                self._executor,
+                step=step,
+                incarnation=incarnation,
+                run_file=self._saved_run(step, incarnation, frontier),
+                critic=self._critic_replica,
+            )
+        return self._saving
+
+    @on_all_ranks
+    def _name_saved(self) -> Path:
+        """Wait until the checkpoint is written, and give it its name."""
+        assert self._saving is not None
+        path, self._saving = self._saving.finish(self._parts), None
+        return path
+
+    @on_all_ranks
+    def _begin_export(
+        self,
+        directory: str,
+        *,
+        copy: bool = False,
+        weight_format: WeightFormat = "as_trained",
+        delta: str = "",
+        base: str = "",
+        of_critic: bool = False,
+    ) -> None:
+        """Start to write the weights.
+
+        Args:
+            directory: for the full files.
+            copy: write a copy, so that training can continue.
+            weight_format: dtype and quantization of the files.
+            delta: directory for the delta to the previous version; empty: no delta.
+            base: full files of the previous version.
+            of_critic: write the critic, not the policy.
+        """
+        with self._replica.memory.phase("export"):
+            replica = self._replicas[-1 if of_critic else 0]
+            parts = own_parts(replica.complete_chunks(), replica.hf)
+            if copy or of_critic:  # of a critic, numpy would hold storages that an offload frees
+                parts = copied(parts)
+            export = export_to_files(
+                parts,
+                replica.hf,
+                Path(directory),
+                self._weight_thread,
+                device=replica.device,
+                bucket_bytes=self._topology.trainer.export_bucket_bytes,
+                form=FORMS[weight_format],
+                delta_base=DeltaBase(Path(delta), Path(base), self._checksums) if delta else None,
+            )
+            if copy:
+                replica.between = export.advance
+            self._weight_export = export
+
+    @on_all_ranks
+    def _advance_export(self) -> bool:
+        """Gather the next bucket of the export."""
+        assert self._weight_export is not None
+        return self._weight_export.advance()
+
+    @on_all_ranks
+    def _finish_export(self) -> Written:
+        """Gather and write the remaining buckets."""
+        assert self._weight_export is not None
+        export, self._weight_export = self._weight_export, None
+        self._replica.between = nothing
+        with self._replica.memory.phase("export"):
+            written = export.finish()
+        self._checksums = written.checksums
+        return written
+
+    @on_all_ranks
+    def _probe(self) -> WeightProbe:
+        """Compute the log-probs of the probe."""
+        return probe(self._replica, self._probe_tokens)
 
     @contextmanager
     def _optimizers_at_hand(self) -> Generator[None]:
@@ -501,66 +516,24 @@ class TrainerRank:
                 stack.enter_context(replica.optimizer_at_hand())
             yield
 
-    def _begin_from(self, path: Path, *, of_megatron_lm: bool) -> None:
+    @on_all_ranks
+    def _begin_from(self, path: str, *, of_megatron_lm: bool) -> None:
         """Start from the checkpoint of another run."""
-        weights_only = self._topology.trainer.load_weights_only
+        weights_only, directory = self._topology.trainer.load_weights_only, Path(path)
         begin = begin_from_megatron_lm if of_megatron_lm else begin_from
-        begin(self._replica, path, weights_only=weights_only)
-        if isinstance(self._train_step, TrainStep):
-            self._train_step.begin_reference()
-        if isinstance(self._critic, Critic):
-            self._critic.begin_from(path, of_megatron_lm=of_megatron_lm)
+        with self._optimizers_at_hand():
+            begin(self._replica, directory, weights_only=weights_only)
+            if isinstance(self._critic, Critic):
+                self._critic.begin_from(directory, of_megatron_lm=of_megatron_lm)
 
-    def _offload(self) -> int:
-        freed = self._replica.offload(self.run_directory)
-        if (critic := self._critic_replica) is not None:  # engines do not need its weights
-            freed += critic.offload(self.run_directory, weights=True)
-        return freed
-
-    def _train(self, batch: TrainBatch) -> Trained:
-        config, rank, device = self._topology.trainer.profile, self._ranks.rank, self._replica.device
-        with profiled(config, self.run_directory, step=batch.step, rank=rank, device=device):
-            return self._train_step(batch)
-
-    def _begin_save(self, command: Save) -> Saving:
-        return begin_save(
-            self._replica,
-            self._checkpoints,
-            self._executor,
-            step=command.step,
-            incarnation=command.incarnation,
-            run_file=self._saved_run(command),
-            critic=self._critic_replica,
-        )
-
-    def _begin_export(self, command: Export) -> WeightExport[Written]:
-        replica = self._replicas[-1 if command.of_critic else 0]
-        parts = own_parts(replica.complete_chunks(), replica.hf)
-        if command.copy or command.of_critic:  # of a critic, numpy would hold storages that an offload frees
-            parts = copied(parts)
-        bucket_bytes = self._topology.trainer.export_bucket_bytes
-        export = export_to_files(
-            parts,
-            replica.hf,
-            Path(command.directory),
-            self._weight_thread,
-            device=replica.device,
-            bucket_bytes=bucket_bytes,
-            form=FORMS[command.weight_format],
-            delta_base=DeltaBase(Path(command.delta), Path(command.base), self._checksums) if command.delta else None,
-        )
-        if command.copy:
-            replica.between = export.advance
-        return export
-
-    def _saved_run(self, command: Save) -> SavedRun:
+    def _saved_run(self, step: int, incarnation: int, frontier: int) -> SavedRun:
         topology = self._topology
         return SavedRun(
             run=topology.run.name,
-            step=command.step,
-            frontier=command.frontier,
+            step=step,
+            frontier=frontier,
             steps_before=self._replica.steps_before,
-            incarnation=command.incarnation,
+            incarnation=incarnation,
             dtype=topology.model.dtype,
             model=self._replica.hf,
             critic=self._critic_config,

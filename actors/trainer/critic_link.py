@@ -1,8 +1,8 @@
-"""Link between rank 0 of the actor and a critic on ranks of its own: orders one way, answers the other way.
+"""Link between rank 0 of the actor and a critic on ranks of its own: calls one way, answers the other way.
 
 Actor and critic are two process groups of torch.distributed, each with Megatron's groups of its own. They share only
-the TCP store of rank 0, through which orders, payloads and answers go. So no rank waits for the other model inside of
-a collective. A payload is stored before its order, and deleted by its only reader.
+the TCP store of rank 0, through which calls, payloads and answers go. So no rank waits for the other model inside of
+a collective. A payload is stored before its call, and deleted by its only reader.
 """
 
 import time
@@ -12,8 +12,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 import torch.distributed as dist
 
-from actors.trainer.channel import POLL, Channel
-from actors.trainer.orders import Order
+from actors.trainer.ranks import POLL, RankCalls
 from runtime.process.actor import InputError
 from runtime.util.disk import NoSpace
 
@@ -40,26 +39,34 @@ class CriticRankFailed(Exception):
 class CriticLink:
     """Rank 0's end of the link."""
 
-    def __init__(self, store: Any, orders: Channel, *, timeout_s: float = ANSWER_TIMEOUT_S) -> None:
-        """Create the link, before the first order.
+    def __init__(self, store: Any, calls: RankCalls, *, timeout_s: float = ANSWER_TIMEOUT_S) -> None:
+        """Create the link, before the first call.
 
         Args:
             store: Store that both ends share.
-            orders: Channel to the critic's ranks.
+            calls: Calls to the critic's ranks.
             timeout_s: Longest wait for an answer, in seconds.
         """
         self._store = store
-        self._orders = orders
+        self._calls = calls
         self._timeout_s = timeout_s
         self._num_payloads = 0
         self._num_answers = 0
 
-    def tell(self, order: Order, payload: bytes | None = None) -> None:
-        """Send an order to all ranks of the critic, and its payload to the first."""
+    def tell(self, name: str, payload: bytes | None = None, **arguments: Any) -> None:
+        """Call a method of `CriticRank` on all ranks of the critic, with a payload for the first.
+
+        The method gets the size of the payload as `size_bytes`.
+        """
         if payload is not None:
             self._num_payloads += 1
             _put(self._store, f"payload/{self._num_payloads}", payload)
-        self._orders.tell(order)
+            arguments["size_bytes"] = len(payload)
+        self._calls.tell(name, **arguments)
+
+    def stop(self) -> None:
+        """Have the critic's ranks end."""
+        self._calls.stop_others()
 
     def answer(self, kind: type[T]) -> T:
         """Wait for the next answer of the critic's first rank.
@@ -84,28 +91,28 @@ class CriticLink:
 class CriticEnd:
     """A critic rank's end of the link."""
 
-    def __init__(self, store: Any, orders: Channel, *, is_first: bool) -> None:
-        """Create the link, before the first order.
+    def __init__(self, store: Any, calls: RankCalls, *, is_first: bool) -> None:
+        """Create the link, before the first call.
 
         Args:
             store: Store that both ends share.
-            orders: Channel from rank 0 of the actor, which also broadcasts among the critic's ranks.
+            calls: Calls of the actor's rank 0, which also broadcast among the critic's ranks.
             is_first: Whether this is the critic's first rank.
         """
         self._store = store
-        self._orders = orders
+        self._calls = calls
         self._is_first = is_first
         self._num_payloads = 0
         self._num_answers = 0
 
     def payload(self, size_bytes: int) -> bytes:
-        """Return the payload of an order. A collective of the critic's ranks."""
+        """Return the payload of a call. A collective of the critic's ranks."""
         self._num_payloads += 1
         taken = _take(self._store, f"payload/{self._num_payloads}", size_bytes) if self._is_first else b""
-        return self._orders.broadcast(taken, size_bytes)
+        return self._calls.broadcast(taken, size_bytes)
 
     def answer(self, value: Any) -> None:
-        """Answer the order, on the first rank; other ranks do nothing."""
+        """Answer the call, on the first rank; other ranks do nothing."""
         if not self._is_first:
             return
         self._num_answers += 1
@@ -148,3 +155,25 @@ def _is_there(store: Any, key: str, timeout: timedelta) -> bool:
     except dist.DistStoreError:  # timed out
         return False
     return True
+
+
+class Returns(msgspec.Struct, frozen=True):
+    """What a critic on ranks of its own learns of the batch whose values it computed."""
+
+    returns: bytes  # [N], float64
+    loss_mask: bytes  # [N], uint8
+
+
+class LearnedStep(msgspec.Struct, frozen=True):
+    """One optimizer step of a critic on ranks of its own."""
+
+    masked: bytes  # [B], bool: samples whose loss was not finite
+    norm: float
+    is_taken: bool
+
+
+class Learned(msgspec.Struct, frozen=True):
+    """What a critic on ranks of its own answers when it has learned."""
+
+    steps: list[LearnedStep]
+    metrics: dict[str, float]

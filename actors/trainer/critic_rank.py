@@ -1,6 +1,6 @@
 """One rank of a critic that has ranks of its own: a process group and a parallel layout apart from the actor's.
 
-Rank 0 of the actor sends the orders (critic_link.py). All of the critic's ranks carry out every order together, and the
+Rank 0 of the actor calls its methods (critic_link.py). All of the critic's ranks carry out every call together, and the
 first one answers.
 """
 
@@ -15,31 +15,16 @@ import numpy as np
 import torch
 from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage] - documented as public
 
-from actors.trainer.channel import Channel
 from actors.trainer.checkpoints import CHECKPOINTS
 from actors.trainer.commands import TrainerRank
-from actors.trainer.critic_link import CriticEnd
+from actors.trainer.critic_link import CriticEnd, Learned, LearnedStep, Returns
 from actors.trainer.data.batch import Floats32, TrainBatch
 from actors.trainer.megatron import groups as ranks
 from actors.trainer.megatron.checkpoint import begin_save_of_critic, load_critic
 from actors.trainer.megatron.groups import Ranks
 from actors.trainer.megatron.saving import Saving
-from actors.trainer.orders import (
-    ComputeValues,
-    Export,
-    FinishSave,
-    Learned,
-    LearnedStep,
-    LearnReturns,
-    Load,
-    LoadCheckpoint,
-    Order,
-    Returns,
-    Save,
-    Stop,
-    decode_batch,
-)
 from actors.trainer.plugins.functions import hook
+from actors.trainer.ranks import RankCalls, decode_batch, on_all_ranks
 from actors.trainer.step.critic import Critic, Estimates
 from actors.trainer.step.estimator import response_mask
 from actors.trainer.step.planning import Planner
@@ -106,9 +91,9 @@ class CriticRank:
         own = critic_topology(topology)
         self._name = f"rank {rank.rank} of the critic (process trainer.{number})"
         device = ranks.device_of(own.trainer.device, rank)
-        orders = Channel(replace(rank, store=link_store), device)
-        self._orders = orders
-        self._link = CriticEnd(link_store, orders, is_first=rank.rank == 0)
+        self.calls = RankCalls(replace(rank, store=link_store), device)
+        self.calls.serve(self)
+        self._link = CriticEnd(link_store, self.calls, is_first=rank.rank == 0)
         try:
             ranks.join(rank, own.trainer.megatron, device, seed=topology.run.seed)
             hook(topology, "custom_megatron_init")()
@@ -127,12 +112,9 @@ class CriticRank:
             self._replica.rest(run_directory)
 
     def follow(self) -> None:
-        """Carry out orders until a `Stop` order or a call of `stop_following`. An error is reported to rank 0."""
-        command: Order = Load("")
+        """Carry out calls until rank 0 stops this rank, or until `stop_following`. Errors are reported to rank 0."""
         try:
-            while not isinstance(command, Stop):
-                command = self._orders.next()
-                self._carry_out(command)
+            self.calls.follow()
         except Exception as error:
             self._link.fail(error, self._name)
             raise
@@ -140,44 +122,50 @@ class CriticRank:
         ranks.leave()
 
     def stop_following(self) -> None:
-        """End `follow` at its next poll for an order. Called from another thread."""
-        self._orders.stop()
+        """End `follow` at its next poll for a call. Called from another thread."""
+        self.calls.stop()
 
-    def _carry_out(self, command: Order) -> None:
-        match command:
-            case Load():
-                with self._replica.optimizer_at_hand():
-                    self._link.answer(load_critic(self._replica, Path(command.path)))
-            case LoadCheckpoint():
-                with self._replica.optimizer_at_hand():
-                    self.critic.begin_from(Path(command.path), of_megatron_lm=command.of_megatron_lm)
-                self._link.answer(None)
-            case ComputeValues():
-                batch = decode_batch(self._link.payload(command.size_bytes))
-                values_N = self.critic.values(batch, response_mask(batch))
-                self._valued = batch, values_N
-                self._link.answer(values_N.tobytes())
-            case LearnReturns():
-                returns = msgspec.msgpack.decode(self._link.payload(command.size_bytes), type=Returns)
-                self._link.answer(self._learn(returns))
-            case Save():
-                with self._replica.optimizer_at_hand():
-                    self._saving = begin_save_of_critic(
-                        self._replica,
-                        self._checkpoints,
-                        self._executor,
-                        step=command.step,
-                        incarnation=command.incarnation,
-                    )
-            case FinishSave():
-                assert self._saving is not None
-                files, self._saving = self._saving.finish_part(), None
-                self._link.answer(files)
-            case Export():
-                self._export(Path(command.directory))
-                self._link.answer(None)
-            case _:
-                assert isinstance(command, Stop), command
+    @on_all_ranks
+    def _load(self, path: str) -> None:
+        """Load a checkpoint of this run. Answers the train steps in it."""
+        with self._replica.optimizer_at_hand():
+            self._link.answer(load_critic(self._replica, Path(path)))
+
+    @on_all_ranks
+    def _begin_from(self, path: str, *, of_megatron_lm: bool) -> None:
+        """Start from the checkpoint of another run. Answers nothing, once it is loaded."""
+        with self._replica.optimizer_at_hand():
+            self.critic.begin_from(Path(path), of_megatron_lm=of_megatron_lm)
+        self._link.answer(None)
+
+    @on_all_ranks
+    def _compute_values(self, size_bytes: int) -> None:
+        """Compute the values of the batch in the payload, and answer them."""
+        batch = decode_batch(self._link.payload(size_bytes))
+        values_N = self.critic.values(batch, response_mask(batch))
+        self._valued = batch, values_N
+        self._link.answer(values_N.tobytes())
+
+    @on_all_ranks
+    def _learn_returns(self, size_bytes: int) -> None:
+        """Train on the returns in the payload, of the batch whose values were computed last. Answers `Learned`."""
+        self._link.answer(self._learn(msgspec.msgpack.decode(self._link.payload(size_bytes), type=Returns)))
+
+    @on_all_ranks
+    def _save(self, step: int, incarnation: int, frontier: int) -> None:
+        """Start this model's part of a checkpoint."""
+        del frontier  # in the actor's part
+        with self._replica.optimizer_at_hand():
+            self._saving = begin_save_of_critic(
+                self._replica, self._checkpoints, self._executor, step=step, incarnation=incarnation
+            )
+
+    @on_all_ranks
+    def _finish_save(self) -> None:
+        """Wait until the part is written. Answers the checksums of its files."""
+        assert self._saving is not None
+        files, self._saving = self._saving.finish_part(), None
+        self._link.answer(files)
 
     def _learn(self, given: Returns) -> Learned:
         """Train on the returns of the batch whose values were computed last."""
@@ -194,10 +182,11 @@ class CriticRank:
         metrics["perf/critic_train_time"] = time.perf_counter() - begin
         return Learned([LearnedStep(one.masked_B.tobytes(), one.norm, one.is_taken) for one in done], metrics)
 
-    def _export(self, directory: Path) -> None:
-        """Write the critic's weights. A collective of the critic's ranks."""
+    @on_all_ranks
+    def _export(self, directory: str) -> None:
+        """Write the critic's weights. Answers nothing, once they are written."""
         hf, bucket_bytes = self._replica.hf, self._topology.trainer.export_bucket_bytes
-        parts = own_parts(self._replica.complete_chunks(), hf)
+        parts, device = own_parts(self._replica.complete_chunks(), hf), self._replica.device
         with weight_thread() as thread:
-            device = self._replica.device
-            export_to_files(parts, hf, directory, thread, device=device, bucket_bytes=bucket_bytes).finish()
+            export_to_files(parts, hf, Path(directory), thread, device=device, bucket_bytes=bucket_bytes).finish()
+        self._link.answer(None)

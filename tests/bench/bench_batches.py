@@ -38,7 +38,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     from actors.trainer.data.assembly import assemble
-    from actors.trainer.orders import decode_batch, encode_batch
+    from actors.trainer.ranks import decode_batch, encode_batch
 
     groups = [collected(number, args) for number in range(args.groups)]
     batch = assemble(0, groups, {1: 0})

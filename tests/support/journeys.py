@@ -164,7 +164,7 @@ def messages_like(pattern: str) -> set[str]:
 
 def threads_in(modules: Iterable[Module]) -> list[str]:
     """Find the places that start threads: the module, and the line's name of the thread."""
-    found: list[str] = []
+    found: dict[str, str] = {}  # by the thread's name: ranks of two kinds may have threads of one name
     for module in modules:
         tree = ast.parse((ROOT / module.path).read_text())
         calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
@@ -172,8 +172,8 @@ def threads_in(modules: Iterable[Module]) -> list[str]:
             name = ast.unparse(call.func).rpartition(".")[2]
             named = [key.value for key in call.keywords if key.arg in ("name", "thread_name_prefix")]
             if name in STARTS_A_THREAD and named:
-                found.append(f"{module.path}: {ast.unparse(named[0])}")
-    return found
+                found.setdefault(ast.unparse(named[0]), module.path)
+    return [f"{path}: {name}" for name, path in found.items()]
 
 
 def with_imported(paths: set[str], modules: Iterable[Module]) -> set[str]:

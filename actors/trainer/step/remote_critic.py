@@ -8,10 +8,9 @@ import numpy as np
 import torch
 
 from actors.trainer.algorithms.advantage_inputs import Flags
-from actors.trainer.channel import Channel
-from actors.trainer.critic_link import CriticLink, CriticRankFailed
+from actors.trainer.critic_link import CriticLink, CriticRankFailed, Learned, Returns
 from actors.trainer.data.batch import Floats32, TrainBatch
-from actors.trainer.orders import ComputeValues, Learned, LearnReturns, Returns, ShareValues, encode_batch
+from actors.trainer.ranks import RankCalls, encode_batch
 from actors.trainer.step.critic import Estimates
 from actors.trainer.step.learner import Done, OptimizerStep
 
@@ -22,21 +21,20 @@ class RemoteCritic:
     Rank 0 of the actor has the link, and shares the values with the other ranks of the actor.
     """
 
-    def __init__(self, link: CriticLink | None, channel: Channel) -> None:
+    def __init__(self, link: CriticLink | None, calls: RankCalls) -> None:
         """Set up on one rank of the actor.
 
         Args:
             link: Link to the critic's ranks, on rank 0 alone.
-            channel: Channel among the actor's ranks.
+            calls: Calls among the actor's ranks.
         """
         self._link = link
-        self._channel = channel
+        self._calls = calls
 
     def begin(self, batch: TrainBatch) -> None:
         """Have the values of a batch computed. Called on rank 0, before the actor's ranks train the batch."""
         assert self._link is not None
-        encoded = encode_batch(_of_critic(batch))
-        self._link.tell(ComputeValues(len(encoded)), encoded)
+        self._link.tell("compute_values", encode_batch(_of_critic(batch)))
 
     def values(self, batch: TrainBatch, wanted_N: Flags) -> Floats32:
         """Return the values of the batch that was begun, [N], 0 for tokens outside of responses.
@@ -50,15 +48,11 @@ class RemoteCritic:
         Raises:
             InputError, NoSpace, CriticRankFailed: As in `CriticLink.answer`, on rank 0.
         """
-        if self._link is not None:
-            shared = self._link.answer(bytes)
-            self._channel.tell(ShareValues(len(shared)))
-        else:
-            order, shared = self._channel.next(), b""
-            if not isinstance(order, ShareValues):
-                raise CriticRankFailed("this rank was stopped while it waited for the critic's values")
-            assert order.size_bytes == 4 * len(batch.tokens_N)
-        values_N = np.frombuffer(self._channel.broadcast(shared, 4 * len(batch.tokens_N)), dtype=np.float32)
+        shared = self._calls.share(None if self._link is None else self._link.answer(bytes))
+        if shared is None:
+            raise CriticRankFailed("this rank was stopped while it waited for the critic's values")
+        assert len(shared) == 4 * len(batch.tokens_N)
+        values_N = np.frombuffer(shared, dtype=np.float32)
         return np.where(wanted_N, values_N, np.float32(0))
 
     def begin_training(self, batch: TrainBatch, estimates: Estimates) -> None:
@@ -71,8 +65,7 @@ class RemoteCritic:
         if self._link is None:
             return
         returns = Returns(estimates.returns_N.astype(np.float64).tobytes(), batch.loss_mask_N.tobytes())
-        encoded = msgspec.msgpack.encode(returns)
-        self._link.tell(LearnReturns(len(encoded)), encoded)
+        self._link.tell("learn_returns", msgspec.msgpack.encode(returns))
 
     def trained(self, steps: Sequence[OptimizerStep]) -> tuple[dict[str, float], list[Done]]:
         """Wait until the critic has learned the returns, on rank 0. Other ranks get nothing, and need nothing.

@@ -4,10 +4,9 @@ The weights are sent as they are exported. With async export, the first rank of 
 continues, and sends the copy. Engines then pause only while the weights are sent, not while they are gathered.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
@@ -16,19 +15,7 @@ from actors.trainer.megatron.groups import all_gather_objects
 from actors.trainer.megatron.imports import parallel_state
 from actors.trainer.megatron.memory import give_back
 from actors.trainer.megatron.rank_model import Replica
-from actors.trainer.orders import (
-    AdvanceCopy,
-    CopyWeights,
-    FinishCopy,
-    FinishSend,
-    JoinGroups,
-    LeaveGroups,
-    OpenGroups,
-    Order,
-    SendCopy,
-    SendingOrder,
-    SendWeights,
-)
+from actors.trainer.ranks import RankCalls, on_all_ranks
 from actors.trainer.rendezvous import own_address
 from actors.trainer.weights.broadcast import Broadcast, StageGroup
 from actors.trainer.weights.calls import POOL, AskOf
@@ -63,8 +50,10 @@ class RankSender:
         run_directory: Path,
         ask_of: AskOf | None,
         thread: ThreadPoolExecutor,
+        calls: RankCalls,
     ) -> None:
         """Start without a process group. Without `ask_of`, process groups can be opened, but nothing can be sent."""
+        self.calls = calls
         self._topology = topology
         self._replica = replica
         self._ask_of = ask_of
@@ -72,55 +61,36 @@ class RankSender:
         self._groups: dict[int, StageGroup] = {}  # by update group
         self._prefix = segment_prefix(run_directory)
         self._thread = thread
-        self._copying: tuple[int, WeightExport[None], HostCopy] | None = None  # the version that is being gathered
+        self._copying: tuple[int, WeightExport[list[Sent]], HostCopy] | None = (
+            None  # the version that is being gathered
+        )
         self._kept: tuple[int, list[Bucket]] = (0, [])  # the version that was gathered last; only on first ranks
         self._sending: WeightExport[list[Sent]] | None = None  # of the kept copy
         if self._is_first and replica.device.type == "cpu":
             remove_segments(self._prefix)
 
-    def carry_out(self, order: SendingOrder) -> Any:
-        """Carry out an order of rank 0. `SendingOrders` describes the orders."""
-        match order:
-            case OpenGroups():
-                return self._open_group(order)
-            case JoinGroups():
-                return self._join_group(order.part)
-            case LeaveGroups():
-                return self._leave_group(order.part)
-            case SendCopy():
-                return self._send_copy(order)
-            case SendWeights():
-                with self._replica.memory.phase("export"):
-                    if self._shares_gpus:
-                        return all_gather_objects(self._send_handles(order))
-                    sent = self._export(self._live(self._own_parts()), order, self._form).finish()
-                give_back()  # colocated engines need the memory next
-                return sent
-            case CopyWeights():
-                with self._replica.memory.phase("export"):
-                    return self._copy(order.version)
-            case AdvanceCopy():
-                assert self._copying is not None
-                return self._copying[1].advance()
-            case FinishCopy():
-                return self._finish_copy()
-            case FinishSend():
-                assert self._sending is not None
-                sending, self._sending = self._sending, None
-                return sending.finish()
+    @on_all_ranks
+    def open_groups(self, name: str, part: int, world_size: int, timeout_s: float) -> list[UpdateGroup]:
+        """Open a process group for each pipeline stage, in place of the update group's old ones.
 
-    def _open_group(self, order: OpenGroups) -> list[UpdateGroup]:
-        self._leave_group(order.part)
+        Args:
+            name: a name that was never used before.
+            part: index of the engines' update group.
+            world_size: ranks of a process group.
+            timeout_s: seconds for a broadcast.
+        """
+        self._leave_group(part)
         group = None
         if self._is_first:
-            name = f"{order.name}-{parallel_state.get_pipeline_model_parallel_rank()}"
-            own = own_address()
-            group = StageGroup(name, own, order.world_size, self._replica.device, timeout_s=order.timeout_s)
-            self._groups[order.part] = group
+            stage = parallel_state.get_pipeline_model_parallel_rank()
+            group = StageGroup(f"{name}-{stage}", own_address(), world_size, self._replica.device, timeout_s=timeout_s)
+            self._groups[part] = group
         specs = all_gather_objects(None if group is None else group.spec)
         return [spec for spec in specs if spec is not None]
 
-    def _join_group(self, part: int) -> list[str]:
+    @on_all_ranks
+    def join_groups(self, part: int) -> list[str]:
+        """Wait until engines have joined the process groups. Returns the errors of ranks where they did not."""
         error, group = "", self._groups.get(part)
         if group is not None:
             try:
@@ -129,138 +99,59 @@ class RankSender:
                 error = str(failure)
         return [each for each in all_gather_objects(error) if each]
 
+    @on_all_ranks
+    def leave_groups(self, part: int) -> None:
+        """Close the process groups of an update group."""
+        self._leave_group(part)
+
     def _leave_group(self, part: int) -> None:
         group = self._groups.pop(part, None)
         if group is not None:
             group.leave()
 
-    def _own_parts(self) -> list[Part]:
-        return own_parts(self._replica.complete_chunks(), self._replica.hf)
+    @on_all_ranks
+    def send(self, session: str, membership: Membership, timeout_s: float) -> list[Sent]:
+        """Send the weights to prepared engines. Returns each rank's result.
 
-    def _live(self, parts: list[Part]) -> Iterator[Bucket]:
-        return gathered(parts, self._replica.hf, self._replica.device, self._topology.trainer.export_bucket_bytes)
+        Args:
+            session: ID of the weight sync.
+            membership: member engines.
+            timeout_s: seconds for a bucket.
+        """
+        with self._replica.memory.phase("export"):
+            if self._shares_gpus:
+                return all_gather_objects(self._send_handles(session, membership, timeout_s))
+            sinks = self._sinks(session, membership, timeout_s)
+            sent = self._export(self._live(self._own_parts()), sinks, self._form).finish()
+        give_back()  # colocated engines need the memory next
+        return sent
 
-    @property
-    def _form(self) -> WeightConversion:
-        return FORMS[weight_format(self._topology)]
+    @on_all_ranks
+    def copy(self, version: int) -> None:
+        """Copy the weights to the host while training pauses. From now on each micro-batch gathers a bucket before."""
+        with self._replica.memory.phase("export"):
+            host = HostCopy()
+            sinks: list[Sink] = [host] if self._is_first else []
+            export = self._export(self._live(copied(self._own_parts())), sinks, self._form)
+            self._copying = version, export, host
+            self._replica.between = export.advance
 
-    def _export(self, source: Iterator[Bucket], order: SendWeights, form: WeightConversion) -> WeightExport[list[Sent]]:
-        """Begin an export to engines."""
-        return WeightExport(
-            source,
-            self._sinks(order),
-            lambda by_rank: [results[0] if results else Sent() for results in by_rank],
-            self._thread,
-            device=self._replica.device,
-            bucket_bytes=self._topology.trainer.export_bucket_bytes,
-            form=form,
-        )
+    @on_all_ranks
+    def advance_copy(self) -> bool:
+        """Gather the next bucket of the copy. Returns whether more buckets may remain."""
+        assert self._copying is not None
+        return self._copying[1].advance()
 
-    def _copy(self, version: int) -> None:
-        """Copy the weights. From now on a bucket is also gathered before each micro-batch."""
-        host = HostCopy()
-        export = WeightExport(
-            self._live(copied(self._own_parts())),
-            [host] if self._is_first else [],
-            lambda _: None,
-            self._thread,
-            device=self._replica.device,
-            bucket_bytes=self._topology.trainer.export_bucket_bytes,
-            form=self._form,
-        )
-        self._copying = version, export, host
-        self._replica.between = export.advance
-
-    def _finish_copy(self) -> None:
+    @on_all_ranks
+    def finish_copy(self) -> None:
+        """Gather the remaining buckets of the copy. It replaces the kept copy, which `send_copy` sends."""
         assert self._copying is not None
         (version, export, host), self._copying = self._copying, None
         self._replica.between = nothing
         export.finish()
         self._kept = version, host.buckets
 
-    def _send_copy(self, order: SendCopy) -> "Future[None]":
-        version, buckets = self._kept
-        assert version == order.version, f"the host copy has version {version}, not {order.version}"
-        self._sending = self._export(kept(buckets, self._replica.device), order, AS_TRAINED)
-        if order.in_background:
-            return self._sending.continue_in_background()
-        ready = Future[None]()
-        ready.set_result(None)  # `finish` sends it
-        return ready
-
-    @property
-    def _shares_gpus(self) -> bool:
-        pool = self._topology.engines[POOL]
-        return pool.weight_transport == "ipc" and self._replica.device.type == "cuda"
-
-    def _send_handles(self, order: SendWeights) -> Sent:
-        """Send CUDA IPC handles to engines on the ranks' GPUs."""
-        assert self._ask_of is not None
-        sender = HandleSender(
-            order.session,
-            order.readers,
-            ranks_at_engines(self._topology),
-            self._ask_of(order.instances),
-            device=self._replica.device,
-            fingerprints=order.fingerprints,
-            timeout_s=order.timeout_s,
-        )
-        weights = self._live(self._own_parts())
-        stage = parallel_state.get_pipeline_model_parallel_rank()
-        firsts = sorted(set(all_gather_objects(first_rank())))
-        return sender.send(weights, self._form, stage=stage, firsts=firsts)
-
-    def _sinks(self, order: SendWeights) -> list[Sink]:
-        """Return the sink for this rank's buckets: broadcast if it has a process group, otherwise shared memory."""
-        if not self._is_first:
-            return []
-        assert self._ask_of is not None
-        stage = parallel_state.get_pipeline_model_parallel_rank()
-        prefix = f"{self._prefix}-{order.session}"
-        group = self._groups.get(order.part)
-        transport = Segments(prefix, order.readers) if group is None else Broadcast(group)
-        ask = self._ask_of(order.instances)
-        return [
-            EngineSink(order.session, stage, transport, ask, fingerprints=order.fingerprints, timeout_s=order.timeout_s)
-        ]
-
-
-class SendingOrders:
-    """Weight-sync orders of rank 0, which all ranks carry out."""
-
-    def __init__(self, lead: Callable[[Order], Any]) -> None:
-        """`lead` has all ranks carry out an order, including this one, and returns this rank's result."""
-        self._lead = lead
-
-    def open_groups(self, name: str, members: Membership, timeout_s: float) -> list[UpdateGroup]:
-        """Open a process group for each pipeline stage, in place of the update group's old ones."""
-        return self._lead(OpenGroups(name, members.part, members.world_size, timeout_s))
-
-    def join_groups(self, part: int) -> list[str]:
-        """Wait until engines have joined the process groups. Returns the errors of ranks where they did not."""
-        return self._lead(JoinGroups(part))
-
-    def leave_groups(self, part: int) -> None:
-        """Close the process groups of an update group."""
-        self._lead(LeaveGroups(part))
-
-    def send(self, session: str, membership: Membership, timeout_s: float) -> list[Sent]:
-        """Send the weights to prepared engines. Returns each rank's result."""
-        to = membership
-        return self._lead(SendWeights(session, to.instances, to.readers, timeout_s, to.part, to.is_compared))
-
-    def copy(self, version: int) -> None:
-        """Copy the weights to the host while training pauses."""
-        self._lead(CopyWeights(version))
-
-    def advance_copy(self) -> bool:
-        """Gather the next bucket of the copy. Returns whether more buckets may remain."""
-        return self._lead(AdvanceCopy())
-
-    def finish_copy(self) -> None:
-        """Gather the remaining buckets of the copy. It replaces the kept copy, which `send_copy` sends."""
-        self._lead(FinishCopy())
-
+    @on_all_ranks
     def send_copy(
         self, session: str, membership: Membership, timeout_s: float, *, version: int, in_background: bool
     ) -> "Future[None]":
@@ -277,11 +168,82 @@ class SendingOrders:
             Future that completes when this rank has sent its part in the background; otherwise `finish_send` sends
             it. Call `finish_send` then.
         """
-        to = membership
-        return self._lead(
-            SendCopy(session, to.instances, to.readers, timeout_s, to.part, to.is_compared, version, in_background)
-        )
+        kept_version, buckets = self._kept
+        assert kept_version == version, f"the host copy has version {kept_version}, not {version}"
+        sinks = self._sinks(session, membership, timeout_s)
+        self._sending = self._export(kept(buckets, self._replica.device), sinks, AS_TRAINED)
+        if in_background:
+            return self._sending.continue_in_background()
+        ready = Future[None]()
+        ready.set_result(None)
+        return ready
 
+    @on_all_ranks
     def finish_send(self) -> list[Sent]:
         """Wait until all ranks have sent. Returns the same as `send`."""
-        return self._lead(FinishSend())
+        assert self._sending is not None
+        sending, self._sending = self._sending, None
+        return sending.finish()
+
+    def _own_parts(self) -> list[Part]:
+        return own_parts(self._replica.complete_chunks(), self._replica.hf)
+
+    def _live(self, parts: list[Part]) -> Iterator[Bucket]:
+        return gathered(parts, self._replica.hf, self._replica.device, self._topology.trainer.export_bucket_bytes)
+
+    @property
+    def _form(self) -> WeightConversion:
+        return FORMS[weight_format(self._topology)]
+
+    def _export(
+        self, source: Iterator[Bucket], sinks: Sequence[Sink], form: WeightConversion
+    ) -> WeightExport[list[Sent]]:
+        """Begin an export to engines, or to the host."""
+        return WeightExport(
+            source,
+            sinks,
+            lambda by_rank: [next((each for each in results if each is not None), Sent()) for results in by_rank],
+            self._thread,
+            device=self._replica.device,
+            bucket_bytes=self._topology.trainer.export_bucket_bytes,
+            form=form,
+        )
+
+    @property
+    def _shares_gpus(self) -> bool:
+        pool = self._topology.engines[POOL]
+        return pool.weight_transport == "ipc" and self._replica.device.type == "cuda"
+
+    def _send_handles(self, session: str, membership: Membership, timeout_s: float) -> Sent:
+        """Send CUDA IPC handles to engines on the ranks' GPUs."""
+        assert self._ask_of is not None
+        sender = HandleSender(
+            session,
+            membership.readers,
+            ranks_at_engines(self._topology),
+            self._ask_of(membership.instances),
+            device=self._replica.device,
+            fingerprints=membership.is_compared,
+            timeout_s=timeout_s,
+        )
+        stage = parallel_state.get_pipeline_model_parallel_rank()
+        firsts = sorted(set(all_gather_objects(first_rank())))
+        return sender.send(self._live(self._own_parts()), self._form, stage=stage, firsts=firsts)
+
+    def _sinks(self, session: str, membership: Membership, timeout_s: float) -> list[Sink]:
+        """Return the sink for this rank's buckets: broadcast if it has a process group, otherwise shared memory."""
+        if not self._is_first:
+            return []
+        assert self._ask_of is not None
+        group = self._groups.get(membership.part)
+        transport = Segments(f"{self._prefix}-{session}", membership.readers) if group is None else Broadcast(group)
+        return [
+            EngineSink(
+                session,
+                parallel_state.get_pipeline_model_parallel_rank(),
+                transport,
+                self._ask_of(membership.instances),
+                fingerprints=membership.is_compared,
+                timeout_s=timeout_s,
+            )
+        ]

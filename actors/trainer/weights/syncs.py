@@ -86,7 +86,7 @@ class WeightSessions:
         self._bus = bus
         self._roster = Roster(bus)
         self._torch_thread = torch_thread
-        self._orders = rank.sending
+        self._sending = rank.sending
         copies = topology.trainer.weight_export == "async" and not answers_are_recorded(topology)
         self.keeps = copies and self.are_needed  # keeps a copy of the weights, and sends that
         self.sends_in_background = self.keeps and topology.trainer.device == "cpu"  # not known to be safe with NCCL
@@ -124,7 +124,7 @@ class WeightSessions:
         """Replace the kept copy by the gathered one, once no weight sync sends the old one."""
         async with self._bringing:
             self.weights_are(0)
-            await self._torch_thread.run(self._orders.finish_copy)
+            await self._torch_thread.run(self._sending.finish_copy)
 
     async def bring(self) -> None:
         """Sync the weights to all engines that are ready. Retries while one of them fails, MAX_TRIES times at most."""
@@ -198,10 +198,10 @@ class WeightSessions:
     async def _send(self, session: str, membership: Membership) -> "list[Sent]":
         run, to = self._torch_thread.run, (session, membership, self._timeout_s)
         if not self.keeps:
-            return await run(self._orders.send, *to)
-        sending = await run(self._orders.send_copy, *to, version=self._version, in_background=self.sends_in_background)
+            return await run(self._sending.send, *to)
+        sending = await run(self._sending.send_copy, *to, version=self._version, in_background=self.sends_in_background)
         await asyncio.wrap_future(sending)
-        return await run(self._orders.finish_send)
+        return await run(self._sending.finish_send)
 
     async def _all_do(self, outcome: Outcome, step: Message, *, times: int = 1) -> bool:
         """Have all members do a step. Returns whether all did."""
@@ -213,14 +213,18 @@ class WeightSessions:
         membership = outcome.membership
         self._epochs.pop(membership.part, None)
         name = f"physarum-{self._bus.run}-{session}"
-        groups = await self._torch_thread.run(self._orders.open_groups, name, membership, self._timeout_s)
+        groups = await self._torch_thread.run(
+            self._sending.open_groups, name, membership.part, membership.world_size, self._timeout_s
+        )
         offer = UpdateGroupsOffered(session=session, groups=tuple(groups), offsets=membership.offsets)
         async with anyio.create_task_group() as group:
             group.start_soon(self._all_do, outcome, offer)
-            failed = await self._torch_thread.run(self._orders.join_groups, membership.part)
+            failed = await self._torch_thread.run(self._sending.join_groups, membership.part)
             if failed:
                 outcome.failed.setdefault("", f"the update groups could not be joined: {'; '.join(failed)}")
-                await self._torch_thread.run(self._orders.leave_groups, membership.part)  # waiting engines get an error
+                await self._torch_thread.run(
+                    self._sending.leave_groups, membership.part
+                )  # waiting engines get an error
         if not outcome.failed:
             self._epochs[membership.part] = membership.epoch
         return not outcome.failed
@@ -229,7 +233,7 @@ class WeightSessions:
         """End a weight sync that cannot finish, and its process groups: an engine may be waiting in a broadcast."""
         part = outcome.membership.part
         self._epochs.pop(part, None)
-        await self._torch_thread.run(self._orders.leave_groups, part)
+        await self._torch_thread.run(self._sending.leave_groups, part)
         reason = "; ".join(dict.fromkeys(outcome.failed.values())) or "the trainer ended it"
         close = WeightSyncClosed(session=session, reason=reason)
         await ask_all(self._bus, outcome.membership.instances, close, CLOSE_TIMEOUT_S)

@@ -6,15 +6,29 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from actors.trainer.channel import Channel
 from actors.trainer.critic_link import PART_BYTES, CriticEnd, CriticLink, CriticRankFailed
 from actors.trainer.megatron.groups import Ranks
-from actors.trainer.orders import ComputeValues, Stop
+from actors.trainer.ranks import RankCalls, on_all_ranks
 from runtime.process.actor import InputError
 from runtime.util.disk import NoSpace
 
 CPU = torch.device("cpu")
-Ends = tuple[CriticLink, CriticEnd, Channel, dist.Store]
+Ends = tuple[CriticLink, CriticEnd, RankCalls, dist.Store]
+
+
+class Answering:
+    """A rank of the critic that answers with the payload of a call."""
+
+    def __init__(self, end: CriticEnd, calls: RankCalls) -> None:
+        self.calls = calls
+        self.num_calls = 0
+        self._end = end
+        calls.serve(self)
+
+    @on_all_ranks
+    def _echo(self, size_bytes: int) -> None:
+        self._end.answer(self._end.payload(size_bytes))
+        self.num_calls += 1
 
 
 @pytest.fixture
@@ -22,26 +36,23 @@ def ends() -> Ends:
     """Both ends, on one store as the ranks of a run have it."""
     server = dist.TCPStore("127.0.0.1", 0, 2, True, timeout=timedelta(seconds=10), wait_for_workers=False)
     store = dist.PrefixStore("link", server)
-    link = CriticLink(store, Channel(Ranks(world_size=2, store=store), CPU), timeout_s=0.1)
-    orders = Channel(Ranks(store=store), CPU)
-    return link, CriticEnd(store, orders, is_first=True), orders, server
+    link = CriticLink(store, RankCalls(Ranks(world_size=2, store=store), CPU), timeout_s=0.1)
+    calls = RankCalls(Ranks(store=store), CPU)
+    return link, CriticEnd(store, calls, is_first=True), calls, server
 
 
 def test_payloads_and_answers_of_any_size_arrive_in_order_and_leave_nothing_behind(ends: Ends) -> None:
-    link, end, orders, server = ends
+    link, end, calls, server = ends
+    rank = Answering(end, calls)
     large, small = bytes(range(256)) * (2 * PART_BYTES // 256) + b"more", b""
     for payload in (large, small, b"x"):
-        link.tell(ComputeValues(len(payload)), payload)
+        link.tell("echo", payload)
+    link.stop()
     stored = server.num_keys()
-    for payload in (large, small, b"x"):
-        order = orders.next()
-        assert isinstance(order, ComputeValues)
-        assert end.payload(order.size_bytes) == payload
-        end.answer(payload)
+    calls.follow()
     assert [link.answer(bytes) for _ in range(3)] == [large, small, b"x"]
-    assert server.num_keys() == stored - 4  # the orders are left
-    link.tell(Stop())
-    assert isinstance(orders.next(), Stop)
+    assert server.num_keys() == stored - 4  # the calls are left
+    assert rank.num_calls == 3
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,125 @@
+"""Calls of rank 0: every rank has all of them, gets their arguments as they were, and ends at one that it has not."""
+
+import ast
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch.distributed import HashStore
+
+from actors.trainer.commands import TrainerRank
+from actors.trainer.critic_rank import CriticRank
+from actors.trainer.megatron.groups import Ranks
+from actors.trainer.ranks import RankCalls, UnknownCall, decode_batch, encode_batch, methods_of, on_all_ranks
+from actors.trainer.weights.members import Membership
+from messages import MembersGiven, WeightSyncMember
+from tests.actors.trainer.tiny import random_batch
+from tests.build.topology import MakeTopology
+
+ROOT = Path(__file__).parents[3]
+CPU = torch.device("cpu")
+MEMBERS = Membership.of(
+    {"rollout": MembersGiven(members=(WeightSyncMember(engine="e", key="e.1", num_ranks=2),))}, part=1
+)
+
+
+class Rank:
+    """Notes what it carries out."""
+
+    def __init__(self, rank: int, store: Any) -> None:
+        self.calls = RankCalls(Ranks(rank=rank, world_size=2, store=store), CPU)
+        self.calls.serve(self)
+        self.done: list[Any] = []
+
+    @on_all_ranks
+    def note(self, what: str, members: Membership, *, factor: float = 0.5, by_name: Mapping[str, int]) -> int:
+        self.done.append((what, members, factor, by_name))
+        return len(self.done)
+
+    @on_all_ranks
+    def _again(self) -> None:
+        self.note("inner", MEMBERS, by_name={})
+
+    def again(self) -> None:
+        self._again()
+
+
+def decorated() -> dict[str, set[str]]:
+    """The names of all methods that are calls, by module."""
+    found: dict[str, set[str]] = {}
+    for path in (ROOT / "actors" / "trainer").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and "on_all_ranks" in map(ast.unparse, node.decorator_list):
+                found.setdefault(path.name, set()).add(node.name.lstrip("_"))
+    return found
+
+
+def told_to_the_critic() -> dict[str, set[str]]:
+    """The names and arguments of all calls of a critic on ranks of its own."""
+    found: dict[str, set[str]] = {}
+    for name in ("commands.py", "step/remote_critic.py"):
+        for node in ast.walk(ast.parse((ROOT / "actors" / "trainer" / name).read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("self._tell_critic", "self._link.tell"):
+                if not isinstance(node.args[0], ast.Constant):
+                    continue  # passes on what it was given
+                payload = {"size_bytes"} if len(node.args) > 1 else set[str]()
+                found[str(node.args[0].value)] = payload | {str(key.arg) for key in node.keywords}
+    return found
+
+
+def test_every_rank_has_every_call(make_topology: MakeTopology, tmp_path: Path) -> None:
+    rank = TrainerRank(make_topology(), tmp_path / "run")
+    names = decorated()
+    of_critic = names.pop("critic_rank.py")
+    assert rank.calls.names == set.union(*names.values())
+    assert of_critic == set(methods_of(CriticRank))
+    assert {"train", "begin_export", "open_groups", "finish_send"} <= rank.calls.names
+
+
+def test_a_critic_has_every_call_that_it_gets_with_its_arguments() -> None:
+    assert told_to_the_critic() == {
+        name: set(method.signature.parameters) for name, method in methods_of(CriticRank).items()
+    }
+
+
+def test_another_rank_carries_out_what_rank_0_calls_with_the_same_arguments() -> None:
+    store = HashStore()
+    first, other = Rank(0, store), Rank(1, store)
+    assert first.note("a", MEMBERS, by_name={"e": 2}) == 1
+    assert first.note("b", MEMBERS, factor=2.0, by_name={}) == 2
+    first.calls.stop_others()
+    other.calls.follow()
+    assert other.done == first.done == [("a", MEMBERS, 0.5, {"e": 2}), ("b", MEMBERS, 2.0, {})]
+
+
+def test_a_call_that_a_rank_has_not_ends_it() -> None:
+    store = HashStore()
+    store.set("call/1", msgspec.msgpack.encode(("nothing_like_it", b"")))
+    with pytest.raises(UnknownCall, match="rank 1 has no call 'nothing_like_it'; it has again, note"):
+        Rank(1, store).calls.follow()
+
+
+def test_a_call_inside_of_a_call_is_an_error_of_ours() -> None:
+    with pytest.raises(AssertionError, match="note is called inside of another call"):
+        Rank(0, HashStore()).again()
+
+
+def test_a_rank_that_waits_for_a_call_stops_when_it_is_told_to() -> None:
+    rank = Rank(1, HashStore())
+    following = threading.Thread(target=rank.calls.follow)
+    following.start()
+    rank.calls.stop()
+    following.join(10)
+    assert not following.is_alive()
+
+
+def test_a_batch_comes_back_from_its_broadcast() -> None:
+    batch = random_batch()
+    again = decode_batch(encode_batch(batch))
+    assert again.step == batch.step
+    assert (again.tokens_N == batch.tokens_N).all()
+    assert encode_batch(again) == encode_batch(batch)
