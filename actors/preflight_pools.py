@@ -10,6 +10,7 @@ from actors.reward.judging.keys import KeyProblem, api_key
 from actors.rollout.sglang.facts import KEPT_OF_INPUT
 from actors.rollout.sglang.served_model import TOKENIZER, ServedModel
 from runtime.models.config import ModelError, read_dense_model
+from runtime.settings.derived import asks_topk
 from runtime.settings.placement import home_node
 from runtime.settings.reading.config import Problem
 from runtime.settings.topology import (
@@ -46,18 +47,23 @@ def pool_problems(topology: Topology, context: int, broken: set[str]) -> Iterato
         engine, key = topology.engines[name], f"engines.{name}.hf_checkpoint"
         if engine.hf_checkpoint is None or key in broken:
             continue
-        directory = Path(engine.hf_checkpoint)
+        directory, topk = Path(engine.hf_checkpoint), topology.algorithm.distillation_topk
         try:
             served = ServedModel.read(directory)
             if engine.kind == "tiny" and not engine.urls:
                 read_dense_model(directory)
             config = msgspec.json.decode((directory / "config.json").read_bytes(), type=_Config)
-            problem = tokenizer_problem(ServedModel.read(Path(topology.model.hf_checkpoint)), served)
+            trained = ServedModel.read(Path(topology.model.hf_checkpoint))
+            problem = tokenizer_problem(trained, served)
         except (OSError, ValueError, ModelError) as error:
             yield Problem.of(key, engine.hf_checkpoint, str(error))
             continue
         if problem is not None:
             yield Problem.of(key, engine.hf_checkpoint, problem)
+        smallest = min(trained.vocab_size, served.vocab_size)
+        if asks_topk(topology.algorithm) and topk > smallest:
+            message = f"the vocabulary of the trained model or of engines.{name} has {smallest} tokens"
+            yield Problem.of("algorithm.distillation_topk", topk, message)
         longest, room = _longest(topology, context), config.max_position_embeddings
         if room is not None and room <= longest + KEPT_OF_INPUT:
             message = f"its context has {room} tokens; samples of {longest} tokens need {longest + KEPT_OF_INPUT + 1}"

@@ -1,6 +1,6 @@
 """Messages of the bus. Importing this package registers every message type."""
 
-from messages.arrays import Float32Array, Int32Array, UInt8Array
+from messages.arrays import Float32Array, Int32Array, PackedArray, UInt8Array
 from messages.base import FileSum, Message, MessageT, Plane, message_types, tag_of
 from messages.calls import (
     ActorDescribed,
@@ -152,6 +152,7 @@ __all__ = [
     "MessageT",
     "NodeLeft",
     "Outcome",
+    "PackedArray",
     "PairsEvaluated",
     "PayloadsMissing",
     "Phase",

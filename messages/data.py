@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from messages.arrays import Float32Array
+from messages.arrays import Float32Array, Int32Array
 from messages.base import Message, Plane, register
 from messages.samples import SampleKey, Segment
 
@@ -61,7 +61,10 @@ class SnapshotChunk(Message, kw_only=True, tag="snapshot_chunk", eq=False):
 
 @register
 class ColumnPublished(Message, kw_only=True, tag="column_published", eq=False):
-    """A named per-token column of one sample, such as teacher_log_probs. Written by rollout, read by the trainer."""
+    """A named per-token column of one sample, such as teacher_log_probs. Written by rollout, read by the trainer.
+
+    The likeliest tokens of a model, K at each of these T places, may come with its log-probs.
+    """
 
     plane = Plane.DATA
     topic = "column"
@@ -69,6 +72,8 @@ class ColumnPublished(Message, kw_only=True, tag="column_published", eq=False):
     sample: SampleKey
     column: str
     values: Float32Array  # [T], of all tokens after the sample's first prompt, those between turns included
+    topk_ids: Int32Array | None = None  # [T x K], of the first token first
+    topk_log_probs: Float32Array | None = None  # [T x K], natural log
 
     def key(self) -> str:
         return f"{self.sample.group_id}.{self.sample.attempt}"

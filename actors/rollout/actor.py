@@ -23,6 +23,7 @@ from actors.rollout.engines.weights.pauses import Pauses
 from actors.rollout.engines.weights.updater import Updater
 from actors.rollout.engines.weights.updates import UpdateTracker
 from actors.rollout.engines.weights.verifier import WeightVerifier
+from actors.rollout.pools.columns import ColumnSource
 from actors.rollout.pools.frozen import FrozenPool, PoolSettings
 from actors.rollout.requests.interrupting import RunningRequests
 from actors.rollout.requests.sending import Generator
@@ -86,6 +87,7 @@ from runtime.settings.topology import (
     pools_of_columns,
     reads_copies,
     scoring_time_s,
+    topk_of_column,
 )
 from runtime.util.formatting import count_of
 
@@ -250,9 +252,12 @@ class RolloutActor(Actor):
             pools_of=self._pools_of,
         )
 
-    def _pools_of(self, data: str) -> dict[str, FrozenPool]:
+    def _pools_of(self, data: str) -> dict[str, ColumnSource]:
         """Return the pools that compute columns of the samples of a data source, by column."""
-        return {column: self._pools[pool] for column, pool in pools_of_columns(self._topology, data).items()}
+        return {
+            column: ColumnSource(self._pools[pool], topk_of_column(self._topology, column))
+            for column, pool in pools_of_columns(self._topology, data).items()
+        }
 
     async def _follower(self, fleet: Fleet, running: RunningRequests) -> PhaseFollower | None:
         """Create the follower of the colocation phases; None without colocation."""

@@ -52,7 +52,7 @@ from runtime.bus.bus import Bus
 from runtime.models.config import read_model
 from runtime.process.actor import Actor
 from runtime.settings.placement import num_ranks
-from runtime.settings.topology import Topology, column_names
+from runtime.settings.topology import TEACHER_LOG_PROBS, Topology, column_names, topk_of_column
 
 if TYPE_CHECKING:
     from actors.trainer.commands import TrainerRank
@@ -178,6 +178,7 @@ class TrainerActor(Actor):
                 shape.vocab_size,
                 needs_kept=self._topology.rollout.return_sampling_mask,
                 column_names=column_names(self._topology),
+                topk=topk_of_column(self._topology, TEACHER_LOG_PROBS),
                 reward_keys=self._topology.algorithm.gdpo_reward_keys,
             )
             group.start_soon(feed.run)  # reads the log while the other thread imports torch and loads the model

@@ -1,15 +1,15 @@
 """The content of a dump: a line per sample, and the segments of each group."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
 from messages import (
     ColumnPublished,
-    Float32Array,
     GroupCompleted,
     Outcome,
+    PackedArray,
     Prompt,
     SampleStatus,
     SampleSummary,
@@ -17,6 +17,9 @@ from messages import (
     SegmentRef,
     SegmentsPublished,
 )
+from runtime.settings.topology import TEACHER_LOG_PROBS
+
+TOPK_COLUMNS: Final = {"teacher_topk_ids": "topk_ids", "teacher_topk_log_probs": "topk_log_probs"}  # of the teacher
 
 
 class Fate(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,16 +66,16 @@ class DumpedGroup(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     samples: tuple[DumpedSample, ...]
     segments: tuple[tuple[Segment, ...], ...]
-    columns: tuple[Mapping[str, Float32Array], ...] = ()  # by name, of each sample; empty: none has any
+    columns: tuple[Mapping[str, PackedArray], ...] = ()  # by name, of each sample; empty: none has any
 
     @property
     def group_id(self) -> int:
         return self.samples[0].group_id
 
     @property
-    def columns_of_samples(self) -> tuple[Mapping[str, Float32Array], ...]:
+    def columns_of_samples(self) -> tuple[Mapping[str, PackedArray], ...]:
         """The columns of each sample by name."""
-        none: Mapping[str, Float32Array] = {}
+        none: Mapping[str, PackedArray] = {}
         return self.columns or (none,) * len(self.samples)
 
     def completed(self) -> GroupCompleted:
@@ -145,7 +148,7 @@ def group_of(
         for sample, own in zip(completed.samples, segments, strict=True)
     ]
     of_samples = tuple(
-        {name: columns[seq].values for name, seq in sample.columns.items()} if columns else {}
+        _columns({name: columns[seq] for name, seq in sample.columns.items()}) if columns else {}
         for sample in completed.samples
     )
     return DumpedGroup(samples=tuple(lines), segments=segments, columns=of_samples if any(of_samples) else ())
@@ -200,3 +203,22 @@ def _cited(payloads: Mapping[int, SegmentsPublished], ref: SegmentRef) -> Segmen
     if ref.position >= len(segments):
         raise ValueError(f"message {ref.seq} has no segment {ref.position}")
     return segments[ref.position]
+
+
+def _columns(messages: Mapping[str, ColumnPublished]) -> dict[str, PackedArray]:
+    """Return the values of a sample's columns, and the likeliest tokens of its teacher under names of their own."""
+    found: dict[str, PackedArray] = {name: message.values for name, message in messages.items()}
+    teacher = messages.get(TEACHER_LOG_PROBS)
+    if teacher is not None and teacher.topk_ids is not None and teacher.topk_log_probs is not None:
+        found |= {name: getattr(teacher, field) for name, field in TOPK_COLUMNS.items()}
+    return found
+
+
+def columns_of_dump(columns: Mapping[str, PackedArray]) -> dict[str, dict[str, Any]]:
+    """Return the fields of each `ColumnPublished` of a dumped sample, by the column's name."""
+    found: dict[str, dict[str, Any]] = {
+        name: {"values": values} for name, values in columns.items() if name not in TOPK_COLUMNS
+    }
+    if TEACHER_LOG_PROBS in found:
+        found[TEACHER_LOG_PROBS] |= {field: columns[name] for name, field in TOPK_COLUMNS.items() if name in columns}
+    return found

@@ -66,6 +66,39 @@ def given_log_prob_problem(log_probs: Sequence[float | None] | NDArray[Any]) -> 
     return f"token {place} has log-prob {shown} (allowed: finite, at most {MAX_LOG_PROB:g})"
 
 
+def topk_problem(ids: NDArray[Any], log_probs: NDArray[Any], vocab_size: int | None) -> str | None:
+    """Describe the first token whose likeliest tokens are impossible; None if there is none.
+
+    They are in the vocabulary and different, and their log-probs are finite and at most 0.
+
+    Args:
+        ids: [T, K], integers.
+        log_probs: [T, K], of these ids.
+        vocab_size: vocabulary size of the model; none: unknown.
+    """
+    if log_probs.shape != ids.shape or ids.ndim != 2:
+        return f"top-k log-probs have shape {log_probs.shape}, and their ids {ids.shape}"
+    width = ids.shape[1]
+    wrong = (ids < 0) if vocab_size is None else (ids < 0) | (ids >= vocab_size)
+    if wrong.any():
+        place = int(wrong.argmax())
+        allowed = "0 or more" if vocab_size is None else f"0 to {vocab_size - 1}"
+        return f"token {place // width} has top-k id {ids.flat[place]} (allowed: {allowed})"
+    right = np.isfinite(log_probs) & (log_probs <= MAX_LOG_PROB)
+    if not right.all():
+        place = int(right.argmin())
+        value = log_probs.flat[place]
+        allowed = f"finite, at most {MAX_LOG_PROB:g}"
+        return f"token {place // width} has top-k log-prob {value:g} (allowed: {allowed})"
+    ordered = np.sort(ids, axis=1)
+    twice = ordered[:, 1:] == ordered[:, :-1]
+    if twice.any():
+        place = int(twice.argmax())
+        row, column = divmod(place, width - 1)
+        return f"token {row} has top-k token {ordered[row, column]} twice"
+    return None
+
+
 def kept_problem(
     ids: Sequence[int] | NDArray[Any],
     counts: NDArray[np.integer[Any]],

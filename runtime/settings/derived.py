@@ -97,7 +97,7 @@ def reads_old_log_probs(algorithm: AlgorithmConfig) -> bool:
     """Return whether the loss, a correction of it or the advantages compare with the old policy."""
     weighs = (algorithm.use_tis or algorithm.use_rs) and not algorithm.bypass_mode
     corrects = weighs or algorithm.use_opsm or algorithm.use_unbiased_kl
-    before = uses_teacher(algorithm) or algorithm.kl_coef > 0 or algorithm.rollout_data_postprocess is not None
+    before = teaches_advantages(algorithm) or algorithm.kl_coef > 0 or algorithm.rollout_data_postprocess is not None
     return corrects or before or loss_mode(algorithm) not in ("prime_rl", "prime_rl_ipo", "gpg")
 
 
@@ -112,13 +112,23 @@ def rejection_bounds(algorithm: AlgorithmConfig) -> tuple[float, float]:
 
 def needs_all_old_log_probs(algorithm: AlgorithmConfig) -> bool:
     """Return whether old log-probs of all samples are needed before the first optimizer step of a batch."""
-    before = uses_teacher(algorithm) or algorithm.kl_coef > 0 or algorithm.rollout_data_postprocess is not None
+    before = teaches_advantages(algorithm) or algorithm.kl_coef > 0 or algorithm.rollout_data_postprocess is not None
     return algorithm.tis_batch_normalize or (before and not algorithm.use_rollout_logprobs)
 
 
-def uses_teacher(algorithm: AlgorithmConfig) -> bool:
-    """Return whether log-probs of a teacher change the advantages. With weight 0 no log-probs are computed."""
+def teaches_advantages(algorithm: AlgorithmConfig) -> bool:
+    """Return whether log-probs of a teacher change the advantages."""
     return algorithm.use_opd and algorithm.opd_kl_coef > 0
+
+
+def uses_topk(algorithm: AlgorithmConfig) -> bool:
+    """Return whether the loss has a divergence over a teacher's likeliest tokens."""
+    return algorithm.use_opd and algorithm.distillation_loss_coef > 0
+
+
+def uses_teacher(algorithm: AlgorithmConfig) -> bool:
+    """Return whether a teacher changes advantages or loss. With both weights 0 it computes no log-probs."""
+    return teaches_advantages(algorithm) or uses_topk(algorithm)
 
 
 def keeps_teacher(algorithm: AlgorithmConfig) -> bool:
@@ -129,6 +139,11 @@ def keeps_teacher(algorithm: AlgorithmConfig) -> bool:
 def asks_teachers(algorithm: AlgorithmConfig) -> bool:
     """Return whether teachers in engine pools compute log-probs of the samples."""
     return uses_teacher(algorithm) and algorithm.opd_type == "sglang"
+
+
+def asks_topk(algorithm: AlgorithmConfig) -> bool:
+    """Return whether teachers in engine pools return their likeliest tokens, too."""
+    return asks_teachers(algorithm) and uses_topk(algorithm)
 
 
 def has_critic(recipe: Recipe) -> bool:

@@ -12,10 +12,11 @@ from runtime.settings.derived import (
     loss_mode,
     reads_reference,
     rejection_bounds,
+    teaches_advantages,
     trains_demonstrations,
     trains_pairs,
     trains_reward_model,
-    uses_teacher,
+    uses_topk,
 )
 from runtime.settings.recipe import AlgorithmConfig, Estimator, LossMode, Recipe
 
@@ -119,7 +120,7 @@ def _terms(recipe: Recipe) -> Iterator[PlannedTerm]:
     yield from _penalties(recipe)
     yield from _token_reward(algorithm)
     yield _advantage(algorithm)
-    if uses_teacher(algorithm):
+    if teaches_advantages(algorithm):
         yield _term("teacher", f"A - {algorithm.opd_kl_coef:g} log(old policy / teacher)", "algorithm.use_opd")
     yield from _critic(recipe)
     yield _policy_loss(algorithm)
@@ -137,10 +138,27 @@ def _terms(recipe: Recipe) -> Iterator[PlannedTerm]:
         end = algorithm.entropy_coef_end
         until = "" if end is None else f", {end:g} at the last step"
         yield _term("entropy", f"- {algorithm.entropy_coef:g} entropy{until}", "algorithm.entropy_coef")
+    if uses_topk(algorithm):
+        yield _distillation(algorithm)
     if algorithm.positive_example_nll_weight:
         likelihood = f"+ {algorithm.positive_example_nll_weight:g} mean of -log p over tokens of samples with R > 0"
         yield _term("likelihood", likelihood, "VAPO, arXiv 2504.05118")
     yield _term("reduction", _reduction(recipe), _reduction_source(algorithm))
+
+
+def _distillation(algorithm: AlgorithmConfig) -> PlannedTerm:
+    coef, weight = algorithm.distillation_loss_coef, algorithm.mixed_kl_weight
+    outside = ""
+    if algorithm.zero_outside_topk and algorithm.distillation_kl_type != "forward":
+        outside = ", and q log(q / p) of all others with log p = -100"
+    forward, reverse = "p log(p / q)", "q log(q / p)"
+    divergence = {
+        "forward": forward,
+        "reverse": reverse,
+        "mixed": f"{weight:g} {forward} + {1 - weight:g} {reverse}",
+    }[algorithm.distillation_kl_type]
+    over = f"the teacher's {algorithm.distillation_topk} likeliest tokens{outside}, p = teacher, q = policy"
+    return _term("distillation", f"+ {coef:g} sum of {divergence} over {over}", "algorithm.distillation_loss_coef")
 
 
 def _reference(algorithm: AlgorithmConfig) -> Iterator[PlannedTerm]:

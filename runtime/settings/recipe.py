@@ -52,6 +52,7 @@ LossMode = Literal[
     "gpg",
 ]
 LossType = Literal["policy_loss", "sft_loss", "dpo_loss", "rm_loss"]
+MAX_TOPK: Final = 1024
 PAIR_LOSSES: Final = ("dpo_loss", "rm_loss")
 Level = Literal["token", "sequence", "geometric"]
 Custom = Literal["custom"]  # a function of the user in place of a named choice
@@ -365,8 +366,22 @@ class AlgorithmConfig(Config, frozen=True, kw_only=True):
     # Where the teacher computes log-probs, with `use_opd`: in an engine pool ("sglang"), or in the trainer
     # ("megatron").
     opd_type: Literal["sglang", "megatron"] | None = None
-    # Weight of the reverse KL to the teacher. 0 turns distillation off: no teacher computes log-probs.
+    # Weight of the reverse KL to the teacher in the advantage. With 0 here and in `distillation_loss_coef` no teacher
+    # computes log-probs.
     opd_kl_coef: NonNegative = 1.0
+    # Weight of a KL divergence between teacher and policy over the teacher's likeliest tokens, in the loss, with
+    # `use_opd` and `opd_type = "sglang"`. 0 turns it off.
+    distillation_loss_coef: NonNegative = 0.0
+    # Number of the teacher's likeliest tokens at each place of a response. Each costs 8 bytes a token in the run's
+    # data stream.
+    distillation_topk: Annotated[int, msgspec.Meta(ge=1, le=MAX_TOPK)] = 32
+    # Divergence over these tokens, with p of the teacher and q of the policy: "forward" is the sum of p log(p / q),
+    # "reverse" the sum of q log(q / p), "mixed" a weighted mean of both.
+    distillation_kl_type: Literal["forward", "reverse", "mixed"] = "forward"
+    # Weight of the forward divergence in "mixed".
+    mixed_kl_weight: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.5
+    # Take the teacher's log-prob of all other tokens as -100, in the reverse divergence. By default they do not count.
+    zero_outside_topk: bool = False
     # Weight of the entropy bonus.
     entropy_coef: NonNegative = 0.0
     # Weight of the entropy bonus at the last planned train step, reached linearly. By default the weight is constant.

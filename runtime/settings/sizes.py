@@ -13,7 +13,7 @@ from runtime.settings.derived import (
 )
 from runtime.settings.placement import num_engines
 from runtime.settings.recipe import Recipe
-from runtime.settings.topology import EngineConfig, Topology, column_names
+from runtime.settings.topology import EngineConfig, Topology, column_names, topk_of_column
 
 KIB: Final = 1024
 MIB: Final = 1024 * KIB
@@ -21,6 +21,7 @@ ASSUMED_PROMPT_LEN: Final = 4096  # tokens, if the recipe sets no limit
 SAMPLE_BYTES: Final = 1 * KIB  # ids, names, spans and headers of one sample
 RESPONSE_TOKEN_BYTES: Final = 20  # id 4, log-prob 4, mask 1, and its text
 COLUMN_TOKEN_BYTES: Final = 4  # a number of a column, such as a teacher's log-prob
+TOPK_TOKEN_BYTES: Final = 8  # one of the likeliest tokens that come with it: id 4, log-prob 4
 PROMPT_TOKEN_BYTES: Final = 4
 KEPT_TOKENS: Final = 64  # tokens that top-p and top-k keep on average of a response; one with more may need more room
 TEXT_TOKEN_BYTES: Final = 10  # escaped text
@@ -76,7 +77,12 @@ def needed_sizes(recipe: Topology) -> StreamSizes:
         event_bytes=logged_steps(recipe) * (STEP_EVENTS_BYTES + engine_bytes + groups * group_events_bytes),
         work_bytes=open_groups * (KIB + rollout.n_samples_per_prompt * (KIB + _text_bytes(recipe))),
         data_bytes=kept_batches(recipe) * groups * group_bytes(recipe),
-        max_payload_bytes=max(group_bytes(recipe), rollout.n_samples_per_prompt * _text_bytes(recipe)) + 64 * KIB,
+        max_payload_bytes=max(
+            _segments_bytes(recipe),
+            max(_column_bytes(recipe), default=0),
+            rollout.n_samples_per_prompt * _text_bytes(recipe),
+        )
+        + 64 * KIB,
     )
 
 
@@ -163,11 +169,21 @@ def logged_steps(recipe: Recipe) -> int:
 
 
 def group_bytes(recipe: Topology) -> int:
-    """Return the payload bytes of one prompt group with samples of maximum length."""
-    columns = len(column_names(recipe))
-    each_bytes = RESPONSE_TOKEN_BYTES + _kept_bytes(recipe) + COLUMN_TOKEN_BYTES * columns
+    """Return the payload bytes of one prompt group with samples of maximum length, and of their columns."""
+    return _segments_bytes(recipe) + recipe.rollout.n_samples_per_prompt * sum(_column_bytes(recipe))
+
+
+def _segments_bytes(recipe: Recipe) -> int:
+    """Return the bytes of a group's segments, which may be one message."""
+    each_bytes = RESPONSE_TOKEN_BYTES + _kept_bytes(recipe)
     tokens = PROMPT_TOKEN_BYTES * prompt_len_bound(recipe) + each_bytes * recipe.rollout.max_response_len
-    return recipe.rollout.n_samples_per_prompt * (SAMPLE_BYTES * (1 + columns) + tokens)
+    return recipe.rollout.n_samples_per_prompt * (SAMPLE_BYTES + tokens)
+
+
+def _column_bytes(recipe: Topology) -> list[int]:
+    """Return the bytes of each column of a sample: a message of its own."""
+    each_bytes = (COLUMN_TOKEN_BYTES + TOPK_TOKEN_BYTES * topk_of_column(recipe, name) for name in column_names(recipe))
+    return [SAMPLE_BYTES + each * recipe.rollout.max_response_len for each in each_bytes]
 
 
 def _kept_bytes(recipe: Recipe) -> int:

@@ -6,6 +6,7 @@ import msgspec
 
 from runtime.settings.derived import (
     asks_teachers,
+    asks_topk,
     critic_optimizer,
     has_critic,
     reads_reference,
@@ -535,6 +536,12 @@ def pools_of_columns(topology: Topology, data: str) -> dict[str, str]:
 def column_names(topology: Topology) -> tuple[str, ...]:
     """Return the columns that engine pools compute of each trained sample."""
     return tuple(dict.fromkeys(name for data in topology.data for name in pools_of_columns(topology, data.name)))
+
+
+def topk_of_column(topology: Topology, column: str) -> int:
+    """Return how many of the likeliest tokens come with each log-prob of a column. 0: none."""
+    algorithm = topology.algorithm
+    return algorithm.distillation_topk if column == TEACHER_LOG_PROBS and asks_topk(algorithm) else 0
 
 
 def frozen_pools(topology: Topology) -> tuple[str, ...]:

@@ -121,3 +121,14 @@ def test_the_key_of_a_judge_is_read_on_the_nodes_of_reward_actors_alone(
     assert ["No such file" in messages[0], "chmod 600" in messages[1], "the key alone" in messages[2]] == [True] * 3
     assert len(messages) == 3
     assert not any("sk-2" in message for message in messages)
+
+
+def test_more_likeliest_tokens_than_the_vocabulary_has_are_refused(tmp_path: Path) -> None:
+    topology = with_teacher(write_teacher(tmp_path / "teacher"))
+    settings = {"opd_kl_coef": 0.0, "distillation_loss_coef": 1.0}
+    size = json.loads((tmp_path / "teacher/config.json").read_text())["vocab_size"]
+    for width, is_refused in ((size, False), (size + 1, True)):
+        algorithm = msgspec.structs.replace(topology.algorithm, **settings, distillation_topk=width)
+        found = list(pool_problems(msgspec.structs.replace(topology, algorithm=algorithm), CONTEXT, set()))
+        assert [problem.key for problem in found] == ["algorithm.distillation_topk"] * is_refused
+        assert not found or f"has {size} tokens" in found[0].message

@@ -17,6 +17,8 @@ async def test_the_engine_of_the_teacher_is_killed_and_its_callers_too(tmp_path:
     overrides = (
         "algorithm.use_opd=true",
         "algorithm.opd_type=sglang",
+        "algorithm.distillation_loss_coef=1",
+        "algorithm.distillation_topk=3",
         f'engines.teacher={{kind = "tiny", hf_checkpoint = "{teacher}"}}',
         "run.dump_details=dump",
     )
@@ -37,4 +39,6 @@ async def test_the_engine_of_the_teacher_is_killed_and_its_callers_too(tmp_path:
     dumped = [group for step in steps_in(tmp_path / "dump") for group in read_pair(tmp_path / "dump", step)]
     for group in dumped:
         for own, columns in zip(group.segments, group.columns, strict=True):
-            assert len(columns["teacher_log_probs"]) == sum(len(segment.response_ids) for segment in own)
+            num_tokens = sum(len(segment.response_ids) for segment in own)
+            assert len(columns["teacher_log_probs"]) == num_tokens
+            assert len(columns["teacher_topk_ids"]) == len(columns["teacher_topk_log_probs"]) == 3 * num_tokens

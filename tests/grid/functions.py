@@ -31,11 +31,20 @@ CORRECTIONS: Final[dict[str, Settings]] = {
     "current policy": {"use_tis": True, "tis_level": "sequence", "tis_clip": 1.5, "bypass_mode": True},
 }
 BYPASSED: Final = "gpg"  # reads no old log-probs
+DISTILLED: Final = "distillation from likeliest tokens"  # reads log-probs of other tokens than the targets
 FURTHER: Final[dict[str, Settings]] = {
     "likelihood of good samples": {"positive_example_nll_weight": 0.3},
     "mismatch metrics": {"get_mismatch_metrics": True},
     "engine's log-probs": {"use_rollout_logprobs": True},
     "on-policy distillation": {"use_opd": True, "opd_type": "sglang", "normalize_advantages": True},
+    DISTILLED: {
+        "use_opd": True,
+        "opd_type": "sglang",
+        "opd_kl_coef": 0.5,
+        "distillation_loss_coef": 0.3,
+        "distillation_kl_type": "mixed",
+        "zero_outside_topk": True,
+    },
     "critic, lambda by length": {
         "advantage_estimator": "ppo",
         "gae_lambda_value": 0.7,

@@ -23,9 +23,9 @@ from actors.trainer.megatron.rank_model import Replica
 from actors.trainer.step.critic import Critic
 from actors.trainer.step.reward_model import RewardModelStep
 from actors.trainer.step.train_step import TrainStep
-from runtime.settings.derived import has_critic, trains_pairs, trains_reward_model
+from runtime.settings.derived import has_critic, trains_pairs, trains_reward_model, uses_topk
 from runtime.settings.topology import Topology, decode_topology
-from tests.actors.trainer.tiny import pairs, random_batch
+from tests.actors.trainer.tiny import pairs, random_batch, with_topk
 from tests.grid import faults
 from tests.grid.functions import algorithm
 
@@ -74,7 +74,8 @@ def train(topology: Topology, cases: dict[str, Any], ranks: Ranks) -> dict[str, 
     for name, settings in cases.items():
         own = msgspec.structs.replace(topology, algorithm=algorithm(settings))
         step = None if trains_pairs(own) else TrainStep(own, replica, critic if has_critic(own) else None)
-        metrics = trained_pairs(own, replica) if step is None else step(batch).metrics
+        own_batch = with_topk(batch) if uses_topk(own.algorithm) else batch
+        metrics = trained_pairs(own, replica) if step is None else step(own_batch).metrics
         found[name] = {key: float(value) for key, value in metrics.items() if not key.startswith("perf/")}
     after = [copy for trained in (replica, critic.replica) for copy in trained.weights_copy()]
     assert all(map(torch.equal, before, after)), "a step with learning rate 0 moved weights"

@@ -12,7 +12,7 @@ from runtime.settings.rules.algorithm import algorithm_problems
 from runtime.settings.topology import Topology, encode_topology
 from tests.actors.trainer.hf import write_model
 from tests.build.topology import trainer_topology
-from tests.grid.functions import PAIRS, algorithm, cases
+from tests.grid.functions import DISTILLED, PAIRS, algorithm, cases
 from tests.grid.running import run_ranks
 
 ROOT: Final = Path(__file__).parents[2]
@@ -26,7 +26,7 @@ LAYOUTS: Final[dict[str, dict[str, Any]]] = {  # settings of [trainer]
     "DP2": {"num_processes": 2},
     "PP2, packed": {"num_processes": 2, "packed": True, "megatron": {"pipeline_model_parallel_size": 2}},
 }
-OF_PAIRS: Final[dict[str, dict[str, Any]]] = {  # further layouts, in which pairs alone are trained
+FURTHER: Final[dict[str, dict[str, Any]]] = {  # layouts in which only `CASES_OF_FURTHER` are trained
     "TP2+SP": {"num_processes": 2, "megatron": {"tensor_model_parallel_size": 2, "sequence_parallel": True}},
     "DP2+DO": {"num_processes": 2, "optimizer": {"use_distributed_optimizer": True}},
 }
@@ -43,6 +43,7 @@ NEEDS_SEQUENCES: Final = (
     "pairs, reward model",
 )
 CASES: Final = cases()
+CASES_OF_FURTHER: Final = PAIRS | {DISTILLED: CASES[DISTILLED]}
 RELATIVE, ABSOLUTE = 2e-5, 2e-6
 
 pytestmark = [pytest.mark.grid, pytest.mark.timeout(TIMEOUT_S + 60), pytest.mark.xdist_group("grid")]
@@ -54,7 +55,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("functions")
     write_model(place / "model", initializer_range=0.1)
     jobs = [described(place, name, tables, CASES) for name, tables in ({ONE: {}} | LAYOUTS).items()]
-    jobs += [described(place, name, tables, PAIRS) for name, tables in OF_PAIRS.items()]
+    jobs += [described(place, name, tables, CASES_OF_FURTHER) for name, tables in FURTHER.items()]
     some = {name: CASES[name] for name in NEEDS_SEQUENCES}
     jobs.append(described(place, "fault", LAYOUTS["CP2"], some) | {"fault": FAULT})
     (place / "jobs.json").write_text(json.dumps(jobs))
@@ -102,11 +103,11 @@ def test_a_layout_trains_every_function_like_one_rank(place: Path, layout: str) 
     assert {name: values for name, values in wrong.items() if values} == {}
 
 
-@pytest.mark.parametrize("layout", OF_PAIRS)
-def test_a_further_layout_trains_pairs_like_one_rank(place: Path, layout: str) -> None:
+@pytest.mark.parametrize("layout", FURTHER)
+def test_a_further_layout_trains_some_like_one_rank(place: Path, layout: str) -> None:
     found, expected = metrics(place, layout), metrics(place, ONE)
-    assert found.keys() == PAIRS.keys()
-    assert {name: wrong for name in PAIRS if (wrong := different(found[name], expected[name]))} == {}
+    assert found.keys() == CASES_OF_FURTHER.keys()
+    assert {name: wrong for name in CASES_OF_FURTHER if (wrong := different(found[name], expected[name]))} == {}
 
 
 def test_every_case_is_trained_with_a_gradient_of_its_own(place: Path) -> None:

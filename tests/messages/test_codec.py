@@ -314,14 +314,22 @@ def test_golden_bytes_of_a_column() -> None:
     key = SampleKey(group_id=1, attempt=2, index=3)
     column = ColumnPublished(sample=key, column="teacher_log_probs", values=Float32Array([-0.5, -1.0]))
     written = encode(column)
-    assert written.payload.hex() == (
-        "84a474797065b0636f6c756d6e5f7075626c6973686564a673616d706c6584a867726f75705f696401a7617474656d707402"
+    fields = (
+        "a474797065b0636f6c756d6e5f7075626c6973686564a673616d706c6584a867726f75705f696401a7617474656d707402"
         "a5696e64657803a47061727400a6636f6c756d6eb1746561636865725f6c6f675f70726f6273a676616c756573d702"
         "000000bf000080bf"
     )
-    back = decode(*written)
-    assert isinstance(back, ColumnPublished)
-    assert (back.sample, back.column, back.values.tolist()) == (key, "teacher_log_probs", [-0.5, -1.0])
+    assert written.payload.hex() == "86" + fields + "a8746f706b5f696473c0ae746f706b5f6c6f675f70726f6273c0"
+    likeliest = {"topk_ids": Int32Array([7, 9]), "topk_log_probs": Float32Array([-0.5, -1.0])}
+    topk = encode(msgspec.structs.replace(column, **likeliest))
+    assert topk.payload.hex() == (
+        f"86{fields}a8746f706b5f696473d7010700000009000000ae746f706b5f6c6f675f70726f6273d702000000bf000080bf"
+    )
+    for payload in (bytes.fromhex("84" + fields), written.payload, topk.payload):  # the first one is of older versions
+        back = decode(payload, written.headers)
+        assert isinstance(back, ColumnPublished)
+        assert (back.sample, back.column, back.values.tolist()) == (key, "teacher_log_probs", [-0.5, -1.0])
+        assert (back.topk_ids is None) == (payload != topk.payload)
 
 
 def test_a_snapshot_with_the_state_of_an_older_version_is_read_and_of_no_use() -> None:

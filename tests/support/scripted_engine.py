@@ -141,6 +141,9 @@ class ScriptedEngine:
         first, *rest = body["input_ids"][body["logprob_start_len"] :]
         log_probs = [[self.prompt_log_prob, token, None] for token in rest]
         answer["meta_info"]["input_token_logprobs"] = [[None, first, None], *log_probs]
+        if width := body.get("top_logprobs_num"):
+            likeliest = [[self.prompt_log_prob - number, number, None] for number in range(width)]
+            answer["meta_info"]["input_top_logprobs"] = [None, *([likeliest] * len(rest))]
         return web.json_response(answer)
 
     async def _answer(self, body: dict[str, Any], prompts: Any) -> Any:

@@ -17,9 +17,9 @@ from actors.rollout.samples.endings import Endings
 from actors.rollout.samples.partial import label_of, store, text_of
 from messages import (
     ColumnPublished,
-    Float32Array,
     GroupCompleted,
     GroupFailed,
+    PackedArray,
     Prompt,
     PromptStored,
     RolloutRequested,
@@ -32,6 +32,7 @@ from messages import (
 from runtime.bus.bus import Bus
 from runtime.bus.consumer import Deliveries, Delivery
 from runtime.bus.errors import MessageRefused, PayloadLost
+from runtime.data.dumps import columns_of_dump
 from runtime.data.stored_prompts import with_prompt
 from runtime.process.actor import Actor
 
@@ -48,7 +49,7 @@ class OfflineSample:
 
     segments: tuple[Segment, ...]  # carry the task's sample key (group_id, attempt, index, part)
     summary: SampleSummary  # its `segments` and `columns` are filled in when they are stored
-    columns: Mapping[str, Float32Array] = field(default_factory=dict[str, Float32Array])  # by name
+    columns: Mapping[str, PackedArray] = field(default_factory=dict[str, PackedArray])  # by name, as in a dump
 
 
 class AnswerSource(Protocol):
@@ -163,6 +164,6 @@ class OfflineRolloutActor(Actor):
         one = sample.summary
         key = SampleKey(group_id=task.group_id, attempt=task.attempt, index=one.index, part=one.part)
         return {
-            name: await self._bus.publish(ColumnPublished(sample=key, column=name, values=values))
-            for name, values in sample.columns.items()
+            name: await self._bus.publish(ColumnPublished(sample=key, column=name, **values))
+            for name, values in columns_of_dump(sample.columns).items()
         }

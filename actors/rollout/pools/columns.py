@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 from anyio.abc import TaskGroup
@@ -12,7 +13,15 @@ from actors.rollout.samples.tasks import GroupTask
 from messages import ColumnPublished, SampleKey
 from runtime.bus.bus import Bus
 
-Pools = Mapping[str, FrozenPool]  # by column
+
+class ColumnSource(NamedTuple):
+    """The pool that computes a column, and how many of its likeliest tokens come with each log-prob."""
+
+    pool: FrozenPool
+    topk: int = 0
+
+
+Pools = Mapping[str, ColumnSource]  # by column
 PoolsOf = Callable[[str], Pools]  # by the name of a data source
 
 
@@ -63,7 +72,8 @@ class SampleColumns:
         task, prompt = self._task, self._task.prompt.prompt_ids
         rid = f"{task.lease}-{sample.index}-{column}"
         token_ids = np.concatenate([prompt, sample.buffer.ids]).tolist()  # for JSON, which has no arrays
-        values = await self._pools[column].log_probs(rid, token_ids, len(prompt))
+        pool, topk = self._pools[column]
+        found = await pool.log_probs(rid, token_ids, len(prompt), topk)
         key = SampleKey(group_id=task.group_id, attempt=task.attempt, index=sample.index)
-        seq = await self._bus.publish(ColumnPublished(sample=key, column=column, values=values))
+        seq = await self._bus.publish(ColumnPublished(sample=key, column=column, **found._asdict()))
         sample.columns = {**sample.columns, column: seq}

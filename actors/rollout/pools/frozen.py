@@ -25,11 +25,12 @@ from actors.rollout.sglang.errors import (
     RequestRefused,
 )
 from actors.rollout.sglang.served_model import ServedModel
-from messages import Float32Array
+from messages import Float32Array, Int32Array
 from runtime.bus.addresses import Address
 from runtime.bus.bus import Bus
 from runtime.bus.servers import attend_servers, kill_server
-from runtime.data.tokens import given_log_prob_problem, id_problem
+from runtime.data.tokens import given_log_prob_problem, id_problem, topk_problem
+from runtime.settings.derived import asks_topk
 from runtime.settings.placement import num_engines
 from runtime.settings.topology import Topology, model_of
 from runtime.util.formatting import count_of
@@ -49,6 +50,7 @@ class PoolSettings(NamedTuple):
     Attributes:
         name: its key in `engines`.
         vocab_size: of its model.
+        topk_vocab_size: its likeliest tokens have ids below this: tokens of the trained model, too.
         at_once: requests in flight at all engines together.
         answer_timeout_s: for one answer; a silent engine without a sign of life is restarted.
         give_up_after_s: without any answer to a request the run ends.
@@ -58,6 +60,7 @@ class PoolSettings(NamedTuple):
     name: str
     vocab_size: int
     at_once: int
+    topk_vocab_size: int | None = None
     answer_timeout_s: float = 300.0
     give_up_after_s: float = 14_400.0
     confuses_last: bool = False
@@ -70,14 +73,25 @@ class PoolSettings(NamedTuple):
             OSError, ValueError: the directory cannot be read.
         """
         engine = topology.engines[name]
+        vocab_size = ServedModel.read(Path(model_of(topology, engine))).vocab_size
+        trained = ServedModel.read(Path(topology.model.hf_checkpoint)) if asks_topk(topology.algorithm) else None
         return cls(
             name=name,
-            vocab_size=ServedModel.read(Path(model_of(topology, engine))).vocab_size,
+            vocab_size=vocab_size,
             at_once=engine.concurrency * num_engines(engine),
+            topk_vocab_size=None if trained is None else min(vocab_size, trained.vocab_size),
             answer_timeout_s=engine.first_token_after_s,
             give_up_after_s=topology.rollout.generate_timeout_s,
             confuses_last=engine.kind == "sglang",
         )
+
+
+class ColumnValues(NamedTuple):
+    """What a pool computed of T tokens: their log-probs, and the K likeliest tokens at their places if it was asked."""
+
+    values: Float32Array  # [T]
+    topk_ids: Int32Array | None = None  # [T x K]
+    topk_log_probs: Float32Array | None = None  # [T x K]
 
 
 @dataclass(eq=False)
@@ -151,16 +165,17 @@ class FrozenPool:
         finally:
             engine.is_up = False
 
-    async def log_probs(self, rid: str, token_ids: Sequence[int], first: int) -> Float32Array:
+    async def log_probs(self, rid: str, token_ids: Sequence[int], first: int, topk: int = 0) -> ColumnValues:
         """Return the log-probs of tokens that another model sampled, each given all tokens before it.
 
         Args:
             rid: names the request; each try adds its number.
             token_ids: of the prompt and the response.
             first: number of prompt tokens.
+            topk: number of the likeliest tokens to return at each place; 0: none.
 
         Returns:
-            [T], float32, nats, at temperature 1, of the tokens from `first` on.
+            Nats, at temperature 1, of the tokens from `first` on.
 
         Raises:
             RequestRefused: the tokens are none of the model, the engine refuses them, or engines answered MAX_FAILURES
@@ -172,7 +187,7 @@ class FrozenPool:
         try:
             async with self._slots:
                 with anyio.move_on_after(self._settings.give_up_after_s):
-                    return await self._answered(rid, token_ids, first)
+                    return await self._answered(rid, token_ids, first, topk)
         finally:
             self._num_waiting -= 1
         limit = f"{self._settings.give_up_after_s:g} s (rollout.generate_timeout_s)"
@@ -188,13 +203,13 @@ class FrozenPool:
         if self._settings.confuses_last and size - 1 in token_ids[first:]:
             raise RequestRefused(f"{where}: SGLang gives the log-prob of token 0 for {size - 1}, the last token")
 
-    async def _answered(self, rid: str, token_ids: Sequence[int], first: int) -> Float32Array:
+    async def _answered(self, rid: str, token_ids: Sequence[int], first: int, topk: int) -> ColumnValues:
         failures = tries = 0
         failed: FrozenEngine | None = None
         while True:
             engine, tries = await self._next(failed), tries + 1
             try:
-                return await self._ask(engine, f"{rid}-{tries}", token_ids, first)
+                return await self._ask(engine, f"{rid}-{tries}", token_ids, first, topk)
             except RequestRefused as error:
                 raise RequestRefused(f"{engine.name}: {error}") from error
             except EngineUnavailable as error:
@@ -207,12 +222,21 @@ class FrozenPool:
                 await self._doubt(engine, error)
             await anyio.sleep(RESEND.pause_s(tries))
 
-    async def _ask(self, engine: FrozenEngine, rid: str, token_ids: Sequence[int], first: int) -> Float32Array:
+    async def _ask(
+        self, engine: FrozenEngine, rid: str, token_ids: Sequence[int], first: int, topk: int
+    ) -> ColumnValues:
+        """Send one request, and check all of its answer."""
         timeout_s = self._settings.answer_timeout_s
-        found = await self._client.given_log_probs(engine.url, rid, token_ids, first, timeout_s)
-        if (problem := given_log_prob_problem(found)) is not None:
+        given, likeliest = await self._client.given_log_probs(engine.url, rid, token_ids, first, timeout_s, topk)
+        problem = given_log_prob_problem(given)
+        if problem is None and likeliest is not None:
+            problem = topk_problem(*likeliest, self._settings.topk_vocab_size or self._settings.vocab_size)
+        if problem is not None:
             raise BadAnswer(f"{engine.name} ({engine.url})", problem)
-        return Float32Array([value for value in found if value is not None])
+        values = Float32Array([value for value in given if value is not None])
+        if likeliest is None:
+            return ColumnValues(values)
+        return ColumnValues(values, Int32Array(likeliest.ids.ravel()), Float32Array(likeliest.log_probs.ravel()))
 
     async def _next(self, failed: FrozenEngine | None) -> FrozenEngine:
         """Wait for an engine that is up; if there are several, not the one that failed."""

@@ -59,12 +59,16 @@ def generate_body(
     }
 
 
-def probe_body(rid: str, token_ids: Sequence[int], start: int = 0) -> dict[str, Any]:
-    """Build a request for the log-probs of a prompt only, from the token after `start` on."""
+def probe_body(rid: str, token_ids: Sequence[int], start: int = 0, topk: int = 0) -> dict[str, Any]:
+    """Build a request for the log-probs of a prompt only, from the token after `start` on.
+
+    With `topk` it also asks for that number of likeliest tokens at each place.
+    """
     return {
         "rid": rid,
         "input_ids": list(token_ids),
         "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
         "return_logprob": True,
         "logprob_start_len": start,  # 0 also keeps the engine from using KV cache of older weights
+        **({"top_logprobs_num": topk} if topk else {}),
     }

@@ -3,10 +3,13 @@
 import uuid
 from collections.abc import AsyncGenerator, Collection, Sequence
 from contextlib import asynccontextmanager, suppress
-from typing import Any, TypeVar
+from itertools import chain
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import aiohttp
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from actors.rollout.sglang.answers import decode_answer, decode_answers, refusal_in
 from actors.rollout.sglang.body import probe_body
@@ -48,11 +51,30 @@ class ModelInfo(msgspec.Struct, frozen=True):
     weight_version: str | None = None
 
 
+TokenId = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)]  # what `Int32Array` holds
+LogProbOf = tuple[float | None, TokenId, Any]  # a log-prob, the token that it is of, and its text
+
+
 class ProbeMeta(msgspec.Struct, frozen=True):
     """The used part of the meta_info of a probe response."""
 
     finish_reason: dict[str, Any] | None = None
-    input_token_logprobs: list[tuple[float | None, int, str | None]] = []
+    input_token_logprobs: list[LogProbOf] = []
+    input_top_logprobs: list[list[LogProbOf] | None] = []
+
+
+class TopkLogProbs(NamedTuple):
+    """The K likeliest tokens at each of T places, as an engine gave them: NaN for a log-prob of null."""
+
+    ids: NDArray[np.int64]  # [T, K]
+    log_probs: NDArray[np.float32]  # [T, K], natural log
+
+
+class GivenLogProbs(NamedTuple):
+    """Log-probs of T given tokens, and the likeliest tokens at their places if they were asked for."""
+
+    log_probs: list[float | None]
+    topk: TopkLogProbs | None
 
 
 class ProbeAnswer(msgspec.Struct, frozen=True):
@@ -288,8 +310,8 @@ class SglangClient:
         raise EngineUnavailable(f"{url}: the probe of its weights was aborted {PROBE_TRIES} times")
 
     async def given_log_probs(
-        self, engine: str, rid: str, token_ids: Sequence[int], first: int, timeout_s: float
-    ) -> list[float | None]:
+        self, engine: str, rid: str, token_ids: Sequence[int], first: int, timeout_s: float, topk: int = 0
+    ) -> GivenLogProbs:
         """Return the log-probs of given tokens at temperature 1, each given all tokens before it.
 
         Args:
@@ -298,17 +320,18 @@ class SglangClient:
             token_ids: all tokens, at least two.
             first: number of tokens before the first one of the answer, at least 1.
             timeout_s: for the answer.
+            topk: number of the likeliest tokens to return at each place; 0: none.
 
         Returns:
-            One for each token from `first` on.
+            One for each token from `first` on, and `topk` tokens with theirs at each of these places.
 
         Raises:
             EngineUnavailable: no answer, or the request was aborted, e.g. by another client.
-            EngineFailed: the answer is unreadable, or for other tokens.
+            EngineFailed: the answer is unreadable, or for other tokens or another number of them.
             RequestRefused: the request is invalid.
         """
         url, asked = engine + "/generate", list(token_ids[first:])
-        data = await self._post(url, probe_body(rid, token_ids, first - 1), timeout_s)
+        data = await self._post(url, probe_body(rid, token_ids, first - 1, topk), timeout_s)
         meta = _decode(url, data, ProbeAnswer).meta_info
         if (meta.finish_reason or {}).get("type") == "abort":
             raise EngineUnavailable(f"{url}: the request was aborted")
@@ -318,7 +341,8 @@ class SglangClient:
         wrong = next((place for place, entry in enumerate(found) if entry[1] != asked[place]), None)
         if wrong is not None:
             raise EngineFailed(f"{url}: log-prob {wrong} is of token {found[wrong][1]}, not of {asked[wrong]}")
-        return [log_prob for log_prob, _, _ in found]
+        likeliest = _topk(url, meta.input_top_logprobs[1:], len(asked), topk) if topk else None
+        return GivenLogProbs([log_prob for log_prob, _, _ in found], likeliest)
 
     async def abort(self, engine: str, rid: str | None) -> None:
         """Abort one request, or all requests of an engine if rid is None. Unknown requests are ignored."""
@@ -431,6 +455,23 @@ def _raise_streamed(url: str, event: bytes) -> None:
 
 def _shown(answer: bytes) -> str:
     return answer.decode(errors="replace")[:500]
+
+
+def _topk(url: str, found: Sequence[list[LogProbOf] | None], num_places: int, topk: int) -> TopkLogProbs:
+    """Pack the likeliest tokens of each place.
+
+    Raises:
+        EngineFailed: they are of another number of places, or not `topk` at each.
+    """
+    if len(found) != num_places:
+        raise EngineFailed(f"{url}: top-k log-probs at {len(found)} places for {num_places} tokens")
+    counts = [0 if place is None else len(place) for place in found]
+    wrong = next((place for place, count in enumerate(counts) if count != topk), None)
+    if wrong is not None:
+        raise EngineFailed(f"{url}: token {wrong} has {counts[wrong]} top-k log-probs, not {topk}")
+    log_probs, ids, _ = zip(*chain.from_iterable(place for place in found if place is not None), strict=True)
+    shape = num_places, topk
+    return TopkLogProbs(np.array(ids, dtype=np.int64).reshape(shape), np.array(log_probs, np.float32).reshape(shape))
 
 
 def _decode(url: str, data: bytes, answer_type: type[T]) -> T:

@@ -64,11 +64,16 @@ class Request:
     seed: int
     stream_interval: int = 0  # tokens between reports; 0 = report only the end
     logprob_start: int = -1  # first prompt position whose log-prob is requested; -1 = none
+    num_top: int = 0  # likeliest tokens at each place of the prompt whose log-prob is requested
     output_ids: list[int] = field(default_factory=list[int])
     log_probs: list[float] = field(default_factory=list[float])  # natural log, of output_ids
     masks: list[list[int]] = field(default_factory=list[list[int]])  # kept tokens of each output id, if requested
     mask_log_probs: list[float] = field(default_factory=list[float])  # natural log, of output_ids among the kept ones
     input_log_probs: list[float] | None = None  # of prompt_ids[logprob_start + 1:]
+    input_top: tuple[list[list[float]], list[list[int]]] = (
+        [],
+        [],
+    )  # log-probs and ids at these places, likeliest first
     spans: list[Span] = field(default_factory=list[Span])
     num_retractions: int = 0
     num_reported: int = 0  # streamed tokens

@@ -97,13 +97,23 @@ class CallReader:
         log_probs = _broadcast(body.return_logprob or False, len(prompts), "return_logprob")
         starts = _broadcast(-1 if body.logprob_start_len is None else body.logprob_start_len, len(prompts), "starts")
         masks = _broadcast(body.return_sampling_mask or False, len(prompts), "return_sampling_mask")
+        tops = _broadcast(body.top_logprobs_num or 0, len(prompts), "top_logprobs_num")
         jobs: list[Job] = []
         for index, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
             for sample in range(num_samples):
                 request = self._request(rids[len(jobs)], prompt, param, sample, body.stream, mask=masks[index])
                 request.logprob_start = _logprob_start(starts[index], prompt) if log_probs[index] else -1
+                request.num_top = self._num_top(tops[index], param) if log_probs[index] else 0
                 jobs.append(Job(request, self._rendering(body, param, log_probs[index])))
         return Call(jobs=jobs, single=single and num_samples == 1, stream=body.stream)
+
+    def _num_top(self, wanted: int, params: SamplingParams) -> int:
+        """Check the number of likeliest tokens of the prompt's places. Those of generated tokens are not supported."""
+        if wanted and params.max_new_tokens != 0:
+            raise ValueError("top_logprobs_num is not supported by the tiny engine unless max_new_tokens is 0")
+        if not 0 <= wanted <= self._limits.vocab_size:
+            raise ValueError(f"top_logprobs_num must be in [0, {self._limits.vocab_size}], got {wanted}")
+        return wanted
 
     def _prompts(self, body: GenerateBody) -> tuple[list[list[int]], bool]:
         """The prompts' token ids, and whether the body holds a single prompt instead of a list."""

@@ -71,12 +71,12 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
     return_text_in_logprobs: bool = False
     return_prompt_token_ids: bool = False
     return_sampling_mask: bool | list[bool] | None = None
+    top_logprobs_num: int | list[int] | None = None
 
     input_embeds: Any = None
     image_data: Any = None
     video_data: Any = None
     audio_data: Any = None
-    top_logprobs_num: int | list[int] | None = None
     token_ids_logprob: Any = None
     return_hidden_states: Any = None
     sampling_logprobs_mode: str | None = None
@@ -88,7 +88,7 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 UNSUPPORTED_FIELDS: Final = (
-    *("input_embeds", "image_data", "video_data", "audio_data", "top_logprobs_num", "token_ids_logprob"),
+    *("input_embeds", "image_data", "video_data", "audio_data", "token_ids_logprob"),
     *("return_hidden_states", "sampling_logprobs_mode", "return_entropy", "lora_path"),
     *("custom_logit_processor", "session_params", "session_id"),
 )

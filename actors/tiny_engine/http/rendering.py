@@ -153,7 +153,12 @@ def _log_probs(job: Job, start: int, end: int, text: Text | None) -> dict[str, A
     if request.logprob_start >= 0:
         tokens = request.prompt_ids[request.logprob_start :]
         inputs = _triples([None, *(request.input_log_probs or [])], tokens, names)
+    top = {}
+    if request.num_top:
+        places = [_triples(*place, names) for place in zip(*request.input_top, strict=True)]
+        top = {"input_top_logprobs": [None, *places], "output_top_logprobs": []}
     return {
+        **top,
         "input_token_logprobs": inputs,
         "output_token_logprobs": triples,
         "output_token_logprobs_length": end,

@@ -229,7 +229,7 @@ class KvSlots:
                 logits[row, list(request.stopping.token_ids)] = NEVER
 
     def _score_prompts(self, requests: Sequence[Request], states: Tensor) -> None:
-        """Fill `input_log_probs` where requested, without temperature, as SGLang does."""
+        """Fill `input_log_probs` and `input_top` where requested, without temperature, as SGLang does."""
         for row, request in enumerate(requests):
             start, end = request.logprob_start, len(request.prompt_ids) - 1
             if start < 0 or request.input_log_probs is not None:
@@ -237,6 +237,9 @@ class KvSlots:
             log_probs = F.linear(states[row, start:end], self.weights.head).log_softmax(-1)
             following = torch.tensor(request.prompt_ids[start + 1 :]).unsqueeze(1)
             request.input_log_probs = log_probs.gather(1, following).squeeze(1).tolist() if len(following) else []
+            if request.num_top and len(following):
+                values, ids = log_probs.topk(request.num_top, dim=1)
+                request.input_top = values.tolist(), ids.tolist()
 
 
 def _kind(wanted: Sampling) -> float:

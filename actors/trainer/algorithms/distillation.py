@@ -96,24 +96,30 @@ def topk_distillation_loss(
         zero_outside_topk: Count the policy's other tokens. No effect on "forward", to which they contribute nothing.
 
     Returns:
-        The divergence, [M], nats, as loss and as the metric train/distillation_kl.
+        The divergence, [M], nats, as loss and as the metric train/distillation_kl. The probability of the K tokens
+        together is train/distillation_teacher_mass by the teacher, and train/distillation_student_mass by the policy.
 
     Edges:
         Nothing is clamped: a teacher log-prob of minus infinity adds nothing to forward, and makes reverse infinite.
+        Over fewer tokens than the vocabulary the divergence may be below 0.
 
     Raises:
         ValueError: The entropy is missing.
 
     Source:
-        NeMo-RL, DistillationLossFn at 7ea279ab.
+        NeMo-RL, DistillationLossFn at 7ea279ab. Forward is verl's forward_kl_topk (0.9.1) without its clamps.
     """
     check_choice("kl_type", kl_type, TopkKl)
     check_shape("teacher_topk_log_probs", teacher_topk_log_probs, topk_log_probs)
     ratios = teacher_topk_log_probs - topk_log_probs
     probs, teacher_probs = topk_log_probs.exp(), teacher_topk_log_probs.exp()
     forward = torch.where(teacher_probs > 0, teacher_probs * ratios, 0.0).sum(dim=-1)
+    masses = {
+        "train/distillation_teacher_mass": teacher_probs.detach().sum(dim=-1),
+        "train/distillation_student_mass": probs.detach().sum(dim=-1),
+    }
     if kl_type == "forward":
-        return _reported(forward)
+        return _reported(forward, masses)
     reverse = -(probs * ratios).sum(dim=-1)
     if zero_outside_topk:
         if entropy is None:
@@ -121,9 +127,9 @@ def topk_distillation_loss(
         rest = -entropy - (probs * topk_log_probs).sum(dim=-1)  # q log q, summed over the other tokens
         reverse = reverse + rest - LOG_INFINITESIMAL * (1 - probs.sum(dim=-1))
     if kl_type == "reverse":
-        return _reported(reverse)
-    return _reported(mixed_kl_weight * forward + (1 - mixed_kl_weight) * reverse)
+        return _reported(reverse, masses)
+    return _reported(mixed_kl_weight * forward + (1 - mixed_kl_weight) * reverse, masses)
 
 
-def _reported(divergence: Tensor) -> Terms:
-    return Terms(divergence, {"train/distillation_kl": divergence.detach()})
+def _reported(divergence: Tensor, masses: dict[str, Tensor]) -> Terms:
+    return Terms(divergence, {"train/distillation_kl": divergence.detach(), **masses})

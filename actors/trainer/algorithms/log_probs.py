@@ -1,7 +1,7 @@
 """Log-probs and entropies of target tokens, from hidden states and an output weight, vocabulary-parallel or whole.
 
 M is the number of requested positions, H the hidden size, V the number of vocabulary entries on this rank, K the number
-of kept tokens over all positions.
+of kept tokens over all positions, L the number of further tokens at each position.
 
 Example:
     ```python
@@ -47,7 +47,8 @@ def log_probs_and_entropy(
     group: Any = None,
     into_VH: Tensor | None = None,
     kept: KeptTokens | None = None,
-) -> tuple[Tensor, Tensor]:
+    topk_MK: Tensor | None = None,
+) -> tuple[Tensor, ...]:
     """Compute natural log-probs of targets and entropies, differentiable in hidden states and weight.
 
     With logits z = hidden weight^T / temperature and p = softmax(z): log p of the target, and -sum p log p. At a
@@ -62,9 +63,11 @@ def log_probs_and_entropy(
         into_VH: [V, H], float32 buffer that accumulates the weight's gradient. Autograd then gets an uninitialised
             gradient for the weight, or none.
         kept: Tokens that the engine sampled from. The target has to be one of them. None: the whole vocabulary.
+        topk_MK: [M, L], int64, further token ids at each position, whose log-probs over the whole vocabulary are
+            returned, too. They may contain the target. None: none.
 
     Returns:
-        Log-probs [M] and entropies [M], nats, float32.
+        Log-probs [M] and entropies [M], nats, float32, and with `topk_MK` the log-probs of these ids, [M, L].
 
     Edges:
         No positions: two empty tensors. float64 inputs are computed in float32, as in training. Nothing is clamped: the
@@ -76,9 +79,9 @@ def log_probs_and_entropy(
         the entropy stays that of the whole vocabulary, too.
     """
     keeps = torch.is_grad_enabled()
-    given = hidden_MH, weight_VH, targets_M, temperature, group, into_VH, kept, keeps
-    log_probs, entropy = _LogProbsAndEntropy.apply(*given)  # pyright: ignore
-    return log_probs, entropy
+    given = hidden_MH, weight_VH, targets_M, temperature, group, into_VH, kept, keeps, topk_MK
+    log_probs, entropy, topk = _LogProbsAndEntropy.apply(*given)  # pyright: ignore
+    return (log_probs, entropy) if topk is None else (log_probs, entropy, topk)
 
 
 class _Statistics(NamedTuple):
@@ -123,18 +126,24 @@ class _LogProbsAndEntropy(torch.autograd.Function):
         into_VH: Tensor | None,
         kept: KeptTokens | None,
         keeps: bool,
-    ) -> tuple[Tensor, Tensor]:
+        topk_MK: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         first = 0 if group is None else dist.get_rank(group) * weight_VH.size(0)
         own_M = targets_M - first
         kept_rows = None if kept is None else _kept_rows(kept, first, weight_VH.size(0))
         highest_kept, sum_kept = hidden_MH.new_empty(2, len(hidden_MH), dtype=torch.float32)
         own = _Statistics(*hidden_MH.new_empty(len(_Statistics._fields), len(hidden_MH), dtype=torch.float32))
+        own_topk = None if topk_MK is None else topk_MK - first
+        chosen_topk = None if topk_MK is None else hidden_MH.new_empty(topk_MK.shape, dtype=torch.float32)
         ctx.kept, room = {}, KEPT_ELEMENTS if keeps else 0
         for rows in _chunks(hidden_MH, weight_VH):
             logits = _logits(hidden_MH[rows], weight_VH, temperature)
             _measure(logits, own_M[rows], _Statistics(*(column[rows] for column in own)))
             if kept_rows is not None:
                 _measure_kept(logits, kept_rows.of(rows), highest_kept[rows], sum_kept[rows])
+            if own_topk is not None and chosen_topk is not None:
+                local, inside = _local(own_topk[rows], logits.size(1))
+                torch.mul(logits.gather(1, local), inside, out=chosen_topk[rows])
             room -= logits.numel()
             if room >= 0:
                 ctx.kept[rows.start] = logits
@@ -142,6 +151,9 @@ class _LogProbsAndEntropy(torch.autograd.Function):
         log_sum, mean = whole.normaliser.log(), whole.weighted / whole.normaliser
         lower = own.highest - whole.highest
         log_probs, log_scale_kept = whole.chosen - log_sum, None
+        topk = None
+        if own_topk is not None and chosen_topk is not None:
+            topk = _topk_over_vocabulary(chosen_topk, own_topk, weight_VH.size(0), lower, group) - log_sum[:, None]
         if kept_rows is not None:
             highest_kept, log_sum_kept = _kept_over_vocabulary(highest_kept + lower, sum_kept, group)
             log_scale_kept = lower - highest_kept - log_sum_kept
@@ -149,14 +161,14 @@ class _LogProbsAndEntropy(torch.autograd.Function):
             log_probs = torch.where(kept_rows.is_whole_M, log_probs, of_kept)
         ctx.save_for_backward(hidden_MH, weight_VH, own_M, own.highest, lower - log_sum, mean - lower)
         ctx.temperature, ctx.group, ctx.into_VH = temperature, group, into_VH
-        ctx.kept_rows, ctx.log_scale_kept = kept_rows, log_scale_kept
+        ctx.kept_rows, ctx.log_scale_kept, ctx.own_topk = kept_rows, log_scale_kept, own_topk
         ctx.set_materialize_grads(False)
-        return log_probs, log_sum - mean
+        return log_probs, log_sum - mean, topk
 
     @staticmethod
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None
-    ) -> tuple[Tensor, Tensor | None, None, None, None, None, None, None]:
+        ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None, grad_topk: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, None, None, None, None, None, None, None]:
         hidden_MH, weight_VH, own_M, highest, log_scale, mean = ctx.saved_tensors
         if grad_log_probs is None:
             grad_log_probs = torch.zeros_like(log_scale)
@@ -172,6 +184,8 @@ class _LogProbsAndEntropy(torch.autograd.Function):
             if ctx.kept_rows is not None:
                 kept = _kept_gradient(logits, ctx.kept_rows.of(rows), ctx.log_scale_kept[rows], own_grad)
                 own_grad = own_grad * ctx.kept_rows.is_whole_M[rows]
+            if grad_topk is not None:  # every one of them has the normaliser of the whole vocabulary
+                own_grad = own_grad + grad_topk[rows].sum(dim=1)
             gradient = _gradient(
                 logits, log_scale[rows], own_grad, None if grad_entropy is None else (grad_entropy[rows], mean[rows])
             )
@@ -179,6 +193,9 @@ class _LogProbsAndEntropy(torch.autograd.Function):
                 gradient.index_put_(kept[:2], kept[2], accumulate=True)
             local, inside = _local(own_M[rows], logits.size(1))
             gradient.scatter_add_(1, local[:, None], (grad_log_probs[rows] * inside)[:, None])
+            if grad_topk is not None:
+                local, inside = _local(ctx.own_topk[rows], logits.size(1))
+                gradient.scatter_add_(1, local, grad_topk[rows] * inside)
             gradient = gradient.div_(ctx.temperature).to(hidden_MH.dtype)
             torch.mm(gradient, weight_VH, out=of_hidden[rows])
             if of_weight is None:
@@ -193,7 +210,7 @@ class _LogProbsAndEntropy(torch.autograd.Function):
         if ctx.needs_input_grad[1] and of_weight is not None:
             is_added = ctx.into_VH is not None
             returned = torch.empty_like(weight_VH) if is_added else of_weight.to(weight_VH.dtype)
-        return of_hidden, returned, None, None, None, None, None, None
+        return of_hidden, returned, None, None, None, None, None, None, None
 
 
 def _chunks(hidden_MH: Tensor, weight_VH: Tensor) -> Iterator[slice]:
@@ -269,6 +286,23 @@ def _over_vocabulary(own: _Statistics, group: Any) -> _Statistics:
     sums = torch.stack([own.normaliser * scale, weighted, own.chosen + lower * own.here, own.here])
     dist.all_reduce(sums, group=group)
     return _Statistics(highest, *sums)
+
+
+def _topk_over_vocabulary(chosen: Tensor, own_topk: Tensor, size: int, lower: Tensor, group: Any) -> Tensor:
+    """Combine the chosen logits of all ranks: each is above the maximum over the whole vocabulary, or below it.
+
+    Args:
+        chosen: [M, L], minus the maximum of this rank's logits; 0 where another rank holds the token.
+        own_topk: [M, L], token ids as columns of this rank's slice.
+        size: Number of columns of this rank.
+        lower: [M], this rank's maximum minus that of all ranks.
+        group: Torch process group that shares the vocabulary. None: this rank has all of it.
+    """
+    if group is None:
+        return chosen
+    whole = chosen + lower[:, None] * _local(own_topk, size)[1]
+    dist.all_reduce(whole, group=group)
+    return whole
 
 
 def _gradient(

@@ -112,9 +112,9 @@ def _summed(values: Tensor, group: Any) -> Tensor:
 class LossInputs:
     """Per-token inputs of a loss, [M] each, float32 or float64, nats. Log-probs are at the rollout temperature.
 
-    Gradients flow through `log_probs` and `entropy` alone. A function names the columns that it uses; the others may
-    have any values of the same shape. Results have the dtype of the columns. A column of another shape raises a
-    ValueError, and so does a function that needs a column which is None.
+    Gradients flow through `log_probs`, `entropy` and `topk_log_probs` alone. A function names the columns that it uses;
+    the others may have any values of the same shape. Results have the dtype of the columns. A column of another shape
+    raises a ValueError, and so does a function that needs a column which is None.
     """
 
     log_probs: Tensor  # of the policy being trained
@@ -127,7 +127,9 @@ class LossInputs:
     ref_log_probs: Tensor | None = None  # of the reference model; None: no term needs them
     rewards: Tensor | None = None  # of each token's sample; None: no term needs them
     trainer_log_probs: Tensor | None = None  # before the first optimizer step; None: no metric needs them
-    teacher_log_probs: Tensor | None = None  # of the teacher of a distillation; None: there is none
+    teacher_log_probs: Tensor | None = None  # of the teacher of a distillation; None: no advantage follows it
+    topk_log_probs: Tensor | None = None  # [M, K], of the policy for the teacher's likeliest tokens, with gradient
+    teacher_topk_log_probs: Tensor | None = None  # [M, K], of the teacher for the same tokens; None: no term needs them
 
     def __post_init__(self) -> None:
         size = tuple(self.log_probs.shape)
@@ -136,6 +138,10 @@ class LossInputs:
         for name in _COLUMNS:
             if (values := getattr(self, name)) is not None and tuple(values.shape) != size:
                 raise ValueError(f"{name} has shape {tuple(values.shape)}, expected {size}")
+        topk = [values for values in (self.topk_log_probs, self.teacher_topk_log_probs) if values is not None]
+        shapes = [tuple(values.shape) for values in topk]
+        if topk and (len(topk) < 2 or shapes[0] != shapes[1] or len(shapes[0]) != 2 or shapes[0][0] != size[0]):
+            raise ValueError(f"top-k log-probs have shapes {shapes}, expected two of ({size[0]}, K)")
 
     def needed(self, name: str) -> Tensor:
         """Return an optional column, [M]. It raises a ValueError if the column is None."""

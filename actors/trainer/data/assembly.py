@@ -8,11 +8,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actors.trainer.data.batch import NOT_KNOWN, ExpertIds, LeftOut, TrainBatch, expert_ids
-from actors.trainer.data.columns import Columns, column_problem, of_all_tokens
+from actors.trainer.data.columns import Columns, column_problem, of_all_tokens, topk_of_all_tokens
 from actors.trainer.data.skipped import SamplePlace
 from actors.trainer.data.staleness import NOT_SAMPLED, Masking, joined, loss_mask_of, staleness_of
 from messages import ColumnPublished, GroupCompleted, SampleStatus, SampleSummary, Segment, SegmentsPublished
 from runtime.data.tokens import are_possible, sample_problem
+from runtime.settings.topology import TEACHER_LOG_PROBS
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ def assemble(
     masking: Masking = NO_MASKING,
     reward_keys: Sequence[str] = (),
     column_names: Sequence[str] = (),
+    topk: int = 0,
 ) -> TrainBatch | None:
     """Concatenate the samples of a train step.
 
@@ -65,6 +67,7 @@ def assemble(
         masking: Masks tokens by the weights that sampled them.
         reward_keys: Names of the rewards that the recipe trains, if there are several.
         column_names: Names of the columns that engine pools computed.
+        topk: Number of likeliest tokens at each place of a teacher's column. 0: none are trained.
 
     Returns:
         The batch, or None when no sample can be trained.
@@ -72,7 +75,7 @@ def assemble(
     Raises:
         ValueError: A payload holds another sample than the event names, and the sample is not marked invalid.
     """
-    builder = _Builder(step, steps_of_versions, masking, reward_keys, column_names)
+    builder = _Builder(step, steps_of_versions, masking, reward_keys, column_names, topk)
     for group in groups:
         builder.baseline = group.completed.baseline
         rollouts: dict[int, int] = {}
@@ -115,6 +118,7 @@ def problems_of(
     needs_kept: bool = False,
     columns: Columns | None = None,
     column_names: Sequence[str] = (),
+    topk: int = 0,
 ) -> dict[SamplePlace, str]:
     """Find the invalid samples of a group and describe the problem of each.
 
@@ -127,6 +131,7 @@ def problems_of(
         needs_kept: Whether trained tokens need the tokens that top-p and top-k kept.
         columns: Columns by sequence in the data stream.
         column_names: Names of the columns that each sample must have.
+        topk: Number of likeliest tokens that a teacher's column must have at each place.
     """
     problems: dict[SamplePlace, str] = {}
     possible = are_possible([segment for stored in payloads.values() for segment in stored.segments], vocab_size)
@@ -142,7 +147,7 @@ def problems_of(
         num_tokens = sample.prompt_len + sample.response_len or None
         problem = sample_problem(
             segments, vocab_size, num_tokens=num_tokens, needs_kept=needs_kept, possible=possible
-        ) or column_problem(completed, sample, segments, columns or {}, column_names)
+        ) or column_problem(completed, sample, segments, columns or {}, column_names, topk=topk, vocab_size=vocab_size)
         if problem is not None:
             problems[place] = problem
         elif missing := [key for key in reward_keys if key not in sample.rewards]:
@@ -172,6 +177,7 @@ class _Builder:
         masking: Masking,
         reward_keys: Sequence[str],
         column_names: Sequence[str],
+        topk: int,
     ) -> None:
         self.num_rollouts = 0
         self.baseline: SampleSummary | None = None  # of the group whose samples are added
@@ -191,6 +197,8 @@ class _Builder:
         ] = []  # token count, and the experts of each token if they are recorded
         self._kept_ids: list[NDArray[np.int32]] = []
         self._columns: dict[str, list[NDArray[np.float32]]] = {name: [] for name in column_names}
+        self._width = topk
+        self._topk: list[tuple[NDArray[np.int32], NDArray[np.float32]]] = []  # ids and log-probs
 
     def add(
         self, group: int, rollout: int, sample: SampleSummary, segments: Sequence[Segment], left_out: LeftOut
@@ -222,6 +230,9 @@ class _Builder:
         """Add the columns of the sample that was added last."""
         for name, parts in self._columns.items():
             parts.append(of_all_tokens(columns.get(sample.columns.get(name, 0)), segments))
+        if self._width:
+            column = columns.get(sample.columns.get(TEACHER_LOG_PROBS, 0))
+            self._topk.append(topk_of_all_tokens(column, segments, self._width))
 
     def _add_nothing(self) -> int:
         """Add one token without loss for a sample that is left out, so that its rollout counts."""
@@ -270,6 +281,8 @@ class _Builder:
             else None,
             kept_ids_K=np.concatenate(self._kept_ids) if self._kept_ids else None,
             **{f"{name}_N": np.concatenate(parts) * mask for name, parts in self._columns.items()},
+            teacher_topk_ids_N=np.concatenate([ids for ids, _ in self._topk]) if self._topk else None,
+            teacher_topk_log_probs_N=np.concatenate([found for _, found in self._topk]) if self._topk else None,
         )
 
     def _of_all_tokens(self, values_R: NDArray[_Number], others: int = 0) -> NDArray[_Number]:

@@ -42,6 +42,13 @@ class KeptIds(NamedTuple):
     counts_M: Ints  # number of ids of each token; 0: the whole vocabulary
 
 
+class TeacherTopk(NamedTuple):
+    """A teacher's likeliest tokens at some places, and their log-probs by the teacher."""
+
+    ids: Ints  # [M, K]
+    log_probs: Floats32  # [M, K]
+
+
 class LeftOut(IntEnum):
     """Reason why a sample's tokens are left out of its batch."""
 
@@ -80,6 +87,8 @@ class TrainBatch:
     kept_ids_K: NDArray[np.int32] | None = None  # their ids, those of the first token first
     ref_log_probs_N: Floats32 | None = None  # of the reference, precomputed; NaN for groups without precomputed values
     teacher_log_probs_N: Floats32 | None = None  # of teachers in engine pools; 0 where the token does not train
+    teacher_topk_ids_N: NDArray[np.int32] | None = None  # [N, K], the teacher's likeliest tokens; 0 as above
+    teacher_topk_log_probs_N: Floats32 | None = None  # [N, K], by the teacher
     old_log_probs_N: Floats32 | None = None  # of the weights that this step starts from; NaN as above
 
     def __post_init__(self) -> None:
@@ -113,6 +122,13 @@ class TrainBatch:
         within = np.arange(int(counts_M.sum())) - np.repeat(np.cumsum(counts_M) - counts_M, counts_M)
         places = np.repeat(self.kept_starts_N[columns_M], counts_M) + within
         return KeptIds(self.kept_ids_K[places].astype(np.int64), counts_M)
+
+    def topk_of(self, columns_M: Ints) -> TeacherTopk | None:
+        """Return the teacher's likeliest tokens at the places of some tokens; None if the batch has none."""
+        if self.teacher_topk_ids_N is None or self.teacher_topk_log_probs_N is None:
+            return None
+        ids_MK = self.teacher_topk_ids_N[columns_M].astype(np.int64)
+        return TeacherTopk(ids_MK, self.teacher_topk_log_probs_N[columns_M])
 
     @cached_property
     def mask_sums_B(self) -> Ints:
@@ -157,6 +173,7 @@ class MicroBatch:
     experts: dict[int, Any] = field(default_factory=dict[int, Any])  # by layer, of an earlier forward pass
     routed_experts: ExpertIds | None = None  # [b, s, E], for all layers, as the engine chose
     kept: KeptIds | None = None  # tokens that the engine sampled each target from; None: the whole vocabulary
+    topk: TeacherTopk | None = None  # [M, K] for each target; None: no term of the loss reads them
     mtp: MtpInputs | None = None  # MTP inputs; None: the model has no MTP layer
     context: Context = WHOLE  # context-parallel rank that holds this part of each sequence
 
@@ -221,7 +238,7 @@ def make_micro_batch(
         bounds=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32) if packed else None,
     )
     part = part_of(whole, lengths, context)
-    return replace(part, kept=batch.kept_of(part.columns_M))
+    return replace(part, kept=batch.kept_of(part.columns_M), topk=batch.topk_of(part.columns_M))
 
 
 def empty_micro_batch(*, packed: bool, multiple: int, context: Context) -> MicroBatch:

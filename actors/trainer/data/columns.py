@@ -7,7 +7,8 @@ from numpy.typing import NDArray
 
 from actors.trainer.data.skipped import SamplePlace
 from messages import ColumnPublished, GroupCompleted, SampleSummary, Segment
-from runtime.data.tokens import given_log_prob_problem
+from runtime.data.tokens import given_log_prob_problem, topk_problem
+from runtime.settings.topology import TEACHER_LOG_PROBS
 
 Columns = Mapping[int, ColumnPublished]  # by sequence in the data stream
 
@@ -24,6 +25,9 @@ def column_problem(
     segments: Sequence[Segment],
     columns: Columns,
     names: Sequence[str],
+    *,
+    topk: int = 0,
+    vocab_size: int | None = None,
 ) -> str | None:
     """Describe the first column that a sample lacks, or that is not of its tokens; None if there is none.
 
@@ -33,6 +37,8 @@ def column_problem(
         segments: Its segments in order.
         columns: Fetched columns.
         names: Names of the columns that it needs.
+        topk: Number of likeliest tokens that a teacher's column needs at each place.
+        vocab_size: Vocabulary size of the trained model. None: unknown.
     """
     for name in names:
         if name not in sample.columns:
@@ -45,7 +51,18 @@ def column_problem(
             return f"it has {len(found.values)} {name} for {length} tokens"
         if (problem := given_log_prob_problem(np.asarray(found.values))) is not None:
             return f"{name}: {problem}"
+        if topk and name == TEACHER_LOG_PROBS and (problem := _topk_problem(found, topk, vocab_size)) is not None:
+            return f"{name}: {problem}"
     return None
+
+
+def _topk_problem(found: ColumnPublished, topk: int, vocab_size: int | None) -> str | None:
+    """Describe why a column does not have `topk` possible tokens at each place; None if it does."""
+    ids, log_probs, needed = found.topk_ids, found.topk_log_probs, topk * len(found.values)
+    if ids is None or log_probs is None or not len(ids) == len(log_probs) == needed:
+        sizes = [0 if part is None else len(part) for part in (ids, log_probs)]
+        return f"{sizes[0]} top-k ids and {sizes[1]} log-probs, not {needed} (algorithm.distillation_topk = {topk})"
+    return topk_problem(np.asarray(ids).reshape(-1, topk), np.asarray(log_probs).reshape(-1, topk), vocab_size)
 
 
 def column_length(segments: Sequence[Segment]) -> int:
@@ -59,3 +76,18 @@ def of_all_tokens(column: ColumnPublished | None, segments: Sequence[Segment]) -
     if column is None or not segments:
         return np.zeros(1, dtype=np.float32)
     return np.concatenate([np.zeros(len(segments[0].prompt_ids), dtype=np.float32), np.asarray(column.values)])
+
+
+def topk_of_all_tokens(
+    column: ColumnPublished | None, segments: Sequence[Segment], topk: int
+) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    """Return a teacher's likeliest tokens and their log-probs over all tokens of a sample, as `of_all_tokens` does.
+
+    Returns:
+        [n, K] each.
+    """
+    if column is None or column.topk_ids is None or column.topk_log_probs is None or not segments:
+        return np.zeros((1, topk), dtype=np.int32), np.zeros((1, topk), dtype=np.float32)
+    before = [(len(segments[0].prompt_ids), 0), (0, 0)]
+    ids, log_probs = np.asarray(column.topk_ids), np.asarray(column.topk_log_probs)
+    return np.pad(ids.reshape(-1, topk), before), np.pad(log_probs.reshape(-1, topk), before)

@@ -83,6 +83,7 @@ class Feed:
         reward_keys: Sequence[str] = (),
         needs_kept: bool = False,
         column_names: Sequence[str] = (),
+        topk: int = 0,
         event_timeout_s: float = EVENT_TIMEOUT_S,
         snapshot_timeout_s: float = SNAPSHOT_TIMEOUT_S,
     ) -> None:
@@ -96,6 +97,7 @@ class Feed:
             reward_keys: Names of the rewards that the recipe trains, if there are several.
             needs_kept: Whether trained tokens need the tokens that top-p and top-k kept.
             column_names: Names of the columns that engine pools compute of each sample.
+            topk: Number of likeliest tokens at each place of a teacher's column. 0: none are trained.
             event_timeout_s: Seconds for one read of an event that is known to be in the log.
             snapshot_timeout_s: Seconds for the buffer to fold the archive and take a snapshot.
         """
@@ -108,6 +110,7 @@ class Feed:
         self._reward_keys = reward_keys
         self._needs_kept = needs_kept
         self._column_names = column_names
+        self._topk = topk
         self._event_timeout_s = event_timeout_s
         self._snapshot_timeout_s = snapshot_timeout_s
         self._changed = anyio.Condition()
@@ -208,7 +211,7 @@ class Feed:
                 names = {"group_id": group.completed.group_id, "index": index, "part": part}
                 log.warning("sample_invalid", **names, written_by=group.completed.instance, reason=problem)
         versions = self.history.steps_of_versions
-        batch = assemble(step, groups, versions, self._masking, self._reward_keys, self._column_names)
+        batch = assemble(step, groups, versions, self._masking, self._reward_keys, self._column_names, self._topk)
         missing = tuple(ref for ref in refs if ref in lost)
         return FedBatch(step, refs, batch, missing, next(iter(lost.values()), ""))
 
@@ -226,6 +229,7 @@ class Feed:
             self.history.steps_of_versions,
             reward_keys=self._reward_keys,
             column_names=self._column_names,
+            topk=self._topk,
         )
 
     async def prefetch(self, step: int) -> None:
@@ -269,6 +273,7 @@ class Feed:
             needs_kept=self._needs_kept,
             columns=payloads.columns,
             column_names=self._column_names,
+            topk=self._topk,
         )
         return CollectedGroup(completed, payloads.segments, too_long, problems, payloads.columns)
 

@@ -87,6 +87,7 @@ def without(batch: TrainBatch, micro_batch: MicroBatch, masked_B: Flags) -> Micr
     masked_N = np.repeat(masked_B, batch.lengths_B)
     gone = (micro_batch.sources >= 0) & masked_N[micro_batch.sources]
     kept_M = ~masked_N[micro_batch.columns_M]
+    columns_M = micro_batch.columns_M[kept_M]
     routed, mtp = micro_batch.routed_experts, micro_batch.mtp
     return replace(
         micro_batch,
@@ -94,8 +95,9 @@ def without(batch: TrainBatch, micro_batch: MicroBatch, masked_B: Flags) -> Micr
         sources=np.where(gone, -1, micro_batch.sources),
         rows_M=micro_batch.rows_M[kept_M],
         targets_M=micro_batch.targets_M[kept_M],
-        columns_M=micro_batch.columns_M[kept_M],
-        kept=batch.kept_of(micro_batch.columns_M[kept_M]),
+        columns_M=columns_M,
+        kept=batch.kept_of(columns_M),
+        topk=batch.topk_of(columns_M),
         routed_experts=None if routed is None else only_where(~gone, routed),
         mtp=None if mtp is None else _mtp_without(mtp, gone),
     )
@@ -107,11 +109,14 @@ def with_mask(batch: TrainBatch, micro_batch: MicroBatch) -> MicroBatch:
     They stay inputs, and all tokens keep their positions.
     """
     kept_M = batch.loss_mask_N[micro_batch.columns_M] != 0
+    columns_M = micro_batch.columns_M[kept_M]
     masked = replace(
         micro_batch,
         rows_M=micro_batch.rows_M[kept_M],
         targets_M=micro_batch.targets_M[kept_M],
-        columns_M=micro_batch.columns_M[kept_M],
+        columns_M=columns_M,
+        kept=batch.kept_of(columns_M),
+        topk=batch.topk_of(columns_M),
     )
     return masked if micro_batch.mtp is None else with_mtp(batch, masked)
 

@@ -48,6 +48,7 @@ class TokenOutputs:
     entropy: Tensor
     columns_M: Tensor  # positions of those tokens in the batch's columns
     mtp: Tensor | None = None  # log-probs [F] by the MTP layer
+    topk: Tensor | None = None  # log-probs [M, K] of the teacher's likeliest tokens; None: a pass without gradients
 
 
 @dataclass(frozen=True)
@@ -396,7 +397,10 @@ class Replica:
             [micro_batch.tokens, micro_batch.rows_M, micro_batch.targets_M, micro_batch.columns_M, read], self.device
         )
         kept = None if micro_batch.kept is None else KeptTokens(*on_device([*micro_batch.kept], self.device))
-        request = HeadRequest(rows, targets, temperature, kept, self._mtp_request(micro_batch))
+        topk = None
+        if micro_batch.topk is not None and torch.is_grad_enabled():  # passes for log-probs alone do not read it
+            (topk,) = on_device([micro_batch.topk.ids], self.device)
+        request = HeadRequest(rows, targets, temperature, kept, topk, self._mtp_request(micro_batch))
         packed = packing(micro_batch.bounds, self.device)
         output = model(tokens, None, None, labels=request, packed_seq_params=packed)
         return output, partial(self._token_loss, loss, micro_batch, columns, num_tokens)
@@ -413,6 +417,8 @@ class Replica:
         """Compute the loss from the head's outputs. The schedule calls this on the last pipeline stage."""
         if self.hf.has_value_head:
             return loss(micro_batch, TokenValues(outputs[0], columns)), num_tokens.int(), {}
-        log_probs, entropy, *mtp = outputs
-        total = loss(micro_batch, TokenOutputs(log_probs, entropy, columns, *mtp))
+        log_probs, entropy, *further = outputs
+        has_topk = micro_batch.topk is not None and torch.is_grad_enabled()
+        topk = further.pop(0) if has_topk else None
+        total = loss(micro_batch, TokenOutputs(log_probs, entropy, columns, *further, topk=topk))
         return total, num_tokens.int(), {}

@@ -14,6 +14,7 @@ from actors.trainer.algorithms.corrections import (
     off_policy_mask,
     rejections,
 )
+from actors.trainer.algorithms.distillation import topk_distillation_loss
 from actors.trainer.algorithms.kl import kl_clamped, kl_divergence
 from actors.trainer.algorithms.loss_inputs import LossInputs, Sequences, Terms
 from actors.trainer.algorithms.policy_losses import (
@@ -33,7 +34,14 @@ from actors.trainer.algorithms.policy_losses import (
 from actors.trainer.algorithms.preference import dpo_loss
 from actors.trainer.algorithms.reductions import Reduction, ReductionInputs, reduction
 from actors.trainer.plugins.functions import custom_loss, custom_reducer, custom_weights
-from runtime.settings.derived import agg_mode, loss_mode, reads_reference, rejection_bounds, uses_teacher
+from runtime.settings.derived import (
+    agg_mode,
+    loss_mode,
+    reads_reference,
+    rejection_bounds,
+    teaches_advantages,
+    uses_topk,
+)
 from runtime.settings.recipe import AlgorithmConfig
 from runtime.settings.topology import Topology
 
@@ -190,9 +198,12 @@ class Objective:
             metrics["train/positive_nll_loss"] = likelihood
         if algorithm.get_mismatch_metrics:
             metrics |= mismatch_metrics(inputs)
-        if uses_teacher(algorithm):
-            assert inputs.teacher_log_probs is not None
-            metrics["train/opd_reverse_kl"] = inputs.old_log_probs - inputs.teacher_log_probs
+        if teaches_advantages(algorithm):
+            metrics["train/opd_reverse_kl"] = inputs.old_log_probs - inputs.needed("teacher_log_probs")
+        if uses_topk(algorithm):
+            distilled, more = self._distillation(inputs)
+            total = total + algorithm.distillation_loss_coef * distilled
+            metrics |= more
         return _reported(total, Terms(policy.loss, metrics))
 
     def _own(self, inputs: LossInputs) -> LossInputs:
@@ -205,6 +216,18 @@ class Objective:
         old = inputs.old_log_probs if self._algorithm.use_unbiased_kl else None
         found = kl_divergence(inputs.log_probs, ref_log_probs, kind, old_log_probs=old, max_log_ratio=limit)
         return found, kl_clamped(inputs.log_probs, ref_log_probs, kind, max_log_ratio=limit)
+
+    def _distillation(self, inputs: LossInputs) -> Terms:
+        """Return the divergence over the teacher's likeliest tokens."""
+        algorithm = self._algorithm
+        return topk_distillation_loss(
+            inputs.needed("topk_log_probs"),
+            inputs.needed("teacher_topk_log_probs"),
+            inputs.entropy,
+            kl_type=algorithm.distillation_kl_type,
+            mixed_kl_weight=algorithm.mixed_kl_weight,
+            zero_outside_topk=algorithm.zero_outside_topk,
+        )
 
     def _corrected(self, inputs: LossInputs, weight_scale: float) -> Terms:
         """Multiply the policy loss by its corrections."""
@@ -238,6 +261,8 @@ def _no_tokens() -> LossInputs:
         rewards=none,
         trainer_log_probs=none,
         teacher_log_probs=none,
+        topk_log_probs=none[:, None],
+        teacher_topk_log_probs=none[:, None],
         advantages=none,
         entropy=none,
         sequences=sequences,

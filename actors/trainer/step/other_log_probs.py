@@ -22,8 +22,8 @@ from runtime.settings.derived import (
     precomputes_old_log_probs,
     reads_reference,
     replays_experts,
+    teaches_advantages,
     trains_demonstrations,
-    uses_teacher,
 )
 from runtime.settings.placement import max_sample_tokens
 from runtime.settings.topology import Topology, reference_in_pool
@@ -133,7 +133,9 @@ class OtherLogProbs:
         return ranks.sum_over_replicas(torch.from_numpy(own_N)).numpy()
 
     def of_teacher(self, batch: TrainBatch, steps: Sequence[OptimizerStep]) -> Floats32 | None:
-        """Return the teacher's log-probs of all trained tokens, [N], complete on every rank. None: there is no teacher.
+        """Return the teacher's log-probs of all trained tokens, [N], complete on every rank.
+
+        None: no advantage follows a teacher.
 
         A collective of all ranks.
 
@@ -143,7 +145,7 @@ class OtherLogProbs:
         if self.teacher is not None:
             own_N = self.teacher.log_probs(batch, micro_batches_of(steps))
             return ranks.sum_over_replicas(torch.from_numpy(own_N)).numpy()
-        if not uses_teacher(self._algorithm):
+        if not teaches_advantages(self._algorithm):
             return None
         if batch.teacher_log_probs_N is None:
             raise ValueError(

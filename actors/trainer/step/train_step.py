@@ -66,6 +66,7 @@ from runtime.settings.derived import (
     reads_reference,
     trains_demonstrations,
     trains_pairs,
+    uses_topk,
 )
 from runtime.settings.placement import max_sample_tokens
 from runtime.settings.topology import Topology
@@ -402,6 +403,7 @@ class TrainStep:
             rewards=columns.rewards_N[where_M],
             trainer_log_probs=trainer_M,
             teacher_log_probs=None if columns.teacher_log_probs_N is None else columns.teacher_log_probs_N[where_M],
+            **self._topk(train_step, micro_batch, outputs),
             advantages=columns.advantages_N[where_M],
             entropy=outputs.entropy,
             sequences=Sequences(torch.from_numpy(numbers).to(where_M.device), micro_batch.num_sequences, group),
@@ -420,6 +422,23 @@ class TrainStep:
         """Let the reference be the weights that training starts from, once `trainer.load` is read."""
         if self._log_probs.reference is not None:
             self._log_probs.reference.begin()
+
+    def _topk(self, train_step: int, micro_batch: MicroBatch, outputs: TokenOutputs) -> dict[str, Tensor]:
+        """Return the log-probs of the teacher's likeliest tokens, by policy and teacher. Empty: no term reads them.
+
+        Raises:
+            ValueError: The samples came without them.
+        """
+        if not uses_topk(self._algorithm):
+            return {}
+        if micro_batch.topk is None or outputs.topk is None:
+            if len(micro_batch.columns_M):
+                wanted = "algorithm.distillation_loss_coef"
+                raise ValueError(f"step {train_step}: samples have no top-k log-probs of a teacher, as {wanted} needs")
+            none = outputs.log_probs[:, None]
+            return {"topk_log_probs": none, "teacher_topk_log_probs": none.detach()}
+        teacher_MK = torch.from_numpy(micro_batch.topk.log_probs).to(outputs.topk.device)
+        return {"topk_log_probs": outputs.topk, "teacher_topk_log_probs": teacher_MK}
 
     @property
     def _planned_steps(self) -> int:

@@ -19,6 +19,7 @@ from runtime.settings.derived import (
     uses_groups,
     uses_reference,
     uses_teacher,
+    uses_topk,
 )
 from runtime.settings.reading.config import Problem
 from runtime.settings.recipe import AlgorithmConfig, CriticConfig, Custom, Estimator, LossMode, Recipe
@@ -101,6 +102,9 @@ APPLIES: Final[Mapping[str, Applies]] = {
     "opsm_delta": Applies("use_opsm", (True,)),
     "opd_type": Applies("use_opd", (True,)),
     "opd_kl_coef": Applies("use_opd", (True,)),
+    "distillation_loss_coef": Applies("use_opd", (True,)),
+    "mixed_kl_weight": Applies("distillation_kl_type", ("mixed",)),
+    "zero_outside_topk": Applies("distillation_kl_type", ("reverse", "mixed")),
     **{
         name: Applies("advantage_estimator", ("ppo",))
         for name in (
@@ -129,6 +133,8 @@ REPLACED: Final[Mapping[str, tuple[str, ...]]] = {  # what a function of the use
     "custom_pg_loss_reducer": ("loss_agg_mode", "calculate_per_token_loss"),
     "rollout_data_postprocess": (),
 }
+
+TOPK: Final = ("distillation_topk", "distillation_kl_type")  # keys of the divergence over a teacher's likeliest tokens
 
 
 class Refusal(NamedTuple):
@@ -324,6 +330,14 @@ def _distillation(recipe: Recipe) -> Iterator[Problem]:
     if teacher is not None and not (algorithm.use_opd and algorithm.opd_type == "megatron"):
         message = 'has no effect without algorithm.use_opd = true and algorithm.opd_type = "megatron"'
         yield Problem.of("model.opd_teacher_load", teacher, message)
+    if uses_topk(algorithm) and algorithm.opd_type == "megatron":
+        message = 'needs algorithm.opd_type = "sglang": a teacher in the trainer computes no log-probs of other tokens'
+        yield Problem.of("algorithm.distillation_loss_coef", algorithm.distillation_loss_coef, message)
+    for name in () if uses_topk(algorithm) else TOPK:
+        value = getattr(algorithm, name)
+        if value != getattr(AlgorithmConfig(), name):
+            message = "has no effect unless algorithm.use_opd = true and algorithm.distillation_loss_coef is above 0"
+            yield Problem.of(f"algorithm.{name}", value, message)
     if asks_teachers(algorithm) and recipe.rollout.temperature != 1:
         message = (
             'must be 1 with algorithm.opd_type = "sglang": engines compute log-probs of given tokens at temperature 1; '

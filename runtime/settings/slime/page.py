@@ -59,7 +59,7 @@ END: Final = """
 | `weight_versions` | `weight_spans`: the version of each token |
 | `reward` | `reward`, and `score` with the grader's whole answer |
 | `status` | the same five values |
-| `teacher_log_probs` | a column, a data message of its own |
+| `teacher_log_probs` | a column, a data message of its own; with the teacher's likeliest tokens, if needed |
 | `rollout_routed_experts` | `routed_experts` of its segments |
 | `rollout_top_p_token_ids`, `rollout_top_p_token_offsets` | `kept_ids` and `kept_counts` of its segments |
 """

@@ -191,7 +191,16 @@ BAD_BODIES = [
     ({"input_ids": [3] * 512}, "longer than the model's context length"),
     ({}, "Either text or input_ids"),
     ({"input_ids": [3], "text": "b"}, "Either text or input_ids"),
-    ({"input_ids": [3], "top_logprobs_num": 2}, "top_logprobs_num is not supported"),
+    ({"input_ids": [3], "return_logprob": True, "top_logprobs_num": 2}, "top_logprobs_num is not supported"),
+    (
+        {
+            "input_ids": [3, 4],
+            "return_logprob": True,
+            "top_logprobs_num": 65,
+            "sampling_params": {"max_new_tokens": 0},
+        },
+        "top_logprobs_num must be in [0, 64]",
+    ),
     ({"input_ids": [3], "return_hidden_states": True}, "return_hidden_states is not supported"),
     ({"input_ids": [3], "return_logprob": True, "logprob_start_len": 1}, "logprob_start_len"),
     ({"input_ids": [[3], [4]], "rid": ["a"]}, "rid"),

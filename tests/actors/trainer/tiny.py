@@ -145,3 +145,13 @@ def groups_of(batch: TrainBatch) -> Iterator[tuple[int, TrainBatch]]:
             if name != "step" and values is not None
         }
         yield group, TrainBatch(step=batch.step, **own)
+
+
+def with_topk(batch: TrainBatch, width: int = 5) -> TrainBatch:
+    """Add a teacher's likeliest tokens at each place, with log-probs from a random spread over the vocabulary."""
+    draw = np.random.default_rng(100 + batch.step)
+    logits = draw.normal(0, 2, (len(batch.tokens_N), VOCAB))
+    log_probs = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    ids = np.argsort(-log_probs, axis=1)[:, :width]
+    found = np.take_along_axis(log_probs, ids, axis=1)
+    return replace(batch, teacher_topk_ids_N=ids.astype(np.int32), teacher_topk_log_probs_N=found.astype(np.float32))

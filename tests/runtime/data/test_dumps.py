@@ -87,7 +87,12 @@ def groups(draw: st.DrawFn, group_id: int) -> DumpedGroup:
         key = SampleKey(group_id=group_id, attempt=attempt, index=index, part=index % 2)
         if values:
             name = "teacher_log_probs"
-            columns[200 + index] = ColumnPublished(sample=key, column=name, values=Float32Array(values))
+            width = draw(st.integers(0, 3))  # likeliest tokens at each place
+            num = width * len(values)
+            topk: dict[str, Any] = {}
+            if width:
+                topk = {"topk_ids": Int32Array(range(num)), "topk_log_probs": Float32Array([-0.5] * num)}
+            columns[200 + index] = ColumnPublished(sample=key, column=name, values=Float32Array(values), **topk)
         summaries.append(
             SampleSummary(
                 index=index,

@@ -100,6 +100,18 @@ def test_a_reward_model_has_a_loss_of_rewards_without_a_reference(smoothing: flo
         ({"use_tis": True, "custom_tis": "mine.py:weights"}, "weight", "x mine.py:weights"),
         ({"custom_pg_loss_reducer": "mine.py:reduce"}, "reduction", "mine.py:reduce"),
         ({"use_opd": True, "opd_type": "megatron"}, "teacher", "A - 1 log(old policy / teacher)"),
+        (
+            {"use_opd": True, "distillation_loss_coef": 0.5, "distillation_topk": 8},
+            "distillation",
+            "+ 0.5 sum of p log(p / q) over the teacher's 8 likeliest tokens, p = teacher, q = policy",
+        ),
+        (
+            {"use_opd": True, "distillation_loss_coef": 1, "distillation_kl_type": "mixed", "mixed_kl_weight": 0.25}
+            | {"zero_outside_topk": True},
+            "distillation",
+            "+ 1 sum of 0.25 p log(p / q) + 0.75 q log(q / p) over the teacher's 32 likeliest tokens, "
+            "and q log(q / p) of all others with log p = -100, p = teacher, q = policy",
+        ),
         ({"use_tis": True}, "weight", "x clip(w, 0, 2), w = old policy / engine"),
         (
             {"use_tis": True, "tis_mode": "mask", "tis_clip_low": 0.5, "tis_level": "geometric"},

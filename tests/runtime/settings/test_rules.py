@@ -11,6 +11,7 @@ JUDGED = "reward.judges.j={template = '{response}'}"
 AT_URL = "reward.judges.j={template = '{response}', url = 'http://h/v1', model = 'm'}"
 PPO = "algorithm.advantage_estimator=ppo"
 ASKS = ("algorithm.use_opd=true", "algorithm.opd_type=sglang")
+TOPK = (*ASKS, "algorithm.opd_kl_coef=0", "algorithm.distillation_loss_coef=1")
 
 
 def test_gpus_of_a_node_that_has_none_are_refused() -> None:
@@ -93,6 +94,37 @@ def test_external_graders_of_a_run_that_listens_are_no_problem() -> None:
         (("algorithm.use_opd=true",), "algorithm.opd_type", "missing: where the teacher is"),
         (("algorithm.opd_kl_coef=0.5",), "algorithm.opd_kl_coef", "unless algorithm.use_opd = true"),
         (("algorithm.use_opd=true", "algorithm.opd_type=megatron"), "model.opd_teacher_load", "missing: the model of"),
+        (
+            ("algorithm.distillation_loss_coef=1",),
+            "algorithm.distillation_loss_coef",
+            "has no effect unless algorithm.use_opd = true",
+        ),
+        (
+            (*ASKS, "algorithm.distillation_topk=64"),
+            "algorithm.distillation_topk",
+            "algorithm.distillation_loss_coef is above 0",
+        ),
+        (
+            (*ASKS, "algorithm.distillation_kl_type=mixed"),
+            "algorithm.distillation_kl_type",
+            "algorithm.distillation_loss_coef is above 0",
+        ),
+        (
+            (*TOPK, "algorithm.mixed_kl_weight=0.2"),
+            "algorithm.mixed_kl_weight",
+            'has no effect with algorithm.distillation_kl_type = "forward"; it applies to mixed',
+        ),
+        (
+            (*TOPK, "algorithm.zero_outside_topk=true"),
+            "algorithm.zero_outside_topk",
+            "it applies to reverse, mixed",
+        ),
+        (
+            ("algorithm.use_opd=true", "algorithm.opd_type=megatron", "algorithm.distillation_loss_coef=1"),
+            "algorithm.distillation_loss_coef",
+            'needs algorithm.opd_type = "sglang"',
+        ),
+        ((*TOPK, "rollout.temperature=0.5"), "rollout.temperature", 'must be 1 with algorithm.opd_type = "sglang"'),
         (
             ("algorithm.use_opd=true", "algorithm.opd_type=sglang", "rollout.temperature=0.5"),
             "rollout.temperature",

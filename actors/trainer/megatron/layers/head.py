@@ -35,6 +35,7 @@ class HeadRequest:
     targets_M: Tensor  # token ids
     temperature: float
     kept: KeptTokens | None = None  # tokens that the targets were sampled from; None: the whole vocabulary
+    topk_MK: Tensor | None = None  # token ids whose log-probs are requested, too
     mtp: MtpRequest | None = None
 
 
@@ -71,6 +72,7 @@ class Head(ColumnParallelLinear):
             group=self.tp_group if self.tp_group.size() > 1 else None,
             into_VH=into,
             kept=request.kept,
+            topk_MK=request.topk_MK,
         )
 
     def _accumulating(self, shared: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -133,8 +135,8 @@ class Model(GPTModel):
 
     With a `ValueHead` as its output layer it returns values.
 
-    If MTP log-probs are requested, they come third. Their gradient reaches only the MTP layer: not the decoder's hidden
-    states, the embedding or the output weight, as in slime.
+    Log-probs of requested token ids come third. If MTP log-probs are requested, they come last. Their gradient reaches
+    only the MTP layer: not the decoder's hidden states, the embedding or the output weight, as in slime.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:

@@ -18,7 +18,7 @@ from runtime.util.retrying import Backoff
 from tests.build.topology import SCRIPTED_MODEL, topology_with
 from tests.support.scripted_engine import ScriptedEngine, serving
 from tests.support.tiny_engine import running_engine
-from tests.support.tiny_models import teacher_forced, write_model
+from tests.support.tiny_models import all_logits, teacher_forced, write_model
 
 pytestmark = pytest.mark.anyio
 PROMPT, RESPONSE = [3, 4, 5], [60, 2, 33, 9, 9, 17]
@@ -49,8 +49,16 @@ async def test_log_probs_equal_a_teacher_forced_forward_of_transformers(tmp_path
     with running_engine(tmp_path) as engine:
         async with pool_of(engine_at(engine.url)) as pool:
             found = await pool.log_probs("r", PROMPT + RESPONSE, len(PROMPT))
-    assert found.dtype.name == "float32"
-    assert found.tolist() == pytest.approx(teacher_forced(tmp_path, PROMPT, RESPONSE).tolist(), abs=1e-4)
+            more = await pool.log_probs("s", PROMPT + RESPONSE, len(PROMPT), topk=5)
+    assert found.values.dtype.name == "float32"
+    assert found.values.tolist() == pytest.approx(teacher_forced(tmp_path, PROMPT, RESPONSE).tolist(), abs=1e-4)
+    assert found[1:] == (None, None)
+    values, ids = all_logits(tmp_path, PROMPT, RESPONSE).log_softmax(-1).topk(5)
+    assert more.values.tolist() == found.values.tolist()
+    assert more.topk_ids is not None
+    assert more.topk_log_probs is not None
+    assert more.topk_ids.tolist() == ids.flatten().tolist()
+    assert more.topk_log_probs.tolist() == pytest.approx(values.flatten().tolist(), abs=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -74,6 +82,44 @@ async def test_an_impossible_answer_is_refused_with_the_name_of_the_engine(answe
     assert problem in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("top", "problem"),
+    [
+        (b"[null,[[-0.5,60,null],[-2,0,null]],[[-0.5,2,null]]]", "token 1 has 1 top-k log-probs, not 2"),
+        (b"[null,[[-0.5,60,null],[-2,0,null]],null]", "token 1 has 0 top-k log-probs, not 2"),
+        (b"[null,[[-0.5,60,null],[-2,0,null]]]", "top-k log-probs at 1 places for 2 tokens"),
+        (b"[]", "top-k log-probs at 0 places for 2 tokens"),
+        (b"[null,[[-1,5,null],[-2,0,null]],[[-1,2,null],[null,3,null]]]", "token 1 has top-k log-prob nan"),
+        (b"[null,[[-1,5,null],[-2,0,null]],[[0.5,2,null],[-1,3,null]]]", "token 1 has top-k log-prob 0.5"),
+        (b"[null,[[-1,5,null],[-2,0,null]],[[-1,2,null],[-1,64,null]]]", "token 1 has top-k id 64 (allowed: 0 to 63)"),
+        (b"[null,[[-1,-1,null],[-2,0,null]],[[-1,2,null],[-1,4,null]]]", "token 0 has top-k id -1"),
+        (b"[null,[[-1,5,null],[-2,0,null]],[[-1,7,null],[-1,7,null]]]", "token 1 has top-k token 7 twice"),
+        (b"[null,[[-1,5,null],[-2,0,null]],[[-1,7,null],[-1,4294967296,null]]]", "unreadable answer"),
+    ],
+)
+async def test_impossible_likeliest_tokens_are_refused_with_the_name_of_the_engine(top: bytes, problem: str) -> None:
+    given = b'{"meta_info":{"finish_reason":{"type":"length"},"input_token_logprobs":[[null,5,null],[-1,60,null],'
+    raw = given + b'[-1,2,null]],"input_top_logprobs":' + top + b"}}"
+    async with (
+        serving(ScriptedEngine(raw_answers={"/generate": raw})) as engine,
+        pool_of(engine_at(engine.url)) as pool,
+    ):
+        with pytest.raises(RequestRefused) as error:
+            await pool.log_probs("r", [*PROMPT, 60, 2], len(PROMPT), topk=2)
+    assert f"engine.teacher.0 ({engine.url}): {MAX_FAILURES} failures" in str(error.value)
+    assert problem in str(error.value)
+
+
+async def test_likeliest_tokens_are_of_the_trained_model_too() -> None:
+    """A teacher with a larger vocabulary: its padding has no log-prob by the policy."""
+    scripted = ScriptedEngine()  # its likeliest tokens are 0 and 1
+    async with serving(scripted) as engine, pool_of(engine_at(engine.url), topk_vocab_size=2) as pool:
+        assert (await pool.log_probs("r", [*PROMPT, 60], len(PROMPT), topk=2)).topk_ids is not None
+    async with serving(scripted) as engine, pool_of(engine_at(engine.url), topk_vocab_size=1) as pool:
+        with pytest.raises(RequestRefused, match=r"token 0 has top-k id 1 \(allowed: 0 to 0\)"):
+            await pool.log_probs("r", [*PROMPT, 60], len(PROMPT), topk=2)
+
+
 async def test_tokens_that_would_crash_or_confuse_an_engine_are_not_sent() -> None:
     async with serving(ScriptedEngine()) as engine, pool_of(engine_at(engine.url), confuses_last=True) as pool:
         with pytest.raises(RequestRefused, match=r"engines\.teacher: not sent: token 3 has id 64"):
@@ -90,7 +136,7 @@ async def test_a_request_waits_for_an_engine_that_was_killed_and_comes_back(tmp_
     found: list[list[float]] = []
 
     async def ask(pool: FrozenPool) -> None:
-        found.append((await pool.log_probs("r", PROMPT + RESPONSE, len(PROMPT))).tolist())
+        found.append((await pool.log_probs("r", PROMPT + RESPONSE, len(PROMPT))).values.tolist())
 
     async with pool_of() as pool, anyio.create_task_group() as group:
         async with serving(gated), anyio.create_task_group() as first:
@@ -134,7 +180,7 @@ async def test_a_silent_engine_is_restarted(monkeypatch: pytest.MonkeyPatch) -> 
         assert scripted.probe_at is None
     assert len(killed) == 1
     assert "no answer within 0.2 s" in killed[0]
-    assert found.tolist() == [-0.5] * len(RESPONSE)
+    assert found.values.tolist() == [-0.5] * len(RESPONSE)
 
 
 async def test_an_external_engine_is_used_once_it_serves_the_model_that_the_pool_names(
@@ -158,5 +204,5 @@ async def test_an_external_engine_is_used_once_it_serves_the_model_that_the_pool
         assert "is_generation = False" in refused[0]
         assert scripted.probes == []
         scripted.info = {"dp_size": 2, "dtype": "bfloat16"}  # no weight update has to reach its replicas
-        assert (await pool.log_probs("r", [2, 3, 4], 1)).tolist() == [-0.5, -0.5]
+        assert (await pool.log_probs("r", [2, 3, 4], 1)).values.tolist() == [-0.5, -0.5]
         group.cancel_scope.cancel()

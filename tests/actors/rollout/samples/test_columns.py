@@ -55,8 +55,38 @@ async def test_each_sample_of_a_completed_group_has_its_column(bus: Bus, router_
         assert sample.columns["teacher_log_probs"] > sample.segments[0].seq
     assert sorted(body["input_ids"] for body in teacher.probes) == [[7, 8, 1, 2, 3, 4]] * 2
     assert {body["logprob_start_len"] for body in teacher.probes} == {1}
+    assert not any("top_logprobs_num" in body for body in teacher.probes)
     assert not teacher.updates
     assert not teacher.calls
+
+
+async def test_the_likeliest_tokens_of_the_teacher_come_with_the_column(bus: Bus, router_url: str) -> None:
+    teacher = ScriptedEngine(prompt_log_prob=-0.25)
+    algorithm = {"use_opd": True, "opd_type": "sglang", "opd_kl_coef": 0.0}
+    algorithm |= {"distillation_loss_coef": 1.0, "distillation_topk": 3}
+    topology = topology_with(
+        engines={
+            "policy": {"kind": "tiny", "concurrency": 8},
+            "teacher": {"kind": "tiny", "hf_checkpoint": str(SCRIPTED_MODEL)},
+        },
+        algorithm=algorithm,
+        data=[{"name": "d", "path": "none", "rm_type": "exact_match"}],
+    )
+    async with serving(ScriptedEngine()) as engine, serving(teacher), anyio.create_task_group() as group:
+        group.start_soon(grade, bus)
+        await serve_as(bus, teacher)
+        async with rollout_actor(bus, router_url, [engine], topology):
+            await bus.publish(announcement(1))
+            await bus.publish(task(3))
+            event = await completed(bus)
+        group.cancel_scope.cancel()
+    assert {body["top_logprobs_num"] for body in teacher.probes} == {3}
+    for sample in event.samples:
+        column = await column_of(bus, sample)
+        assert column.topk_ids is not None
+        assert column.topk_log_probs is not None
+        assert column.topk_ids.tolist() == [0, 1, 2] * 4
+        assert column.topk_log_probs.tolist() == [-0.25, -1.25, -2.25] * 4
 
 
 async def test_a_data_source_chooses_its_teacher(bus: Bus, router_url: str) -> None:

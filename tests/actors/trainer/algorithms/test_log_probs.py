@@ -171,3 +171,38 @@ def test_no_kept_token_at_all_gives_a_zero_gradient() -> None:
     values.sum().backward()
     assert hidden.grad is not None
     assert not hidden.grad.any()
+
+
+TOPK = torch.tensor([[0, 3, 9], [10, 1, 0], [4, 2, 6], [3, 7, 8], [5, 10, 1]])  # rows 0, 3 and 4 contain their targets
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES.keys())
+@pytest.mark.parametrize("scale", [3.0, 30.0])
+@pytest.mark.parametrize("kept", [None, KEPT], ids=["whole vocabulary", "kept tokens"])
+def test_log_probs_of_further_tokens_and_their_gradients_equal_those_of_torch(
+    monkeypatch: pytest.MonkeyPatch, sizes: dict[str, Any], scale: float, kept: list[list[int]] | None
+) -> None:
+    for name, value in sizes.items():
+        monkeypatch.setattr(log_probs, name, value)
+    given, exact = example(scale), [tensor.detach().double().requires_grad_() for tensor in example(scale)]
+    tokens = None if kept is None else kept_tokens(kept)
+    result = log_probs_and_entropy(*given, TARGETS, temperature=TEMPERATURE, kept=tokens, topk_MK=TOPK)
+    targets, entropy = (reference if kept is None else kept_reference)(exact[0], exact[1])
+    further = F.log_softmax(exact[0] @ exact[1].T / TEMPERATURE, dim=-1).gather(1, TOPK)
+    for value, wanted in zip(result, (targets, entropy, further), strict=True):
+        torch.testing.assert_close(value.double(), wanted, rtol=1e-5, atol=1e-4)
+    mix, weights = torch.arange(1.0, 6.0), torch.linspace(-1, 2, 15).reshape(5, 3)
+    (result[0] @ mix + 0.3 * (result[1] @ mix.flip(0)) + (result[2] * weights).sum()).backward()
+    (targets @ mix.double() + 0.3 * (entropy @ mix.flip(0).double()) + (further * weights).sum()).backward()
+    for one, other in zip(given, exact, strict=True):
+        assert one.grad is not None
+        torch.testing.assert_close(one.grad.double(), other.grad, rtol=1e-4, atol=1e-3)
+
+
+def test_the_gradient_of_further_tokens_alone() -> None:
+    given, exact = example(), [tensor.detach().double().requires_grad_() for tensor in example()]
+    log_probs_and_entropy(*given, TARGETS, topk_MK=TOPK)[2].sum().backward()
+    F.log_softmax(exact[0] @ exact[1].T, dim=-1).gather(1, TOPK).sum().backward()
+    for one, other in zip(given, exact, strict=True):
+        assert one.grad is not None
+        torch.testing.assert_close(one.grad.double(), other.grad, rtol=1e-4, atol=1e-4)

@@ -1,12 +1,17 @@
 """Columns of engine pools join the tokens of their samples; a sample without its column does not train."""
 
+from dataclasses import replace
+
 import msgspec
+import numpy as np
 import pytest
 
 from actors.trainer.data.assembly import CollectedGroup, assemble, problems_of
-from actors.trainer.data.batch import LeftOut
+from actors.trainer.data.batch import LeftOut, make_micro_batch
 from actors.trainer.data.columns import column_seqs
-from messages import ColumnPublished, Float32Array, SampleKey, SegmentsPublished
+from actors.trainer.data.context import Context
+from actors.trainer.data.skipped import with_mask
+from messages import ColumnPublished, Float32Array, Int32Array, SampleKey, SegmentsPublished
 from tests.actors.trainer.logs import group_of, segment, summary
 
 NAMES = ("teacher_log_probs",)
@@ -31,6 +36,53 @@ def test_a_column_covers_the_tokens_after_the_first_prompt_and_is_0_where_a_toke
     assert batch.teacher_log_probs_N is not None
     assert batch.teacher_log_probs_N.tolist() == [0, 0, -1, -2, 0, -4, 0, -6, 0]
     assert batch.left_out_B.tolist() == [LeftOut.NO, LeftOut.INVALID]
+
+
+TOPK = Int32Array(range(12)), Float32Array([-number - 1.0 for number in range(12)])  # two for each of six tokens
+WITH_TOPK = msgspec.structs.replace(COLUMN, topk_ids=TOPK[0], topk_log_probs=TOPK[1])
+
+
+def test_the_likeliest_tokens_of_a_teacher_join_the_tokens_and_follow_them_into_a_micro_batch() -> None:
+    left_out = msgspec.structs.replace(summary(1, [(9, 0)]), columns={"teacher_log_probs": 13})
+    group = CollectedGroup(
+        group_of(5, (SAMPLE, left_out)), {9: MESSAGE}, problems={(1, 0): "broken"}, columns={12: WITH_TOPK}
+    )
+    batch = assemble(0, [group], {1: 0}, column_names=NAMES, topk=2)
+    assert batch is not None
+    assert batch.teacher_topk_ids_N is not None
+    assert batch.teacher_topk_ids_N.tolist() == [[0, 0], [0, 0], *TOPK[0].reshape(6, 2).tolist(), [0, 0]]
+    whole = make_micro_batch(batch, np.arange(2), packed=True, multiple=4)
+    assert whole.topk is not None
+    assert whole.topk.ids.tolist() == [[0, 1], [2, 3], [6, 7], [10, 11]]  # of the tokens that train
+    assert whole.topk.log_probs.tolist() == [[-1, -2], [-3, -4], [-7, -8], [-11, -12]]
+    parts = [make_micro_batch(batch, np.arange(2), packed=True, multiple=4, context=Context(i, 2)) for i in range(2)]
+    joined = {
+        column: ids
+        for part in parts
+        if part.topk is not None
+        for column, ids in zip(part.columns_M.tolist(), part.topk.ids.tolist(), strict=True)
+    }
+    assert joined == dict(zip(whole.columns_M.tolist(), whole.topk.ids.tolist(), strict=True))
+    masked = replace(batch, loss_mask_N=np.where(np.arange(9) == 3, 0, batch.loss_mask_N).astype(np.uint8))
+    fewer = with_mask(masked, whole)
+    assert fewer.topk is not None
+    assert fewer.topk.ids.tolist() == [[0, 1], [6, 7], [10, 11]]
+
+
+@pytest.mark.parametrize(
+    ("column", "problem"),
+    [
+        (WITH_TOPK, None),
+        (COLUMN, "0 top-k ids and 0 log-probs, not 12 (algorithm.distillation_topk = 2)"),
+        (msgspec.structs.replace(WITH_TOPK, topk_ids=TOPK[0][:6]), "6 top-k ids and 12 log-probs, not 12"),
+        (msgspec.structs.replace(WITH_TOPK, topk_ids=Int32Array([5] * 12)), "token 0 has top-k token 5 twice"),
+        (msgspec.structs.replace(WITH_TOPK, topk_ids=Int32Array(range(20, 32))), "token 5 has top-k id 30"),
+    ],
+)
+def test_a_sample_needs_the_likeliest_tokens_of_its_teacher(column: ColumnPublished, problem: str | None) -> None:
+    found = problems_of(group_of(5, (SAMPLE,)), {9: MESSAGE}, 30, columns={12: column}, column_names=NAMES, topk=2)
+    assert len(found) == (problem is not None)
+    assert problem is None or found[0, 0].startswith(f"teacher_log_probs: {problem}")
 
 
 def test_without_column_names_a_batch_has_no_column() -> None:

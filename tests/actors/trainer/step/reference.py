@@ -45,7 +45,7 @@ class ReferenceTrainer:
                     before = torch.where(sample["age"] == age, older, before)
                 sample["before"] = before
                 sample["old"] = sample["engine"] if algorithm.use_rollout_logprobs else before
-                if algorithm.use_opd:
+                if algorithm.use_opd and algorithm.opd_kl_coef:
                     sample["teacher"] = self._outputs(self._teacher, sample)[0]
                 if algorithm.kl_loss_coef or algorithm.kl_coef:
                     sample["ref"] = self._outputs(self._reference_model, sample)[0]
@@ -63,7 +63,11 @@ class ReferenceTrainer:
     def _sample(self, batch: TrainBatch, index: int) -> dict[str, Any]:
         begin = int(batch.starts_B[index])
         tokens = slice(begin, begin + int(batch.lengths_B[index]))
-        return {
+        topk = {}
+        if batch.teacher_topk_ids_N is not None and batch.teacher_topk_log_probs_N is not None:
+            topk["topk_ids"] = torch.from_numpy(batch.teacher_topk_ids_N[tokens])[1:].long()
+            topk["topk"] = torch.from_numpy(batch.teacher_topk_log_probs_N[tokens])[1:]
+        return topk | {
             "tokens": torch.from_numpy(batch.tokens_N[tokens]).long(),
             "mask": torch.from_numpy(batch.loss_mask_N[tokens])[1:].float(),
             "age": torch.from_numpy(batch.staleness_N[tokens])[1:],
@@ -100,7 +104,7 @@ class ReferenceTrainer:
             found = [one - (0.0 if before else less) for one, less in zip(compared, penalties, strict=True)]
         for sample, advantage in zip(samples, found, strict=True):
             sample["advantage"] = torch.zeros_like(sample["old"]) + advantage
-            if algorithm.use_opd:
+            if "teacher" in sample:
                 gap = sample["old"] - sample["teacher"]
                 sample["advantage"] = sample["advantage"] - algorithm.opd_kl_coef * gap
         if algorithm.normalize_advantages:
@@ -158,10 +162,13 @@ class ReferenceTrainer:
             sample["advantage"] = (sample["advantage"] - mean) / math.sqrt(variance + 1e-8)
 
     def _outputs(self, model: Any, sample: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        logits = model(sample["tokens"][None]).logits[0, :-1] / self._topology.rollout.temperature
-        spread = logits.log_softmax(-1)
+        spread = self._spread(model, sample)
         chosen = spread.gather(1, sample["tokens"][1:, None])[:, 0]
         return chosen, -(spread.exp() * spread).sum(-1)
+
+    def _spread(self, model: Any, sample: dict[str, Any]) -> torch.Tensor:
+        logits = model(sample["tokens"][None]).logits[0, :-1] / self._topology.rollout.temperature
+        return logits.log_softmax(-1)
 
     def _token_losses(self, sample: dict[str, Any]) -> dict[str, torch.Tensor]:
         algorithm = self._topology.algorithm
@@ -180,9 +187,24 @@ class ReferenceTrainer:
             loss = loss + algorithm.kl_loss_coef * terms["kl_loss"]
         if algorithm.positive_example_nll_weight:
             terms["positive_nll_loss"] = -log_probs * (sample["reward"] > 0)
-        if algorithm.use_opd:
+        if "teacher" in sample:
             terms["opd_reverse_kl"] = sample["old"] - sample["teacher"]
+        if algorithm.distillation_loss_coef:
+            terms["distillation_kl"] = self._distillation(sample)
+            loss = loss + algorithm.distillation_loss_coef * terms["distillation_kl"]
         return terms | {"loss": loss}
+
+    def _distillation(self, sample: dict[str, Any]) -> torch.Tensor:
+        """Of each token, over the teacher's likeliest tokens, from the logits of the whole vocabulary."""
+        algorithm = self._topology.algorithm
+        spread = self._spread(self.model, sample)
+        teacher = torch.full_like(spread, -100.0).scatter(1, sample["topk_ids"], sample["topk"])
+        among = torch.zeros_like(spread).scatter(1, sample["topk_ids"], 1.0)
+        forward = (among * teacher.exp() * (teacher - spread)).sum(-1)
+        counted = torch.ones_like(spread) if algorithm.zero_outside_topk else among
+        reverse = (counted * spread.exp() * (spread - teacher)).sum(-1)
+        share = {"forward": 1.0, "reverse": 0.0, "mixed": algorithm.mixed_kl_weight}[algorithm.distillation_kl_type]
+        return share * forward + (1 - share) * reverse
 
     def _weight(self, sample: dict[str, Any], current: torch.Tensor | None = None) -> torch.Tensor:
         policy = current if self._topology.algorithm.bypass_mode else sample["before"]

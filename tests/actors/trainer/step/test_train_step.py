@@ -18,7 +18,7 @@ from actors.trainer.step.train_step import TrainStep
 from runtime.settings.topology import Topology
 from tests.actors.trainer.hf import state_of, whole_weights, write_model
 from tests.actors.trainer.step.reference import ReferenceTrainer
-from tests.actors.trainer.tiny import REWARD_KEYS, random_batch
+from tests.actors.trainer.tiny import REWARD_KEYS, random_batch, with_topk
 from tests.build.topology import MakeTopology
 
 CPU = torch.device("cpu")
@@ -244,6 +244,43 @@ def test_distillation_from_a_teacher_in_the_trainer_equals_an_independent_loop(
         rollout={"temperature": 0.8},
     )
     compared(topology, model, [random_batch(step) for step in range(2)], teacher=teacher)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"distillation_kl_type": "forward"},
+        {"distillation_kl_type": "reverse", "num_steps_per_rollout": 4, "entropy_coef": 0.1},
+        {"distillation_kl_type": "reverse", "zero_outside_topk": True, "distillation_loss_coef": 0.01},
+        {"distillation_kl_type": "mixed", "mixed_kl_weight": 0.3, "num_steps_per_rollout": 1},
+    ],
+    ids=lambda settings: f"{settings['distillation_kl_type']}, {len(settings)}",
+)
+def test_distillation_from_likeliest_tokens_equals_an_independent_loop(
+    make_topology: MakeTopology, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    model = write_model(tmp_path / "weights")
+    topology = make_topology(
+        model={"hf_checkpoint": str(tmp_path / "weights"), "random_init": False},
+        algorithm={"use_opd": True, "opd_type": "sglang", "opd_kl_coef": 0.0, "distillation_loss_coef": 0.5} | settings,
+    )
+    compared(topology, model, [with_topk(random_batch(step)) for step in range(2)])
+
+
+def test_without_rewards_the_teacher_alone_is_followed(make_topology: MakeTopology) -> None:
+    """All rewards equal: the loss is the divergence, whose gradient moves the weights, and which falls."""
+    algorithm = {"use_opd": True, "opd_type": "sglang", "opd_kl_coef": 0.0, "distillation_loss_coef": 1.0}
+    topology = make_topology(algorithm=algorithm, optimizer={"lr": 1e-2})
+    step, _ = trainer(topology)
+    batch = with_topk(random_batch(0))
+    batch = replace(batch, rewards_B=np.zeros_like(batch.rewards_B), raw_rewards_B=np.zeros_like(batch.rewards_B))
+    metrics = [step(replace(batch, step=number)).metrics for number in range(4)]
+    assert all(one["train/loss"] == pytest.approx(one["train/distillation_kl"]) for one in metrics)
+    assert metrics[0]["train/grad_norm"] > 0
+    assert metrics[3]["train/distillation_kl"] < metrics[0]["train/distillation_kl"] - 0.1
+    assert "train/opd_reverse_kl" not in metrics[0]
+    with pytest.raises(ValueError, match="samples have no top-k log-probs of a teacher"):
+        step(replace(batch, step=4, teacher_topk_ids_N=None, teacher_topk_log_probs_N=None))
 
 
 @pytest.mark.parametrize("divergence", ["kl_loss_coef", "kl_coef"])
