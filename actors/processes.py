@@ -60,7 +60,7 @@ def process_specs(topology: Topology, node: str, run_dir: Path) -> list[ProcessS
     placed = topology.reward.nodes
     for pool, engine in topology.engines.items() if not recorded else ():
         specs += _engines(topology, pool, engine, node)
-        if home and pool == POLICY:  # requests to other pools name their engine
+        if home and pool == POLICY and engine.router == "sglang-router":  # requests to other pools name their engine
             specs.append(_router(topology, pool, engine))
     if topology.run.only != "rollout":
         specs += _trainer(topology, node, run_dir)

@@ -9,12 +9,14 @@ import anyio
 import structlog
 from anyio.abc import TaskStatus
 
+from actors.rollout.engines.dispatch import Direct
 from actors.rollout.engines.external import ServerRequirements
 from actors.rollout.engines.fleet import Fleet
 from actors.rollout.engines.memory.follower import PhaseFollower
 from actors.rollout.engines.memory.notes import MemoryNotes
 from actors.rollout.engines.memory.share import MemoryShare
 from actors.rollout.engines.rate_limited_events import RateLimitedEvents
+from actors.rollout.engines.router import ThroughRouter
 from actors.rollout.engines.target import TargetWeights
 from actors.rollout.engines.weight_sync_calls import SESSION_CALLS, take_part
 from actors.rollout.engines.weights.copies import FileSource, NodeCopies, PublishedFiles
@@ -176,17 +178,7 @@ class RolloutActor(Actor):
             pauses = Pauses(self._bus.kv, self._pool, pool.urls)
             await pauses.inherit()
             updater = Updater(client, rollout.on_weight_update, pauses, timeout_s=pool.update_timeout_s)
-            tracker, dtype = UpdateTracker(settle_timeout_s=pool.update_timeout_s), self._topology.model.dtype
-            verifier = WeightVerifier(
-                client,
-                updater,
-                tracker,
-                verify=pool.verify,
-                trainer_dtype=dtype,
-                weight_format=pool.weight_format,
-                start_weights=pool.start_weights,
-            )
-            fleet = Fleet(client, verifier, RateLimitedEvents(self._bus.name), update_groups=pool.update_groups)
+            fleet = self._fleet(client, updater)
             self._pools = {
                 name: FrozenPool(PoolSettings.of(self._topology, name), client, fleet.events)
                 for name in frozen_pools(self._topology)
@@ -203,7 +195,8 @@ class RolloutActor(Actor):
                 group.start_soon(frozen.run, self._bus, self._topology)
             await group.start(tools.scorer.run)
             group.start_soon(self._watch_engines, fleet, client, follower)
-            group.start_soon(self._watch_router, fleet)
+            if pool.router == "sglang-router":
+                group.start_soon(self._watch_router, fleet)
             group.start_soon(take_part, self._bus, fleet, partial(self._gives_up, fleet))
             group.start_soon(tools.generator.running.run)
             group.start_soon(self._follow_log, fleet, tools.generator.running, follower)
@@ -227,6 +220,25 @@ class RolloutActor(Actor):
         if not self._tasks.num_pulled:
             waits.append("a task")
         return "; ".join(waits)
+
+    def _fleet(self, client: SglangClient, updater: Updater) -> Fleet:
+        pool = self._topology.engines[self._pool]
+        verifier = WeightVerifier(
+            client,
+            updater,
+            UpdateTracker(settle_timeout_s=pool.update_timeout_s),
+            verify=pool.verify,
+            trainer_dtype=self._topology.model.dtype,
+            weight_format=pool.weight_format,
+            start_weights=pool.start_weights,
+        )
+        return Fleet(
+            client,
+            verifier,
+            RateLimitedEvents(self._bus.name),
+            update_groups=pool.update_groups,
+            dispatch=Direct() if pool.router == "direct" else ThroughRouter(client),
+        )
 
     def _tools(self, client: SglangClient, fleet: Fleet) -> GroupDependencies:
         reward = self._topology.reward

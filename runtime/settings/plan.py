@@ -37,6 +37,7 @@ from runtime.settings.sizes import (
     stream_sizes,
 )
 from runtime.settings.topology import (
+    POLICY,
     REFERENCE,
     Topology,
     TrainerConfig,
@@ -178,6 +179,8 @@ def _head(topology: Topology, plan: Plan) -> Iterator[str]:
             judges = [judge for judge, pool in judge_pools(topology).items() if pool == name]
             uses += [f"judge {', '.join(judges)}"] if judges else []
             weights = ", ".join([engine.hf_checkpoint, *uses])
+        elif name == POLICY:
+            weights += f", requests by {engine.router}"
         yield f"  engines  {name}: {engine.kind}, {amount}, {weights}"
     for item in topology.eval:
         yield f"  eval     {item.name}: {item.path}, every {item.interval} steps"

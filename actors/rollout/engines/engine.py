@@ -1,14 +1,15 @@
 """One inference engine: lifecycle and control calls. Its state machine is in states.py."""
 
 import math
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager, nullcontext, suppress
+from collections.abc import AsyncGenerator, Generator
+from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
 from functools import partial
 
 import anyio
 import structlog
 
 from actors.rollout.engines.crashes import CrashCause, RecentCrashes, was_killed
+from actors.rollout.engines.dispatch import Dispatch
 from actors.rollout.engines.external import ServerRequirements
 from actors.rollout.engines.liveness import answered, check_engine, makes_tokens
 from actors.rollout.engines.memory.levels import MemoryLevel
@@ -16,7 +17,6 @@ from actors.rollout.engines.memory.share import MemoryReclaimed, MemoryShare
 from actors.rollout.engines.memory.switching import MemorySwitch
 from actors.rollout.engines.rate_limited_events import RateLimitedEvents
 from actors.rollout.engines.registration import Registration
-from actors.rollout.engines.router import RouterWorkers
 from actors.rollout.engines.states import Trigger, accepts_requests, is_published, may_continue, next_state
 from actors.rollout.engines.target import FleetTarget
 from actors.rollout.engines.weights.copies import UNCHECKED, FileSource
@@ -40,7 +40,7 @@ class Engine:
     """One engine at its address; a restarted engine is a new Engine.
 
     Args:
-        workers: the router's worker API; one for all engines of a fleet.
+        workers: registers engines where requests go; one for all engines of a fleet.
         ours: the run started it. Pauses of an external engine are ended only if a rollout actor of the run began them.
         pid: of its process, as reported by its node daemon; 0: unknown.
         syncs: weight syncs, for weights that are not in files.
@@ -59,7 +59,7 @@ class Engine:
         verifier: WeightVerifier,
         target: FleetTarget,
         *,
-        workers: RouterWorkers,
+        workers: Dispatch,
         events: RateLimitedEvents,
         syncs: WeightSyncs,
         ours: bool = True,
@@ -76,6 +76,7 @@ class Engine:
         self.version = 0  # verified weight version; 0: none yet
         self.pause_s = self.updated_at = 0.0  # seconds it was paused for that version, and time of its verification
         self.reason = ""  # why it is in its state
+        self.num_open = 0  # samples of requests that were sent to it by name
         self.served_at = -math.inf  # send time of the newest request that got a token
         self._quarantines = 0  # so far, for the backoff
         self._tried_again_at = 0.0  # when a quarantined engine is retried
@@ -107,6 +108,15 @@ class Engine:
     def accepts_requests(self) -> bool:
         """Whether it accepts requests: it is current and registered at the router."""
         return accepts_requests(self.state)
+
+    @contextmanager
+    def carrying(self, num_samples: int) -> Generator[None]:
+        """Count samples in flight inside the block."""
+        self.num_open += num_samples
+        try:
+            yield
+        finally:
+            self.num_open -= num_samples
 
     @property
     def memory_level(self) -> MemoryLevel:

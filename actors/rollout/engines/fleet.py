@@ -9,6 +9,7 @@ import anyio.lowlevel
 import structlog
 
 from actors.rollout.engines.crashes import RecentCrashes
+from actors.rollout.engines.dispatch import Dispatch
 from actors.rollout.engines.engine import Engine
 from actors.rollout.engines.external import ServerRequirements
 from actors.rollout.engines.health import RequestOutcomes
@@ -17,7 +18,7 @@ from actors.rollout.engines.memory.share import MemoryShare
 from actors.rollout.engines.rate_limited_events import RateLimitedEvents
 from actors.rollout.engines.refusing import RefusalCounter, Step
 from actors.rollout.engines.registration import wait_until
-from actors.rollout.engines.router import RouterWorkers
+from actors.rollout.engines.router import ThroughRouter
 from actors.rollout.engines.target import FleetTarget
 from actors.rollout.engines.weights.copies import UNCHECKED, CopyRefused, FileSource
 from actors.rollout.engines.weights.files import WeightsDamaged
@@ -51,16 +52,17 @@ class Fleet:
         events: RateLimitedEvents | None = None,
         *,
         update_groups: int = 1,
+        dispatch: Dispatch | None = None,
     ) -> None:
         self._client = client
-        self._workers = RouterWorkers(client)
+        self._dispatch = dispatch or ThroughRouter(client)
         self._verifier = verifier
         self.events = events or RateLimitedEvents()
         self.crashes = RecentCrashes()
         self.request_outcomes = RequestOutcomes()
-        self._num_direct = 0  # requests sent past the router, for round-robin
         self._engines: dict[str, Engine] = {}
         self._target = FleetTarget()
+        self._target.router = self._dispatch.first_url
         self.is_held = False  # requests wait although engines are up
         self._rolling = RollingUpdate(update_groups, lambda: self._engines)
         self.syncs = WeightSyncs(self._target, self._lacking, self._rolling.group_of)
@@ -124,7 +126,7 @@ class Fleet:
         return any(engine.accepts_requests and engine.version >= version for engine in self._engines.values())
 
     async def wait_ready(self, min_version: int, *, unless: Callable[[], bool]) -> bool:
-        """Wait until the router and an engine are up, and all ready engines hold at least min_version.
+        """Wait until a request that needs a weight version may be sent.
 
         Returns:
             False if `unless` became true first; it is checked on every `notify`.
@@ -141,7 +143,8 @@ class Fleet:
     def _holds(self, min_version: int) -> bool:
         if self.is_held or self._target.router is None or self._target.num_holds:
             return False
-        return self.version >= max(min_version, 1)
+        versions = [engine.version for engine in self._admitted()]
+        return self._dispatch.may_send(versions, self.version, max(min_version, 1))
 
     @asynccontextmanager
     async def held(self) -> AsyncGenerator[None]:
@@ -232,7 +235,7 @@ class Fleet:
             self._target.router = None
             for engine in self._engines.values():
                 engine.reroute()
-            await wait_until(lambda: self._workers.free_of(url, None))
+            await wait_until(lambda: self._dispatch.free_of(url, None))
             self._target.router = url
             await self.notify()
             async with self._target.changed:
@@ -338,7 +341,7 @@ class Fleet:
             self._client,
             self._verifier,
             self._target,
-            workers=self._workers,
+            workers=self._dispatch,
             events=self.events,
             syncs=self.syncs,
             crashes=self.crashes,
@@ -362,23 +365,23 @@ class Fleet:
         """Return an engine that accepts requests, or None."""
         return next(iter(self._admitted()), None)
 
-    def another_engine(self, than: str) -> Engine | None:
-        """Return the next engine in round-robin order that accepts requests, excluding `than`.
+    def choose(self, min_version: int, prompt: str, *, failed: str | None, by_name: bool) -> Engine | None:
+        """Choose the engine of a request after `wait_ready`; None: the router chooses.
 
-        None if there are fewer than two. A failed request is sent there directly, because the router does not report
-        which engine answered.
+        Args:
+            min_version: of its weights.
+            prompt: identifies its prompt, or its conversation.
+            failed: name of the engine that failed to answer it; empty: unknown. None: none did.
+            by_name: the router cannot pass it on.
         """
-        return self.next_engine(than) if len(self._admitted()) > 1 else None
+        engines = [engine for engine in self._admitted() if engine.version >= min_version]
+        return self._dispatch.choose(engines, prompt, failed=failed, by_name=by_name)
 
-    def next_engine(self, than: str = "") -> Engine | None:
-        """Return the next engine in round-robin order that accepts requests, if possible not `than`; None without one.
-
-        The router of SGLang (0.3.2) drops `return_sampling_mask`, so such requests go to engines directly.
-        """
-        admitted = self._admitted()
-        others = [engine for engine in admitted if engine.name != than] or admitted
-        self._num_direct += 1
-        return others[self._num_direct % len(others)] if others else None
+    def holders(self, engine: str) -> list[str]:
+        """Return the URLs of the engines that may hold a request, sent to an engine of this name; empty: unknown."""
+        if self._dispatch.names_engines and engine in self._engines:
+            return [self._engines[engine].url]
+        return self.engine_urls
 
     def engine_behind(self, label: str) -> Engine | None:
         """Return the engine of a weight label, or the only engine that accepts requests."""
@@ -467,7 +470,7 @@ class Fleet:
         self._check = anyio.Event()
         try:
             router = self._target.router
-            if router is not None and not await self._workers.answers(router) and self._target.router == router:
+            if router is not None and not await self._dispatch.answers(router) and self._target.router == router:
                 log.warning("router_lost", url=router)
                 self._target.router = None
             async with anyio.create_task_group() as group:

@@ -7,7 +7,7 @@ from typing import Final
 import anyio
 import structlog
 
-from actors.rollout.engines.router import RouterWorkers
+from actors.rollout.engines.dispatch import Dispatch
 from actors.rollout.engines.target import FleetTarget
 from actors.rollout.sglang.errors import EngineUnavailable
 
@@ -23,14 +23,12 @@ class Registration:
 
     Args:
         url: of the engine.
-        workers: the router's worker API; one for all engines of a fleet.
+        workers: registers engines; one for all engines of a fleet.
         target: has the router's URL, and notifies waiters of changes.
         accepts_requests: whether the engine accepts requests.
     """
 
-    def __init__(
-        self, url: str, workers: RouterWorkers, target: FleetTarget, accepts_requests: Callable[[], bool]
-    ) -> None:
+    def __init__(self, url: str, workers: Dispatch, target: FleetTarget, accepts_requests: Callable[[], bool]) -> None:
         self.is_known = False  # the router may list it
         self.moving = anyio.Lock()  # serializes registering and unregistering; held during `enter` and `leave`
         self._num_apart = 0  # reasons to keep it unregistered: an isolation run, a rolling update

@@ -1,25 +1,32 @@
-"""The router's worker list: queries and changes. If the router does not respond, the caller retries."""
+"""Dispatch by sglang-router: it chooses the engines, which register in its worker list. The caller retries."""
 
 import time
-from collections.abc import Awaitable, Callable
-from typing import Final
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Final
 
 from actors.rollout.sglang.client import SglangClient
 from actors.rollout.sglang.errors import EngineError
 
+if TYPE_CHECKING:
+    from actors.rollout.engines.engine import Engine
+
 ASK_AGAIN_S: Final = 5.0
 
 
-class RouterWorkers:
-    """Adds, removes and queries the engines of routers.
+class ThroughRouter:
+    """Sends requests to the router; adds, removes and queries its engines.
 
     A router accepts a change at once and applies it later, in any order, by the engine's URL. A duplicate removal could
     therefore remove the engine after it has come back. So each change is requested once, and repeated only after
     ASK_AGAIN_S.
     """
 
+    names_engines = False
+    first_url: str | None = None
+
     def __init__(self, client: SglangClient) -> None:
         self._client = client
+        self._num_named = 0  # requests sent past the router, for round-robin
         self._asked_at: dict[tuple[str, str], float] = {}  # by router and requested change
 
     async def answers(self, router: str) -> bool:
@@ -57,6 +64,21 @@ class RouterWorkers:
         except EngineError:
             return False
         return not found
+
+    def may_send(self, versions: Sequence[int], oldest: int, min_version: int) -> bool:
+        """Whether every engine that the router may choose holds the version."""
+        return oldest >= min_version
+
+    def choose(self, engines: Sequence["Engine"], prompt: str, *, failed: str | None, by_name: bool) -> "Engine | None":
+        """Choose an engine, in turn, if the router cannot pass a request on, or an engine failed to answer it.
+
+        The router does not report which engine answered, and drops `return_sampling_mask` (0.3.2).
+        """
+        if not by_name and (failed is None or len(engines) < 2):
+            return None
+        others = [engine for engine in engines if engine.name != failed] or engines
+        self._num_named += 1
+        return others[self._num_named % len(others)] if others else None
 
     async def _once(self, router: str, what: str, ask: Callable[[], Awaitable[None]]) -> None:
         """Request a change, unless the router accepted an equal request within the last ASK_AGAIN_S."""

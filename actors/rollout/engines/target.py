@@ -68,7 +68,7 @@ class FleetTarget:
 
     def __init__(self) -> None:
         self.weights: WeightsAnnounced | None = None
-        self.router: str | None = None  # URL; None: the router is not up
+        self.router: str | None = None  # URL; empty: requests go to engines directly. None: the router is not up
         self.allowed = MemoryLevel.EVERYTHING  # memory level allowed to engines that share memory with the trainer
         self.changed = anyio.Condition()
         self.num_holds = 0  # requests are blocked while this is above 0

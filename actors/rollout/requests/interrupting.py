@@ -1,6 +1,6 @@
 """Tracks the running requests, and aborts them for a halt or a weight update."""
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
@@ -25,6 +25,14 @@ class HaltListener(NamedTuple):
 
     round: int | None
     then: Callable[[], None]
+
+
+class Abort(NamedTuple):
+    """Requests to abort at one engine."""
+
+    url: str
+    rids: list[str]  # as the engine knows them
+    everything: bool  # all our requests there
 
 
 class RunningRequests:
@@ -107,8 +115,9 @@ class RunningRequests:
         self._num_interrupting += 1
         try:
             while True:
-                rids = [rid for rid, request in self._running.items() if request.round is not None]
-                await self._abort_at(url, _engine_rids(rids, self._running), everything=len(rids) == len(self._running))
+                here = self._by_url(self._running).get(url, [])
+                rids = [rid for rid in here if self._running[rid].round is not None]
+                await self._abort_at(url, _engine_rids(rids, self._running), everything=len(rids) == len(here))
                 await anyio.sleep(ABORT_AGAIN_S)
         finally:
             self._num_interrupting -= 1
@@ -116,11 +125,11 @@ class RunningRequests:
     async def drop(self, rids: Sequence[str], reason: str) -> None:
         """Give up lost requests, so that they are resent, and abort their remains on the engines."""
         still = [rid for rid in rids if rid in self.open]
-        engine_rids = _engine_rids(still, self._running)
+        aborts = self._aborts(still, at_once=False)
         for rid in still:
             self.open[rid].lost = reason
             self.open[rid].give_up()
-        await self._abort_everywhere(engine_rids, everything=False)
+        await self._send(aborts)
 
     def halt(self, round: int) -> None:
         """Halt this round and older ones; `run` aborts their requests."""
@@ -146,20 +155,37 @@ class RunningRequests:
                     break
 
     async def _abort(self, rids: list[str]) -> None:
-        engine_rids, everything = _engine_rids(rids, self._running), len(rids) == len(self._running)
-        if not everything:
-            await self._abort_everywhere(engine_rids, everything=False)
+        """Abort requests where they may be; no other request is sent while an engine aborts all."""
+        aborts = self._aborts(rids, at_once=True)
+        if not any(abort.everything for abort in aborts):
+            await self._send(aborts)
             return
         self._sweep = anyio.Event()
         try:
-            await self._abort_everywhere(engine_rids, everything=True)
+            await self._send(aborts)
         finally:
             self._sweep.set()
             self._sweep = None
 
-    async def _abort_everywhere(self, rids: list[str], *, everything: bool) -> None:
+    def _by_url(self, rids: Iterable[str]) -> dict[str, list[str]]:
+        """Return the requests that each engine may hold, by its URL."""
+        found: dict[str, list[str]] = {}
+        for rid in rids:
+            for url in self._fleet.holders(self.open[rid].engine):
+                found.setdefault(url, []).append(rid)
+        return found
+
+    def _aborts(self, rids: Sequence[str], *, at_once: bool) -> list[Abort]:
+        """Return what to abort at which engine. `at_once`: by one call, where these are all our requests."""
+        running = self._by_url(self._running)
+        return [
+            Abort(url, _engine_rids(here, self._running), at_once and len(here) == len(running[url]))
+            for url, here in self._by_url(rids).items()
+        ]
+
+    async def _send(self, aborts: Sequence[Abort]) -> None:
         async with anyio.create_task_group() as group:
-            for url in self._fleet.engine_urls:
+            for url, rids, everything in aborts:
                 group.start_soon(partial(self._abort_at, url, rids, everything=everything))
 
     async def _abort_at(self, url: str, rids: list[str], *, everything: bool) -> None:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -73,10 +73,7 @@ class Try(NamedTuple):
 
 
 class Generator:
-    """Generates through the router; `running` tracks the running requests so that a halt can abort them.
-
-    Requests with `return_sampling_mask` go to the engines directly, in turn.
-    """
+    """Generates on engines that the fleet chooses; `running` tracks the requests so that a halt can abort them."""
 
     def __init__(
         self, client: SglangClient, fleet: Fleet, model: ServedModel, *, give_up_after_s: float = 14_400.0
@@ -159,7 +156,7 @@ class Generator:
                     kept,
                 ),
                 new_input=each.new_input,
-                sent_under=self._fleet.version if streamed else 0,
+                sent_under=self._version_at(place) if streamed else 0,
                 trusts=self._fleet.update_tracker.trust_from_now_on(),
             )
             for engine_rid, each in zip(request.engine_rids(rid), request.inputs, strict=True)
@@ -301,11 +298,12 @@ class Generator:
                 if not await self._wait_ready(request, halted):
                     yield None
                     return
-                failed = failures.engine if failures.lost else ""
-                if request.params.return_sampling_mask:
-                    engine = self._fleet.next_engine(failed)
-                else:
-                    engine = self._fleet.another_engine(failed) if failures.lost else None
+                engine = self._fleet.choose(
+                    request.min_version,
+                    sample.rpartition("-")[0],
+                    failed=failures.engine if failures.lost else None,
+                    by_name=request.params.return_sampling_mask,
+                )
                 yield Destination(self._fleet.router) if engine is None else Destination(engine.url, engine)
 
     async def _note_death(self, sample: str, request: GenerateRequest, this: Try) -> bool:
@@ -335,8 +333,9 @@ class Generator:
             RequestRefused: the request is invalid.
         """
         place, readers = this.place, request.readers
-        body = self._body(request, this.rid)
-        with self.running.entered(this.rid, request, readers[0] if this.streamed else None) as sent:
+        body = self._body(request, this)
+        held = nullcontext() if place.engine is None else place.engine.carrying(len(readers))
+        with held, self.running.entered(this.rid, request, readers[0] if this.streamed else None) as sent:
             if place.engine is not None:
                 sent.engine = place.engine.name
             try:
@@ -397,14 +396,18 @@ class Generator:
                 reader.end_at(matched)
         return aborted
 
-    def _body(self, request: GenerateRequest, rid: str) -> dict[str, Any]:
+    def _version_at(self, place: Destination) -> int:
+        """Return the weight version of the engine that gets a request, or the oldest one that may."""
+        return self._fleet.version if place.engine is None else place.engine.version
+
+    def _body(self, request: GenerateRequest, this: Try) -> dict[str, Any]:
         return generate_body(
-            rid,
+            this.rid,
             [each.ids() for each in request.inputs],
             request.params,
             max_new_tokens=request.max_new_tokens,
             seeds=[each.seed for each in request.inputs],
-            version=self._fleet.version,
+            version=self._version_at(this.place),
         )
 
     def _check(self, request: GenerateRequest) -> None:

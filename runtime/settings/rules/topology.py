@@ -55,7 +55,7 @@ SET_BY_US = ("CUDA_VISIBLE_DEVICES", "PHYSARUM_")  # variables or their prefixes
 NAME_OR_INTERFACE = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.@-]*[A-Za-z0-9_])?")
 FOR_UPDATES = (  # settings of pools whose weights change
     *("colocate", "update_timeout_s", "weight_transport", "weight_format", "start_weights", "local_copy"),
-    *("update_groups", "verify", "batch_requests", "next_token_after_s"),
+    *("update_groups", "verify", "batch_requests", "next_token_after_s", "router"),
 )
 OWN_FIELDS = ("max_tokens", "messages", "model", "n", "stream", "temperature")  # of a request to a judge
 PARSERS = ("number", "boxed")  # of the answers of judges: actors/reward/graders/parsers.py

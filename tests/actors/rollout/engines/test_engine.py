@@ -9,7 +9,7 @@ from actors.rollout.engines.engine import Engine
 from actors.rollout.engines.memory.levels import MemoryLevel
 from actors.rollout.engines.memory.share import MemoryShare
 from actors.rollout.engines.rate_limited_events import RateLimitedEvents
-from actors.rollout.engines.router import RouterWorkers
+from actors.rollout.engines.router import ThroughRouter
 from actors.rollout.engines.states import Trigger
 from actors.rollout.engines.target import FleetTarget
 from actors.rollout.engines.weights.sync import WeightSyncs
@@ -66,7 +66,7 @@ async def test_one_that_refuses_weights_before_it_was_admitted_holds_up_no_other
         client,
         verifier,
         target,
-        workers=RouterWorkers(client),
+        workers=ThroughRouter(client),
         events=RateLimitedEvents(),
         syncs=WeightSyncs(target, list),
     )
@@ -102,7 +102,7 @@ async def test_one_that_is_found_dead_while_it_gives_memory_back_is_lost_once(er
         client,
         verifier,
         target,
-        workers=RouterWorkers(client),
+        workers=ThroughRouter(client),
         events=RateLimitedEvents(),
         syncs=WeightSyncs(target, list),
         memory_share=cast(MemoryShare, memory_share),
@@ -120,7 +120,7 @@ def admitted_at(client: OneRouter) -> Engine:
         client,
         cast(WeightVerifier, OnlyFirst()),
         target,
-        workers=RouterWorkers(client),
+        workers=ThroughRouter(client),
         events=RateLimitedEvents(),
         syncs=WeightSyncs(target, list),
     )

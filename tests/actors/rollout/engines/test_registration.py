@@ -5,7 +5,7 @@ import pytest
 
 from actors.rollout.engines import registration as module
 from actors.rollout.engines.registration import Registration
-from actors.rollout.engines.router import RouterWorkers
+from actors.rollout.engines.router import ThroughRouter
 from actors.rollout.engines.target import FleetTarget
 from actors.rollout.sglang.errors import EngineUnavailable
 from tests.support.one_router import OneRouter
@@ -28,7 +28,7 @@ class Asked:
 def at(router: OneRouter, accepts_requests: Asked) -> Registration:
     target = FleetTarget()
     target.router = "http://router"
-    return Registration(URL, RouterWorkers(router), target, accepts_requests)
+    return Registration(URL, ThroughRouter(router), target, accepts_requests)
 
 
 async def entered(router: OneRouter, accepts_requests: Asked) -> Registration:

@@ -3,7 +3,7 @@
 import pytest
 
 from actors.rollout.engines import router as router_module
-from actors.rollout.engines.router import RouterWorkers
+from actors.rollout.engines.router import ThroughRouter
 from actors.rollout.sglang.client import RouterWorker, SglangClient
 from actors.rollout.sglang.errors import EngineUnavailable
 
@@ -37,7 +37,7 @@ async def test_an_engine_is_removed_once_however_late_the_router_is() -> None:
     """Else the second removal, done after the engine came back, removes it then: seen once in 400 with 0.3.2."""
     late = LateRouter()
     late.listed = [RouterWorker(id="1", url=ENGINE, is_healthy=True)]
-    workers = RouterWorkers(late)
+    workers = ThroughRouter(late)
     assert [await workers.free_of(ROUTER, ENGINE) for _ in range(3)] == [False, False, False]
     assert late.asked == ["remove 1"]
     late.listed = []
@@ -46,7 +46,7 @@ async def test_an_engine_is_removed_once_however_late_the_router_is() -> None:
 
 async def test_an_engine_that_comes_back_is_added_and_removed_again() -> None:
     late = LateRouter()
-    workers = RouterWorkers(late)
+    workers = ThroughRouter(late)
     for id in "12":
         assert [await workers.has(ROUTER, ENGINE) for _ in range(2)] == [False, False]
         late.listed = [RouterWorker(id=id, url=ENGINE, is_healthy=True)]
@@ -58,7 +58,7 @@ async def test_an_engine_that_comes_back_is_added_and_removed_again() -> None:
 
 async def test_what_a_router_forgot_to_do_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     late = LateRouter()
-    workers = RouterWorkers(late)
+    workers = ThroughRouter(late)
     monkeypatch.setattr(router_module, "ASK_AGAIN_S", 0.0)
     assert [await workers.has(ROUTER, ENGINE) for _ in range(2)] == [False, False]
     assert late.asked == [f"add {ENGINE}"] * 2
@@ -66,7 +66,7 @@ async def test_what_a_router_forgot_to_do_is_asked_again(monkeypatch: pytest.Mon
 
 async def test_what_a_router_did_not_take_is_asked_again_at_once() -> None:
     late = LateRouter()
-    workers = RouterWorkers(late)
+    workers = ThroughRouter(late)
     for late.is_away in (True, False, False):
         assert not await workers.has(ROUTER, ENGINE)
     assert late.asked == [f"add {ENGINE}"] * 2

@@ -1,0 +1,115 @@
+"""Dispatch of requests to engines: by this actor ("direct"), or by SGLang's router ("sglang-router", router.py)."""
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Final, Protocol
+
+if TYPE_CHECKING:
+    from actors.rollout.engines.engine import Engine
+
+MAX_IMBALANCE: Final = 1.5  # of the mean load: an engine with more keeps no prompt
+FEW: Final = 8  # samples that an engine may hold in any case before its prompts go elsewhere
+KEPT: Final = 65_536  # prompts whose engine is remembered
+
+
+class Dispatch(Protocol):
+    """Decides where requests go, and registers engines where that is necessary."""
+
+    names_engines: bool  # each request is sent to an engine of this actor's choice
+    first_url: str | None  # where requests without an engine go at the start; None: unknown yet
+
+    async def answers(self, router: str) -> bool:
+        """Whether requests can be sent."""
+        ...
+
+    async def has(self, router: str, engine: str) -> bool:
+        """Whether an engine is registered; registers it if it is not."""
+        ...
+
+    async def lacks(self, router: str, engine: str) -> bool:
+        """Whether it is known that an engine is not registered."""
+        ...
+
+    async def free_of(self, router: str, engine: str | None) -> bool:
+        """Whether an engine, or any engine if None, is not registered; unregisters those that are."""
+        ...
+
+    def may_send(self, versions: Sequence[int], oldest: int, min_version: int) -> bool:
+        """Whether a request that needs a weight version may be sent.
+
+        Args:
+            versions: of the engines that accept requests.
+            oldest: the oldest version of an engine that may get a request; 0: none does.
+            min_version: of the request, at least 1.
+        """
+        ...
+
+    def choose(self, engines: Sequence["Engine"], prompt: str, *, failed: str | None, by_name: bool) -> "Engine | None":
+        """Choose the engine of a request; None: the router chooses.
+
+        Args:
+            engines: those that accept requests and hold its weight version.
+            prompt: identifies its prompt, or its conversation.
+            failed: name of the engine that failed to answer it; empty: unknown. None: none did.
+            by_name: the router cannot pass it on.
+        """
+        ...
+
+
+class Direct:
+    """Sends each request to an engine: the one of its prompt, or the least loaded one. Needs no router."""
+
+    names_engines = True
+    first_url: str | None = ""
+
+    def __init__(self) -> None:
+        self._num_chosen = 0
+        self._of_prompt: OrderedDict[str, str] = OrderedDict()  # newest last
+
+    async def answers(self, router: str) -> bool:
+        return True
+
+    async def has(self, router: str, engine: str) -> bool:
+        return True
+
+    async def lacks(self, router: str, engine: str) -> bool:
+        return False
+
+    async def free_of(self, router: str, engine: str | None) -> bool:
+        return True
+
+    def may_send(self, versions: Sequence[int], oldest: int, min_version: int) -> bool:
+        return max(versions, default=0) >= min_version
+
+    def choose(self, engines: Sequence["Engine"], prompt: str, *, failed: str | None, by_name: bool) -> "Engine | None":
+        others = [engine for engine in engines if engine.name != failed] or engines
+        by_engine = {engine.name: engine for engine in others}
+        loads = {name: engine.num_open for name, engine in by_engine.items()}
+        if not loads:
+            return None
+        self._num_chosen += 1
+        name = choose_engine(loads, self._of_prompt.get(prompt), self._num_chosen)
+        self._of_prompt[prompt] = name
+        self._of_prompt.move_to_end(prompt)
+        if len(self._of_prompt) > KEPT:
+            self._of_prompt.popitem(last=False)
+        return by_engine[name]
+
+
+def choose_engine(loads: Mapping[str, int], before: str | None, turn: int) -> str:
+    """Return the engine of a request. Pure.
+
+    It is the one that its prompt had before, whose cache holds the prefix, unless that has more than MAX_IMBALANCE of
+    the mean load. Otherwise it is the least loaded one; of several they are taken in turn.
+
+    Args:
+        loads: samples in flight by engine, at least one engine.
+        before: engine of the prompt's last request; None: it had none.
+        turn: number of this choice.
+    """
+    mean = sum(loads.values()) / len(loads)
+    if before is not None and loads.get(before, float("inf")) <= max(FEW, MAX_IMBALANCE * mean):
+        return before
+    least = min(loads.values())
+    candidates = [name for name, load in loads.items() if load == least]
+    return candidates[turn % len(candidates)]
