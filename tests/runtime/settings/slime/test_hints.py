@@ -122,7 +122,10 @@ def test_what_is_said_by_set(key: str, said: str) -> None:
 @pytest.mark.parametrize(
     ("key", "said"),
     [
-        ("algorithm.temperature", "did you mean rollout.temperature or eval.0.temperature?"),
+        (
+            "algorithm.temperature",
+            "did you mean rollout.temperature or eval.0.temperature or reward.judges.<name>.temperature?",
+        ),
         ("megatron", "did you mean trainer.megatron?"),
         ("rollout.gpus", "did you mean nodes.<name>.gpus or trainer.gpus or engines.<name>.gpus?"),
         ("engines.judge.gpu", "did you mean gpus?"),
