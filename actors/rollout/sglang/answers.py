@@ -1,5 +1,6 @@
 """Decodes responses of /generate. The lists with an entry per token stay JSON until the new entries are known. Pure."""
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Annotated, Any, Final, Generic, NamedTuple, TypeVar
@@ -63,6 +64,12 @@ decode_answers = msgspec.json.Decoder(list[Answer]).decode
 _STATUS = {"stop": SampleStatus.COMPLETED, "length": SampleStatus.TRUNCATED, "abort": SampleStatus.ABORTED}
 
 
+@functools.cache
+def _decoder(entry_type: Any) -> Callable[[bytes | msgspec.Raw], list[Any]]:
+    """Return the decoder of a list; made once, since that costs more than to decode the list of a short response."""
+    return msgspec.json.Decoder(list[entry_type]).decode
+
+
 class TokenList(Generic[T]):
     """A JSON list with an entry per token, which each chunk continues, or repeats with new entries at its end.
 
@@ -72,7 +79,7 @@ class TokenList(Generic[T]):
     __slots__ = ("_decode", "_length")
 
     def __init__(self, entry_type: Any) -> None:
-        self._decode: Callable[[bytes | msgspec.Raw], list[T]] = msgspec.json.Decoder(list[entry_type]).decode
+        self._decode: Callable[[bytes | msgspec.Raw], list[T]] = _decoder(entry_type)
         self._length = 0  # bytes of the last list that repeated entries, without its bracket; 0: it repeated none
 
     def read(self, data: msgspec.Raw, num_before: int, total: int | None) -> tuple[list[T], int]:
