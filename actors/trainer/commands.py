@@ -525,6 +525,8 @@ class TrainerRank:
             begin(self._replica, directory, weights_only=weights_only)
             if isinstance(self._critic, Critic):
                 self._critic.begin_from(directory, of_megatron_lm=of_megatron_lm)
+        if isinstance(self._train_step, TrainStep):
+            self._train_step.begin_reference()
 
     def _saved_run(self, step: int, incarnation: int, frontier: int) -> SavedRun:
         topology = self._topology

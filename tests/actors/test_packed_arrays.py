@@ -18,8 +18,8 @@ PATH_OF_A_SAMPLE = (  # from an engine's answer to a micro-batch
 )
 ALLOWED = {
     "messages/arrays.py": 1,  # an array in a JSON message is a list
-    "actors/rollout/samples/generating.py": 1,  # prompts of one batched request
-    "actors/rollout/samples/open_samples.py": 2,  # the tokens so far, which the next request begins with
+    "actors/rollout/sglang/body.py": 1,  # the tokens so far, which a request begins with
+    "actors/rollout/sglang/served_model.py": 1,  # the last few tokens, for a tokenizer
 }
 
 

@@ -133,7 +133,7 @@ def kept(group_id: int, reward: float, *, response_len: int) -> selection.Select
 def test_the_settings_of_the_pages_name_its_functions(folder: Path) -> None:
     tables = [tomllib.loads(block) for block in blocks("toml")]
     external = [name for table in tables for name in table.get("reward", {}).get("external", [])]
-    assert external == ["judge"]
+    assert external == ["humans"]
     used = [source["rm_type"] for table in tables for source in table.get("data", [])]
     names = [name for name in used if name not in external]
     names += [name for table in tables for name in table.get("rollout", {}).values()]

@@ -98,10 +98,14 @@ def _plan_rollouts(
     cost: int,
     attention: float,
 ) -> list[list[Ints]]:
-    """Plan whole rollouts as if each were one sample: as long as its parts together, with padding."""
+    """Plan whole rollouts as if each were one sample: as long as its parts together, with padding.
+
+    Padded rollouts all count as many rows as the largest one has, so that no micro-batch exceeds its limit.
+    """
     order = np.argsort(rollouts, kind="stable")
     parts = np.split(samples[order], np.flatnonzero(np.diff(rollouts[order])) + 1)
-    lengths = [lengths_B[part].sum() if packed else len(part) * lengths_B[part].max() for part in parts]
+    most = max(map(len, parts))
+    lengths = [lengths_B[part].sum() if packed else most * lengths_B[part].max() for part in parts]
     planned = plan_micro_batches(
         np.array(lengths, dtype=np.int64),
         np.arange(len(parts)),

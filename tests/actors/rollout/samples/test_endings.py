@@ -46,7 +46,7 @@ async def test_a_group_with_notes_that_no_event_can_carry_fails(bus: Bus, noted:
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize(("notes", "num_samples", "kept"), [("x", 3, 3), ("y" * 9_000_000, 3, 3), ("x", 120_000, 0)])
+@pytest.mark.parametrize(("notes", "num_samples", "kept"), [("x", 3, 3), ("y" * 9_000_000, 3, 3), ("x", 200_000, 0)])
 async def test_an_evaluation_item_leaves_out_details_and_then_samples(
     bus: Bus, notes: str, num_samples: int, kept: int
 ) -> None:
