@@ -38,9 +38,9 @@ class _LabelStart(NamedTuple):
 class AnswerReader:
     """The answer to one request, in the buffer of its sample.
 
-    Only the last chunk has to report which weights sampled which tokens. Without it, tokens that arrive during a weight
-    update count as sampled by the old weights. Their true version may be newer, never older. Whether they may be used
-    is then checked for both versions.
+    Only the last chunk has to report which weights sampled which tokens. Without such a report, tokens that arrive
+    during a weight update count as sampled by the old weights. Their true version may be newer, never older. Whether
+    they may be used is then checked for both versions.
     """
 
     def __init__(
@@ -162,8 +162,11 @@ class AnswerReader:
         text = "" if repeats else chunk.text[self._num_characters :] if total == length else chunk.text
         self._append(tokens, text, meta.weight_version)
         self.meta, self.ended, self.refused = meta, ended, refused
+        exact = self._exact_spans(meta)
+        if exact:
+            self._buffer.relabel(exact)
         if ended:
-            self._take_exact_labels(meta)
+            self._exact = exact
 
     def add_whole(self, answer: Answer) -> None:
         """Add a whole answer; raises ValueError like `add`, and if it has no end."""
@@ -230,14 +233,13 @@ class AnswerReader:
         self._buffer.append(np.array(tokens.ids, np.int32), np.array(log_probs, np.float32), text, label or "", kept)
         self.num_tokens += len(tokens.ids)
 
-    def _take_exact_labels(self, meta: MetaInfo) -> None:
-        self._exact = [
+    def _exact_spans(self, meta: MetaInfo) -> list[LabelSpan]:
+        """Return the labels that a chunk reports for all tokens so far, at positions in the buffer; empty: none."""
+        return [
             LabelSpan(span.version, self._first + span.start, self._first + span.end)
             for span in meta.weight_versions or []
             if span.end > span.start
         ]
-        if self._exact:
-            self._buffer.relabel(self._exact)
 
     def _cut(self, mark: Mark) -> None:
         self._buffer.truncate(mark)

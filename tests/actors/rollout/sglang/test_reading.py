@@ -105,6 +105,16 @@ def test_the_spans_of_the_last_chunk_are_believed() -> None:
     assert spans_of(take(buffer)) == [(1, 0, 1), (2, 1, 6)]
 
 
+def test_the_spans_of_every_chunk_are_believed() -> None:
+    """The tiny engine reports them in each chunk, so what is taken in between has exact labels too."""
+    reader, buffer = begun()
+    reader.add_chunk(chunk(0, 2, "2", spans=[{"version": "2", "start": 0, "end": 2}]))
+    assert spans_of(take(buffer)) == [(2, 0, 2)]
+    exact = [{"version": "2", "start": 0, "end": 3}, {"version": "3", "start": 3, "end": 8}]
+    reader.add_chunk(chunk(0, 8, "3", spans=exact))
+    assert spans_of(take(buffer)) == [(2, 0, 1), (3, 1, 6)]
+
+
 def test_an_abort_without_a_count_keeps_what_came() -> None:
     reader, buffer = begun()
     reader.add_chunk(chunk(0, 4))

@@ -17,7 +17,7 @@ from runtime.settings.recipe import AlgorithmConfig
 from runtime.settings.topology import Topology
 
 LAPTOP = Path(__file__).resolve().parents[4] / "topologies/laptop.toml"
-POOLS = ("engines.policy", "engines.teacher")
+FURTHER_KEYS = ("engines.policy", "engines.teacher", "data.teacher")
 PEERS_OWN = ("use_policy_gradient = true",)  # a setting of verl
 SETTINGS = [(project.name, setting) for project in peer_names().projects for setting in project.settings]
 SGLANG = "engines.policy.sglang."
@@ -51,7 +51,12 @@ def test_names_are_unique_and_texts_name_keys_that_exist() -> None:
         if setting.slime is None:
             for quoted in re.findall(r"`([^`]+)`", setting.answer.remark):
                 first = quoted.partition(" ")[0]
-                assert quoted.startswith(('"', "--")) or first in keys | names or first in POOLS or quoted in PEERS_OWN, quoted
+                assert (
+                    quoted.startswith(('"', "--"))
+                    or first in keys | names
+                    or first in FURTHER_KEYS
+                    or quoted in PEERS_OWN
+                ), quoted
 
 
 @pytest.mark.parametrize(
