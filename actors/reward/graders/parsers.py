@@ -20,7 +20,7 @@ def number(sample: GradedSample) -> float:
     """Return the last number of the answer.
 
     Raises:
-        BadAnswerError: the answer has no number, or reached `max_tokens`.
+        BadAnswerError: the answer does not contain a number, or reached `max_tokens`.
     """
     return _last_number(_whole(sample), "its answer")
 

@@ -163,7 +163,7 @@ def _tokens(text: str) -> list[str]:
             raise _NotNumberError
         token = match[0].strip()
         if found and _is_number(token) and _is_number(found[-1]):
-            raise _NotNumberError  # "1 2" is no number
+            raise _NotNumberError  # "1 2" is not a number
         found.append(match["word"] or token)
         position = match.end()
     return found

@@ -154,26 +154,21 @@ def _by_base(ours: str, theirs: str) -> bool | None:
 def _by_text(ours: str, theirs: str) -> bool | None:
     """Words and choices are compared as text: "on" is not "no", and (A) is A."""
     left, right = words(ours), words(theirs)
-    if (chosen := _CHOICE.fullmatch(theirs.strip())) or (is_text(theirs) and _CHOICE.fullmatch(right)):
-        letter = chosen[1] if chosen else right
-        given = _CHOICE.match(without_text_commands(ours).strip())
-        if given and given[1].upper() == letter.upper() and _is_choice(ours, letter):
-            return True
+    letters = _choice(ours), _choice(theirs)
+    if letters[0] is not None and letters[1] is not None:
+        # Case counts without brackets: a and A are two variables
+        return letters[0] == letters[1] or ("(" in ours and letters[0].upper() == letters[1].upper())
     if left == right and (is_text(ours) or is_text(theirs)):
         return True
-    if len(ours) == len(theirs) == 1 and ours.isalpha() and theirs.isalpha():
-        return ours == theirs
     if _is_words(ours) or _is_words(theirs):
         return left == right
     return None
 
 
-def _is_choice(ours: str, letter: str) -> bool:
-    """Whether an answer is a choice such as (B), B., or B) 12. A variable's case counts."""
-    plain = without_text_commands(ours).strip()
-    if _CHOICE.fullmatch(plain):
-        return plain.strip("() .") == letter or "(" in plain
-    return False
+def _choice(text: str) -> str | None:
+    """Letter of an answer such as B, (B) or B.; None for any other answer."""
+    match = _CHOICE.fullmatch(without_text_commands(text).strip())
+    return match[1] if match else None
 
 
 def _is_words(text: str) -> bool:
@@ -188,7 +183,7 @@ def _is_words(text: str) -> bool:
 
 
 def _by_quantity(ours: str, theirs: str) -> bool | None:
-    """Compare numbers exactly, with their units; None if either is no number."""
+    """Compare numbers exactly, with their units; None if either is not a number."""
     left, right = quantity(ours), quantity(theirs)
     values = exact_value(left.number), exact_value(right.number)
     if values[0] is None or values[1] is None:

@@ -18,8 +18,8 @@ _SYNONYMS: Final = {
 # Letters that are a unit only after a space or in \text{...}; without one, 5m is a product
 _SHORT: Final = frozenset(
     {"cm", "mm", "km", "m", "in", "ft", "yd", "mi", "g", "kg", "mg", "lb", "oz", "l", "ml", "s", "min", "h", "mph"}
-    | {"kph", "rad", "hz", "kw", "kwh", "pi", "am", "pm", "sq", "cu"}
-) - {"pi"}
+    | {"kph", "rad", "hz", "kw", "kwh", "am", "pm", "sq", "cu"}
+)
 _NEITHER: Final = frozenset(
     {"and", "or", "to", "if", "for", "is", "mod", "million", "billion", "trillion", "thousand", "hundred", "dozen"}
     | {"pi", "sin", "cos", "tan", "log", "ln", "exp", "sqrt", "max", "infinity", "inf", "base"}
