@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Collection, Sequence
+from random import Random
 
 import msgspec
 
@@ -31,7 +32,7 @@ from runtime.bus.bus import Bus
 from runtime.ledger.archive import history
 from runtime.ledger.fold import FOLD_VERSION, LEDGER_EVENTS, Books, LedgerState, fold
 from runtime.ledger.snapshots import content_of
-from tests.chaos.harness import Run
+from tests.chaos.harness import EVENTS_PER_STEP, Run
 
 Log = Sequence[tuple[int, Message]]  # log sequence and event
 
@@ -69,6 +70,19 @@ async def audit(
             check_order_of_the_data(log, state, run.topology.rollout.rollout_batch_size)
         await check_payloads(bus, log, state)
     return state.books()
+
+
+async def killed_in_turn(run: Run, names: Sequence[str], moments: Random) -> Books:
+    """Kill a process every two train steps, at a random event; let the run end, and audit its log."""
+    async with run.started() as command:
+        for number, name in enumerate(names, start=1):
+            await command.log.until_trained(2 * number)
+            await command.log.pass_over(moments.randrange(EVENTS_PER_STEP))
+            command.log.kill(name)
+        family = command.family()
+        assert await command.end() == 0
+        await run.gone(family)
+    return await audit(run, killed=names)
 
 
 async def read_all(bus: Bus, run: Run) -> Log:

@@ -6,23 +6,15 @@ import pytest
 
 from messages import BatchReady
 from runtime.data.dump_files import read_pair, steps_in
-from tests.chaos.audit import audit
-from tests.chaos.harness import BATCH_SIZE, EVENTS_PER_STEP, NUM_SAMPLES, Run, moments_of
+from tests.chaos.audit import killed_in_turn
+from tests.chaos.harness import BATCH_SIZE, NUM_SAMPLES, Run, moments_of
 
 pytestmark = [pytest.mark.chaos, pytest.mark.anyio, pytest.mark.timeout(400)]
 
 
 async def test_the_dump_is_whole_when_the_buffer_was_killed(tmp_path: Path) -> None:
-    run, moments, killed = Run(tmp_path, num_steps=10, overrides=("run.dump_details=dump",)), moments_of("dumps"), 3
-    async with run.started() as command:
-        for number in range(1, killed + 1):
-            await command.log.until_trained(2 * number)
-            await command.log.pass_over(moments.randrange(EVENTS_PER_STEP))
-            command.log.kill("buffer")
-        family = command.family()
-        assert await command.end() == 0
-        await run.gone(family)
-    await audit(run, killed=["buffer"] * killed)
+    run = Run(tmp_path, num_steps=10, overrides=("run.dump_details=dump",))
+    await killed_in_turn(run, ["buffer"] * 3, moments_of("dumps"))
     dump = tmp_path / "dump"
     assert steps_in(dump) == list(range(run.num_steps))
     async with run.reopened() as bus, bus.read(BatchReady) as batches:

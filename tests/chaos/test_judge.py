@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from runtime.data.dump_files import read_pair, steps_in
-from tests.chaos.audit import audit
-from tests.chaos.harness import BATCH_SIZE, EVENTS_PER_STEP, NUM_SAMPLES, Run, moments_of
+from tests.chaos.audit import killed_in_turn
+from tests.chaos.harness import BATCH_SIZE, NUM_SAMPLES, Run, moments_of
 from tests.support import judging
 from tests.support.distilling import write_teacher
 from tests.support.judging import score_of
@@ -25,15 +25,7 @@ async def test_the_engine_of_the_judge_is_killed_and_its_callers_too(tmp_path: P
     )
     run = Run(tmp_path, num_steps=STEPS, overrides=overrides)
     names = ["engine.judge.0", "reward", "engine.judge.0"]
-    async with run.started() as command:
-        for number, name in enumerate(names, start=1):
-            await command.log.until_trained(2 * number)
-            await command.log.pass_over(moments.randrange(EVENTS_PER_STEP))
-            command.log.kill(name)
-        family = command.family()
-        assert await command.end() == 0
-        await run.gone(family)
-    books = await audit(run, killed=names)
+    books = await killed_in_turn(run, names, moments)
     assert books.failed == 0
     dumped = [group for step in steps_in(tmp_path / "dump") for group in read_pair(tmp_path / "dump", step)]
     samples = [sample for group in dumped for sample in group.samples]

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from runtime.data.dump_files import read_pair, steps_in
-from tests.chaos.audit import audit
-from tests.chaos.harness import EVENTS_PER_STEP, Run, moments_of
+from tests.chaos.audit import killed_in_turn
+from tests.chaos.harness import Run, moments_of
 from tests.support.distilling import write_teacher
 
 pytestmark = [pytest.mark.chaos, pytest.mark.anyio, pytest.mark.timeout(400)]
@@ -24,15 +24,7 @@ async def test_the_engine_of_the_teacher_is_killed_and_its_callers_too(tmp_path:
     )
     run = Run(tmp_path, num_steps=8, overrides=overrides)
     names = ["engine.teacher.0", "rollout", "engine.teacher.0"]
-    async with run.started() as command:
-        for number, name in enumerate(names, start=1):
-            await command.log.until_trained(2 * number)
-            await command.log.pass_over(moments.randrange(EVENTS_PER_STEP))
-            command.log.kill(name)
-        family = command.family()
-        assert await command.end() == 0
-        await run.gone(family)
-    books = await audit(run, killed=names)
+    books = await killed_in_turn(run, names, moments)
     assert books.failed == 0
     trained = [row for row in run.rows() if "train/opd_reverse_kl" in row]
     assert len(trained) == 8

@@ -1,4 +1,4 @@
-"""Whoever takes part in a weight sync dies, or stands still, before, during or after a step of it.
+"""A trainer rank, a rollout actor or an engine dies or stands still before, during or after a step of a weight sync.
 
 The run goes on, and all engines get the newest weights. While nothing more is trained they still do.
 """

@@ -147,13 +147,13 @@ def install_calls() -> None:
 
 def install_rank() -> None:
     """Kill points of a train step and of a checkpoint, and of the buckets that a rank passes on."""
-    from actors.trainer.weights.export import Handover
+    from actors.trainer.weights.export import BucketWriter
 
     strike = striker()
     rank_moments.install(strike)
     passed = {"bucket": -1, "step": -1}
 
-    def passing(_handover: Handover, bucket: Any, **_options: Any) -> None:
+    def passing(_writer: BucketWriter, bucket: Any, **_options: Any) -> None:
         if bucket:  # the first rank of a stage, which calls rollout actors
             return
         step = rank_moments.train_step()
@@ -161,7 +161,7 @@ def install_rank() -> None:
         passed["step"] = step
         strike(named("before", "bucket", passed["bucket"]), step)
 
-    around(Handover, "put", before=passing)
+    around(BucketWriter, "put", before=passing)
 
 
 def install_rollout() -> None:

@@ -30,7 +30,7 @@ from actors.trainer.models.shapes import hf_shapes
 from actors.trainer.weights.broadcast import Broadcast, StageGroup
 from actors.trainer.weights.calls import Ask
 from actors.trainer.weights.engines import BucketTransport, EngineSink, Sent
-from actors.trainer.weights.export import Handover, Sink, weight_thread
+from actors.trainer.weights.export import BucketWriter, Sink, weight_thread
 from actors.trainer.weights.members import Membership
 from actors.trainer.weights.shared_memory import Segments
 from messages import (
@@ -292,10 +292,10 @@ async def _nothing_to_interrupt(_: str) -> None:
 
 def _send(sink: Sink, tensors: Tensors) -> Sent:
     with weight_thread() as thread:
-        handover = Handover([sink], thread)
+        writer = BucketWriter([sink], thread)
         for bucket in buckets_of(tensors):
-            handover.put(bucket)
-        (sent,) = handover.close()
+            writer.put(bucket)
+        (sent,) = writer.close()
     return sent
 
 

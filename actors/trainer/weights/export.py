@@ -60,7 +60,7 @@ def weight_thread() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights")
 
 
-class Handover:
+class BucketWriter:
     """Passes buckets to sinks. The weight thread works for one bucket while the next one is gathered."""
 
     def __init__(self, sinks: Sequence[Sink], thread: ThreadPoolExecutor) -> None:
@@ -143,7 +143,7 @@ class WeightExport(Generic[T]):
             form: conversion of the tensors before the sinks get them.
         """
         self._source = source
-        self._handover = Handover(sinks, thread)
+        self._writer = BucketWriter(sinks, thread)
         self._result = result
         self._thread = thread
         self._device = device
@@ -156,7 +156,7 @@ class WeightExport(Generic[T]):
     @property
     def pending(self) -> "Future[None] | None":
         """Pending work of this rank's weight thread for the last bucket; None: there is none."""
-        return self._handover.pending
+        return self._writer.pending
 
     def advance(self) -> bool:
         """Gather the next bucket, if the sinks of the stage are idle. All ranks of the stage call it together.
@@ -167,7 +167,7 @@ class WeightExport(Generic[T]):
         if self._has_more and self._all_are_free():
             bucket = next(self._source, None)
             self._has_more = bucket is not None
-            self._handover.put(self._converted(bucket or []))
+            self._writer.put(self._converted(bucket or []))
         return self._has_more
 
     def continue_in_background(self) -> "Future[None]":
@@ -178,7 +178,7 @@ class WeightExport(Generic[T]):
     def _drain(self) -> None:
         for bucket in self._source:
             if converted := self._converted(bucket):
-                self._handover.work(converted)
+                self._writer.work(converted)
 
     def finish(self) -> T:
         """Pass on the remaining buckets, and wait until the sinks have worked for all of them.
@@ -190,8 +190,8 @@ class WeightExport(Generic[T]):
             self._in_background.result()
         for bucket in self._source:
             is_large = 0 < self._bucket_bytes < sum(tensor.nbytes for _, tensor in bucket)
-            self._handover.put(self._converted(bucket), wait=is_large)
-        ended: list[tuple[str, list[Any]]] = all_gather_objects((self._error, self._handover.close()))
+            self._writer.put(self._converted(bucket), wait=is_large)
+        ended: list[tuple[str, list[Any]]] = all_gather_objects((self._error, self._writer.close()))
         if errors := [error for error, _ in ended if error]:
             raise ValueError(f"weights cannot be sent to engines: {'; '.join(errors)}")
         return self._result([results for _, results in ended])
@@ -206,7 +206,7 @@ class WeightExport(Generic[T]):
 
     def _all_are_free(self) -> bool:
         """Whether the sinks of the stage are idle. All ranks of the stage get the same answer."""
-        group, free = stage_group(), self._handover.is_free
+        group, free = stage_group(), self._writer.is_free
         if dist.get_world_size(group) == 1:
             return free
         flag = torch.tensor(int(free), dtype=torch.int32, device=self._device)
