@@ -1,7 +1,7 @@
 """Processes one prompt group from its task to its end: generate, store, report, score."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import anyio
 from anyio.abc import TaskGroup
@@ -11,6 +11,7 @@ from actors.rollout.samples.generating import Generation
 from actors.rollout.samples.partial import SegmentStore
 from actors.rollout.samples.sample import OpenSample
 from actors.rollout.samples.scoring import SampleScoring
+from actors.rollout.samples.slots import GroupSlots
 from actors.rollout.samples.tasks import GroupTask
 from actors.rollout.samples.tools import GroupDependencies
 from messages import EngineNumbers, SampleStatus
@@ -35,11 +36,10 @@ class GroupRun:
         self._store = SegmentStore(task, samples, tools.bus)
         self._generation = Generation(task, tools, self._store)
         self._tasks: TaskGroup | None = None  # runs scoring, columns and spilling
-        self._num_generating = 0
-        self._on_generated: Callable[[], None] = lambda: None
         self._is_generated = False
         self._halted = False
         self._until_halt = anyio.CancelScope()
+        self._slots: GroupSlots | None = None
 
     @property
     def scored_s(self) -> float:
@@ -61,23 +61,23 @@ class GroupRun:
         """Whether every sample is finished and scored and has its columns, or failed."""
         return self.generated and not any(sample.unscored or self._columns.missing(sample) for sample in self.samples)
 
-    async def run(self, on_generated: Callable[[], None]) -> None:
+    async def run(self, slots: GroupSlots) -> None:
         """Process all samples to their end, or until the round is halted.
 
         Args:
-            on_generated: called once no sample needs an engine any more; the last samples may not be stored yet.
+            slots: of the group. Each sample has one while it generates.
 
         Raises:
             RequestRefused: an engine reports that a request is invalid.
             ValueError: an engine's answer is invalid.
         """
-        self._on_generated = on_generated
+        self._slots = slots
         with self._running.on_halt(self._task.round, self._halt), self._until_halt:
             try:
                 async with anyio.create_task_group() as self._tasks:
                     self._scoring.begin(self._tasks)
                     self._columns.begin(self._tasks)
-                    await self._generate()
+                    await self._generate(slots)
                     if self._halted:
                         self._until_halt.cancel()
                     elif self._task.group_rm and self.generated:
@@ -85,31 +85,32 @@ class GroupRun:
             finally:
                 self._tasks = None
 
-    async def _generate(self) -> None:
+    async def _generate(self, slots: GroupSlots) -> None:
         """Run all samples that need tokens; return once each has ended and is stored."""
         started, unfinished = time.monotonic(), self._generation.unfinished(self.samples)
         self._note_ended(self.samples)
-        self._num_generating = len(unfinished)
-        if not unfinished:
-            self._on_generated()
+        slots.need(len(unfinished))
         batch = self._generation.batch(unfinished)
         async with anyio.create_task_group() as group:
             for sample in unfinished:
                 if sample not in batch:
-                    group.start_soon(self._run_sample, sample)
-            if batch:
+                    group.start_soon(self._run_sample, sample, slots)
+            if batch and await slots.take_batch(len(batch)):
                 await self._generation.begin(batch)
                 for sample in batch:
-                    group.start_soon(self._run_sample, sample)
+                    group.start_soon(self._finish_sample, sample, slots)
         self.generated_s = time.monotonic() - started
         self._is_generated = True
 
-    async def _run_sample(self, sample: OpenSample) -> None:
+    async def _run_sample(self, sample: OpenSample, slots: GroupSlots) -> None:
+        """One sample from its slot to its score."""
+        if await slots.take():
+            await self._finish_sample(sample, slots)
+
+    async def _finish_sample(self, sample: OpenSample, slots: GroupSlots) -> None:
         """One sample from its first token to its score."""
         await self._generation.run(sample)
-        self._num_generating -= 1
-        if not self._num_generating:
-            self._on_generated()
+        slots.give_back()
         self._scoring.start_ended([sample])  # while its tokens are stored
         await self._store.flush()
         self._columns.start([sample])
@@ -128,6 +129,8 @@ class GroupRun:
     def _halt(self) -> None:
         """Stop waiting for scores and columns. Generation then ends by itself and keeps its tokens."""
         self._halted = True
+        if self._slots is not None:
+            self._slots.stop()
         self._scoring.halt()
         self._columns.halt()
         self._generation.halt()

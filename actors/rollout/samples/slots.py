@@ -1,89 +1,167 @@
-"""Slots for samples in flight."""
+"""Slots for samples in flight: each sample that an engine generates has one. Groups get them in the order of arrival."""
 
 from collections import deque
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from types import TracebackType
 
 import anyio
 
 
 class Slots:
-    """A FIFO counting semaphore with multi-slot acquisition."""
+    """Slots for samples. A slot that becomes free goes to the earliest group that lacks one."""
 
     def __init__(self, total: int) -> None:
-        self._free = total
         self.total = total
-        self._queue: deque[_Turn] = deque()
-
-    @property
-    def taken(self) -> int:
-        """Slots in use."""
-        return self.total - self._free
+        self.taken = 0  # granted to groups
+        self._queue: deque[GroupSlots] = deque()  # groups that lack slots, earliest first
 
     @property
     def free(self) -> int:
-        """Slots not in use."""
-        return self._free
+        """Slots that no group has. None while more are taken than there are, as after `resize`."""
+        return max(0, self.total - self.taken)
 
-    async def take(self, wanted: int) -> int:
-        """Wait for `wanted` slots, or for all slots if there are fewer in total.
+    def reserve(self, wanted: int) -> "GroupSlots":
+        """Reserve slots for the samples of a group. They are granted as they become free."""
+        group = GroupSlots(self, wanted)
+        self._queue.append(group)
+        self.grant()
+        return group
 
-        Returns:
-            Number of slots taken, to be given back.
-        """
-        turn = _Turn(min(wanted, self.total))
-        self._queue.append(turn)
-        self._serve()
-        if not turn.served.is_set():
-            try:
-                await turn.served.wait()
-            except anyio.get_cancelled_exc_class():
-                self._leave(turn)
-                raise
-        return turn.number
+    def resize(self, total: int) -> None:
+        """Change the number of slots. Running samples keep theirs."""
+        self.total = total
+        self.grant()
+        for group in self._queue:
+            group.look()
 
-    def give_back(self, number: int) -> None:
-        """Release slots."""
-        self._free += number
-        self._serve()
+    def grant(self) -> None:
+        """Grant the free slots."""
+        while self._queue and (self.free or not self._queue[0].num_wanted):
+            group = self._queue[0]
+            number = min(group.num_wanted, self.free)
+            self.taken += number
+            group.receive(number)
+            if not group.num_wanted:
+                self._queue.popleft()
 
-    def _leave(self, turn: "_Turn") -> None:
-        if turn.served.is_set():
-            self._free += turn.number
-        else:
-            self._queue.remove(turn)
-        self._serve()
-
-    def _serve(self) -> None:
-        while self._queue and self._queue[0].number <= self._free:
-            turn = self._queue.popleft()
-            self._free -= turn.number
-            turn.served.set()
+    def want_more(self, group: "GroupSlots") -> None:
+        """Grant more slots to a group, before all others."""
+        if group not in self._queue:
+            self._queue.appendleft(group)
+        self.grant()
 
 
-class _Turn:
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.served = anyio.Event()
+class GroupSlots:
+    """The slots of one group. At the end of the context all of them are returned."""
 
-
-class Release:
-    """Releases slots once; may be called before the end of the block."""
-
-    def __init__(self, slots: Slots, taken: int) -> None:
+    def __init__(self, slots: Slots, wanted: int) -> None:
+        self.num_wanted = wanted  # reserved and not granted yet
         self._slots = slots
-        self._taken = taken
+        self._num_idle = 0  # granted, and not taken by a sample
+        self._num_running = 0  # taken by samples
+        self._is_stopped = False
+        self._waiting: deque[_Waiter] = deque()
+        self._changed = anyio.Event()
 
-    def __call__(self) -> None:
-        taken, self._taken = self._taken, 0
-        self._slots.give_back(taken)
+    async def __aenter__(self) -> "GroupSlots":
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+        number, self._num_running = self._num_running, 0
+        self._return(number)
+
+    async def granted(self, number: int) -> None:
+        """Wait until so many slots are granted, or as many as there are in total if these are fewer."""
+        while self._num_idle < min(number, self._slots.total) and not self._is_stopped:
+            await self._changed.wait()
+
+    def need(self, number: int) -> None:
+        """Set the number of samples that need a slot from now on, and return the others."""
+        more = (0 if self._is_stopped else number) - self.num_wanted - self._num_idle
+        if more > 0:
+            self.num_wanted += more
+            self._slots.want_more(self)
+            return
+        unwanted = min(-more, self.num_wanted)
+        self.num_wanted -= unwanted
+        returned = -more - unwanted
+        self._num_idle -= returned
+        self._return(returned)
+
+    async def take(self) -> bool:
+        """Wait for a slot for a sample. Return False if the group was stopped first."""
+        if self._num_idle:
+            self._num_idle -= 1
+            self._num_running += 1
+            return True
+        if self._is_stopped:
+            return False
+        waiter = _Waiter()
+        self._waiting.append(waiter)
+        try:
+            await waiter.ended.wait()
+        except anyio.get_cancelled_exc_class():
+            if waiter.has_slot:
+                self.give_back()
+            elif waiter in self._waiting:
+                self._waiting.remove(waiter)
+            raise
+        return waiter.has_slot
+
+    async def take_batch(self, number: int) -> bool:
+        """Wait for the slots of samples with one common request: all slots in total, if these are fewer.
+
+        Return False if the group was stopped first.
+        """
+        await self.granted(number)
+        if self._is_stopped:
+            return False
+        taken = min(number, self._num_idle)
+        self._num_idle -= taken
+        self._num_running += taken
+        self.num_wanted -= min(number - taken, self.num_wanted)
+        return True
+
+    def give_back(self) -> None:
+        """Return the slot of a sample."""
+        if self._num_running:  # otherwise the group has returned all
+            self._num_running -= 1
+            self._return(1)
+
+    def stop(self) -> None:
+        """Return the slots that no sample has taken. Samples that wait for a slot get none."""
+        self._is_stopped = True
+        self.need(0)
+        while self._waiting:
+            self._waiting.popleft().ended.set()
+        self.look()
+
+    def receive(self, number: int) -> None:
+        """Receive granted slots."""
+        self.num_wanted -= number
+        self._num_idle += number
+        while self._num_idle and self._waiting:
+            waiter = self._waiting.popleft()
+            self._num_idle -= 1
+            self._num_running += 1
+            waiter.has_slot = True
+            waiter.ended.set()
+        self.look()
+
+    def look(self) -> None:
+        """Let `granted` check the number of slots again."""
+        self._changed.set()
+        self._changed = anyio.Event()
+
+    def _return(self, number: int) -> None:
+        self._slots.taken -= number
+        if number:
+            self._slots.grant()
 
 
-@asynccontextmanager
-async def released(slots: Slots, taken: int) -> AsyncGenerator[Release]:
-    """Release the slots at the end of a block, or earlier on request."""
-    release = Release(slots, taken)
-    try:
-        yield release
-    finally:
-        release()
+class _Waiter:
+    def __init__(self) -> None:
+        self.ended = anyio.Event()
+        self.has_slot = False

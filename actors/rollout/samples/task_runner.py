@@ -15,7 +15,7 @@ from actors.rollout.samples.endings import Ending, Endings, publish_eval
 from actors.rollout.samples.group import GroupRun
 from actors.rollout.samples.partial import Inheritance
 from actors.rollout.samples.sample import fresh_samples
-from actors.rollout.samples.slots import Release, Slots, released
+from actors.rollout.samples.slots import GroupSlots, Slots
 from actors.rollout.samples.tasks import eval_task, training_task
 from actors.rollout.samples.tools import GroupDependencies
 from actors.rollout.sglang.errors import EnginesUnwilling, RequestRefused
@@ -61,7 +61,7 @@ class TaskRunner:
         self._pool = pool
         self._target = target
         self._ack_wait_s = ack_wait_s
-        self._slots = Slots(engines.concurrency * num_engines(engines))
+        self.slots = Slots(engines.concurrency * num_engines(engines))
         self._inheritance = Inheritance(bus)
         self._num_groups = 0
         self._runs: set[GroupRun] = set()  # runs of training groups
@@ -69,11 +69,11 @@ class TaskRunner:
         # running attempts: (group, attempt) -> set when it has ended
         self._at_work: dict[tuple[int, int], anyio.Event] = {}
         # ended attempts whose tasks may come again: those with a lost acknowledgement, and those fetched ahead
-        self._ended = deque[tuple[int, int]](maxlen=self._slots.total + MAX_PREFETCH)
+        self._ended = deque[tuple[int, int]](maxlen=self.slots.total + MAX_PREFETCH)
 
     def stats(self) -> dict[str, float]:
         """Return the number of completed groups, and the slots."""
-        return {"groups": self._num_groups, "slots_taken": self._slots.taken, "slots": self._slots.total}
+        return {"groups": self._num_groups, "slots_taken": self.slots.taken, "slots": self.slots.total}
 
     async def pull_groups(self, tools: GroupDependencies) -> None:
         """Run the tasks of training groups. Never returns."""
@@ -84,52 +84,54 @@ class TaskRunner:
                 RolloutRequested,
                 durable=durable,
                 ack_wait_s=self._ack_wait_s,
-                max_ack_pending=self._slots.total,
+                max_ack_pending=self.slots.total,
                 prefetch_by_rate=True,
                 keeps_prefetched=True,  # engines may wait for weights, and a redelivery looks like one after a crash
             ) as deliveries,
             anyio.create_task_group() as group,
         ):
             while True:
-                taken = await self._slots.take(size)
-                deliveries.prefetch = self._slots.free // size  # groups that can start too are fetched together
+                slots = self.slots.reserve(size)
+                await slots.granted(size if tools.batch_requests else 1)
+                deliveries.prefetch = self.slots.free // size  # groups that can start too are fetched together
                 delivery = await anext(deliveries)
-                group.start_soon(self._run_group, tools, delivery, taken)
+                group.start_soon(self._run_group, tools, delivery, slots)
 
     async def pull_evals(self, tools: GroupDependencies) -> None:
         """Run the items of evaluations. Never returns."""
         # without overlap nothing else runs meanwhile
         share = EVAL_SLOTS_SHARE if self._topology.rollout.eval_overlap else 1
-        slots = Slots(max(1, self._slots.total // share))
+        slots = Slots(max(1, self.slots.total // share))
         largest = max((item.n_samples_per_eval_prompt for item in self._topology.eval), default=1)
         durable = f"eval-{self._pool}"
         async with (
             self._bus.consume(
-                EvalRequested, durable=durable, ack_wait_s=self._ack_wait_s, max_ack_pending=self._slots.total
+                EvalRequested, durable=durable, ack_wait_s=self._ack_wait_s, max_ack_pending=self.slots.total
             ) as deliveries,
             anyio.create_task_group() as group,
         ):
             while True:
-                taken = await slots.take(largest)
+                taken = slots.reserve(largest)
+                await taken.granted(largest if tools.batch_requests else 1)
                 delivery = await anext(deliveries)
-                group.start_soon(self._run_eval, tools, delivery, slots, taken)
+                group.start_soon(self._run_eval, tools, delivery, taken)
 
-    async def _run_group(self, tools: GroupDependencies, delivery: Delivery[RolloutRequested], taken: int) -> None:
+    async def _run_group(self, tools: GroupDependencies, delivery: Delivery[RolloutRequested], slots: GroupSlots) -> None:
         task = delivery.message
         key = task.group_id, task.attempt
         endings = Endings(task, uuid.uuid4().hex, self._bus.name)
         with structlog.contextvars.bound_contextvars(group_id=task.group_id, attempt=task.attempt):
-            async with self._pulled(delivery), released(self._slots, taken) as release:
+            async with self._pulled(delivery), slots:
                 # this process was stalled or without the bus for longer than the ack wait
                 if delivery.num_delivered > 1 and key in self._ended:
                     log.warning("task_came_again", num_delivered=delivery.num_delivered)
                 elif (ended := self._at_work.get(key)) is not None:
                     log.warning("task_came_again", num_delivered=delivery.num_delivered)
-                    release()
+                    slots.stop()
                     await ended.wait()
                 else:
                     ended = self._at_work[key] = anyio.Event()
-                    await endings.publish(self._bus, await self._ending(tools, delivery, endings, release))
+                    await endings.publish(self._bus, await self._ending(tools, delivery, endings, slots))
                     del self._at_work[key]
                     self._ended.append(key)
                     ended.set()
@@ -137,7 +139,7 @@ class TaskRunner:
                 await delivery.ack()
 
     async def _ending(
-        self, tools: GroupDependencies, delivery: Delivery[RolloutRequested], endings: Endings, release: Release
+        self, tools: GroupDependencies, delivery: Delivery[RolloutRequested], endings: Endings, slots: GroupSlots
     ) -> Ending:
         carried = await self._inheritance.carried(delivery)
         if tools.generator.running.halted(delivery.message.round):
@@ -152,7 +154,7 @@ class TaskRunner:
         reason = None
         self._runs.add(run)
         try:
-            await run.run(release)
+            await run.run(slots)
         except* EnginesUnwilling as errors:
             raise InputError(str(flatten(errors)[0])) from errors
         except* POISON as errors:
@@ -190,11 +192,9 @@ class TaskRunner:
         finally:
             self.num_pulled -= 1
 
-    async def _run_eval(
-        self, tools: GroupDependencies, delivery: Delivery[EvalRequested], slots: Slots, taken: int
-    ) -> None:
+    async def _run_eval(self, tools: GroupDependencies, delivery: Delivery[EvalRequested], slots: GroupSlots) -> None:
         task = delivery.message
-        async with self._pulled(delivery), released(slots, taken) as release:
+        async with self._pulled(delivery), slots:
             # requested again by a buffer that had not read the evaluation's end
             if task.step <= self._target.evaluated_step:
                 log.info("eval_item_left_out", set=task.set, item=task.item, step=task.step)
@@ -210,7 +210,7 @@ class TaskRunner:
             samples = fresh_samples(task.num_samples, task.prompt.prompt_ids)
             run = GroupRun(eval_task(task, uuid.uuid4().hex), samples, tools)
             try:
-                await run.run(release)
+                await run.run(slots)
             except* EnginesUnwilling as errors:
                 raise InputError(str(flatten(errors)[0])) from errors
             except* POISON as errors:

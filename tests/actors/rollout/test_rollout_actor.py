@@ -156,16 +156,16 @@ async def test_a_halt_gives_the_group_back_with_its_tokens_and_resume_continues_
     assert second.segments[0].prompt_ids.tolist() == []  # nothing new: it goes on
 
 
-async def test_a_task_that_does_not_fit_its_slots_is_left_to_others(bus: Bus, router_url: str) -> None:
+async def test_a_task_without_a_free_slot_is_left_to_others(bus: Bus, router_url: str) -> None:
     engine = ScriptedEngine(hold=True)
-    pool = {"policy": {"kind": "tiny", "concurrency": 5}}  # two groups of two samples
+    pool = {"policy": {"kind": "tiny", "concurrency": 4}}  # two groups of two samples
     async with serving(engine), rollout_actor(bus, router_url, [engine], topology_with(engines=pool)):
         await bus.publish(announcement(1))
         for group_id in range(3):
             await bus.publish(task(group_id))
         await engine.wait_for_requests(4)
         async with bus.consume(
-            RolloutRequested, durable="rollout-policy", ack_wait_s=ACK_WAIT_S, max_ack_pending=5
+            RolloutRequested, durable="rollout-policy", ack_wait_s=ACK_WAIT_S, max_ack_pending=4
         ) as another:
             delivery = await another.next(ACK_WAIT_S / 2)
         assert delivery is not None

@@ -89,6 +89,43 @@ async def test_a_score_is_asked_for_while_another_member_still_generates(bus: Bu
     assert first.message.items[0].index != second.message.items[0].index
 
 
+async def test_a_slot_that_one_sample_leaves_goes_to_a_sample_of_the_next_group(bus: Bus, router_url: str) -> None:
+    pool = {"policy": {"kind": "tiny", "concurrency": 3}}
+    async with (
+        serving(ScriptedEngine(hold=True)) as engine,
+        rollout_actor(bus, router_url, [engine], topology_with(engines=pool)),
+        bus.read(GroupAborted) as events,
+    ):
+        await bus.publish(announcement(1))
+        for group_id in range(2):
+            await bus.publish(task(group_id))
+        await engine.wait_for_requests(3)  # both of the first group, and one of the second
+        await bus.publish(RoundHalted(incarnation=1, round=0))
+        ended = [await events.next(10) for _ in range(2)]
+    aborted = {event.message.group_id: event.message for event in ended if event is not None}
+    assert [sample.response_len for sample in aborted[0].samples] == [2, 2]
+    assert sorted(sample.response_len for sample in aborted[1].samples) == [0, 2]  # one never had a slot
+    assert len(engine.requests) == 3
+
+
+async def test_a_batch_waits_for_the_slots_of_all_its_samples(bus: Bus, router_url: str) -> None:
+    pool = {"policy": {"kind": "tiny", "concurrency": 3, "batch_requests": True}}
+    async with (
+        serving(one_ends_and_one_is_held()) as engine,
+        rollout_actor(bus, router_url, [engine], topology_with(engines=pool)),
+    ):
+        engine.hold = True
+        await bus.publish(announcement(1))
+        for group_id in range(2):
+            await bus.publish(task(group_id))
+        await engine.wait_for_requests(1)
+        await anyio.sleep(0.2)
+        assert len(engine.requests) == 1
+        engine.hold = False
+        engine.release()
+        await engine.wait_for_requests(2)
+
+
 async def test_a_group_is_scored_as_a_whole_once_all_its_members_ended(bus: Bus, router_url: str) -> None:
     async with (
         serving(one_ends_and_one_is_held()) as engine,

@@ -166,10 +166,11 @@ async def test_what_a_long_sample_has_is_stored_and_told_of_while_it_goes_on(bus
             await bus.publish(long_task(0))
             spilled, seq = await next_event(bus, SegmentsSpilled)
             assert isinstance(spilled, SegmentsSpilled)
-            engine.release()
-            event = await completed(bus)
+            await anyio.sleep(0.3)
             async with bus.read(SegmentsSpilled, from_seq=seq + 1) as events:
                 assert not events.pending  # nothing new, nothing said
+            engine.release()
+            event = await completed(bus)
         group.cancel_scope.cancel()
     (sample,) = spilled.samples
     assert (spilled.group_id, spilled.attempt, spilled.lease) == (0, 0, event.lease)
