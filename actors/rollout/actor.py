@@ -15,6 +15,7 @@ from actors.rollout.engines.fleet import Fleet
 from actors.rollout.engines.memory.follower import PhaseFollower
 from actors.rollout.engines.memory.notes import MemoryNotes
 from actors.rollout.engines.memory.share import MemoryShare
+from actors.rollout.engines.pressure import Bounds, EngineLimits
 from actors.rollout.engines.rate_limited_events import RateLimitedEvents
 from actors.rollout.engines.router import ThroughRouter
 from actors.rollout.engines.target import TargetWeights
@@ -86,6 +87,7 @@ from runtime.settings.topology import (
     Topology,
     frozen_pools,
     grader_names,
+    min_concurrency,
     pools_of_columns,
     reads_copies,
     scoring_time_s,
@@ -205,6 +207,9 @@ class RolloutActor(Actor):
             limits = TokenTimeouts(first_s=pool.first_token_after_s, next_s=pool.next_token_after_s)
             group.start_soon(Watchdog(client, fleet, tools.generator.running, limits).run)
             group.start_soon(fleet.events.run, self._bus)
+            if (bounds := Bounds(min_concurrency(pool), pool.concurrency)).least < bounds.most:
+                resize, number = self._tasks.slots.resize, num_engines(pool)
+                group.start_soon(EngineLimits(client, lambda: fleet.engines, resize, bounds, number).run)
             group.start_soon(self._tasks.spill_long_runs)
             group.start_soon(self._tasks.pull_groups, tools)
             group.start_soon(self._tasks.pull_evals, tools)

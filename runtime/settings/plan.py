@@ -44,6 +44,7 @@ from runtime.settings.topology import (
     answers_are_recorded,
     critic_topology,
     judge_pools,
+    min_concurrency,
     teacher_pools,
 )
 
@@ -170,7 +171,9 @@ def _head(topology: Topology, plan: Plan) -> Iterator[str]:
         yield f"  samples  from the dump in {topology.run.load}, no engines"
     for name, engine in topology.engines.items() if not answers_are_recorded(topology) else ():
         where = f", colocated with the {engine.colocate}" if engine.colocate else ""
+        least = min_concurrency(engine) if name == POLICY else engine.concurrency
         amount = f"{engine.concurrency} samples at a time each"
+        amount = amount if least == engine.concurrency else f"{least} to {amount}"
         weights = f"weights by {engine.weight_transport}{where}"
         if engine.hf_checkpoint is not None:
             of = [data for data, pool in teacher_pools(topology).items() if pool == name]

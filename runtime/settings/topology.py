@@ -283,8 +283,13 @@ class EngineConfig(Config, frozen=True, kw_only=True):
     # Number of nodes of each SGLang engine without GPUs. Its processes are assigned to them in contiguous blocks. With
     # `gpus` set, the GPUs decide the nodes.
     num_nodes_per_engine: Positive = 1
-    # Maximum number of samples in flight per engine. At the limit, further groups wait for a free slot.
+    # Maximum number of samples in flight per engine. At the limit, further samples wait for a free slot. With
+    # `batch_requests` a group waits until all of its samples have one.
     concurrency: Positive = 64
+    # Lower bound of the samples in flight per engine. An engine whose requests wait in its queue or lose their place in
+    # the KV cache gets fewer samples, down to this number, and then gradually more again, up to `concurrency`. By
+    # default a quarter of `concurrency`. Equal numbers keep it fixed.
+    min_concurrency: Positive | None = None
     # Seconds from an engine's start until it must serve; a slower one is killed and restarted. By default 1800 for
     # SGLang and 120 for the tiny engine.
     ready_timeout_s: Timeout | None = None
@@ -563,6 +568,11 @@ def judge_pools(topology: Topology) -> dict[str, str]:
 def serves_judges_alone(topology: Topology, pool: str) -> bool:
     """Return whether the engines of a pool serve judges and read no samples of the trained model."""
     return pool in judge_pools(topology).values() and pool != POLICY and pool not in frozen_pools(topology)
+
+
+def min_concurrency(engine: EngineConfig) -> int:
+    """Least number of samples in flight per engine: the setting, or a quarter of the most."""
+    return engine.min_concurrency or max(1, engine.concurrency // 4)
 
 
 def scoring_time_s(topology: Topology) -> float:

@@ -59,6 +59,9 @@ class ScriptedEngine:
     given_back: set[str] = field(default_factory=set[str])  # kinds of released memory
     info: dict[str, Any] = field(default_factory=dict[str, Any])  # additional fields of its model and server info
     aborts: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    load: dict[str, Any] = field(default_factory=dict[str, Any])  # of its scheduler, as /v1/loads reports it
+    num_loads: int = 0  # requests for it
+    answer_loads: Handler | None = None  # in its place
     _broken: bool = False
     _running: dict[str, asyncio.Event] = field(default_factory=dict[str, asyncio.Event])
     _aborted: set[str] = field(default_factory=set[str])
@@ -113,9 +116,14 @@ class ScriptedEngine:
         app.router.add_post("/pause_generation", self._pause)
         app.router.add_post("/continue_generation", self._continue)
         app.router.add_get("/ready", self._ready)
+        app.router.add_get("/v1/loads", self.answer_loads or self._loads)
         for path in ("/health", "/model_info", "/get_model_info", "/server_info", "/get_server_info"):
             app.router.add_get(path, self._info)
         return app
+
+    async def _loads(self, _: web.Request) -> web.Response:
+        self.num_loads += 1
+        return web.json_response({"loads": [self.load]})
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()

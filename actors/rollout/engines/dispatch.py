@@ -84,7 +84,7 @@ class Direct:
     def choose(self, engines: Sequence["Engine"], prompt: str, *, failed: str | None, by_name: bool) -> "Engine | None":
         others = [engine for engine in engines if engine.name != failed] or engines
         by_engine = {engine.name: engine for engine in others}
-        loads = {name: engine.num_open for name, engine in by_engine.items()}
+        loads = {name: engine.num_open / engine.room for name, engine in by_engine.items()}
         if not loads:
             return None
         self._num_chosen += 1
@@ -96,14 +96,14 @@ class Direct:
         return by_engine[name]
 
 
-def choose_engine(loads: Mapping[str, int], before: str | None, turn: int) -> str:
+def choose_engine(loads: Mapping[str, float], before: str | None, turn: int) -> str:
     """Return the engine of a request. Pure.
 
     It is the one that its prompt had before, whose cache holds the prefix, unless that has more than MAX_IMBALANCE of
     the mean load. Otherwise it is the least loaded one; of several they are taken in turn.
 
     Args:
-        loads: samples in flight by engine, at least one engine.
+        loads: samples in flight by engine, at least one engine. Those of an engine that may have fewer count more.
         before: engine of the prompt's last request; None: it had none.
         turn: number of this choice.
     """

@@ -77,6 +77,7 @@ class Engine:
         self.pause_s = self.updated_at = 0.0  # seconds it was paused for that version, and time of its verification
         self.reason = ""  # why it is in its state
         self.num_open = 0  # samples of requests that were sent to it by name
+        self.room = 1.0  # share of the most samples that it may have now
         self.served_at = -math.inf  # send time of the newest request that got a token
         self._quarantines = 0  # so far, for the backoff
         self._tried_again_at = 0.0  # when a quarantined engine is retried

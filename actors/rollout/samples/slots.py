@@ -1,4 +1,4 @@
-"""Slots for samples in flight: each sample that an engine generates has one. Groups get them in the order of arrival."""
+"""Slots for samples in flight: one for each sample that an engine generates. Groups get them in order of arrival."""
 
 from collections import deque
 from types import TracebackType

@@ -61,7 +61,8 @@ class TaskRunner:
         self._pool = pool
         self._target = target
         self._ack_wait_s = ack_wait_s
-        self.slots = Slots(engines.concurrency * num_engines(engines))
+        self._num_slots = engines.concurrency * num_engines(engines)  # the most; engines under pressure get fewer
+        self.slots = Slots(self._num_slots)
         self._inheritance = Inheritance(bus)
         self._num_groups = 0
         self._runs: set[GroupRun] = set()  # runs of training groups
@@ -69,7 +70,7 @@ class TaskRunner:
         # running attempts: (group, attempt) -> set when it has ended
         self._at_work: dict[tuple[int, int], anyio.Event] = {}
         # ended attempts whose tasks may come again: those with a lost acknowledgement, and those fetched ahead
-        self._ended = deque[tuple[int, int]](maxlen=self.slots.total + MAX_PREFETCH)
+        self._ended = deque[tuple[int, int]](maxlen=self._num_slots + MAX_PREFETCH)
 
     def stats(self) -> dict[str, float]:
         """Return the number of completed groups, and the slots."""
@@ -84,7 +85,7 @@ class TaskRunner:
                 RolloutRequested,
                 durable=durable,
                 ack_wait_s=self._ack_wait_s,
-                max_ack_pending=self.slots.total,
+                max_ack_pending=self._num_slots,
                 prefetch_by_rate=True,
                 keeps_prefetched=True,  # engines may wait for weights, and a redelivery looks like one after a crash
             ) as deliveries,
@@ -101,12 +102,12 @@ class TaskRunner:
         """Run the items of evaluations. Never returns."""
         # without overlap nothing else runs meanwhile
         share = EVAL_SLOTS_SHARE if self._topology.rollout.eval_overlap else 1
-        slots = Slots(max(1, self.slots.total // share))
+        slots = Slots(max(1, self._num_slots // share))
         largest = max((item.n_samples_per_eval_prompt for item in self._topology.eval), default=1)
         durable = f"eval-{self._pool}"
         async with (
             self._bus.consume(
-                EvalRequested, durable=durable, ack_wait_s=self._ack_wait_s, max_ack_pending=self.slots.total
+                EvalRequested, durable=durable, ack_wait_s=self._ack_wait_s, max_ack_pending=self._num_slots
             ) as deliveries,
             anyio.create_task_group() as group,
         ):
@@ -116,7 +117,9 @@ class TaskRunner:
                 delivery = await anext(deliveries)
                 group.start_soon(self._run_eval, tools, delivery, taken)
 
-    async def _run_group(self, tools: GroupDependencies, delivery: Delivery[RolloutRequested], slots: GroupSlots) -> None:
+    async def _run_group(
+        self, tools: GroupDependencies, delivery: Delivery[RolloutRequested], slots: GroupSlots
+    ) -> None:
         task = delivery.message
         key = task.group_id, task.attempt
         endings = Endings(task, uuid.uuid4().hex, self._bus.name)

@@ -96,12 +96,20 @@ class ErrorEvent(msgspec.Struct, frozen=True):
     error: StreamedError
 
 
+class Queues(msgspec.Struct, frozen=True):
+    """The used part of a scheduler's queues."""
+
+    retracted: int = 0  # requests that were retracted since the statistics before the newest ones
+
+
 class Load(msgspec.Struct, frozen=True):
     """The used part of a scheduler's load; it changes with every token."""
 
     num_running_reqs: int = 0
     num_waiting_reqs: int = 0
     num_used_tokens: int = 0
+    token_usage: float = 0.0  # share of the KV cache that running requests use
+    queues: Queues | None = None
 
 
 class LoadsAnswer(msgspec.Struct, frozen=True):

@@ -68,6 +68,7 @@ class EngineLoad(NamedTuple):
     num_waiting: int  # in the engine's queue, or held back by the frontend
     num_used_tokens: int
     num_generated: int  # tokens since the start
+    num_retracted: int  # requests retracted before the newest statistics
 
 
 class Frontend:
@@ -234,5 +235,6 @@ class Frontend:
                 num_waiting=len(core.scheduler.waiting) + num_held,
                 num_used_tokens=core.scheduler.slots.num_used_tokens,
                 num_generated=core.scheduler.num_generated,
+                num_retracted=core.scheduler.num_retracted,
             )
         )

@@ -12,6 +12,7 @@ from actors.tiny_engine.model.forward import Weights
 from actors.tiny_engine.model.kv_slots import KvSlots, SampledTokens
 
 HEADROOM: Final = 16  # tokens reserved per running request when another one is admitted
+STATISTICS_EVERY: Final = 40  # decoded tokens between two statistics, as in SGLang; each prefill makes them anew, too
 MAX_PREFILL_TOKENS: Final = 16384  # padded tokens per prefill; bounds memory and the delay of decodes
 QUEUED_ABORT: Final = Finish(type="abort", message="Abort in waiting queue", queued=True)
 RUNNING_ABORT: Final = Finish(type="abort", message="Aborted")
@@ -47,6 +48,9 @@ class Scheduler:
         self.paused = False
         self.num_generated = 0  # tokens since the start
         self.num_steps = 0
+        self.num_retracted = 0  # requests retracted for lack of cache before the newest statistics
+        self._num_retracted_since = 0
+        self._num_decodes = 0
         self.detokenize: Detokenize | None = None  # required for requests with stop texts
         self._reports: list[TokenReport] = []
 
@@ -67,10 +71,17 @@ class Scheduler:
         if self.slots.requests:
             self._make_room()
             self._take(self.slots.decode())
+            self._num_decodes += 1
+            if self._num_decodes % STATISTICS_EVERY == 0:
+                self._note_statistics()
         if self.waiting and self.slots.num_free:
             admitted = self._admitted()
             if admitted:
                 self._take(self.slots.prefill(admitted))
+                self._note_statistics()
+
+    def _note_statistics(self) -> None:
+        self.num_retracted, self._num_retracted_since = self._num_retracted_since, 0
 
     def take_reports(self) -> list[TokenReport]:
         """Return the reports since the last call, in order."""
@@ -139,6 +150,7 @@ class Scheduler:
             request = requests[-1]
             used -= request.num_tokens
             request.num_retractions += 1
+            self._num_retracted_since += 1
             self.slots.leave([len(requests) - 1])
             self.waiting.appendleft(request)
 

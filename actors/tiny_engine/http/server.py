@@ -250,6 +250,7 @@ class TinyServer:
             "token_usage": loads.num_used_tokens / total,
             "gen_throughput": (loads.num_generated - before) / max(now - then, 1e-9),
             "cache_hit_rate": 0.0,
+            "queues": {"waiting": loads.num_waiting, "grammar": 0, "paused": 0, "retracted": loads.num_retracted},
         }
         return json_answer({"dp_rank_count": 1, "loads": [entry]})
 

@@ -55,7 +55,7 @@ SET_BY_US = ("CUDA_VISIBLE_DEVICES", "PHYSARUM_")  # variables or their prefixes
 NAME_OR_INTERFACE = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.@-]*[A-Za-z0-9_])?")
 FOR_UPDATES = (  # settings of pools whose weights change
     *("colocate", "update_timeout_s", "weight_transport", "weight_format", "start_weights", "local_copy"),
-    *("update_groups", "verify", "batch_requests", "next_token_after_s", "router"),
+    *("update_groups", "verify", "batch_requests", "next_token_after_s", "router", "min_concurrency"),
 )
 OWN_FIELDS = ("max_tokens", "messages", "model", "n", "stream", "temperature")  # of a request to a judge
 PARSERS = ("number", "boxed")  # of the answers of judges: actors/reward/graders/parsers.py
@@ -416,6 +416,9 @@ def _engine(engine: EngineConfig, key: str) -> Iterator[Problem]:
     if engine.kind == "tiny" and engine.concurrency > TINY_ENGINE_CONCURRENCY:
         message = f'allowed with kind = "tiny": at most {TINY_ENGINE_CONCURRENCY}'
         yield Problem.of(f"{key}.concurrency", engine.concurrency, message)
+    if engine.min_concurrency is not None and engine.min_concurrency > engine.concurrency:
+        message = f"is above {key}.concurrency, {engine.concurrency}"
+        yield Problem.of(f"{key}.min_concurrency", engine.min_concurrency, message)
     if engine.gpus is not None and engine.num_engines > 1:
         yield Problem.of(
             f"{key}.num_engines",

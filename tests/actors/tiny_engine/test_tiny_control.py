@@ -389,6 +389,7 @@ async def test_loads_count_requests_and_tokens(client: EngineClient) -> None:
         assert load["num_total_reqs"] == 70
         assert load["num_used_tokens"] >= 128
         assert load["max_total_num_tokens"] == 64 * 512
+        assert load["queues"] == {"waiting": 6, "grammar": 0, "paused": 0, "retracted": 0}
         await client.post("/abort_request", {"abort_all": True})
         await pending.answer()
 

@@ -117,11 +117,14 @@ def test_requests_that_outgrow_the_total_are_retracted_and_end_right(qwen3: Path
     scheduler = scheduler_of(qwen3, max_total_tokens=90)
     requests = [request_of(str(index), prompt, limit=60) for index, prompt in enumerate(PROMPTS)]
     scheduler.submit(requests)
-    most = 0
+    most, reported = 0, set[int]()
     while not scheduler.idle:
         scheduler.step()
         most = max(most, scheduler.slots.num_used_tokens)
+        reported.add(scheduler.num_retracted)
     assert 60 < most <= 90
+    assert max(reported) > 0
+    assert scheduler.num_retracted == 0  # the newest statistics count what came after those before
     assert sum(request.num_retractions for request in requests) > 0
     for request in requests:
         assert len(request.output_ids) == 60

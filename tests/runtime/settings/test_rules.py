@@ -343,6 +343,11 @@ def test_external_graders_of_a_run_that_listens_are_no_problem() -> None:
             "engines.teacher.colocate",
             "has no effect: the model of this pool does not change",
         ),
+        (
+            ("engines.policy.concurrency=8", "engines.policy.min_concurrency=9"),
+            "engines.policy.min_concurrency",
+            "is above engines.policy.concurrency, 8",
+        ),
         ((JUDGED,), "reward.judges.j.pool", "missing: the engines of this judge, engines.judge; or a URL"),
         ((JUDGED, "reward.judges.j.pool=policy"), "reward.judges.j.pool", "a judge has a pool of its own"),
         ((JUDGED, "engines.judge.kind=tiny"), "engines.judge.hf_checkpoint", "missing: the model of these engines"),
