@@ -100,6 +100,10 @@ def _graders(topology: Topology) -> Iterator[tuple[str, str, Find]]:
         else:
             spec = GraderSpec(name=value, group=group)
             yield f"reward.graders.{name}", value, partial(resolve_grader, spec)
+    for name in reward.limits:
+        if name not in own and not _is_built_in(name):
+            known = "names in reward.graders, and built-in graders"
+            yield "reward.limits", name, partial(_refuse, f"no such grader; allowed: {known}")
     if topology.reward.sandbox == "isolated":
         yield "reward.sandbox", "isolated", _isolate
 

@@ -16,6 +16,7 @@ class Score(msgspec.Struct, frozen=True, kw_only=True):
     reward: float | None = None
     details: dict[str, Any] | None = None  # the full answer if the grader returned a dict
     error: str | None = None  # "timeout", "nan", the exception's text, ...
+    cause: str | None = None  # kind of the error, such as "timeout" or "bad_answer"
 
 
 @register

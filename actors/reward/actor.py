@@ -15,8 +15,9 @@ from anyio.abc import TaskStatus
 
 from actors.reward.answers import StoredPrompts, answers_of, sample_of
 from actors.reward.frames import Graded, GraderSpec, Hello
-from actors.reward.judging.requests import PASSING
-from actors.reward.pool import TIMEOUT, GraderPool, PoolSettings, open_pool
+from actors.reward.gradings import CallLimits, RateLimit
+from actors.reward.judging.requests import FAILED
+from actors.reward.pool import GraderPool, PoolSettings, open_pool
 from actors.reward.recipe import graders_of
 from actors.reward.sandbox import sandbox_of
 from messages import EngineRequestsFailed
@@ -37,7 +38,6 @@ from runtime.util.formatting import count_of, duration
 if TYPE_CHECKING:
     from actors.reward.judging.judges import Judges
 
-REQUESTS_PER_PROCESS = 4  # concurrent requests: enough to keep processes busy, and leaves work for other actors
 GIVE_BACK_TIMEOUT_S = 1.0
 
 log = structlog.get_logger()
@@ -46,7 +46,6 @@ log = structlog.get_logger()
 FIRST_CALLS: Final = 8  # the run ends when at least this many first calls of graders all fail
 FIRST_GROUPS: Final = 4  # and their samples are of at least this many prompt groups: one bad prompt ends no run
 FIRST_GRADE_KEY: Final = "reward.graded"  # exists once any grade of this run succeeded
-CPU_LIMIT: Final = "raised CpuLimitError("
 
 
 def never_worked(failed_calls: Mapping[int, int]) -> bool:
@@ -107,8 +106,7 @@ class FirstGrades:
 
 def _is_slow(graded: Graded) -> bool:
     """Whether the grader or judge was only too slow or busy, which may be due to load on its machine."""
-    error = graded.error or ""
-    return error == TIMEOUT or error.startswith(CPU_LIMIT) or graded.cause in PASSING
+    return graded.cause in ("timeout", "rate_limited") or (graded.error or "").startswith(f"{FAILED}: ")
 
 
 class RewardActor(Actor):
@@ -133,18 +131,25 @@ class RewardActor(Actor):
         self._bus = bus
         self._topology = topology
         self._ack_wait_s = ack_wait_s
-        self._num_tasks = config.processes * REQUESTS_PER_PROCESS
         self._settings = PoolSettings(
             hello=Hello(
                 graders=graders_of(topology), reward_key=config.reward_key, cpu_s=config.cpu_s or 2 * config.timeout_s
             ),
             sandbox=sandbox_of(topology),
             num_processes=config.processes,
+            at_once=config.concurrency,
             timeout_s=config.timeout_s,
             max_tries=config.max_tries,
         )
         self._names = own_graders(topology)
         self._of_eval_alone = {item.rm_type for item in topology.eval} - {item.rm_type for item in topology.data}
+        self._limits = {
+            name: CallLimits(
+                timeout_s=config.timeout_s if own.timeout_s is None else own.timeout_s,
+                rate=None if own.requests_per_s is None else RateLimit(own.requests_per_s),
+            )
+            for name, own in config.limits.items()
+        }
         self._pool: GraderPool | None = None
         self._judges: Judges | None = None
         self._first = FirstGrades(bus)
@@ -170,7 +175,7 @@ class RewardActor(Actor):
             }
             tasks = await opened.enter_async_context(anyio.create_task_group())
             for token, deliveries in queues.items():
-                for _ in range(at_once.get(token, self._num_tasks)):
+                for _ in range(at_once.get(token) or self._requests_at_once(self._pool, token)):
                     tasks.start_soon(self._answer_all, self._pool, deliveries, token)
             task_status.started()
 
@@ -202,6 +207,12 @@ class RewardActor(Actor):
         self._settings = replace(self._settings, sandbox=sandbox)
         names = self._topology.reward.judges
         return {grader_token(name): requests_at_once(self._topology, name) for name in names}
+
+    def _requests_at_once(self, pool: GraderPool, token: str) -> int:
+        """Number of score requests in hand that keep the processes of a grader busy."""
+        group = self._topology.reward.group_rm
+        names = [name for key, name in self._names.items() if grader_token(key) == token] or [""]
+        return max(pool.calls_at_once(GraderSpec(name=name, group=of)) for name in names for of in {group, False})
 
     async def _answer_all(self, pool: GraderPool, deliveries: Deliveries[ScoreRequested], token: str) -> None:
         async for delivery in deliveries:
@@ -247,18 +258,18 @@ class RewardActor(Actor):
         if is_plugin(name) and request.rm_type not in self._names:
             log.warning("grader_refused", grader=request.rm_type)
             reason = f"{request.rm_type!r} is neither a built-in grader nor named by the topology"
-            return [Graded(error=reason) for _ in request.items]
+            return [Graded(error=reason, cause="refused") for _ in request.items]
         spec = GraderSpec(name=name, group=request.group_rm)
         with anyio.move_on_after(request.timeout_s or math.inf):
             try:
                 items = await self._prompts.items_of(request)
             except PayloadLost as error:
-                return [Graded(error=f"prompt: {error}") for _ in request.items]
+                return [Graded(error=f"prompt: {error}", cause="worker_lost") for _ in request.items]
             samples = [sample_of(item) for item in items]
             if judges is not None:
                 grades = await judges.grade(name, samples, pool)
             else:
-                grades = await pool.grade(spec, samples)
+                grades = await pool.grade(spec, samples, self._limits.get(request.rm_type))
             if request.rm_type not in self._of_eval_alone:
                 await self._first.note(name, grades, group_id=request.group_id, one_call=spec.group and judges is None)
             return grades

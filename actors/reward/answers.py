@@ -15,6 +15,8 @@ from runtime.data.stored_prompts import FetchesByKey, fetch_prompt_by_keys
 PROMPTS_KEPT: Final = 8  # cached prompts, of those that are stored in the data stream
 MAX_ERROR_CHARS: Final = 1000
 
+TOO_LARGE: Final = Graded(error="the answer is larger than a message may be", cause="bad_answer")
+
 log = structlog.get_logger()
 
 
@@ -63,12 +65,19 @@ def answers_of(request: ScoreRequested, grades: Sequence[Graded]) -> Iterator[Sc
     """
     yield _answer_of(request, grades)
     yield _answer_of(request, [msgspec.structs.replace(graded, details=None) for graded in grades])
-    yield _answer_of(request, [Graded(error="the answer is larger than a message may be") for _ in grades])
+    yield _answer_of(request, [TOO_LARGE for _ in grades])
 
 
 def _answer_of(request: ScoreRequested, grades: Sequence[Graded]) -> ScoresGiven:
     scores = tuple(
-        Score(index=item.index, part=item.part, reward=graded.reward, details=graded.details, error=error)
+        Score(
+            index=item.index,
+            part=item.part,
+            reward=graded.reward,
+            details=graded.details,
+            error=error,
+            cause=graded.cause,
+        )
         for item, graded in zip(request.items, grades, strict=True)
         for error in [graded.error and clipped(graded.error, MAX_ERROR_CHARS)]
     )

@@ -22,7 +22,6 @@ from runtime.external.score_requests import ScoreRequests, open_score_requests
 from runtime.util.formatting import count_of
 from runtime.util.retrying import Backoff
 
-REQUESTS_PER_PROCESS: Final = 2  # concurrent requests: a process has the next one at hand
 COUNTS_EVERY_S: Final = 30.0
 FINISH_S: Final = 5.0  # after a stop, for the requests that are being graded; the others go back at once
 GIVE_BACK_TIMEOUT_S: Final = 1.0
@@ -115,7 +114,7 @@ class ExternalWorker:
         self, pool: GraderPool, requests: ScoreRequests, prompts: StoredPrompts, grading: TaskGroup
     ) -> None:
         """Start to grade requests as they arrive, up to a number at a time."""
-        room = anyio.Semaphore(self._settings.num_processes * REQUESTS_PER_PROCESS)
+        room = anyio.Semaphore(pool.calls_at_once(GraderSpec(name=self._grader)))
 
         async def grade_one(delivery: Delivery[ScoreRequested]) -> None:
             try:
@@ -159,7 +158,7 @@ class ExternalWorker:
             try:
                 items = await prompts.items_of(request)
             except PayloadLost as error:
-                return [Graded(error=f"prompt: {error}") for _ in request.items]
+                return [Graded(error=f"prompt: {error}", cause="worker_lost") for _ in request.items]
             grades = await pool.grade(spec, [sample_of(item) for item in items])
             self._note(grades)
             return grades

@@ -5,6 +5,7 @@ from typing import Any
 
 import msgspec
 
+from actors.reward.causes import Cause
 from actors.reward.samples import GradedSample
 
 LENGTH_BYTES = 4
@@ -27,12 +28,14 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
     reward_key: str | None = None  # key of the reward in a dict answer
     cpu_s: float | None = None  # CPU seconds per call
     traces: bool = False  # whether grades include the traceback of a grader that raises
+    at_once: int = 0  # calls of async functions that run together; 0: one call at a time
 
 
 class WorkerReady(msgspec.Struct, frozen=True, kw_only=True):
     """First frame from a process: ready, or the error that prevents it."""
 
     error: str | None = None
+    asynchronous: tuple[GraderSpec, ...] = ()  # those of Hello's graders that are async functions
 
 
 class Grade(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,6 +43,8 @@ class Grade(msgspec.Struct, frozen=True, kw_only=True):
 
     grader: GraderSpec
     samples: tuple[GradedSample, ...]
+    call: int = 0  # number of the call, if calls run together
+    timeout_s: float = 0.0  # of the call, if calls run together
 
 
 class Graded(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,7 +55,15 @@ class Graded(msgspec.Struct, frozen=True, kw_only=True):
     error: str | None = None
     took_s: float = 0.0
     trace: str | None = None  # traceback of the error, if Hello requests them
-    cause: str | None = None  # of a judge that gave no answer
+    cause: Cause | None = None  # of the error
+
+
+class CallEnded(msgspec.Struct, frozen=True, kw_only=True):
+    """The grades of one of the calls that run together."""
+
+    call: int
+    grades: tuple[Graded, ...]
+    last: bool = False  # the process ends, since this call keeps it from answering others
 
 
 class FrameError(ValueError):

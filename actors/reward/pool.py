@@ -1,25 +1,27 @@
 """Pool of grader processes behind a bounded queue; processes may hang, crash and be killed."""
 
-from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections import Counter, deque
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager, closing, suppress
 from dataclasses import dataclass, field
 from itertools import takewhile
 
 import anyio
+import msgspec
 import structlog
 
+from actors.reward.causes import CAUSES, Cause
 from actors.reward.frames import MAX_FRAME_BYTES, FrameError, Grade, Graded, GraderSpec, Hello, encode_frame
+from actors.reward.gradings import TIMEOUT, CallLimits, Grading, RunningTime
 from actors.reward.process import GraderDiedError, GraderProcess, GraderProcessError
 from actors.reward.samples import GradedSample
 from actors.reward.sandbox import Sandbox
+from actors.reward.together import CallsTogether, halved
 from runtime.util.retrying import Backoff, retried
 
 BATCH_S = 0.002  # expected grading time per frame: cheap graders amortize a frame, expensive ones get one each
 MAX_BATCH = 32
-TICK_S = 0.25
-LATE_S = 0.25  # a tick later than this means that the process was suspended, not that the loop was busy
-TIMEOUT = "timeout"  # error of a score whose grader was killed for exceeding timeout_s
+CALLS_PER_PROCESS = 4  # of plain functions: enough to keep a process busy, and leaves work for other actors
 
 log = structlog.get_logger()
 
@@ -30,7 +32,8 @@ class PoolSettings:
 
     hello: Hello  # first frame to each process
     sandbox: Sandbox = field(default_factory=Sandbox)
-    num_processes: int = 2
+    num_processes: int = 2  # for plain functions, and as many for async functions
+    at_once: int = 64  # calls of async functions that run together in a process
     timeout_s: float = 10.0  # per score, from the moment its grader may start
     max_tries: int = 3  # crashes of processes on one sample before the sample fails
     queue_size: int = 1024  # batches of samples; a full queue makes callers wait
@@ -39,68 +42,48 @@ class PoolSettings:
     backoff: Backoff = field(default_factory=Backoff)  # pauses between starts
 
 
-@dataclass(eq=False, kw_only=True)
-class _Grading:
-    """Samples of one grader call: a single sample, or a whole group."""
-
-    grader: GraderSpec
-    samples: tuple[GradedSample, ...]
-    num_tries: int = 0
-    abandoned: bool = False  # the caller no longer waits
-    grades: list[Graded] = field(default_factory=list[Graded])
-    done: anyio.Event = field(default_factory=anyio.Event)
-
-    def finish(self, grades: Sequence[Graded]) -> None:
-        self.grades = list(grades)
-        self.done.set()
-
-
-class RunningTime:
-    """Measures how long this process was suspended, for example by SIGSTOP, from late ticks."""
-
-    def __init__(self) -> None:
-        self._lost_s = 0.0
-        self._due: float | None = None  # time of the next tick
-
-    async def run(self) -> None:
-        """Measure late ticks until cancelled."""
-        try:
-            while True:
-                self._due = anyio.current_time() + TICK_S
-                await anyio.sleep(TICK_S)
-                self._lost_s = self.lost_s
-        finally:
-            self._due = None
-
-    @property
-    def lost_s(self) -> float:
-        """Total seconds of suspension, including one that has just ended."""
-        late_s = 0.0 if self._due is None else anyio.current_time() - self._due
-        return self._lost_s + (late_s if late_s > LATE_S else 0.0)
-
-
 class GraderPool:
     """Grades samples in separate processes. Created by `open_pool`."""
 
-    def __init__(self, settings: PoolSettings) -> None:
+    def __init__(self, settings: PoolSettings, asynchronous: Collection[GraderSpec] = ()) -> None:
+        """Start without processes.
+
+        Args:
+            settings: its settings.
+            asynchronous: the graders whose calls run together.
+        """
         self._settings = settings
-        self._send_gradings, self._gradings = anyio.create_memory_object_stream[list[_Grading]](settings.queue_size)
+        self._send_gradings, self._gradings = anyio.create_memory_object_stream[list[Grading]](settings.queue_size)
+        self._send_calls, self._calls = anyio.create_memory_object_stream[list[Grading]](settings.queue_size)
+        self._asynchronous = asynchronous
+        self._limits = CallLimits(timeout_s=settings.timeout_s)
         self._mean_s: dict[GraderSpec, float] = {}
         self._counts: Counter[str] = Counter()
         self._grading_s = 0.0
         self.running = RunningTime()
 
-    async def grade(self, grader: GraderSpec, samples: Sequence[GradedSample]) -> list[Graded]:
+    def calls_at_once(self, grader: GraderSpec) -> int:
+        """Number of calls of a grader that keep its processes busy."""
+        together = grader in self._asynchronous
+        return self._settings.num_processes * (self._settings.at_once if together else CALLS_PER_PROCESS)
+
+    async def grade(
+        self, grader: GraderSpec, samples: Sequence[GradedSample], limits: CallLimits | None = None
+    ) -> list[Graded]:
         """Grade samples over all processes; return one grade or error per sample, in order.
 
-        The wait is bounded by the queue's length, and by timeout_s and max_tries per score.
+        The wait is bounded by the queue's length, and by the timeout and max_tries per score.
         """
+        limits = limits or self._limits
         parts = [tuple(samples)] if grader.group else [(sample,) for sample in samples]
-        gradings = [_Grading(grader=grader, samples=part) for part in parts]
-        size = self._batch_size(grader)
+        gradings = [Grading(grader=grader, samples=part, timeout_s=limits.timeout_s) for part in parts]
+        queue = self._send_calls if grader in self._asynchronous else self._send_gradings
+        size = 1 if limits.rate is not None else self._batch_size(grader)
         try:
             for start in range(0, len(gradings), size):
-                await self._send_gradings.send(gradings[start : start + size])
+                if limits.rate is not None:
+                    await limits.rate.wait()
+                await queue.send(gradings[start : start + size])
             for grading in gradings:
                 if not grading.done.is_set():
                     await grading.done.wait()
@@ -111,13 +94,13 @@ class GraderPool:
 
     def stats(self) -> dict[str, float]:
         """Counts and grading seconds since the start."""
-        names = ("scores", "failed_scores", "timeouts", "deaths", "starts")
+        names = ("scores", "failed_scores", "timeouts", "deaths", "starts", *(f"{cause}_scores" for cause in CAUSES))
         return {f"num_{name}": float(self._counts[name]) for name in names} | {"grading_s": self._grading_s}
 
     def close(self) -> None:
         """Refuse further samples."""
-        self._send_gradings.close()
-        self._gradings.close()
+        for stream in (self._send_gradings, self._gradings, self._send_calls, self._calls):
+            stream.close()
 
     async def keep_process(self, process: GraderProcess | None = None) -> None:
         """Keep one process running and busy. Never returns.
@@ -125,7 +108,7 @@ class GraderPool:
         Raises:
             GraderProcessError: the process failed to start max_failed_starts + 1 times in a row.
         """
-        gradings: list[_Grading] = []  # taken from the queue, unfinished
+        gradings: list[Grading] = []  # taken from the queue, unfinished
         num_idle_deaths = 0  # consecutive, without a score in between
         while True:
             process = process or await self._start_again()
@@ -137,16 +120,58 @@ class GraderPool:
             if num_idle_deaths > 1:
                 await anyio.sleep(self._settings.backoff.pause_s(num_idle_deaths - 1))
 
-    async def _start_again(self) -> GraderProcess:
+    async def keep_process_of_async(self) -> None:
+        """Keep one process for async functions running and busy. Never returns.
+
+        Raises:
+            GraderProcessError: the process failed to start max_failed_starts + 1 times in a row.
+        """
+        left, suspects = deque[Grading](), deque[list[Grading]]()
+        num_idle_deaths = 0  # consecutive, without a score in between
+        hello = msgspec.structs.replace(self._settings.hello, at_once=self._settings.at_once)
+        while True:
+            process = await self._start_again(hello)
+            self._counts["starts"] += 1
+            num_scores = self._counts["scores"]
+            use = CallsTogether(
+                process,
+                self._calls.receive,
+                self._count,
+                at_once=self._settings.at_once,
+                max_frame_bytes=self._settings.max_frame_bytes,
+                running=self.running,
+                left=left,
+                suspects=suspects,
+            )
+            in_flight, death = await use.run()
+            self._counts["deaths" if death else "timeouts"] += 1
+            self._blame_of_async(in_flight, death)
+            suspects = halved(in_flight, suspects)
+            num_idle_deaths = 0 if self._counts["scores"] > num_scores else num_idle_deaths + 1
+            if num_idle_deaths > 1:
+                await anyio.sleep(self._settings.backoff.pause_s(num_idle_deaths - 1))
+
+    def _blame_of_async(self, in_flight: Sequence[Grading], death: str | None) -> None:
+        """Attribute the end of a process to its call, if it was the only one in flight."""
+        log.warning("grader_died", reason=death or TIMEOUT, num_calls=len(in_flight))
+        if len(in_flight) == 1:
+            (grading,) = in_flight
+            grading.num_tries += 1
+            if death is None:
+                self._fail(grading, TIMEOUT, "timeout")
+            elif grading.num_tries >= self._settings.max_tries:
+                self._fail(grading, f"{death}, {self._settings.max_tries} times", "sandbox_lost")
+
+    async def _start_again(self, hello: Hello | None = None) -> GraderProcess:
         return await retried(
-            lambda: GraderProcess.start(self._settings.hello, self._settings.sandbox),
+            lambda: GraderProcess.start(hello or self._settings.hello, self._settings.sandbox),
             on=GraderProcessError,
             times=self._settings.max_failed_starts + 1,
             failed=_log_failed_start,
             backoff=self._settings.backoff,
         )
 
-    async def _use(self, process: GraderProcess, gradings: list[_Grading]) -> None:
+    async def _use(self, process: GraderProcess, gradings: list[Grading]) -> None:
         """Grade until the process dies or is killed for a timeout; `gradings` then holds the unfinished ones."""
         hung, death = False, None
         try:
@@ -162,12 +187,12 @@ class GraderPool:
             await process.kill()
         if hung:
             self._counts["timeouts"] += 1
-            self._fail(gradings.pop(0), TIMEOUT)
+            self._fail(gradings.pop(0), TIMEOUT, "timeout")
         else:
             self._counts["deaths"] += 1
             self._blame(gradings, death or process.ending())
 
-    async def _grade_until_stuck(self, process: GraderProcess, gradings: list[_Grading]) -> bool:
+    async def _grade_until_stuck(self, process: GraderProcess, gradings: list[Grading]) -> bool:
         """Grade until one grading exceeds its timeout, then return True. Finished gradings leave the list."""
         while True:
             while not gradings:
@@ -175,29 +200,36 @@ class GraderPool:
             try:
                 batch, frame = _leading_frame(gradings, self._settings.max_frame_bytes)
             except FrameError as error:
-                self._fail(gradings.pop(0), f"too large for a grader process: {error}")
+                self._fail(gradings.pop(0), f"too large for a grader process: {error}", "refused")
                 continue
-            if not await self._in_time(lambda frame=frame: process.send(frame), process.flush):
+            timeout_s = batch[0].timeout_s
+            if not await self._in_time(timeout_s, lambda frame=frame: process.send(frame), process.flush):
                 return True
             for grading in batch:
                 size = len(grading.samples)
-                if process.num_received < size and not await self._in_time(lambda size=size: process.receive(size)):
+                if process.num_received < size and not await self._in_time(
+                    grading.timeout_s, lambda size=size: process.receive(size)
+                ):
                     return True
                 self._finish(gradings.pop(0), process.take(len(grading.samples)))
 
     async def _in_time(
-        self, do: Callable[[], Awaitable[None]], go_on: Callable[[], Awaitable[None]] | None = None
+        self,
+        timeout_s: float,
+        do: Callable[[], Awaitable[None]],
+        go_on: Callable[[], Awaitable[None]] | None = None,
     ) -> bool:
         """Await an operation for at most timeout_s; time in which this process was suspended does not count.
 
         Args:
+            timeout_s: seconds.
             do: the operation; may be cancelled.
             go_on: continues it after a cancellation; None means calling `do` again.
 
         Returns:
             Whether the operation completed in time.
         """
-        left_s = self._settings.timeout_s
+        left_s = timeout_s
         while True:
             lost_s = self.running.lost_s
             with anyio.move_on_after(left_s) as limit:
@@ -210,7 +242,7 @@ class GraderPool:
             log.warning("grading_stood_still", lost_s=left_s)
             do = go_on or do
 
-    async def _take(self) -> list[_Grading]:
+    async def _take(self) -> list[Grading]:
         gradings = list(await self._gradings.receive())
         limit = self._batch_size(gradings[0].grader)
         with suppress(anyio.WouldBlock):
@@ -222,15 +254,22 @@ class GraderPool:
         mean_s = self._mean_s.get(grader)
         return 1 if mean_s is None else max(1, min(MAX_BATCH, int(BATCH_S / max(mean_s, 1e-6))))
 
-    def _finish(self, grading: _Grading, grades: Sequence[Graded]) -> None:
+    def _finish(self, grading: Grading, grades: Sequence[Graded]) -> None:
         took_s = sum(graded.took_s for graded in grades)
         self._mean_s[grading.grader] = 0.9 * self._mean_s.get(grading.grader, took_s) + 0.1 * took_s
-        self._grading_s += took_s
-        self._counts["scores"] += len(grades)
-        self._counts["failed_scores"] += sum(graded.error is not None for graded in grades)
         grading.finish(grades)
+        self._count(grading)
 
-    def _blame(self, gradings: list[_Grading], death: str) -> None:
+    def _count(self, grading: Grading) -> None:
+        """Count the grades of a finished call."""
+        self._grading_s += sum(graded.took_s for graded in grading.grades)
+        self._counts["scores"] += len(grading.grades)
+        for graded in grading.grades:
+            if graded.error is not None:
+                self._counts["failed_scores"] += 1
+                self._counts[f"{graded.cause}_scores"] += 1
+
+    def _blame(self, gradings: list[Grading], death: str) -> None:
         """Attribute a crash to the first unfinished grading: the process answers in order. The others lose no try."""
         if not gradings:
             log.warning("grader_died", reason=death)
@@ -239,27 +278,34 @@ class GraderPool:
         final = gradings[0].num_tries >= self._settings.max_tries
         log.warning("grader_died", reason=death, num_tries=gradings[0].num_tries, final=final)
         if final:
-            self._fail(gradings.pop(0), f"{death}, {self._settings.max_tries} times")
+            self._fail(gradings.pop(0), f"{death}, {self._settings.max_tries} times", "sandbox_lost")
 
-    def _fail(self, grading: _Grading, reason: str) -> None:
+    def _fail(self, grading: Grading, reason: str, cause: Cause) -> None:
         self._counts["failed_scores"] += len(grading.samples)
-        grading.finish([Graded(error=reason) for _ in grading.samples])
+        self._counts[f"{cause}_scores"] += len(grading.samples)
+        grading.fail(reason, cause)
 
 
 @asynccontextmanager
 async def open_pool(settings: PoolSettings) -> AsyncGenerator[GraderPool]:
     """Open a pool once its first process is ready; the others start in the background. All end with the context.
 
+    If all graders are async functions, one process is kept for plain functions, such as built-in ones of rows.
+
     Raises:
         GraderUnusableError: a grader cannot be used; names it and the reason.
         GraderStartError: the first process did not start.
     """
     first = await GraderProcess.start(settings.hello, settings.sandbox)
-    with closing(GraderPool(settings)) as pool:
+    with closing(GraderPool(settings, first.asynchronous)) as pool:
         async with anyio.create_task_group() as keepers:
             keepers.start_soon(pool.running.run)
             keepers.start_soon(pool.keep_process, first)
-            for _ in range(settings.num_processes - 1):
+            for _ in range(settings.num_processes if first.asynchronous else 0):
+                keepers.start_soon(pool.keep_process_of_async)
+            graders = settings.hello.graders
+            all_async = bool(graders) and len(first.asynchronous) == len(graders)
+            for _ in range(0 if all_async else settings.num_processes - 1):
                 keepers.start_soon(pool.keep_process)
             try:
                 yield pool
@@ -267,7 +313,7 @@ async def open_pool(settings: PoolSettings) -> AsyncGenerator[GraderPool]:
                 keepers.cancel_scope.cancel()
 
 
-def _leading_batch(gradings: Sequence[_Grading]) -> list[_Grading]:
+def _leading_batch(gradings: Sequence[Grading]) -> list[Grading]:
     """The first gradings that one frame may carry: several samples for one grader, or a single group."""
     first = gradings[0].grader
     if first.group:
@@ -275,7 +321,7 @@ def _leading_batch(gradings: Sequence[_Grading]) -> list[_Grading]:
     return list(takewhile(lambda grading: grading.grader == first, gradings))
 
 
-def _leading_frame(gradings: Sequence[_Grading], max_bytes: int) -> tuple[list[_Grading], bytes]:
+def _leading_frame(gradings: Sequence[Grading], max_bytes: int) -> tuple[list[Grading], bytes]:
     """The first gradings that fit into one frame, and the frame.
 
     Raises:

@@ -14,7 +14,16 @@ import anyio.abc
 import msgspec
 import structlog
 
-from actors.reward.frames import FrameBuffer, FrameError, Graded, Hello, WorkerReady, encode_frame
+from actors.reward.frames import (
+    CallEnded,
+    FrameBuffer,
+    FrameError,
+    Graded,
+    GraderSpec,
+    Hello,
+    WorkerReady,
+    encode_frame,
+)
 from actors.reward.keeper import children_of
 from actors.reward.sandbox import Sandbox
 from runtime.bus.background import in_background
@@ -63,6 +72,7 @@ class GraderProcess:
         self._buffer = FrameBuffer()
         self._decoder = msgspec.msgpack.Decoder(Graded)
         self._grades: deque[Graded] = deque()  # received, not taken yet
+        self.asynchronous: tuple[GraderSpec, ...] = ()  # its graders that are async functions
 
     @classmethod
     async def start(
@@ -90,6 +100,7 @@ class GraderProcess:
         if ready.error is not None:
             await process.kill()
             raise GraderUnusableError(ready.error)
+        process.asynchronous = ready.asynchronous
         return process
 
     async def _greet(self, hello: Hello, timeout_s: float) -> WorkerReady:
@@ -142,6 +153,17 @@ class GraderProcess:
             while frame is not None:  # frames that arrived in the same read
                 self._grades.append(self._grade_of(frame))
                 frame = self._next_frame()
+
+    async def receive_call(self) -> CallEnded:
+        """Wait for the end of a call, in a process that runs calls together.
+
+        Raises:
+            GraderDiedError: the process has ended, or violates the protocol.
+        """
+        try:
+            return msgspec.msgpack.decode(await self._receive_frame(), type=CallEnded)
+        except (msgspec.MsgspecError, RecursionError, OverflowError, ValueError) as error:
+            raise GraderDiedError(f"{WROTE}: {error}") from error
 
     def _grade_of(self, frame: bytes) -> Graded:
         try:

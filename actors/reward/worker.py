@@ -28,7 +28,7 @@ from actors.reward.frames import (
     read_frame,
     write_all,
 )
-from actors.reward.graders.calling import Call, grade_group, grade_sample, resolve_grader
+from actors.reward.graders.calling import Call, grade_group, grade_sample, is_async, resolve_grader
 from runtime.util.exit_codes import EXIT_NO_HELLO, EXIT_OK
 from runtime.util.import_path import user_folder_last
 
@@ -71,17 +71,17 @@ class Worker:
         """Resolve the graders named in the first frame."""
         try:
             for spec in self._hello.graders:
-                self._grader(spec)
+                self.grader(spec)
         except ValueError as error:
             return WorkerReady(error=str(error))
-        return WorkerReady()
+        return WorkerReady(asynchronous=tuple(spec for spec in self._hello.graders if is_async(self._graders[spec])))
 
     def answer(self, grade: Grade) -> None:
         """Grade samples. Write the frame of each sample as soon as it is graded: the pool measures the time of each."""
         try:
-            grader = self._grader(grade.grader)
+            grader = self.grader(grade.grader)
         except ValueError as error:
-            self._write(*(Graded(error=str(error)) for _ in grade.samples))
+            self._write(*(Graded(error=str(error), cause="refused") for _ in grade.samples))
             return
         hello, cpu_s = self._hello, self._hello.cpu_s
         if grade.grader.group:
@@ -94,7 +94,12 @@ class Worker:
             _limit_cpu(cpu_s)
             self._write(grade_sample(grader, sample, reward_key=hello.reward_key, wait=self._wait, traces=hello.traces))
 
-    def _grader(self, spec: GraderSpec) -> Call:
+    def grader(self, spec: GraderSpec) -> Call:
+        """The function of a grader.
+
+        Raises:
+            ValueError: it cannot be used.
+        """
         grader = self._graders.get(spec)
         if grader is None:
             grader = self._graders[spec] = resolve_grader(spec, self._base_dirs)
@@ -108,7 +113,8 @@ def _framed(graded: Graded) -> bytes:
     try:
         return encode_frame(graded)
     except FrameError as error:
-        return encode_frame(Graded(error=f"the answer is too large: {error}", took_s=graded.took_s))
+        too_large = Graded(error=f"the answer is too large: {error}", cause="bad_answer", took_s=graded.took_s)
+        return encode_frame(too_large)
 
 
 def work(refusal: str | None) -> int:
@@ -132,8 +138,13 @@ def work(refusal: str | None) -> int:
         )
         return EXIT_OK
     signal.signal(signal.SIGXCPU, _end_call)
-    worker = Worker(msgspec.msgpack.decode(frame, type=Hello), fd_out)
+    hello = msgspec.msgpack.decode(frame, type=Hello)
+    worker = Worker(hello, fd_out)
     write_all(fd_out, encode_frame(worker.check()))
+    if hello.at_once:
+        from actors.reward.overlapping import grade_overlapping  # imports asyncio
+
+        return grade_overlapping(worker.grader, hello, fd_in, fd_out, buffer)
     decoder = msgspec.msgpack.Decoder(Grade)
     while (frame := read_frame(fd_in, buffer)) is not None:
         worker.answer(decoder.decode(frame))

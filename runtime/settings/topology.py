@@ -374,13 +374,26 @@ class JudgeConfig(Config, frozen=True, kw_only=True):
     concurrency: Positive | None = None
 
 
+class GraderLimits(Config, frozen=True, kw_only=True):
+    """Limits of the calls of one grader."""
+
+    # Seconds that one call may take, in place of `reward.timeout_s`.
+    timeout_s: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    # Calls per second and reward actor. Further calls wait for their turn. By default there is no limit.
+    requests_per_s: Annotated[float, msgspec.Meta(gt=0)] | None = None
+
+
 class RewardConfig(Config, frozen=True, kw_only=True):
     """Reward workers, and how failed scores are handled."""
 
     # Nodes with a reward actor, one each. By default there is one, on the node with the bus.
     nodes: tuple[Name, ...] = ()
-    # Number of grader processes per reward actor.
+    # Number of grader processes per reward actor, and as many again for async functions.
     processes: Positive = 2
+    # Number of calls of async functions that run together in a grader process. Plain functions run one call at a time.
+    concurrency: Positive = 64
+    # Limits of single graders: of a built-in one by its name, or of your functions by their names in `graders`.
+    limits: dict[Name, GraderLimits] = {}
     # Seconds that one score may take. After that the sample fails and its grader process is killed.
     timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 10.0
     # Number of grader processes that may die while grading one sample. Then the sample fails.
@@ -404,7 +417,7 @@ class RewardConfig(Config, frozen=True, kw_only=True):
     env: tuple[Text, ...] = ()
     # Memory limit of a grader process in bytes (data segment). Beyond it an allocation raises MemoryError.
     memory_bytes: Positive = 8 << 30
-    # CPU seconds of one grader call. A call that uses more fails; by default twice `timeout_s`.
+    # CPU seconds of one call of a plain function. A call that uses more fails; by default twice `timeout_s`.
     cpu_s: Annotated[float, msgspec.Meta(gt=0)] | None = None
     # Number of files that a grader process may have open at a time.
     max_files: Positive = 1024  # expert
@@ -577,8 +590,10 @@ def min_concurrency(engine: EngineConfig) -> int:
 
 def scoring_time_s(topology: Topology) -> float:
     """Return the seconds that one score may take: of a function, or of the slowest judge with all of its tries."""
-    judges = topology.reward.judges.values()
-    return max([topology.reward.timeout_s, *(judge.timeout_s * judge.max_tries for judge in judges)])
+    reward = topology.reward
+    own = (limits.timeout_s for limits in reward.limits.values() if limits.timeout_s is not None)
+    judges = (judge.timeout_s * judge.max_tries for judge in reward.judges.values())
+    return max([reward.timeout_s, *own, *judges])
 
 
 def reads_copies(topology: Topology, engine: EngineConfig) -> bool:

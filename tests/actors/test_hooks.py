@@ -106,6 +106,12 @@ def test_names_for_rows_are_checked_like_other_graders(user_file: Path) -> None:
     assert taken == f'reward.graders.f1 = "{user_file}:good": f1 is a built-in grader: use another name'
 
 
+def test_limits_of_an_unknown_grader_are_refused(user_file: Path) -> None:
+    limits = {name: {"timeout_s": 3} for name in ("mine", "boxed_f1", "other")}
+    (problem,) = problems(reward={"graders": {"mine": f"{user_file}:good"}, "limits": limits})
+    assert problem.startswith('reward.limits = "other": no such grader; allowed: names in reward.graders, and built-in')
+
+
 def test_a_machine_that_cannot_isolate_graders_is_named_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     assert problems(reward={"sandbox": "process"}) == []
     monkeypatch.setattr("actors.reward.isolation.refusal", lambda: "unshare: Operation not permitted")

@@ -24,7 +24,7 @@ EVENTS: Final = frozenset(message_type.topic for message_type in message_types()
 
 def in_general(key: str) -> str:
     """The key as the page of all settings writes it."""
-    key = re.sub(r"^(engines|nodes|reward\.judges)\.(?:[a-z0-9]+|<pool>)(?=\.|$)", r"\1.<name>", key)
+    key = re.sub(r"^(engines|nodes|reward\.judges|reward\.limits)\.(?:[a-z0-9]+|<pool>)(?=\.|$)", r"\1.<name>", key)
     return re.sub(r"^(data|eval)\.(?!0(?:\.|$))", r"\1.0.", key)
 
 

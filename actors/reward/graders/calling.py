@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import msgspec
 
+from actors.reward.causes import cause_of
 from actors.reward.frames import Graded, GraderSpec
 from actors.reward.graders.builtin import find_grader
 from actors.reward.graders.parsers import find_parser
@@ -68,14 +69,45 @@ def grade_group(
     """Grade all samples of a prompt group in one call; an invalid answer fails all of them."""
     start = time.perf_counter()
     answer, failure = _call(grader, list(samples), wait, traces)
+    return _grades_of(answer, failure, len(samples), reward_key, time.perf_counter() - start)
+
+
+async def grade_together(
+    grader: Call, samples: Sequence[GradedSample], *, group: bool, reward_key: str | None, traces: bool = False
+) -> tuple[Graded, ...]:
+    """Grade with an async function while other calls run: a sample, or all samples of a prompt group.
+
+    Any exception or invalid answer becomes an error in the grades, as in `grade_sample` and `grade_group`.
+    """
+    start = time.perf_counter()
+    answer, failure = None, None
+    try:
+        answer = await grader(list(samples) if group else samples[0])
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's grader may raise anything; the sample fails
+        failure = _raised(error, traces)
+    took_s = time.perf_counter() - start
+    if group:
+        return _grades_of(answer, failure, len(samples), reward_key, took_s)
+    return (msgspec.structs.replace(failure or grade_of(answer, reward_key), took_s=took_s),)
+
+
+def is_async(grader: Call) -> bool:
+    """Whether a grader is an async function, or an object whose call is one."""
+    return inspect.iscoroutinefunction(grader) or inspect.iscoroutinefunction(getattr(grader, "__call__", None))  # noqa: B004
+
+
+def _grades_of(
+    answer: Any, failure: Graded | None, number: int, reward_key: str | None, took_s: float
+) -> tuple[Graded, ...]:
+    """The grades of a group from one answer for all of its samples."""
     rewards = _as_list(answer)
     if failure is None and rewards is None:
-        failure = Graded(error=f"returned {_shown(answer)}, not a list of {len(samples)} rewards")
-    elif failure is None and len(rewards or ()) != len(samples):
-        failure = Graded(error=f"returned {len(rewards or ())} rewards for {len(samples)} samples")
-    took_s = (time.perf_counter() - start) / max(len(samples), 1)
+        failure = _bad(f"returned {_shown(answer)}, not a list of {number} rewards")
+    elif failure is None and len(rewards or ()) != number:
+        failure = _bad(f"returned {len(rewards or ())} rewards for {number} samples")
+    took_s /= max(number, 1)
     if failure is not None or rewards is None:
-        return tuple(msgspec.structs.replace(failure or Graded(), took_s=took_s) for _ in samples)
+        return tuple(msgspec.structs.replace(failure or Graded(), took_s=took_s) for _ in range(number))
     return tuple(msgspec.structs.replace(grade_of(reward, reward_key), took_s=took_s) for reward in rewards)
 
 
@@ -85,23 +117,23 @@ def grade_of(answer: Any, reward_key: str | None) -> Graded:
         return _grade_of_number(answer, details=None)
     by_key = cast("Mapping[Any, Any]", answer)
     if reward_key is None:
-        return Graded(error=f"returned {_shown(by_key)}; set reward_key to say which value is the reward")
+        return _bad(f"returned {_shown(by_key)}; set reward_key to say which value is the reward")
     if reward_key not in by_key:
         keys = ", ".join(repr(key) for key in by_key)
-        return Graded(error=f"the dict it returned has no {reward_key!r}, only {_cut(keys) or 'nothing'}")
+        return _bad(f"the dict it returned has no {reward_key!r}, only {_cut(keys) or 'nothing'}")
     return _grade_of_number(by_key[reward_key], details=_plain(by_key))
 
 
 def _grade_of_number(number: Any, details: dict[str, Any] | None) -> Graded:
     # NumPy and torch numbers are not int or float, but have __float__
     if number is None or isinstance(number, str | bytes) or not hasattr(number, "__float__"):
-        return Graded(error=f"returned {_shown(number)}, not a number")
+        return _bad(f"returned {_shown(number)}, not a number")
     try:
         reward = float(number)
     except Exception as error:  # noqa: BLE001 - a third-party number type may raise anything
-        return Graded(error=f"returned {_shown(number)}, which is not a single number: {error}")
+        return _bad(f"returned {_shown(number)}, which is not a single number: {error}")
     if not math.isfinite(reward):
-        return Graded(error=f"returned {reward}, not a finite number")
+        return _bad(f"returned {reward}, not a finite number")
     return Graded(reward=reward, details=details)
 
 
@@ -111,7 +143,16 @@ def _call(grader: Call, argument: Any, wait: Wait, traces: bool) -> tuple[Any, G
         answer = grader(argument)
         return (wait(answer) if inspect.isawaitable(answer) else answer), None
     except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's grader may raise anything; the sample fails
-        return None, Graded(error=_cut(f"raised {error!r}"), trace=_trace_of(error) if traces else None)
+        return None, _raised(error, traces)
+
+
+def _raised(error: BaseException, traces: bool) -> Graded:
+    trace = _trace_of(error) if traces else None
+    return Graded(error=_cut(f"raised {error!r}"), trace=trace, cause=cause_of(error))
+
+
+def _bad(reason: str) -> Graded:
+    return Graded(error=reason, cause="bad_answer")
 
 
 def _trace_of(error: BaseException) -> str:

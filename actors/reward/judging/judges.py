@@ -15,7 +15,7 @@ from actors.reward.frames import Graded, GraderSpec
 from actors.reward.judging.gateway import gateway
 from actors.reward.judging.judge import Judge, JudgeLimits
 from actors.reward.judging.keys import KeyProblem, api_key
-from actors.reward.judging.requests import JudgeError, render, request_of
+from actors.reward.judging.requests import CAUSES_OF_SCORES, JudgeError, render, request_of
 from actors.reward.judging.servers import JudgeServer, JudgeServers
 from actors.reward.pool import GraderPool
 from actors.reward.samples import GradedSample
@@ -77,23 +77,25 @@ class Judges:
     async def _answered(self, name: str, sample: GradedSample) -> GradedSample | Graded:
         config = self._configs[name]
         if config.template is None:
-            return Graded(error=f"the judge {name} has no template (reward.judges.{name}.template)")
+            return Graded(error=f"the judge {name} has no template (reward.judges.{name}.template)", cause="refused")
         try:
             prompt = render(config.template, sample)
         except ValueError as error:
-            return Graded(error=f"judge {name}: {error}")
+            return Graded(error=f"judge {name}: {error}", cause="refused")
         request = request_of(prompt, config.temperature, config.max_tokens, config.extra_body)
         try:
             answer = await self._judges[name].ask(request)
         except JudgeError as error:
-            return Graded(error=str(error), cause=error.cause)
+            return Graded(error=str(error), cause=CAUSES_OF_SCORES[error.cause])
         return msgspec.structs.replace(sample, judge_answer=answer.text, judge_truncated=answer.truncated)
 
 
 def _with_answer(graded: Graded, sample: GradedSample, name: str) -> Graded:
     details = {"judge_answer": clipped(sample.judge_answer, SHOWN_CHARS), **(graded.details or {})}
-    error = None if graded.error is None else f"bad_answer: judge {name}: {graded.error}"
-    return msgspec.structs.replace(graded, details=details, error=error)
+    if graded.error is None:
+        return msgspec.structs.replace(graded, details=details)
+    error = f"bad_answer: judge {name}: {graded.error}"
+    return msgspec.structs.replace(graded, details=details, error=error, cause="bad_answer")
 
 
 @asynccontextmanager

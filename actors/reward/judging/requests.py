@@ -6,6 +6,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
 
+from actors.reward.causes import Cause as ScoreCause
 from actors.reward.samples import GradedSample
 from messages.plain import clipped
 
@@ -15,7 +16,15 @@ _PLACEHOLDER: Final = re.compile(r"\{(prompt|response|label|metadata\.([A-Za-z0-
 _BUSY: Final = (408, 425, 500, 502, 503, 504, 529)
 
 Cause = Literal["timeout", "unreachable", "rate_limited", "failed", "refused", "bad_answer"]
-PASSING: Final[tuple[Cause, ...]] = ("timeout", "rate_limited", "failed")  # may be due to load on the server
+FAILED: Final[Cause] = "failed"  # may be due to load on the server
+CAUSES_OF_SCORES: Final[Mapping[Cause, ScoreCause]] = {
+    "timeout": "timeout",
+    "unreachable": "worker_lost",
+    "rate_limited": "rate_limited",
+    "failed": "worker_lost",
+    "refused": "refused",
+    "bad_answer": "bad_answer",
+}
 
 
 class JudgeError(Exception):

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -32,7 +33,7 @@ pytestmark = pytest.mark.anyio
 
 USER_CODE = str(Path(__file__).parent / "user_graders.py")
 NASTY_CODE = str(Path(__file__).parent / "nasty_graders.py")
-OWN = ("everything", "as_told", "length", "slowly")
+OWN = ("everything", "as_told", "length", "slowly", "told")
 
 
 def topology_of(*graders: str, **reward: Any) -> Topology:
@@ -127,6 +128,19 @@ async def test_a_request_is_answered_in_order_and_acked(bus: Bus, asker: Asker) 
         (1, 0.5, None),
         (2, 0.0, None),
     ]
+
+
+async def test_requests_for_an_async_grader_are_graded_together_within_its_limits(bus: Bus, asker: Asker) -> None:
+    limits = {"own-told": {"timeout_s": 0.5, "requests_per_s": 1000}}
+    async with running(bus, timeout_s=5.0, limits=limits):
+        await asker.scores("own-told", "fine")
+        begun = time.monotonic()
+        for command in ["wait 0.3"] * 30 + ["never"]:
+            await asker.ask("own-told", command)
+        scores = [(await asker.answer()).scores[0] for _ in range(31)]
+        took_s = time.monotonic() - begun
+    assert sorted(score.cause or "" for score in scores) == [""] * 30 + ["timeout"]
+    assert took_s < 5  # one after another: 9 s
 
 
 @pytest.mark.parametrize(
@@ -335,7 +349,10 @@ async def test_a_request_of_a_killed_actor_goes_to_another(
 
 
 async def test_two_actors_share_the_requests(bus: Bus, asker: Asker) -> None:
-    async with running(bus, timeout_s=5.0) as first, running(bus, timeout_s=5.0) as second:
+    async with (
+        running(bus, timeout_s=5.0, concurrency=4) as first,
+        running(bus, timeout_s=5.0, concurrency=4) as second,
+    ):
         asked = {await asker.ask("own-slowly", "abc") for _ in range(40)}
         answered = {(await asker.answer()).request_id for _ in range(40)}
         assert answered == asked

@@ -111,3 +111,44 @@ def burn(sample: Any) -> float:
 
 def chatty(sample: Any) -> dict[str, Any]:
     return {"score": 0.5, **{f"said {number}": sample.response * 1000 for number in range(31)}}
+
+
+async def told(sample: Any) -> Any:
+    """Does what the response says, as an async function."""
+    command, _, number = sample.response.partition(" ")
+    match command:
+        case "wait":
+            await asyncio.sleep(float(number))
+            return 1.0
+        case "never":
+            await asyncio.Event().wait()
+        case "block":
+            time.sleep(60)  # noqa: ASYNC251 - users do
+        case "block_child":
+            await asyncio.gather(asyncio.to_thread(int), _blocks())
+        case "swallow":
+            while True:
+                try:
+                    await asyncio.sleep(60)
+                except asyncio.CancelledError:
+                    continue
+        case "cancel":
+            raise asyncio.CancelledError
+        case "large":
+            return {"score": 1.0, "text": "x" * int(number)}
+        case "pid":
+            return float(os.getpid())
+        case "die":
+            await asyncio.sleep(0.05)
+            os._exit(7)
+        case _:
+            return as_told(sample)
+
+
+async def _blocks() -> None:
+    time.sleep(60)  # noqa: ASYNC251 - users do
+
+
+async def rank_together(samples: list[Any]) -> list[float]:
+    await asyncio.sleep(0)
+    return rank(samples)

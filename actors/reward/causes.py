@@ -1,0 +1,48 @@
+"""Why a sample has no reward: the named causes, and the cause of an exception. Imports little."""
+
+from typing import Final, Literal, get_args
+
+Cause = Literal["timeout", "worker_lost", "sandbox_lost", "rate_limited", "refused", "bad_answer", "raised"]
+CAUSES: Final[tuple[Cause, ...]] = get_args(Cause)
+
+_BUSY: Final = frozenset({408, 425, 429})
+_TIMEOUTS: Final = frozenset({"TimeoutError", "CpuLimitError", "TimeoutException", "APITimeoutError", "Timeout"})
+_LOST: Final = frozenset(
+    {"ConnectionError", "ClientConnectionError", "NetworkError", "RemoteProtocolError", "APIConnectionError"}
+)
+
+
+def cause_of(error: BaseException) -> Cause:
+    """Classify an exception of a grader, so that a server's failure is not taken for a mistake in the function.
+
+    HTTP clients are known by the names of their classes and by the status of the response: aiohttp, httpx, requests,
+    urllib and openai.
+
+    Args:
+        error: raised by a grader.
+
+    Returns:
+        "rate_limited" for status 429, "timeout" for 408, 425 and timeouts, "refused" for other statuses below 500,
+        "worker_lost" for the others and for lost connections; else "raised".
+    """
+    status = _status_of(error)
+    if status is not None and status >= 400:
+        if status in _BUSY:
+            return "rate_limited" if status == 429 else "timeout"
+        return "refused" if status < 500 else "worker_lost"
+    names = {base.__name__ for base in type(error).__mro__}
+    if names & _TIMEOUTS or isinstance(getattr(error, "reason", None), TimeoutError):  # the latter: urllib
+        return "timeout"
+    if names & _LOST or isinstance(getattr(error, "reason", None), ConnectionError):
+        return "worker_lost"
+    return "raised"
+
+
+def _status_of(error: BaseException) -> int | None:
+    """The HTTP status in an exception: of its response, or its own. None: it has none."""
+    for holder in (error, getattr(error, "response", None)):
+        for name in ("status", "status_code", "code"):
+            status = getattr(holder, name, None)
+            if isinstance(status, int) and not isinstance(status, bool) and 100 <= status <= 599:
+                return status
+    return None

@@ -1,0 +1,90 @@
+"""Gradings: the calls of graders that a pool has in hand, their limits, and the time that the pool itself ran."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import anyio
+
+from actors.reward.causes import Cause
+from actors.reward.frames import Graded, GraderSpec
+from actors.reward.samples import GradedSample
+
+TICK_S: Final = 0.25
+LATE_S: Final = 0.25  # a tick later than this means that the process was suspended, not that the loop was busy
+TIMEOUT: Final = "timeout"  # error of a score whose call took longer than its timeout
+
+
+class RateLimit:
+    """Spreads calls evenly over time."""
+
+    def __init__(self, per_s: float) -> None:
+        """Start with calls allowed.
+
+        Args:
+            per_s: calls that may start per second.
+        """
+        self._interval_s = 1 / per_s
+        self._next_at = 0.0  # loop time
+
+    async def wait(self) -> None:
+        """Wait for the turn of one call. Turns are given in the order of the callers."""
+        now = anyio.current_time()
+        turn = max(now, self._next_at)
+        self._next_at = turn + self._interval_s
+        if turn > now:
+            await anyio.sleep(turn - now)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallLimits:
+    """Limits of the calls of one grader."""
+
+    timeout_s: float = 10.0  # per call, from the moment it may start
+    rate: RateLimit | None = None
+
+
+@dataclass(eq=False, kw_only=True)
+class Grading:
+    """One call of a grader, and the samples that it grades: a single one, or a whole group."""
+
+    grader: GraderSpec
+    samples: tuple[GradedSample, ...]
+    timeout_s: float
+    num_tries: int = 0  # processes that ended because of it
+    abandoned: bool = False  # the caller no longer waits
+    grades: list[Graded] = field(default_factory=list[Graded])
+    done: anyio.Event = field(default_factory=anyio.Event)
+
+    def finish(self, grades: Sequence[Graded]) -> None:
+        """Set the grades, one per sample."""
+        self.grades = list(grades)
+        self.done.set()
+
+    def fail(self, reason: str, cause: Cause) -> None:
+        """Set an error in place of each grade."""
+        self.finish([Graded(error=reason, cause=cause) for _ in self.samples])
+
+
+class RunningTime:
+    """Measures how long this process was suspended, for example by SIGSTOP, from late ticks."""
+
+    def __init__(self) -> None:
+        self._lost_s = 0.0
+        self._due: float | None = None  # time of the next tick
+
+    async def run(self) -> None:
+        """Measure late ticks until cancelled."""
+        try:
+            while True:
+                self._due = anyio.current_time() + TICK_S
+                await anyio.sleep(TICK_S)
+                self._lost_s = self.lost_s
+        finally:
+            self._due = None
+
+    @property
+    def lost_s(self) -> float:
+        """Total seconds of suspension, including one that has just ended."""
+        late_s = 0.0 if self._due is None else anyio.current_time() - self._due
+        return self._lost_s + (late_s if late_s > LATE_S else 0.0)
