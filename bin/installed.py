@@ -44,6 +44,11 @@ def replay() -> None:
     _run("replay")
 
 
+def from_slime() -> None:
+    """Turn a start script of slime into a recipe and a topology."""
+    _run("from_slime")
+
+
 def describe_settings() -> None:
     """Write the reference pages of the settings."""
     _run("describe_settings")
