@@ -11,6 +11,7 @@ from typing import Any, cast
 import anyio
 import msgspec
 
+from messages import SampleStatus
 from messages.events import GroupCompleted, Outcome
 from runtime.settings.plugins import OWN, is_plugin, load_plugin
 
@@ -53,24 +54,25 @@ def summary_of(group: GroupCompleted) -> GroupSummary:
     """Summarize a group for filters.
 
     Raises:
-        FilterError: a sample has no reward.
+        FilterError: a sample has no reward and is not left out.
     """
-    rewards = [sample.reward for sample in group.samples if sample.reward is not None]
-    if len(rewards) < len(group.samples):
-        unscored = [sample.index for sample in group.samples if sample.reward is None]
+    samples = [sample for sample in group.samples if sample.status is not SampleStatus.FAILED]
+    rewards = [sample.reward for sample in samples if sample.reward is not None]
+    if len(rewards) < len(samples):
+        unscored = [sample.index for sample in samples if sample.reward is None]
         raise FilterError(f"samples {unscored} have no reward")
     return GroupSummary(
         group_id=group.group_id,
         attempt=group.attempt,
         data=group.data,
-        indices=[sample.index for sample in group.samples],
+        indices=[sample.index for sample in samples],
         rewards=rewards,
-        scores=[sample.score for sample in group.samples],
-        prompt_len=group.samples[0].prompt_len if group.samples else 0,
-        response_lens=[sample.response_len for sample in group.samples],
-        statuses=[str(sample.status) for sample in group.samples],
+        scores=[sample.score for sample in samples],
+        prompt_len=samples[0].prompt_len if samples else 0,
+        response_lens=[sample.response_len for sample in samples],
+        statuses=[str(sample.status) for sample in samples],
         metadata=group.metadata,
-        sample_metadata=[sample.metadata for sample in group.samples],
+        sample_metadata=[sample.metadata for sample in samples],
     )
 
 

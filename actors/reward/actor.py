@@ -15,10 +15,10 @@ from anyio.abc import TaskStatus
 
 from actors.reward.answers import StoredPrompts, answers_of, sample_of
 from actors.reward.frames import Graded, GraderSpec, Hello
-from actors.reward.gradings import CallLimits, RateLimit
+from actors.reward.gradings import CallLimits, RateLimit, graded_again
 from actors.reward.judging.requests import FAILED
 from actors.reward.pool import GraderPool, PoolSettings, open_pool
-from actors.reward.recipe import graders_of
+from actors.reward.recipe import graders_of, retried_causes
 from actors.reward.sandbox import sandbox_of
 from messages import EngineRequestsFailed
 from messages.calls import ScoresGiven
@@ -150,6 +150,7 @@ class RewardActor(Actor):
             )
             for name, own in config.limits.items()
         }
+        self._retried = retried_causes(config)
         self._pool: GraderPool | None = None
         self._judges: Judges | None = None
         self._first = FirstGrades(bus)
@@ -269,7 +270,14 @@ class RewardActor(Actor):
             if judges is not None:
                 grades = await judges.grade(name, samples, pool)
             else:
-                grades = await pool.grade(spec, samples, self._limits.get(request.rm_type))
+                limits = self._limits.get(request.rm_type)
+                grades = await graded_again(
+                    lambda some: pool.grade(spec, some, limits),
+                    samples,
+                    causes=self._retried,
+                    max_tries=self._settings.max_tries,
+                    group=spec.group,
+                )
             if request.rm_type not in self._of_eval_alone:
                 await self._first.note(name, grades, group_id=request.group_id, one_call=spec.group and judges is None)
             return grades

@@ -25,7 +25,7 @@ def cause_of(error: BaseException) -> Cause:
         "rate_limited" for status 429, "timeout" for 408, 425 and timeouts, "refused" for other statuses below 500,
         "worker_lost" for the others and for lost connections; else "raised".
     """
-    status = _status_of(error)
+    status = _status_of(error) if isinstance(error, Exception) else None
     if status is not None and status >= 400:
         if status in _BUSY:
             return "rate_limited" if status == 429 else "timeout"

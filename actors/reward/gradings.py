@@ -1,6 +1,6 @@
 """Gradings: the calls of graders that a pool has in hand, their limits, and the time that the pool itself ran."""
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -9,10 +9,14 @@ import anyio
 from actors.reward.causes import Cause
 from actors.reward.frames import Graded, GraderSpec
 from actors.reward.samples import GradedSample
+from runtime.util.retrying import Backoff
 
 TICK_S: Final = 0.25
 LATE_S: Final = 0.25  # a tick later than this means that the process was suspended, not that the loop was busy
+PAUSES: Final = Backoff(first_s=0.2, max_s=5.0)  # between the grades of one sample
 TIMEOUT: Final = "timeout"  # error of a score whose call took longer than its timeout
+
+GradeAll = Callable[[Sequence[GradedSample]], Awaitable[list[Graded]]]
 
 
 class RateLimit:
@@ -88,3 +92,31 @@ class RunningTime:
         """Total seconds of suspension, including one that has just ended."""
         late_s = 0.0 if self._due is None else anyio.current_time() - self._due
         return self._lost_s + (late_s if late_s > LATE_S else 0.0)
+
+
+async def graded_again(
+    grade: GradeAll, samples: Sequence[GradedSample], *, causes: Collection[Cause], max_tries: int, group: bool
+) -> list[Graded]:
+    """Grade samples, and those again whose score failed for one of these causes.
+
+    Args:
+        grade: grades samples in order.
+        samples: the samples of a request.
+        causes: causes after which a sample is graded again.
+        max_tries: number of times that a sample is graded at most.
+        group: whether one call grades all samples; then all are graded again.
+
+    Returns:
+        The last grade of each sample, in order.
+    """
+    grades = await grade(samples)
+    for num_tries in range(1, max_tries):
+        places = [place for place, graded in enumerate(grades) if graded.cause in causes]
+        if not places:
+            break
+        places = list(range(len(samples))) if group else places
+        await anyio.sleep(PAUSES.pause_s(num_tries))
+        again = await grade([samples[place] for place in places])
+        for place, graded in zip(places, again, strict=True):
+            grades[place] = graded
+    return grades

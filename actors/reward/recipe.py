@@ -1,7 +1,10 @@
 """The graders that a recipe names. Imports no bus, since pre-start checks use it too."""
 
+import msgspec
+
+from actors.reward.causes import CAUSES, Cause
 from actors.reward.frames import GraderSpec
-from runtime.settings.topology import Topology, own_graders
+from runtime.settings.topology import RewardConfig, Topology, own_graders
 
 
 def graders_of(topology: Topology) -> tuple[GraderSpec, ...]:
@@ -13,3 +16,9 @@ def graders_of(topology: Topology) -> tuple[GraderSpec, ...]:
     judges = topology.reward.judges.values()
     found += [GraderSpec(name=judge.parser, parses=True) for judge in judges if judge.template is not None]
     return tuple(dict.fromkeys(found))
+
+
+def retried_causes(reward: RewardConfig) -> frozenset[Cause]:
+    """The causes after which a function is called again. A lost sandbox is not among them: the pool replaces it."""
+    actions = msgspec.structs.asdict(reward.failures)
+    return frozenset(cause for cause in CAUSES if actions[cause] == "retry" and cause != "sandbox_lost")

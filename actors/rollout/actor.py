@@ -32,6 +32,7 @@ from actors.rollout.requests.interrupting import RunningRequests
 from actors.rollout.requests.sending import Generator
 from actors.rollout.requests.watching import TokenTimeouts, Watchdog
 from actors.rollout.samples.conversation import Conversation
+from actors.rollout.samples.failures import policy_of
 from actors.rollout.samples.generate_function import find_generate_function
 from actors.rollout.samples.scoring import Scorer
 from actors.rollout.samples.task_runner import ACK_WAIT_S, TaskRunner
@@ -263,7 +264,7 @@ class RolloutActor(Actor):
             batch_requests=self._topology.engines[self._pool].batch_requests,
             custom_generate=self._custom_generate,
             model=self._model,
-            failed_reward=0.0 if reward.on_failure == "zero" else None,
+            policy=policy_of(reward),
             reward_keys=self._topology.algorithm.gdpo_reward_keys,
             conversations=self._conversations,
             pools_of=self._pools_of,

@@ -383,6 +383,32 @@ class GraderLimits(Config, frozen=True, kw_only=True):
     requests_per_s: Annotated[float, msgspec.Meta(gt=0)] | None = None
 
 
+FailureAction = Literal["retry", "drop_sample", "drop_group"] | float
+
+
+class FailuresConfig(Config, frozen=True, kw_only=True):
+    """What a sample without a score does, by the cause. A number becomes its reward. By default `reward.on_failure`.
+
+    "drop_sample" trains the other samples of the group, "drop_group" none. "retry" grades the sample again, `max_tries`
+    times in all, and then follows `reward.on_failure`. Requests to a judge are repeated by the judge alone.
+    """
+
+    # The call took longer than its timeout or its CPU time.
+    timeout: FailureAction | None = None
+    # A server that the grader needs did not answer or failed, or no reward worker answered.
+    worker_lost: FailureAction | None = "retry"
+    # The grader's process ended before it answered. It is tried again `max_tries` times first, whatever the action.
+    sandbox_lost: FailureAction | None = "retry"
+    # A server that the grader needs answered with status 429.
+    rate_limited: FailureAction | None = "retry"
+    # A server refused the request, or the sample cannot be graded: it is too large, or its grader is not allowed.
+    refused: FailureAction | None = None
+    # The answer is no finite number: null, text, a list, NaN or infinity, or a dict without the reward key.
+    bad_answer: FailureAction | None = None
+    # The function raised an exception.
+    raised: FailureAction | None = None
+
+
 class RewardConfig(Config, frozen=True, kw_only=True):
     """Reward workers, and how failed scores are handled."""
 
@@ -398,8 +424,11 @@ class RewardConfig(Config, frozen=True, kw_only=True):
     timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 10.0
     # Number of grader processes that may die while grading one sample. Then the sample fails.
     max_tries: Positive = 3
-    # What a sample without a score does: "drop" drops its group, "zero" trains it with reward 0.
-    on_failure: Literal["drop", "zero"] = "drop"
+    # What a sample without a score does: "drop" drops its group, "drop_sample" only the sample, "zero" trains it with
+    # reward 0.
+    on_failure: Literal["drop", "drop_sample", "zero"] = "drop"
+    # What a sample without a score does, by the cause.
+    failures: FailuresConfig = FailuresConfig()
     # Key of the reward in a dict that a grader returns.
     reward_key: Text | None = None
     # Call the grader once per prompt group, with all of its samples.

@@ -45,7 +45,10 @@ class Endings:
         if not run.complete:
             return self.aborted(samples)
         failed = [sample for sample in run.samples if sample.status is SampleStatus.FAILED]
-        if failed:
+        trained = [
+            sample for sample in run.samples if sample.status is not SampleStatus.FAILED and not sample.is_baseline
+        ]
+        if failed and not (trained and all(sample.is_dropped_alone for sample in failed)):
             return self.failed(f"reward: {failed[0].reason or 'no reward'}")
         completed = self.completed(
             samples, self.task.prompt, rollout_time_s=run.generated_s, reward_time_s=run.scored_s

@@ -7,6 +7,7 @@ from typing import Any
 
 from actors.rollout.requests.request import GenerateRequest
 from actors.rollout.samples.buffer import NOTHING, SampleBuffer
+from actors.rollout.samples.failures import Action, FailurePolicy
 from messages import Int32Array, SampleKey, SampleStatus, SampleSummary, Score, Segment, SegmentRef
 
 FINISHED = (SampleStatus.COMPLETED, SampleStatus.TRUNCATED)
@@ -46,6 +47,7 @@ class OpenSample:
     reason: str | None = None
     num_stored: int = 0  # number of stored tokens of the response
     score_requested: bool = False  # its score was requested
+    is_dropped_alone: bool = False  # its score failed, and the other samples of its group train
 
     @property
     def finished(self) -> bool:
@@ -107,28 +109,33 @@ class OpenSample:
         self.num_stored += len(segment.response_ids) + (len(segment.prompt_ids) if self.refs else 0)
         self.refs.append(ref)
 
-    def take_score(self, score: Score, *, failed_reward: float | None, reward_keys: Sequence[str] = ()) -> None:
-        """Apply a grader's score; without a reward the sample fails, or gets `failed_reward` if that is set.
+    def take_score(self, score: Score, *, policy: FailurePolicy, reward_keys: Sequence[str] = ()) -> None:
+        """Apply a grader's score; without a reward the sample does what the policy says.
 
         Args:
             score: the grader's answer.
-            failed_reward: reward of a sample whose score failed. None: the sample fails.
+            policy: what a sample does whose score failed.
             reward_keys: names of the rewards that the answer must hold.
         """
         self.details, self.reason, self.reward = score.details, score.error, score.reward
         self.rewards = {}
+        cause = score.cause
         if self.reward is not None and not math.isfinite(self.reward):
-            self.reason, self.reward = f"the reward is {self.reward}", None
+            self.reason, self.reward, cause = f"the reward is {self.reward}", None, "bad_answer"
         if self.reward is not None and reward_keys:
             try:
                 self.rewards = named_rewards(score.details, reward_keys)
             except ValueError as error:
-                self.reason, self.reward = str(error), None
+                self.reason, self.reward, cause = str(error), None, "bad_answer"
         if self.reward is None:
-            self.reward = failed_reward
-            self.rewards = {} if failed_reward is None else dict.fromkeys(reward_keys, failed_reward)
-        if self.reward is None:
+            self._fail(policy.of(cause), reward_keys)
+
+    def _fail(self, action: Action, reward_keys: Sequence[str]) -> None:
+        if isinstance(action, str):
             self.status = SampleStatus.FAILED
+            self.is_dropped_alone = action == "drop_sample" and not self.is_baseline
+        else:
+            self.reward, self.rewards = float(action), dict.fromkeys(reward_keys, float(action))
 
     def summary(self, *, from_segment: int = 0) -> SampleSummary:
         """Return the sample's summary, as events carry it; its segments from one on."""

@@ -10,6 +10,7 @@ import anyio.to_thread
 import structlog
 from anyio.abc import TaskGroup, TaskStatus
 
+from actors.rollout.samples.failures import FailurePolicy
 from actors.rollout.samples.sample import OpenSample
 from actors.rollout.samples.tasks import GroupTask
 from messages import Score, ScoreItem, ScoreRequested, ScoreRequestsLost
@@ -185,12 +186,12 @@ class SampleScoring:
     """Scores of one group, requested once per sample as samples end, or for the whole group at once."""
 
     def __init__(
-        self, task: GroupTask, scorer: Scorer, *, failed_reward: float | None, reward_keys: Sequence[str] = ()
+        self, task: GroupTask, scorer: Scorer, *, policy: FailurePolicy, reward_keys: Sequence[str] = ()
     ) -> None:
         self.took_s = 0.0  # duration of the longest request in seconds
         self._task = task
         self._scorer = scorer
-        self._failed_reward = failed_reward
+        self._policy = policy
         self._reward_keys = () if task.round is None else reward_keys  # evaluations report a single reward
         self._tasks: TaskGroup | None = None
         self._unasked: list[OpenSample] = []  # samples that ended at the same time share a request
@@ -238,7 +239,7 @@ class SampleScoring:
             await self._score(samples[half:])
             return
         for sample, score in zip(samples, scores, strict=True):
-            sample.take_score(score, failed_reward=self._failed_reward, reward_keys=self._reward_keys)
+            sample.take_score(score, policy=self._policy, reward_keys=self._reward_keys)
         self.took_s = max(self.took_s, time.monotonic() - started)
 
 
@@ -261,7 +262,7 @@ def _parts(scored: Sequence[Score | ScoreItem]) -> list[tuple[int, int]]:
 
 
 def _failures(items: Sequence[ScoreItem], error: str) -> list[Score]:
-    return [Score(index=item.index, part=item.part, error=error) for item in items]
+    return [Score(index=item.index, part=item.part, error=error, cause="worker_lost") for item in items]
 
 
 class _Answer:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from actors.rollout.pools.columns import PoolsOf, no_pools
 from actors.rollout.requests.sending import Generator
 from actors.rollout.samples.conversation import Conversation, GenerateFunction
+from actors.rollout.samples.failures import FailurePolicy
 from actors.rollout.samples.scoring import Scorer
 from actors.rollout.sglang.served_model import ServedModel
 from runtime.bus.bus import Bus
@@ -21,7 +22,7 @@ class GroupDependencies:
     seed: int  # run.seed
     custom_generate: GenerateFunction | None  # user-defined function in place of one request per sample
     model: ServedModel  # checks and encodes the input between turns
-    failed_reward: float | None  # reward of a sample if all scoring attempts failed; None: the sample fails
+    policy: FailurePolicy  # what a sample does whose score failed
     reward_keys: tuple[str, ...]  # names of the rewards that a training sample's score must hold
     conversations: set[Conversation]  # conversations with a running function
     pools_of: PoolsOf = no_pools  # the pools that compute columns of the samples of a data source

@@ -44,7 +44,7 @@ LASTING = (
     "run.only",
     "run.load",
 )
-LASTING_OF_REWARD = ("reward.on_failure", "reward.reward_key", "reward.group_rm")
+LASTING_OF_REWARD = ("reward.on_failure", "reward.failures", "reward.reward_key", "reward.group_rm")
 LASTING_OF_TRAINER = ("trainer.load", "trainer.load_weights_only")
 
 

@@ -1,6 +1,7 @@
 """Topology rules except those of GPUs: graders, bus and sizes, engines, processes."""
 
 import ipaddress
+import math
 import re
 from collections.abc import Iterator
 
@@ -68,6 +69,7 @@ def topology_problems(topology: Topology) -> Iterator[Problem]:
         _group_graders,
         _named_rewards,
         _external_graders,
+        _failures,
         _judges,
         _bus,
         _addresses,
@@ -131,6 +133,12 @@ def _named_rewards(topology: Topology) -> Iterator[Problem]:
                 "returns a single number; algorithm.gdpo_reward_keys needs a function of yours that returns a dict"
             )
             yield Problem.of(f"data[{index}].rm_type", name, message)
+
+
+def _failures(topology: Topology) -> Iterator[Problem]:
+    for cause, action in msgspec.structs.asdict(topology.reward.failures).items():
+        if isinstance(action, float) and not math.isfinite(action):
+            yield Problem.of(f"reward.failures.{cause}", action, "a reward must be a finite number")
 
 
 def _external_graders(topology: Topology) -> Iterator[Problem]:

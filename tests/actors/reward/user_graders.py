@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -107,6 +108,20 @@ def burn(sample: Any) -> float:
     for number in range(int(sample.response)):
         total += number * number % 7
     return float(total >= 0)
+
+
+def dies_once(sample: Any) -> float:
+    """Killed at the first sight of a sample with a marker; then 1 for the right answer."""
+    marker = Path(sample.metadata["marker"] or os.devnull)
+    if not marker.exists():
+        marker.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return float(sample.response == sample.label)
+
+
+async def dies_once_async(sample: Any) -> float:
+    await asyncio.sleep(0)
+    return dies_once(sample)
 
 
 def chatty(sample: Any) -> dict[str, Any]:

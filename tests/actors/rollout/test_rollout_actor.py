@@ -7,7 +7,9 @@ import msgspec
 import pytest
 from aiohttp import web
 
+from actors.filter.filters import summary_of
 from actors.rollout.samples.task_runner import ACK_WAIT_S
+from actors.trainer.data.assembly import trainable
 from messages import (
     BatchTrained,
     EvalCompleted,
@@ -228,7 +230,9 @@ async def test_a_request_that_the_engine_refuses_fails_its_group(bus: Bus, route
     assert "not in the vocabulary" in failed.reason
 
 
-@pytest.mark.parametrize(("on_failure", "kind"), [("drop", GroupFailed), ("zero", GroupCompleted)])
+@pytest.mark.parametrize(
+    ("on_failure", "kind"), [("drop", GroupFailed), ("drop_sample", GroupFailed), ("zero", GroupCompleted)]
+)
 async def test_a_sample_without_a_reward_follows_the_policy(
     bus: Bus, router_url: str, on_failure: str, kind: type[GroupFailed | GroupCompleted]
 ) -> None:
@@ -252,6 +256,34 @@ async def test_a_sample_without_a_reward_follows_the_policy(
         assert [sample.reward for sample in event.samples] == [0.0, 0.0]
     else:
         assert event.reason == "reward: timeout"
+
+
+async def test_a_sample_may_be_dropped_alone_by_the_cause_and_the_others_train(bus: Bus, router_url: str) -> None:
+    async def fail_first() -> None:
+        async with bus.consume(ScoreRequested, durable="reward") as deliveries:
+            async for delivery in deliveries:
+                request = delivery.message
+                scores = tuple(
+                    Score(index=0, error="raised", cause="raised")
+                    if item.index == 0
+                    else Score(index=item.index, reward=0.5)
+                    for item in request.items
+                )
+                await bus.notify(ScoresGiven(request_id=request.request_id, scores=scores), to=request.reply_to)
+                await delivery.ack()
+
+    async with serving(ScriptedEngine()) as engine, anyio.create_task_group() as group:
+        group.start_soon(fail_first)
+        reward = {"failures": {"raised": "drop_sample"}}
+        async with rollout_actor(bus, router_url, [engine], topology_with(reward=reward)):
+            await bus.publish(announcement(1))
+            await bus.publish(task(0))
+            event, _ = await next_event(bus, GroupFailed, GroupCompleted)
+        group.cancel_scope.cancel()
+    assert isinstance(event, GroupCompleted)
+    assert [(sample.status, sample.reward) for sample in event.samples] == [("failed", None), ("completed", 0.5)]
+    assert summary_of(event).rewards == [0.5]
+    assert [trainable(sample) for sample in event.samples] == [False, True]
 
 
 async def test_a_lost_request_is_sent_again_once_the_engine_is_back(bus: Bus, router_url: str) -> None:

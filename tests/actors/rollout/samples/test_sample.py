@@ -5,6 +5,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from actors.rollout.samples.failures import FailurePolicy, policy_of
 from actors.rollout.samples.partial import SegmentStore
 from actors.rollout.samples.sample import OpenSample, fresh_samples, inherit, tokens_left
 from actors.rollout.samples.tasks import training_task
@@ -26,6 +27,7 @@ from messages import (
     WeightSpan,
 )
 from runtime.bus.bus import Bus
+from tests.build.topology import topology_with
 
 KEY = SampleKey(group_id=1, attempt=0, index=0)
 FIRST, SECOND = SegmentRef(seq=5, position=0), SegmentRef(seq=9, position=1)
@@ -130,7 +132,7 @@ def test_a_sample_whose_score_failed_is_scored_again_and_stays_truncated(room: i
 @pytest.mark.parametrize("reward", [float("nan"), float("inf")])
 def test_a_reward_that_is_no_number_is_a_failed_score(reward: float) -> None:
     sample = inherited(SampleStatus.COMPLETED)
-    sample.take_score(Score(index=0, reward=reward), failed_reward=None)
+    sample.take_score(Score(index=0, reward=reward), policy=FailurePolicy())
     assert (sample.status, sample.reward, sample.reason) == (SampleStatus.FAILED, None, f"the reward is {reward}")
 
 
@@ -140,7 +142,7 @@ KEYS = ("right", "format")
 def test_named_rewards_are_kept_with_the_sample() -> None:
     sample = inherited(SampleStatus.COMPLETED)
     score = Score(index=0, reward=0.5, details={"right": 1, "format": 0.25, "note": "fine"})
-    sample.take_score(score, failed_reward=None, reward_keys=KEYS)
+    sample.take_score(score, policy=FailurePolicy(), reward_keys=KEYS)
     assert (sample.status, sample.summary().reward) == (SampleStatus.COMPLETED, 0.5)
     assert sample.summary().rewards == {"right": 1.0, "format": 0.25}
 
@@ -156,10 +158,10 @@ def test_named_rewards_are_kept_with_the_sample() -> None:
 )
 def test_a_sample_without_each_named_reward_is_a_failed_score(details: dict[str, Any] | None, reason: str) -> None:
     sample = inherited(SampleStatus.COMPLETED)
-    sample.take_score(Score(index=0, reward=0.5, details=details), failed_reward=None, reward_keys=KEYS)
+    sample.take_score(Score(index=0, reward=0.5, details=details), policy=FailurePolicy(), reward_keys=KEYS)
     assert (sample.status, sample.reward, sample.reason) == (SampleStatus.FAILED, None, reason)
     lenient = inherited(SampleStatus.COMPLETED)
-    lenient.take_score(Score(index=0, reward=0.5, details=details), failed_reward=0.0, reward_keys=KEYS)
+    lenient.take_score(Score(index=0, reward=0.5, details=details), policy=FailurePolicy(0.0), reward_keys=KEYS)
     assert (lenient.status, lenient.reward, lenient.rewards) == (SampleStatus.COMPLETED, 0.0, dict.fromkeys(KEYS, 0.0))
 
 
@@ -168,13 +170,32 @@ def test_a_sample_that_never_began_counts_as_aborted_and_has_no_reward() -> None
     assert (summary.status, summary.reward, summary.segments) == (SampleStatus.ABORTED, None, ())
 
 
-@pytest.mark.parametrize(("failed_reward", "status"), [(None, SampleStatus.FAILED), (0.0, SampleStatus.COMPLETED)])
-def test_a_sample_without_a_reward_fails_or_gets_the_reward_of_failures(
-    failed_reward: float | None, status: SampleStatus
+@pytest.mark.parametrize(
+    ("reward", "status", "kept", "alone"),
+    [
+        ({}, SampleStatus.FAILED, None, False),
+        ({"on_failure": "zero"}, SampleStatus.COMPLETED, 0.0, False),
+        ({"on_failure": "drop_sample"}, SampleStatus.FAILED, None, True),
+        ({"on_failure": "zero", "failures": {"timeout": "drop_sample"}}, SampleStatus.FAILED, None, True),
+        ({"failures": {"timeout": -1}}, SampleStatus.COMPLETED, -1.0, False),
+        ({"failures": {"timeout": "retry", "raised": 0.0}}, SampleStatus.FAILED, None, False),
+    ],
+)
+def test_a_sample_without_a_reward_does_what_the_policy_says_for_the_cause(
+    reward: dict[str, Any], status: SampleStatus, kept: float | None, alone: bool
 ) -> None:
     sample = inherited(SampleStatus.COMPLETED)
-    sample.take_score(Score(index=0, error="timeout"), failed_reward=failed_reward)
-    assert (sample.status, sample.reward, sample.reason) == (status, failed_reward, "timeout")
+    policy = policy_of(topology_with(reward=reward).reward)
+    sample.take_score(Score(index=0, error="timeout", cause="timeout"), policy=policy)
+    assert (sample.status, sample.reward, sample.reason) == (status, kept, "timeout")
+    assert sample.is_dropped_alone is alone
+
+
+def test_the_greedy_sample_of_a_group_is_never_dropped_alone() -> None:
+    sample = inherited(SampleStatus.COMPLETED)
+    sample.is_baseline = True
+    sample.take_score(Score(index=0, error="timeout"), policy=FailurePolicy("drop_sample"))
+    assert (sample.status, sample.is_dropped_alone) == (SampleStatus.FAILED, False)
 
 
 class Told:

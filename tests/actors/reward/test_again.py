@@ -1,0 +1,88 @@
+"""Which scores are tried again, by the cause of their failure."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from actors.reward.causes import Cause, cause_of
+from actors.reward.frames import Graded
+from actors.reward.gradings import graded_again
+from actors.reward.recipe import retried_causes
+from actors.reward.samples import GradedSample
+from runtime.util.retrying import Backoff
+from tests.build.topology import topology_with
+
+SAMPLES = [GradedSample(response=text) for text in ("a", "b", "c")]
+
+
+@pytest.fixture(autouse=True)
+def without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("actors.reward.gradings.PAUSES", Backoff(first_s=0.0, max_s=0.0))
+
+
+class Grader:
+    """Fails the first grades of "b" with a cause."""
+
+    def __init__(self, cause: Cause, num_failures: int) -> None:
+        self.cause: Cause = cause
+        self.num_failures = num_failures
+        self.calls: list[str] = []
+
+    async def __call__(self, samples: Sequence[GradedSample]) -> list[Graded]:
+        self.calls.append("".join(sample.response for sample in samples))
+        return [self._graded(sample) for sample in samples]
+
+    def _graded(self, sample: GradedSample) -> Graded:
+        if sample.response != "b" or not self.num_failures:
+            return Graded(reward=1.0)
+        self.num_failures -= 1
+        return Graded(error="failed", cause=self.cause)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("cause", "num_failures", "group", "calls", "ended"),
+    [
+        ("rate_limited", 2, False, ["abc", "b", "b"], None),
+        ("rate_limited", 9, False, ["abc", "b", "b"], "rate_limited"),
+        ("worker_lost", 1, True, ["abc", "abc"], None),
+        ("raised", 1, False, ["abc"], "raised"),
+        ("sandbox_lost", 1, False, ["abc"], "sandbox_lost"),
+    ],
+)
+async def test_a_score_is_tried_again_by_its_cause_and_not_for_ever(
+    cause: Cause, num_failures: int, group: bool, calls: list[str], ended: str | None
+) -> None:
+    grader, causes = Grader(cause, num_failures), retried_causes(topology_with().reward)
+    grades = await graded_again(grader, SAMPLES, causes=causes, max_tries=3, group=group)
+    assert grader.calls == calls
+    assert [graded.cause for graded in grades] == [None, ended, None]
+
+
+class _HttpError(Exception):
+    def __init__(self, status: int) -> None:
+        super().__init__(str(status))
+        self.status = status
+
+
+class ReadError(ConnectionError):
+    """Of a lost connection."""
+
+
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [
+        (ValueError("x"), "raised"),
+        (TimeoutError(), "timeout"),
+        (ReadError(), "worker_lost"),
+        (ConnectionRefusedError(), "worker_lost"),
+        (_HttpError(429), "rate_limited"),
+        (_HttpError(408), "timeout"),
+        (_HttpError(404), "refused"),
+        (_HttpError(503), "worker_lost"),
+        (_HttpError(200), "raised"),
+        (SystemExit(2), "raised"),
+    ],
+)
+def test_an_exception_is_classified_by_what_it_says_of_the_server(error: BaseException, cause: Cause) -> None:
+    assert cause_of(error) == cause
