@@ -30,6 +30,7 @@ class NodePlan(msgspec.Struct, frozen=True, kw_only=True):
     num_steps: int
     step_groups: int = 0  # prompt groups of a train step; 0: unknown
     graded: bool = True  # samples have scores; demonstrations have none
+    router: str = ""  # what chooses the engines of requests; "": the run sends none
     started: float  # Unix time of the command
     processes: tuple[ProcessSpec, ...]
     server: ServerSettings | None = None  # NATS server settings, if this node runs it

@@ -72,7 +72,7 @@ from runtime.settings.plan import stream_limits
 from runtime.settings.processes import ProcessSpec
 from runtime.settings.reading.config import Problem
 from runtime.settings.sizes import min_free_bytes, stream_sizes
-from runtime.settings.topology import Topology, encode_topology, grader_names
+from runtime.settings.topology import POLICY, Topology, answers_are_recorded, encode_topology, grader_names
 from runtime.util.disk import LinesWhileRoom, is_full, no_space_of
 from runtime.util.exit_codes import EXIT_INPUT_ERROR, EXIT_NO_SPACE
 from runtime.util.files import write_atomically
@@ -331,7 +331,7 @@ def _plan(
     join: Join | None = None,
 ) -> NodePlan:
     is_home, sizes = options.node == home_node(topology), stream_sizes(topology)
-    logs = claim.run_dir / LOGS
+    logs, pool = claim.run_dir / LOGS, topology.engines.get(POLICY)
     return NodePlan(
         run=topology.run.name,
         node=options.node,
@@ -340,6 +340,7 @@ def _plan(
         num_steps=topology.train.num_steps,
         step_groups=topology.rollout.rollout_batch_size,
         graded=not trains_demonstrations(topology),
+        router="" if pool is None or answers_are_recorded(topology) else pool.router,
         started=_command_started(),
         processes=tuple(specs_of(topology, options.node, claim.run_dir)),
         server=_server(topology, claim.run_dir, address) if bus_node(topology) == options.node else None,
@@ -401,7 +402,8 @@ def _run(
     comparison: Acceptance | NodeStatement | None,
 ) -> End:
     if plan.owns_streams:
-        show(f"{'resuming' if plan.incarnation > 1 else 'starting'} run {plan.run} in {plan.run_dir}")
+        requests = f", requests by {plan.router}" if plan.router else ""
+        show(f"{'resuming' if plan.incarnation > 1 else 'starting'} run {plan.run} in {plan.run_dir}{requests}")
     else:
         show(f"node {plan.node} joins run {plan.run} at {without_logins(plan.bus_url or '')}")
     daemon, outcome = _run_daemon(plan, show, rewrite, comparison)

@@ -321,10 +321,10 @@ class EngineConfig(Config, frozen=True, kw_only=True):
     verify: Verify | None = None
     # Send one request per prompt group instead of one per sample.
     batch_requests: bool = False
-    # What chooses the engine of a request: a process of SGLang's router, in turn ("sglang-router"), or the rollout
-    # actor itself ("direct"). The actor takes the least loaded engine that holds the weight version. Samples of a
-    # prompt and turns of a conversation stay on one engine, unless it has 1.5 times the mean load.
-    router: Literal["direct", "sglang-router"] = "sglang-router"
+    # What chooses the engine of a request: the rollout actor itself ("direct"), or a process of SGLang's router, in
+    # turn ("sglang-router"). The actor takes the least loaded engine that holds the weight version. Samples of a prompt
+    # and turns of a conversation stay on one engine, unless it has 1.5 times the mean load.
+    router: Literal["direct", "sglang-router"] = "direct"
     # Python interpreter that has SGLang installed. By default the interpreter of the run.
     python: Text | None = None
     # URLs of engines that already run. The run neither starts nor restarts them.

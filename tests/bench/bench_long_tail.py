@@ -176,6 +176,7 @@ def topology_of(plan: Plan, mode: Mode) -> Topology:
         f"engines.policy.concurrency={plan.clock.slots}",
         "engines.policy.batch_requests=false",
         f'engines.policy.urls=["http://127.0.0.1:{free_port()}"]',
+        "engines.policy.router=sglang-router",
         f'data=[{{ name = "numbers", source = "{PROMPTS}:prompt", label_key = "label", rm_type = "exact_match" }}]',
     ]
     if mode.max_staleness:  # else nothing runs then

@@ -165,6 +165,7 @@ def topology_of(size: Size, *, batched: bool) -> Topology:
         f"engines.policy.concurrency={size.concurrency}",
         f"engines.policy.batch_requests={'true' if batched else 'false'}",
         f'engines.policy.urls=["http://127.0.0.1:{free_port()}"]',
+        "engines.policy.router=sglang-router",
     ]
     topology = load_topology(RECIPE, [*changes, *([SHARED] if size.shared else [])]).topology
     return msgspec.structs.replace(topology, eval=())

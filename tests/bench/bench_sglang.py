@@ -109,6 +109,7 @@ def topology_of(size: Size, model: Path) -> Topology:
         "engines.policy.batch_requests=false",
         'engines.policy.verify="never"',  # nobody computes a probe here
         "engines.policy.sglang.sleep_on_idle=true",
+        "engines.policy.router=sglang-router",
     ]
     return msgspec.structs.replace(load_topology(RECIPE, changes).topology, eval=())
 

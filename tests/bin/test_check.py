@@ -293,7 +293,7 @@ def make_parquet(things: Path) -> None:
         ("torch", (), "trainer.device", "trainer"),
         ("megatron.core", (), "trainer.device", "trainer"),
         ("torch", (), "engines.policy.kind", "engine"),
-        ("sglang_router", (), "engines.policy.router", "router"),
+        ("sglang_router", ("engines.policy.router=sglang-router",), "engines.policy.router", "router"),
         ("pyarrow", ("data.0.path=TMP/rows.parquet",), "data.0.path", "parquet"),
     ],
 )

@@ -42,7 +42,7 @@ def run(command: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("name", ["engine.policy.0", "router.policy", "trainer", "rollout"])
 def test_a_process_of_a_run_finds_our_modules_whatever_the_users_are_called(folder: Path, name: str) -> None:
     """Found first were those of the current folder: a run failed after it had restarted each process ten times."""
-    topology = load_topology(LAPTOP).topology
+    topology = load_topology(LAPTOP, ["engines.policy.router=sglang-router"]).topology
     specs = {spec.name: spec for spec in process_specs(topology, "local", folder / "run")}
     command, env = specs[name].command, {**os.environ, **specs[name].env}
     module = next(at for at, word in enumerate(command) if word == "-m" or word.endswith("/launch.py")) + 2

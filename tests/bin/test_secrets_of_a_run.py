@@ -65,7 +65,12 @@ def test_another_user_of_the_machine_finds_no_secret_and_no_message() -> None:
 async def test_another_user_gets_nothing_of_a_whole_run_with_its_engine_and_router() -> None:
     with open_directory() as place:
         dumps = place / "dumps"
-        run = Run(place, num_steps=400, eval_interval=None, overrides=(f"run.dump_details={dumps}",))
+        run = Run(
+            place,
+            num_steps=400,
+            eval_interval=None,
+            overrides=(f"run.dump_details={dumps}", "engines.policy.router=sglang-router"),
+        )
         async with run.started() as command:
             await command.log.until_trained(1)
             password = password_of(run.directory)

@@ -30,6 +30,7 @@ TOGETHER = (  # with each of them, who suffers most from it
 )
 STARTS = ("node daemon", "everything")  # after these, the same command again
 FILTERED = (f"rollout.dynamic_filter={Path(__file__).with_name('graders.py')}:every",)  # keeps all, and has a process
+ROUTED = ("engines.policy.router=sglang-router",)  # has a process
 AFTER_STEPS = (2, 6, 10)  # the first kill comes before any checkpoint
 NUM_STEPS = 13
 SAVE_INTERVAL = 5
@@ -52,7 +53,8 @@ async def test_processes_are_killed_in_turn_again_and_again(tmp_path: Path, line
     """The processes of one run, each at a random moment after each of three steps; none of them idles in between."""
     moments, names = moments_of(" ".join(lines)), [PROCESSES[x] for x in lines]
     # a kill is up to a step later than the one before, and its process is to come back before the run ends
-    num_steps, overrides = AFTER_STEPS[-1] + 2 * len(names) + 1, FILTERED if "filter" in names else ()
+    num_steps = AFTER_STEPS[-1] + 2 * len(names) + 1
+    overrides = (*(FILTERED if "filter" in names else ()), *(ROUTED if "router.policy" in names else ()))
     run = Run(tmp_path, num_steps=num_steps, overrides=overrides)
     async with run.started() as command:
         for steps in AFTER_STEPS:

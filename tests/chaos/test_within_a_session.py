@@ -37,7 +37,8 @@ async def test_all_engines_get_the_newest_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, topology: Path, trainer: str, who: str
 ) -> None:
     """The trainer stands still before the third bucket of a session, while somebody is killed."""
-    settings = (*SMALL, "trainer.export_bucket_bytes=16384")
+    routed = ("engines.policy.router=sglang-router",) if who == "router" else ()
+    settings = (*SMALL, "trainer.export_bucket_bytes=16384", *routed)
     run = Run(tmp_path, num_steps=NUM_STEPS, topology=topology, settings=settings)
     await outlive(run, monkeypatch, trainer, who)
 

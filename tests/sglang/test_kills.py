@@ -52,7 +52,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.timeout(LIMIT_S)]
 
 def run_of(directory: Path, num_steps: int, *changes: str) -> Run:
     """The laptop recipe on SGLang, small."""
-    own = (*overrides(), *changes)
+    own = (*overrides(), "engines.policy.router=sglang-router", *changes)
     return Run(directory, num_steps=num_steps, overrides=own, settings=SMALL, topology=RECIPE)
 
 

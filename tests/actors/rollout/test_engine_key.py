@@ -73,7 +73,8 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tupl
     """An engine and a router of the laptop topology, on a tiny model."""
     directory: Path = tmp_path_factory.mktemp("guarded")
     write_config(directory)
-    topology = load_topology(ROOT / "topologies" / "laptop.toml", [f"model.hf_checkpoint={directory}"]).topology
+    changes = [f"model.hf_checkpoint={directory}", "engines.policy.router=sglang-router"]
+    topology = load_topology(ROOT / "topologies" / "laptop.toml", changes).topology
     specs = {spec.name: spec for spec in process_specs(topology, "local", directory)}
     with ExitStack() as stack:
         engine = specs["engine.policy.0"]

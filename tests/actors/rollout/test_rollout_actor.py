@@ -369,7 +369,8 @@ async def test_it_says_what_it_waits_for(bus: Bus, router_url: str) -> None:
     async def says(words: str) -> bool:
         return words in await waits_for(bus)
 
-    async with serving(engine), rollout_actor(bus, "http://127.0.0.1:9", [engine], topology_with()):
+    topology = topology_with(engines={"policy": {"kind": "tiny", "concurrency": 8, "router": "sglang-router"}})
+    async with serving(engine), rollout_actor(bus, "http://127.0.0.1:9", [engine], topology):
         await next_entry(bus, "roster.rollout.>")
         await eventually(lambda: says("the router; a task"))
         await bus.kv.put(address_key("router", "policy", 0), Address(url=router_url))

@@ -37,7 +37,7 @@ def test_only_rollout_has_the_gpus_of_its_engines_and_a_no_op_trainer() -> None:
     assert {name: node.gpus for name, node in topology.nodes.items()} == {"n0": 0, "n1": 8}
     found = processes(topology)
     assert found["n1"] == [f"engine.policy.{index}" for index in range(8)]
-    assert found["n0"] == ["router.policy", "no-op-trainer", "rollout", "reward", "filter", "buffer"]
+    assert found["n0"] == ["no-op-trainer", "rollout", "reward", "filter", "buffer"]
     drawn = draw(topology, plan_of(topology, {}))
     assert "trainer  none: only rollout, on the same weights throughout" in drawn
 

@@ -52,7 +52,7 @@ def test_every_process_of_the_laptop_run_is_drawn() -> None:
     (node,) = planned(load(LAPTOP)).nodes
     names = [process.name for process in node.processes]
     assert names[0] == "nats-server"
-    assert {"engine.policy.0", "router.policy", "trainer", "rollout", "reward", "buffer"} < set(names)
+    assert {"engine.policy.0", "trainer", "rollout", "reward", "buffer"} < set(names)
     text = drawn(LAPTOP, "bus.port=4333")
     assert all(name in text for name in names)
     assert "nats-server        127.0.0.1, port 4333" in text
@@ -140,6 +140,7 @@ def test_every_node_is_drawn_with_its_address_gpus_processes_and_ports() -> None
         "trainer.megatron.tensor_model_parallel_size=4",
         "engines.policy.gpus=n1:4-7",
         'reward.nodes=["n1"]',
+        "engines.policy.router=sglang-router",
     )
     nodes = text[text.index("node n0") : text.index("streams")].splitlines()
     assert [line.rstrip() for line in nodes] == [

@@ -70,7 +70,8 @@ async def test_requests_wait_for_a_lost_router_and_do_not_knock(bus: Bus, router
     async with serving(ScriptedEngine()) as engine, anyio.create_task_group() as group:
         group.start_soon(grade, bus)
         with capture_logs() as logged, running_router() as (router, own_url):
-            async with rollout_actor(bus, own_url, [engine], topology_with()):
+            pool = {"kind": "tiny", "concurrency": 8, "router": "sglang-router"}
+            async with rollout_actor(bus, own_url, [engine], topology_with(engines={"policy": pool})):
                 await bus.publish(announcement(1))
                 await until_applied(bus, 1)
                 router.kill()

@@ -373,14 +373,20 @@ async def test_an_evaluation_item_that_somebody_else_aborts_is_done_again(bus: B
     assert [(sample.status, sample.reward) for sample in event.samples] == [(SampleStatus.COMPLETED, 1.0)]
 
 
-async def test_a_request_carries_token_ids_and_every_sampling_setting(bus: Bus, router_url: str) -> None:
-    """As the engine sees it behind the router, which drops spaces_between_special_tokens."""
+@pytest.mark.parametrize(
+    ("router", "passed"), [("direct", {"spaces_between_special_tokens": False}), ("sglang-router", {})]
+)
+async def test_a_request_carries_token_ids_and_every_sampling_setting(
+    bus: Bus, router_url: str, router: str, passed: dict[str, bool]
+) -> None:
+    """As the engine sees it. The router drops spaces_between_special_tokens."""
+    pool = {"kind": "tiny", "concurrency": 8, "router": router}
     sampling = SamplingParams(
         max_new_tokens=9, temperature=0.7, top_p=0.9, top_k=40, stop=("a", "b"), stop_token_ids=(5,)
     )
     async with serving(ScriptedEngine()) as engine, anyio.create_task_group() as group:
         group.start_soon(grade, bus)
-        async with rollout_actor(bus, router_url, [engine], topology_with()):
+        async with rollout_actor(bus, router_url, [engine], topology_with(engines={"policy": pool})):
             await bus.publish(announcement(1))
             await bus.publish(msgspec.structs.replace(task(0), sampling=sampling))
             await completed(bus)
@@ -389,7 +395,7 @@ async def test_a_request_carries_token_ids_and_every_sampling_setting(bus: Bus, 
     for request in engine.requests:
         assert request["input_ids"] == [7, 8]
         assert request["return_logprob"]
-        assert request["sampling_params"] == {
+        assert request["sampling_params"] == passed | {
             "max_new_tokens": 9,
             "temperature": 0.7,
             "top_p": 0.9,
