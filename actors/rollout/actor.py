@@ -88,6 +88,7 @@ from runtime.settings.topology import (
     Topology,
     frozen_pools,
     grader_names,
+    keeps_prefixes,
     min_concurrency,
     pools_of_columns,
     reads_copies,
@@ -258,7 +259,13 @@ class RolloutActor(Actor):
         )
         return GroupDependencies(
             bus=self._bus,
-            generator=Generator(client, fleet, self._model, give_up_after_s=self._topology.rollout.generate_timeout_s),
+            generator=Generator(
+                client,
+                fleet,
+                self._model,
+                give_up_after_s=self._topology.rollout.generate_timeout_s,
+                keeps_prefixes=keeps_prefixes(self._topology, self._topology.engines[self._pool]),
+            ),
             scorer=scorer,
             seed=self._topology.run.seed,
             batch_requests=self._topology.engines[self._pool].batch_requests,

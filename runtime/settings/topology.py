@@ -638,6 +638,14 @@ def own_graders(topology: Topology) -> dict[str, str]:
     return {name: own.get(name, name) for name in (*named, *own) if name not in elsewhere}
 
 
+def keeps_prefixes(topology: Topology, engine: EngineConfig) -> bool:
+    """Return whether engines of the policy may keep cached prefixes of older weights during an update.
+
+    The rollout actor then compares the version of each answer's first token with that of its engine at sending.
+    """
+    return topology.rollout.on_weight_update == "in_place" and engine.router == "direct"
+
+
 def answers_are_recorded(topology: Topology) -> bool:
     """Return whether rollout is offline: it reads existing samples, so no engine and no grader runs."""
     return trains_demonstrations(topology) or topology.run.only == "trainer"

@@ -8,7 +8,7 @@ import msgspec
 
 from actors.rollout.sglang.errors import EngineError
 from runtime.settings.placement import served_dtype
-from runtime.settings.topology import EngineConfig, Topology, model_of
+from runtime.settings.topology import EngineConfig, Topology, keeps_prefixes, model_of
 
 
 class WrongEngine(EngineError):
@@ -36,7 +36,9 @@ class ServerRequirements(NamedTuple):
             architectures=_architectures_of((directory / "config.json").read_bytes()),
             dtype="" if is_frozen else served_dtype(topology, engine),
             context=topology.rollout.max_context_len or 0,
-            keeps_prefixes=is_frozen or topology.rollout.on_weight_update != "in_place",
+            keeps_prefixes=is_frozen
+            or topology.rollout.on_weight_update != "in_place"
+            or keeps_prefixes(topology, engine),
             one_replica=not is_frozen,
         )
 
@@ -80,7 +82,7 @@ def _differences(says: Mapping[str, Any], wanted: ServerRequirements) -> Iterato
     if wanted.one_replica and dp_size not in (None, 1):
         yield _wrong("dp_size", dp_size, "1: each replica is an engine with a URL of its own")
     if not wanted.keeps_prefixes and says.get("disable_radix_cache") is False:
-        yield _wrong("disable_radix_cache", False, 'true with rollout.on_weight_update = "in_place"')
+        yield _wrong("disable_radix_cache", False, 'true with rollout.on_weight_update = "in_place" and a router')
     room = says.get("max_req_input_len")  # the rest of its context length, or of its memory if that is less
     if isinstance(room, int) and room < wanted.context:
         yield _wrong("max_req_input_len", room, f"at least rollout.max_context_len = {wanted.context}")

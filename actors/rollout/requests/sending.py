@@ -30,6 +30,7 @@ from actors.rollout.sglang.errors import (
     RequestRefused,
     TokensUnverified,
 )
+from actors.rollout.sglang.labels import version_of
 from actors.rollout.sglang.reading import AnswerReader
 from actors.rollout.sglang.served_model import ServedModel
 from messages import SampleStatus
@@ -60,6 +61,7 @@ class Failures:
     lost: int = 0  # failed tries since an engine last crashed or none was up
     since: float = math.inf  # time of the first failure
     engine: str = ""  # the engine of the last failure, if known
+    min_version: int = 0  # weight version that the next try needs
 
 
 class Try(NamedTuple):
@@ -70,13 +72,20 @@ class Try(NamedTuple):
     streamed: bool
     sent_at: float  # seconds of the loop's clock
     mark: int | None  # of interruptions before it was sent
+    version: int  # weight version of the engine that gets it, or the oldest one that may
 
 
 class Generator:
     """Generates on engines that the fleet chooses; `running` tracks the requests so that a halt can abort them."""
 
     def __init__(
-        self, client: SglangClient, fleet: Fleet, model: ServedModel, *, give_up_after_s: float = 14_400.0
+        self,
+        client: SglangClient,
+        fleet: Fleet,
+        model: ServedModel,
+        *,
+        give_up_after_s: float = 14_400.0,
+        keeps_prefixes: bool = False,
     ) -> None:
         """Generate on the engines of a fleet.
 
@@ -85,11 +94,14 @@ class Generator:
             fleet: the engines.
             model: the model that they serve.
             give_up_after_s: seconds without any usable answer from running engines before a request is given up.
+            keeps_prefixes: engines keep cached prefixes during a weight update. An answer whose first token is of newer
+                weights than its request names is then sent again. Needs requests to engines by name.
         """
         self._client = client
         self._fleet = fleet
         self._model = model
         self._give_up_after_s = give_up_after_s
+        self._keeps_prefixes = keeps_prefixes
         self.running = RunningRequests(client, fleet)
         self._isolation_runs = IsolationRuns(fleet, self.running)
         self._records: dict[str, DeathRecord] = {}  # crash records of samples whose engines crashed
@@ -134,7 +146,8 @@ class Generator:
                     end, error = await self._ask(request, this), None
                 except EngineError as raised:
                     end, error = end_of(raised), raised
-                died = end is not End.REFUSED and error is not None and await self._note_death(sample, request, this)
+                lost = error is not None and end not in (End.REFUSED, End.OUTDATED)
+                died = lost and await self._note_death(sample, request, this)
             outcome = await self._settle(request, sample, this, failures, end, error, died=died)
             if outcome is not None:
                 return outcome
@@ -145,6 +158,7 @@ class Generator:
         failures.tries += 1
         streamed = request.may_stream and request.max_new_tokens > STREAM_ABOVE
         kept = request.params.top_k if request.params.return_sampling_mask else None
+        version = self._version_at(place)
         request.readers = [
             AnswerReader(
                 each.buffer,
@@ -156,12 +170,13 @@ class Generator:
                     kept,
                 ),
                 new_input=each.new_input,
-                sent_under=self._version_at(place) if streamed else 0,
+                sent_under=version if streamed else 0,
+                prefix_of=version if self._keeps_prefixes else 0,
                 trusts=self._fleet.update_tracker.trust_from_now_on(),
             )
             for engine_rid, each in zip(request.engine_rids(rid), request.inputs, strict=True)
         ]
-        return Try(rid, place, streamed, anyio.current_time(), self.running.interruption_mark())
+        return Try(rid, place, streamed, anyio.current_time(), self.running.interruption_mark(), version)
 
     async def _settle(
         self,
@@ -180,7 +195,9 @@ class Generator:
             RequestRefused: the request is invalid, or the likely cause of failures.
             EnginesUnwilling: engines answer no request.
         """
-        if error is not None and end is not End.REFUSED:
+        if error is not None and end is End.OUTDATED:
+            log.info("request_outdated", rid=this.rid, tries=failures.tries, reason=str(error))
+        elif error is not None and end is not End.REFUSED:
             log.warning("request_lost", rid=this.rid, tries=failures.tries, error=str(error))
             for reader in request.readers:
                 await self._drop_unusable(reader, request.min_version)
@@ -199,6 +216,9 @@ class Generator:
             reader.discard()
         if error is None or verdict.outcome is Outcome.ABORTED:
             return verdict.outcome
+        if end is End.OUTDATED:
+            await self._note_newer(failures, error.label)
+            return None
         if verdict.is_failure:
             await self._note_failure(sample.rpartition("-")[0], this.place, failures, error)
         elif died:
@@ -227,6 +247,11 @@ class Generator:
         reader.drop_untrusted(self._fleet.update_tracker.is_verified)
         if not reader.is_recent(min_version):
             reader.discard()
+
+    async def _note_newer(self, failures: Failures, label: str) -> None:
+        """Have the next try wait for the weights that sampled the first token; the fleet learns of them later."""
+        if await self._fleet.update_tracker.settled({label}):
+            failures.min_version = max(failures.min_version, version_of(label))
 
     async def _note_failure(self, group: str, place: Destination, failures: Failures, error: EngineError) -> None:
         """Record a failure of a running engine and report it. Give the request up after too many.
@@ -260,7 +285,7 @@ class Generator:
         limit = f"{self._give_up_after_s:g} s (rollout.generate_timeout_s)"
         return EnginesUnwilling(f"running engines answered no request for {limit}; last failure: {reason}")
 
-    async def _wait_ready(self, request: GenerateRequest, halted: Callable[[], bool]) -> bool:
+    async def _wait_ready(self, min_version: int, halted: Callable[[], bool]) -> bool:
         """Wait for an engine that accepts requests; return False if the round was halted first.
 
         Raises:
@@ -268,7 +293,7 @@ class Generator:
         """
         while True:
             with anyio.move_on_after(self._give_up_after_s):
-                return await self._fleet.wait_ready(request.min_version, unless=halted)
+                return await self._fleet.wait_ready(min_version, unless=halted)
             refused = self._fleet.refused_by()
             if refused:
                 raise self._unwilling(refused)
@@ -287,19 +312,20 @@ class Generator:
         def halted() -> bool:
             return self.running.halted(request.round)
 
+        min_version = max(request.min_version, failures.min_version)
         record = self._records.get(sample, DeathRecord())
         match record.status:
             case RequestStatus.POISON:
                 raise self._poison(sample)
             case RequestStatus.QUARANTINED:
-                async with self._isolation_runs.alone(request.min_version, halted) as engine:
+                async with self._isolation_runs.alone(min_version, halted) as engine:
                     yield None if engine is None else Destination(engine.url, engine, alone=True)
             case RequestStatus.ORDINARY:
-                if not await self._wait_ready(request, halted):
+                if not await self._wait_ready(min_version, halted):
                     yield None
                     return
                 engine = self._fleet.choose(
-                    request.min_version,
+                    min_version,
                     sample.rpartition("-")[0],
                     failed=failures.engine if failures.lost else None,
                     by_name=request.params.return_sampling_mask,
@@ -407,7 +433,7 @@ class Generator:
             request.params,
             max_new_tokens=request.max_new_tokens,
             seeds=[each.seed for each in request.inputs],
-            version=self._version_at(this.place),
+            version=this.version,
         )
 
     def _check(self, request: GenerateRequest) -> None:

@@ -1,13 +1,14 @@
 """Judges how a request ended: its answer is kept, it is sent again, refused, or ended by a halt. Pure."""
 
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from actors.rollout.sglang.errors import (
     AbortedUnasked,
     EngineBusy,
     EngineError,
     EngineFailed,
+    PrefixOutdated,
     RequestRefused,
     TokensUnverified,
 )
@@ -22,7 +23,11 @@ class End(StrEnum):
     BUSY = "busy"  # the engine or the router cannot serve it now
     FAILED = "failed"  # with a server error, or an answer that cannot be true
     UNVERIFIED = "unverified"  # its tokens come from weights that were not verified
+    OUTDATED = "outdated"  # newer weights sampled its first token than may have computed its cached prefix
     REFUSED = "refused"  # the engine reports that the request is invalid
+
+
+NO_FAILURES: Final = (End.UNVERIFIED, End.OUTDATED)  # of an engine or a request
 
 
 class Asked(StrEnum):
@@ -65,6 +70,8 @@ def end_of(error: EngineError) -> End:
             return End.REFUSED
         case TokensUnverified():
             return End.UNVERIFIED
+        case PrefixOutdated():
+            return End.OUTDATED
         case AbortedUnasked():
             return End.ABORTED
         case EngineBusy():
@@ -88,7 +95,7 @@ def judge(
         engine_died: an engine that may have had it died since it was sent, or none is up.
         isolation: whether it ran alone.
     """
-    keeps = had_tokens and (streamed or end in (End.FINISHED, End.ABORTED))
+    keeps = had_tokens and (streamed or end in (End.FINISHED, End.ABORTED)) and end is not End.OUTDATED
     if end is End.REFUSED or isolation is Isolation.POISON:
         return Verdict(Outcome.REFUSE, keeps_tokens=False)
     if end is End.FINISHED:
@@ -97,4 +104,4 @@ def judge(
         return Verdict(Outcome.ABORTED, keeps_tokens=keeps or end is End.ABORTED)
     if end is End.ABORTED and (asked is Asked.UPDATE or had_tokens):
         return Verdict(Outcome.RESEND)
-    return Verdict(Outcome.RESEND, keeps_tokens=keeps, is_failure=not engine_died and end is not End.UNVERIFIED)
+    return Verdict(Outcome.RESEND, keeps_tokens=keeps, is_failure=not engine_died and end not in NO_FAILURES)

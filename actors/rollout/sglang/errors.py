@@ -56,6 +56,13 @@ class TokensUnverified(EngineUnavailable):
     """The tokens were sampled from unverified weights. The request is resent to another engine."""
 
 
+class PrefixOutdated(EngineUnavailable):
+    """Newer weights sampled the first token than those that may have computed the request's cached prefix.
+
+    `label` is the first token's, as far as it is known.
+    """
+
+
 class EnginesUnwilling(EngineError):
     """Running engines returned no usable answer for so long that the run ends."""
 

@@ -22,7 +22,8 @@ from actors.rollout.sglang.checks import (
     meta_problem,
     tokens_problem,
 )
-from actors.rollout.sglang.labels import label_of
+from actors.rollout.sglang.errors import PrefixOutdated
+from actors.rollout.sglang.labels import label_of, version_of
 from messages import SampleStatus
 
 Triple = tuple[float | None, int, str | None]  # log-prob, token id and text; None: SGLang encodes NaN as null
@@ -50,6 +51,7 @@ class AnswerReader:
         *,
         new_input: NDArray[Any] = NOTHING,
         sent_under: int = 0,
+        prefix_of: int = 0,
         trusts: Callable[[str], bool] = lambda _: True,
     ) -> None:
         """Start without tokens.
@@ -59,6 +61,8 @@ class AnswerReader:
             expected: the request's properties that the answer must match.
             new_input: input after the buffer's tokens in the request; it enters the buffer with the first token.
             sent_under: weight version of the engines that may answer; 0: unknown.
+            prefix_of: weight version of the cached prefixes that the engine may have used. It has to sample the first
+                token. 0: any version may.
             trusts: whether tokens under a label may be used; applies until the last chunk arrives.
         """
         self._buffer = buffer
@@ -75,6 +79,7 @@ class AnswerReader:
         self._labels: list[_LabelStart] = []
         self._exact: list[LabelSpan] = []  # of all tokens, as the last chunk reports them; positions in the buffer
         self._label = label_of(sent_under, "") if sent_under else None
+        self._prefix_of = prefix_of
         self.num_tokens = 0
         self.meta = MetaInfo()  # of the newest chunk
         self.ended = False  # the last chunk has arrived
@@ -134,6 +139,7 @@ class AnswerReader:
 
         Raises:
             ValueError: it is invalid, or does not follow the earlier chunks; it is not added.
+            PrefixOutdated: it has the first token, of another version than the cached prefix; it is not added.
         """
         meta, before = chunk.meta_info, self.num_tokens
         ids, length = self._ids.read(chunk.output_ids, before, meta.completion_tokens)
@@ -159,6 +165,8 @@ class AnswerReader:
             problem = end_problem(meta, total, tokens.ids[-1] if tokens.ids else None)
         if problem is not None:
             raise ValueError(problem)
+        if tokens.ids and not before:
+            self._check_prefix(meta)
         text = "" if repeats else chunk.text[self._num_characters :] if total == length else chunk.text
         self._append(tokens, text, meta.weight_version)
         self.meta, self.ended, self.refused = meta, ended, refused
@@ -201,6 +209,14 @@ class AnswerReader:
         if isinstance(matched, str):
             self._buffer.end_text_after(matched)
         self.meta = replace(self.meta, finish_reason={"type": "stop", "matched": matched})
+
+    def _check_prefix(self, meta: MetaInfo) -> None:
+        """Check the version of the first token. A chunk that names one label alone may name one newer than that."""
+        exact = self._exact_spans(meta)
+        label = exact[0].label if exact else meta.weight_version or ""
+        if self._prefix_of and version_of(label) != self._prefix_of:
+            message = f"the first token is of weights {label}, its cached prefix may be of weights {self._prefix_of}"
+            raise PrefixOutdated(message, label=label)
 
     def _new_tokens(self, ids: list[int], meta: MetaInfo, total: int) -> NewTokens:
         before = self.num_tokens

@@ -7,7 +7,14 @@ from urllib.parse import urlsplit
 
 from runtime.settings.placement import engine_places, is_networked, nodes_of_engine, num_engines
 from runtime.settings.reading.config import Problem
-from runtime.settings.topology import POLICY, EngineConfig, Topology, answers_are_recorded, sglang_arguments
+from runtime.settings.topology import (
+    POLICY,
+    EngineConfig,
+    Topology,
+    answers_are_recorded,
+    keeps_prefixes,
+    sglang_arguments,
+)
 
 LOOPBACK: Final = ("127.0.0.1", "localhost", "::1")
 STAGES: Final = ("pp_size", "pipeline_parallel_size")  # SGLang's names
@@ -44,18 +51,22 @@ def transport_problems(topology: Topology) -> Iterator[Problem]:
 
 
 def _in_place(topology: Topology, engine: EngineConfig, key: str) -> Iterator[Problem]:
-    """Refuse in-place updates with SGLang's prefix cache.
+    """Refuse in-place updates with SGLang's prefix cache behind a router.
 
     A request that waits at an engine during a weight update would be prefilled from prefixes of older weights, but
-    labelled with the new ones. The tiny engine has no prefix cache; external servers are queried at run time.
+    labelled with the new ones. The rollout actor finds such an answer if it chose the engine and so knows its version.
+    The tiny engine has no prefix cache; external servers are queried at run time.
     """
     mode = topology.rollout.on_weight_update
     if mode != "in_place" or engine.kind == "tiny" or engine.urls or answers_are_recorded(topology):
         return
+    if keeps_prefixes(topology, engine):
+        return
     if not any(name == "disable_radix_cache" and value is True for name, _, value in sglang_arguments(engine)):
         message = (
             "waiting requests would reuse the prefix cache of older weights, with tokens labelled as of the new ones: "
-            f'needs {key}.sglang.disable_radix_cache = true; allowed otherwise: "drain", "abort", "retract"'
+            f'needs {key}.router = "direct" or {key}.sglang.disable_radix_cache = true; '
+            'allowed otherwise: "drain", "abort", "retract"'
         )
         yield Problem.of("rollout.on_weight_update", mode, message)
 

@@ -10,6 +10,8 @@ REF = ("algorithm.kl_loss_coef=0.1", 'engines.ref={kind = "tiny", hf_checkpoint 
 JUDGED = "reward.judges.j={template = '{response}'}"
 AT_URL = "reward.judges.j={template = '{response}', url = 'http://h/v1', model = 'm'}"
 PPO = "algorithm.advantage_estimator=ppo"
+IN_PLACE = ("rollout.on_weight_update=in_place", "rollout.max_staleness=1", "engines.policy.kind=sglang")
+ROUTED = "engines.policy.router=sglang-router"
 ASKS = ("algorithm.use_opd=true", "algorithm.opd_type=sglang")
 TOPK = (*ASKS, "algorithm.opd_kl_coef=0", "algorithm.distillation_loss_coef=1")
 
@@ -134,15 +136,12 @@ def test_external_graders_of_a_run_that_listens_are_no_problem() -> None:
         (("optimizer.lr_decay_style=cosine", "optimizer.lr_decay_iters=20"), "optimizer.lr_warmup_iters", "must end"),
         (("reward.group_rm=true", "data.0.rm_type=my:rank", "eval.0.rm_type=none"), "eval.0.rm_type", "single samples"),
         (
-            ("rollout.on_weight_update=in_place", "rollout.max_staleness=1", "engines.policy.kind=sglang"),
+            (*IN_PLACE, ROUTED),
             "rollout.on_weight_update",
-            "needs engines.policy.sglang.disable_radix_cache = true",
+            'needs engines.policy.router = "direct" or engines.policy.sglang.disable_radix_cache = true',
         ),
         (
-            (
-                *("rollout.on_weight_update=in_place", "rollout.max_staleness=1", "engines.policy.kind=sglang"),
-                "engines.policy.sglang.disable-radix-cache=false",
-            ),
+            (*IN_PLACE, ROUTED, "engines.policy.sglang.disable-radix-cache=false"),
             "rollout.on_weight_update",
             'allowed otherwise: "drain", "abort", "retract"',
         ),
@@ -547,11 +546,11 @@ def test_a_group_of_one_is_fine_without_reward_normalisation() -> None:
 @pytest.mark.parametrize(
     "overrides",
     [
-        ("engines.policy.kind=tiny",),  # which keeps no prefixes
-        ("engines.policy.kind=sglang", "engines.policy.sglang.disable-radix-cache=true"),
-        ("engines.policy.kind=sglang", 'engines.policy.urls=["http://127.0.0.1:30000"]'),  # asked at the start
+        (),  # the actor chooses the engine
+        (ROUTED, "engines.policy.kind=tiny"),  # which keeps no prefixes
+        (ROUTED, "engines.policy.sglang.disable-radix-cache=true"),
+        (ROUTED, 'engines.policy.urls=["http://127.0.0.1:30000"]'),  # asked at the start
     ],
 )
-def test_an_update_in_place_is_allowed_without_a_prefix_cache(overrides: tuple[str, ...]) -> None:
-    in_place = ("rollout.on_weight_update=in_place", "rollout.max_staleness=1")
-    assert load_topology(LAPTOP, [*in_place, *overrides]).topology.rollout.on_weight_update == "in_place"
+def test_an_update_in_place_is_allowed_where_no_answer_has_an_older_prefix(overrides: tuple[str, ...]) -> None:
+    assert load_topology(LAPTOP, [*IN_PLACE, *overrides]).topology.rollout.on_weight_update == "in_place"

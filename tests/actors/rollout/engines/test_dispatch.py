@@ -91,6 +91,33 @@ def long_task(group_id: int, num_samples: int) -> RolloutRequested:
     return msgspec.structs.replace(task(group_id), sampling=sampling, num_samples=num_samples)
 
 
+@pytest.mark.anyio
+@pytest.mark.parametrize("length", [8, 300], ids=["whole", "streamed"])
+async def test_an_answer_with_a_prefix_of_older_weights_is_sent_again_once(bus: Bus, length: int) -> None:
+    """Its request waited at the engine during an update in place, which keeps cached prefixes."""
+    engine = ScriptedEngine(hold=True, script=lambda *_: [1, 2])  # streams nothing before it is released
+    topology = topology_with(
+        engines={"policy": {"kind": "tiny", "concurrency": 8}},
+        rollout={"on_weight_update": "in_place", "max_staleness": 1},
+    )
+    async with serving(engine), anyio.create_task_group() as group:
+        group.start_soon(grade, bus)
+        async with rollout_actor(bus, NO_ROUTER, [engine], topology):
+            await bus.publish(announcement(1))
+            await bus.publish(msgspec.structs.replace(task(0), sampling=SamplingParams(max_new_tokens=length)))
+            await engine.wait_for_requests(2)
+            engine.update_at = anyio.Event()
+            await bus.publish(announcement(2))
+            await eventually(lambda: engine.calls[-2:] == ["in_place", "update"])
+            engine.update_at.set()
+            await eventually(lambda: engine.held == 2)
+            engine.release()  # sampled by the new weights from the first token on
+            (event,) = await completed_groups(bus, 1)
+        group.cancel_scope.cancel()
+    assert [body["extra_key"] for body in engine.requests] == ["weights 1"] * 2 + ["weights 2"] * 2
+    assert len(event.samples) == 2
+
+
 def held_by(engine: ScriptedEngine) -> Counter[str]:
     """Requests that an engine got, by lease."""
     return Counter(body["rid"].partition("-")[0] for body in engine.requests)

@@ -7,6 +7,7 @@ import anyio
 import msgspec
 import numpy as np
 import pytest
+from structlog.testing import capture_logs
 
 from actors.rollout.sglang.labels import version_of
 from messages import (
@@ -99,6 +100,38 @@ async def test_every_token_is_labelled_with_the_weights_that_sampled_it(
         segments = await segments_of(bus, event, index)
         assert [segment.prompt_ids.tolist() for segment in segments] == [PROMPT] + [[]] * (len(segments) - 1)
         check_labels(segments, weights, mode)
+
+
+@pytest.mark.slow
+async def test_a_request_that_waited_during_an_update_in_place_is_sent_again(
+    bus: Bus, router_url: str, weights: dict[int, Path]
+) -> None:
+    """One slot: the first sample has tokens of both versions, the second waited and has those of the new one alone."""
+    topology = topology_with(
+        rollout={"on_weight_update": "in_place", "max_staleness": 1, "max_response_len": LENGTH, "spill_every_s": 0.2}
+    )
+    sizes = ("--stream-interval", "16", "--incremental-streaming-output", "--max-running-requests", "1")
+    with running_engine(weights[1], *sizes) as engine, capture_logs() as logged:
+        async with EngineClient(engine.url) as client, anyio.create_task_group() as group:
+            group.start_soon(grade, bus)
+            async with rollout_actor(bus, router_url, [engine], topology):
+                await bus.publish(announced(weights, 1))
+                await client.post("/slow_down", {"forward_sleep_time": 0.004})
+                await bus.publish(long_task())
+                await next_event(bus, SegmentsSpilled)
+                await bus.publish(announced(weights, 2))
+                await until_version(client, 2)
+                await client.post("/slow_down", {"forward_sleep_time": 0})
+                event = await completed(bus)
+            group.cancel_scope.cancel()
+    assert [entry["event"] for entry in logged].count("request_outdated") == 1
+    found = [await segments_of(bus, event, index) for index in range(2)]
+    first, second = sorted(found, key=lambda segments: labels(segments)[0])
+    check_labels(first, weights, "in_place")
+    assert set(labels(second)) == {2}
+    ids = [token for segment in second for token in segment.response_ids.tolist()]
+    log_probs = np.concatenate([np.asarray(segment.rollout_log_probs) for segment in second])
+    assert np.abs(log_probs - teacher_forced(weights[2], PROMPT, ids).numpy()).max() < CLOSE
 
 
 def check_labels(segments: list[Segment], weights: dict[int, Path], mode: str) -> None:

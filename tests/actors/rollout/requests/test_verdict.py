@@ -13,6 +13,7 @@ from actors.rollout.sglang.errors import (
     EngineFailed,
     EngineSilent,
     EngineUnavailable,
+    PrefixOutdated,
     RequestRefused,
     TokensUnverified,
 )
@@ -70,6 +71,9 @@ ROWS: list[tuple[str, End, bool, bool, Asked, bool, Verdict]] = [
     ("update: aborted, with tokens", End.ABORTED, STREAMED, TOKENS, UPDATE, LIVES, GOES_ON),
     ("update: aborted in the queue", End.ABORTED, WHOLE, NONE, UPDATE, LIVES, GOES_ON),
     ("update: lost meanwhile", End.LOST, STREAMED, NONE, UPDATE, LIVES, FAILURE),
+    ("update: its cached prefix is of older weights", End.OUTDATED, STREAMED, NONE, NO, LIVES, AGAIN),
+    ("update: the same of a batch, of which one was read", End.OUTDATED, WHOLE, TOKENS, NO, LIVES, AGAIN),
+    ("update: the same in the moment of a halt", End.OUTDATED, WHOLE, TOKENS, HALT, LIVES, Verdict(ABORTED, False)),
 ]
 
 
@@ -89,8 +93,9 @@ def test_in_every_case_a_request_is_bounded_and_nothing_wrong_is_kept() -> None:
         assert (found.outcome is KEEP) == (end is End.FINISHED and isolation is not Isolation.POISON)
         assert (found.outcome is REFUSE) == (end is End.REFUSED or isolation is Isolation.POISON)
         if found.outcome is RESEND and not died and not found.keeps_tokens:  # the same request is not sent for ever
-            assert found.is_failure or end is End.UNVERIFIED
-        if found.outcome is RESEND and end not in (End.ABORTED, End.FINISHED):
+            assert found.is_failure or end in (End.UNVERIFIED, End.OUTDATED)
+        assert end is not End.OUTDATED or not found.keeps_tokens
+        if found.outcome is RESEND and end not in (End.ABORTED, End.FINISHED, End.OUTDATED):
             assert found.keeps_tokens == (streamed and tokens)
         assert asked is not Asked.HALT or found.outcome is not RESEND
 
@@ -100,6 +105,7 @@ def test_in_every_case_a_request_is_bounded_and_nothing_wrong_is_kept() -> None:
     [
         (RequestRefused("400"), End.REFUSED),
         (TokensUnverified(""), End.UNVERIFIED),
+        (PrefixOutdated(""), End.OUTDATED),
         (AbortedUnasked(""), End.ABORTED),
         (EngineBusy("503"), End.BUSY),
         (EngineFailed("500"), End.FAILED),

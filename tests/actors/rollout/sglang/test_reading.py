@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from actors.rollout.samples.buffer import SampleBuffer
 from actors.rollout.sglang.checks import ExpectedAnswer
+from actors.rollout.sglang.errors import PrefixOutdated
 from actors.rollout.sglang.reading import AnswerReader
 from messages import Int32Array, SampleKey, SampleStatus, Segment, WeightSpan
 
@@ -31,6 +32,10 @@ def chunk(start: int, end: int, version: str = "1", *, finish: str | None = None
     if spans is not None:
         meta["weight_versions"] = spans
     return json.dumps({"text": TEXT[start:end], "output_ids": IDS[start:end], "meta_info": meta}).encode()
+
+
+def spans(*found: tuple[int, int, str]) -> list[dict[str, Any]]:
+    return [{"version": version, "start": start, "end": end} for start, end, version in found]
 
 
 def begun(
@@ -103,6 +108,32 @@ def test_the_spans_of_the_last_chunk_are_believed() -> None:
     exact = [{"version": "1", "start": 0, "end": 5}, {"version": "2", "start": 5, "end": 10}]
     reader.add_chunk(chunk(0, 10, "2", finish="stop", spans=exact))
     assert spans_of(take(buffer)) == [(1, 0, 1), (2, 1, 6)]
+
+
+@pytest.mark.parametrize(
+    ("chunks", "is_outdated"),
+    [
+        ((chunk(0, 2, "1@a"), chunk(2, 4, "2@b", finish="length")), False),
+        ((chunk(0, 2, "2@b"),), True),  # its first token may be of either
+        ((chunk(0, 4, "2@b", finish="length", spans=spans((0, 1, "1@a"), (1, 4, "2@b"))),), False),
+        ((chunk(0, 4, "2@b", finish="length", spans=spans((0, 4, "2@b"))),), True),
+        ((chunk(0, 0, "2@b", finish="abort"),), False),  # no token
+    ],
+)
+def test_the_first_token_has_to_be_of_the_weights_that_may_have_computed_the_prefix(
+    chunks: tuple[bytes, ...], is_outdated: bool
+) -> None:
+    for prefix_of in (0, 1):
+        buffer = SampleBuffer()
+        reader = AnswerReader(buffer, sent_under=1, prefix_of=prefix_of)
+        if is_outdated and prefix_of:
+            with pytest.raises(PrefixOutdated) as raised:
+                reader.add_chunk(chunks[0])
+            assert (raised.value.label, buffer.num_tokens, reader.num_tokens) == ("2@b", 0, 0)
+            continue
+        for data in chunks:
+            reader.add_chunk(data)
+        assert reader.ended or not prefix_of
 
 
 def test_the_spans_of_every_chunk_are_believed() -> None:
