@@ -60,7 +60,8 @@ def process_specs(topology: Topology, node: str, run_dir: Path) -> list[ProcessS
     placed = topology.reward.nodes
     for pool, engine in topology.engines.items() if not recorded else ():
         specs += _engines(topology, pool, engine, node)
-        if home and pool == POLICY and engine.router == "sglang-router":  # requests to other pools name their engine
+        own = engine.router == "sglang-router" and engine.router_url is None
+        if home and pool == POLICY and own:  # requests to other pools name their engine
             specs.append(_router(topology, pool, engine))
     if topology.run.only != "rollout":
         specs += _trainer(topology, node, run_dir)
@@ -157,7 +158,7 @@ def _host(topology: Topology, run_dir: Path, name: str, roles: Sequence[str], en
 def _router(topology: Topology, pool: str, engine: EngineConfig) -> ProcessSpec:
     return ProcessSpec(
         name=f"router.{pool}",
-        command=router_command(topology),
+        command=router_command(topology, engine),
         port=PortRequest(),
         ready=WhenListening(),
         probe=AnswersHttp(ROUTER_PATH),

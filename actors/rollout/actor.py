@@ -176,6 +176,7 @@ class RolloutActor(Actor):
                 session,
                 await engine_key(self._bus.kv),
                 strangers=tuple(url for engine in self._topology.engines.values() for url in engine.urls),
+                run=self._topology.run.name,
                 update_timeout_s=pool.update_timeout_s,
                 generate_timeout_s=rollout.generate_timeout_s,
             )
@@ -199,7 +200,9 @@ class RolloutActor(Actor):
                 group.start_soon(frozen.run, self._bus, self._topology)
             await group.start(tools.scorer.run)
             group.start_soon(self._watch_engines, fleet, client, follower)
-            if pool.router == "sglang-router":
+            if pool.router_url is not None:
+                group.start_soon(fleet.run_router, pool.router_url.rstrip("/"))
+            elif pool.router == "sglang-router":
                 group.start_soon(self._watch_router, fleet)
             group.start_soon(take_part, self._bus, fleet, partial(self._gives_up, fleet))
             group.start_soon(tools.generator.running.run)
@@ -244,8 +247,12 @@ class RolloutActor(Actor):
             verifier,
             RateLimitedEvents(self._bus.name),
             update_groups=pool.update_groups,
-            dispatch=Direct() if pool.router == "direct" else ThroughRouter(client),
+            dispatch=Direct() if pool.router == "direct" else self._through_router(client),
         )
+
+    def _through_router(self, client: SglangClient) -> ThroughRouter:
+        pool, run = self._topology.engines[self._pool], self._topology.run.name
+        return ThroughRouter(client, run=None if pool.router_url is None else run, engines=pool.urls)
 
     def _tools(self, client: SglangClient, fleet: Fleet) -> GroupDependencies:
         reward = self._topology.reward

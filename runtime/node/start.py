@@ -72,7 +72,7 @@ from runtime.settings.plan import stream_limits
 from runtime.settings.processes import ProcessSpec
 from runtime.settings.reading.config import Problem
 from runtime.settings.sizes import min_free_bytes, stream_sizes
-from runtime.settings.topology import POLICY, Topology, answers_are_recorded, encode_topology, grader_names
+from runtime.settings.topology import POLICY, Topology, answers_are_recorded, chooser_of, encode_topology, grader_names
 from runtime.util.disk import LinesWhileRoom, is_full, no_space_of
 from runtime.util.exit_codes import EXIT_INPUT_ERROR, EXIT_NO_SPACE
 from runtime.util.files import write_atomically
@@ -340,7 +340,7 @@ def _plan(
         num_steps=topology.train.num_steps,
         step_groups=topology.rollout.rollout_batch_size,
         graded=not trains_demonstrations(topology),
-        router="" if pool is None or answers_are_recorded(topology) else pool.router,
+        router="" if pool is None or answers_are_recorded(topology) else chooser_of(pool),
         started=_command_started(),
         processes=tuple(specs_of(topology, options.node, claim.run_dir)),
         server=_server(topology, claim.run_dir, address) if bus_node(topology) == options.node else None,

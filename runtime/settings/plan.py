@@ -42,6 +42,7 @@ from runtime.settings.topology import (
     Topology,
     TrainerConfig,
     answers_are_recorded,
+    chooser_of,
     critic_topology,
     judge_pools,
     min_concurrency,
@@ -183,7 +184,7 @@ def _head(topology: Topology, plan: Plan) -> Iterator[str]:
             uses += [f"judge {', '.join(judges)}"] if judges else []
             weights = ", ".join([engine.hf_checkpoint, *uses])
         elif name == POLICY:
-            weights += f", requests by {engine.router}"
+            weights += f", requests by {chooser_of(engine)}"
         yield f"  engines  {name}: {engine.kind}, {amount}, {weights}"
     for item in topology.eval:
         yield f"  eval     {item.name}: {item.path}, every {item.interval} steps"

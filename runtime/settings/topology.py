@@ -248,6 +248,7 @@ WeightTransport = Literal["disk", "collective", "ipc"]
 WeightFormat = Literal["as_trained", "bfloat16", "fp8"]  # fp8: the layers' matrices, in blocks of 128 x 128
 StartWeights = Literal["files", "peer"]
 Verify = Literal["always", "first", "never"]
+RouterPolicy = Literal["round_robin", "random", "cache_aware", "power_of_two", "manual"]
 
 
 class EngineConfig(Config, frozen=True, kw_only=True):
@@ -321,10 +322,16 @@ class EngineConfig(Config, frozen=True, kw_only=True):
     verify: Verify | None = None
     # Send one request per prompt group instead of one per sample.
     batch_requests: bool = False
-    # What chooses the engine of a request: the rollout actor itself ("direct"), or a process of SGLang's router, in
-    # turn ("sglang-router"). The actor takes the least loaded engine that holds the weight version. Samples of a prompt
-    # and turns of a conversation stay on one engine, unless it has 1.5 times the mean load.
+    # What chooses the engine of a request: the rollout actor itself ("direct"), or SGLang's router ("sglang-router").
+    # The actor takes the least loaded engine that holds the weight version. Samples of a prompt and turns of a
+    # conversation stay on one engine, unless it has 1.5 times the mean load.
     router: Literal["direct", "sglang-router"] = "direct"
+    # How SGLang's router chooses. "cache_aware" takes the engine that had the longest common prefix, "manual" keeps a
+    # conversation on one engine by its routing key, and "power_of_two" takes the less loaded one of two.
+    router_policy: RouterPolicy = "round_robin"
+    # URL of a sglang-router that already runs, with its own policy, such as "http://10.0.0.5:30000". It may serve this
+    # run alone. By default the run starts one, if `router` names it.
+    router_url: Annotated[str, msgspec.Meta(pattern=r"^https?://[^/]+$")] | None = None
     # Python interpreter that has SGLang installed. By default the interpreter of the run.
     python: Text | None = None
     # URLs of engines that already run. The run neither starts nor restarts them.
@@ -636,6 +643,13 @@ def own_graders(topology: Topology) -> dict[str, str]:
     own, elsewhere = topology.reward.graders, {*topology.reward.external, *topology.reward.judges}
     named = (item.rm_type for item in (*topology.data, *topology.eval) if item.rm_type is not None)
     return {name: own.get(name, name) for name in (*named, *own) if name not in elsewhere}
+
+
+def chooser_of(engine: EngineConfig) -> str:
+    """Return what chooses the engines of requests, as users see it."""
+    if engine.router == "direct":
+        return engine.router
+    return f"{engine.router} ({engine.router_url or engine.router_policy})"
 
 
 def keeps_prefixes(topology: Topology, engine: EngineConfig) -> bool:

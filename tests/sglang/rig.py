@@ -48,12 +48,14 @@ class Rig:
     def __post_init__(self) -> None:
         ask, stream = self.client.generate, self.client.stream
 
-        async def generate(router: str, body: dict[str, Any], readers: Sequence[AnswerReader]) -> None:
-            await ask(router, body, readers)
+        async def generate(
+            router: str, body: dict[str, Any], readers: Sequence[AnswerReader], *, routing_key: str = ""
+        ) -> None:
+            await ask(router, body, readers, routing_key=routing_key)
             self.raw_ends |= {tuple(reader.ids.tolist()): reader.meta.finish_reason for reader in readers}
 
-        async def streamed(router: str, body: dict[str, Any], reader: AnswerReader) -> None:
-            await stream(router, body, reader)
+        async def streamed(router: str, body: dict[str, Any], reader: AnswerReader, *, routing_key: str = "") -> None:
+            await stream(router, body, reader, routing_key=routing_key)
             self.raw_ends[tuple(reader.ids.tolist())] = reader.meta.finish_reason
 
         self.client.generate, self.client.stream = generate, streamed

@@ -12,6 +12,7 @@ from typing import Any, Final
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from actors.rollout.sglang.client import ROUTING_KEY
 from actors.rollout.sglang.labels import version_of
 
 MODEL: Final = str(Path(__file__).parents[2] / "topologies/demo/models/reverse-digits")  # for the router
@@ -45,6 +46,7 @@ class ScriptedEngine:
     break_at: asyncio.Event | None = None  # once set, streams lose their connection after the last token
     streams: int = 0  # streamed requests that are held after their first tokens
     requests: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    routing_keys: list[str] = field(default_factory=list[str])  # of requests that came through a router
     updates: list[str] = field(default_factory=list[str])
     checks: list[str] = field(default_factory=list[str])  # checksum requests: "paused" or "running"
     probes: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])  # requests for prompt log-probs
@@ -131,6 +133,7 @@ class ScriptedEngine:
             return await self._probe(body)
         async with self._arrived:
             self.requests.append(body)
+            self.routing_keys += request.headers.getall(ROUTING_KEY, [])
             self._arrived.notify_all()
         prompts = body["input_ids"]
         if body.get("stream"):

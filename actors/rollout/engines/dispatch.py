@@ -17,6 +17,7 @@ class Dispatch(Protocol):
 
     names_engines: bool  # each request is sent to an engine of this actor's choice
     first_url: str | None  # where requests without an engine go at the start; None: unknown yet
+    waits_for: str  # what requests wait for while that is unknown, for people
 
     async def answers(self, router: str) -> bool:
         """Whether requests can be sent."""
@@ -61,6 +62,7 @@ class Direct:
 
     names_engines = True
     first_url: str | None = ""
+    waits_for = ""
 
     def __init__(self) -> None:
         self._num_chosen = 0

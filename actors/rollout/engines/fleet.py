@@ -111,7 +111,7 @@ class Fleet:
         if self.is_held:
             return "a colocation phase: the trainer holds the GPU memory, or engines release or resume it"
         if self._target.router is None:
-            return "the router"
+            return self._dispatch.waits_for
         if self._target.weights is None:
             return "the first weights"
         behind = [engine.name for engine in self._engines.values() if engine.is_behind]

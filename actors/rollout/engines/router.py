@@ -1,10 +1,10 @@
 """Dispatch by sglang-router: it chooses the engines, which register in its worker list. The caller retries."""
 
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Final
 
-from actors.rollout.sglang.client import SglangClient
+from actors.rollout.sglang.client import RouterWorker, SglangClient
 from actors.rollout.sglang.errors import EngineError
 
 if TYPE_CHECKING:
@@ -24,8 +24,18 @@ class ThroughRouter:
     names_engines = False
     first_url: str | None = None
 
-    def __init__(self, client: SglangClient) -> None:
+    def __init__(self, client: SglangClient, *, run: str | None = None, engines: Collection[str] = ()) -> None:
+        """Use a router that the run started, or an external one.
+
+        Args:
+            client: for the router.
+            run: name of the run, for an external router; other engines that it lists stay there. None: its own router.
+            engines: URLs of external engines that serve the run.
+        """
         self._client = client
+        self._run = run
+        self._external_engines = frozenset(engines)
+        self.waits_for = "the router"
         self._num_named = 0  # requests sent past the router, for round-robin
         self._asked_at: dict[tuple[str, str], float] = {}  # by router and requested change
 
@@ -55,10 +65,16 @@ class ThroughRouter:
             return False
 
     async def free_of(self, router: str, engine: str | None) -> bool:
-        """Whether the router responds without listing an engine, or any engine if None; removes those that it lists."""
+        """Whether the router responds without listing an engine, or any engine if None; removes those that it lists.
+
+        An external router may list engines of others, to which requests could go: they stay, and the run waits.
+        """
         try:
             found = [worker for worker in await self._client.workers(router) if engine is None or worker.url == engine]
-            for worker in found:
+            others = [] if engine is not None else [worker.url for worker in found if not self._is_ours(worker)]
+            self.waits_for = f"the router {router}, which lists engines of others: {', '.join(others)}"
+            self.waits_for = self.waits_for if others else "the router"
+            for worker in found if not others else ():
                 self._asked_at.pop((router, worker.url), None)  # listed now, so a later add must be requested anew
                 await self._once(router, worker.id, lambda worker=worker: self._client.remove_worker(router, worker))
         except EngineError:
@@ -79,6 +95,9 @@ class ThroughRouter:
         others = [engine for engine in engines if engine.name != failed] or engines
         self._num_named += 1
         return others[self._num_named % len(others)] if others else None
+
+    def _is_ours(self, worker: RouterWorker) -> bool:
+        return self._run is None or worker.run == self._run or worker.url in self._external_engines
 
     async def _once(self, router: str, what: str, ask: Callable[[], Awaitable[None]]) -> None:
         """Request a change, unless the router accepted an equal request within the last ASK_AGAIN_S."""

@@ -360,15 +360,16 @@ class Generator:
         """
         place, readers = this.place, request.readers
         body = self._body(request, this)
+        routing_key = sample_of(request.rid) if place.engine is None else ""
         held = nullcontext() if place.engine is None else place.engine.carrying(len(readers))
         with held, self.running.entered(this.rid, request, readers[0] if this.streamed else None) as sent:
             if place.engine is not None:
                 sent.engine = place.engine.name
             try:
                 if this.streamed:
-                    await self._stream(place.url, body, readers[0])
+                    await self._stream(place.url, body, readers[0], routing_key)
                 else:
-                    await self._client.generate(place.url, body, readers)
+                    await self._client.generate(place.url, body, readers, routing_key=routing_key)
             except BadAnswer as error:
                 engine = place.engine or self._fleet.engine_behind(error.label)
                 if engine is None:
@@ -387,9 +388,9 @@ class Generator:
             await self._fleet.note_answer(label)
         return End.ABORTED if aborted else End.FINISHED
 
-    async def _stream(self, url: str, body: dict[str, Any], reader: AnswerReader) -> None:
+    async def _stream(self, url: str, body: dict[str, Any], reader: AnswerReader, routing_key: str) -> None:
         try:
-            await self._client.stream(url, body, reader)
+            await self._client.stream(url, body, reader, routing_key=routing_key)
         except EngineUnavailable:
             if not reader.ended or reader.refused is not None:  # otherwise only the end of the connection is missing
                 raise

@@ -4,7 +4,7 @@ import uuid
 from collections.abc import AsyncGenerator, Collection, Sequence
 from contextlib import asynccontextmanager, suppress
 from itertools import chain
-from typing import Annotated, Any, NamedTuple, TypeVar
+from typing import Annotated, Any, Final, NamedTuple, TypeVar
 
 import aiohttp
 import msgspec
@@ -29,6 +29,8 @@ from runtime.util.secrets import Secret
 
 T = TypeVar("T")
 
+ROUTING_KEY: Final = "X-SMG-Routing-Key"  # the router's "manual" policy keeps requests with equal keys on one engine
+RUN_LABEL: Final = "physarum_run"  # of an engine at a router
 BEYOND_ROUTER_S = 10.0  # time beyond the router's timeout: the router then reports the reason
 ADMIN_TIMEOUT_S = 10.0
 PROBE_TRIES = 5
@@ -124,6 +126,12 @@ class RouterWorker(msgspec.Struct, frozen=True):
     id: str
     url: str
     is_healthy: bool = False
+    metadata: dict[str, Any] = {}
+
+    @property
+    def run(self) -> str:
+        """Name of the run that added it; empty if none did."""
+        return str(self.metadata.get(RUN_LABEL, ""))
 
 
 class WorkerList(msgspec.Struct, frozen=True):
@@ -141,6 +149,7 @@ class SglangClient:
         key: Secret | None = None,
         strangers: Collection[str] = (),
         *,
+        run: str = "",
         update_timeout_s: float = 600.0,
         generate_timeout_s: float = 14_400.0,
         admin_timeout_s: float = ADMIN_TIMEOUT_S,
@@ -153,6 +162,7 @@ class SglangClient:
             session: for all requests.
             key: API key of the run's engines and router; None: no key.
             strangers: URLs of external engines; they never get the key.
+            run: name of the run, a label of its engines at a router.
             update_timeout_s: for loading weights, and for computing their checksum.
             generate_timeout_s: for the longest answer, at the router.
             admin_timeout_s: for control calls and health checks.
@@ -166,17 +176,21 @@ class SglangClient:
         self._session = session
         self._generate_timeout_s = generate_timeout_s + BEYOND_ROUTER_S
         self._key = key
+        self._run = run
         self._strangers = tuple(strangers)
         self._plain = {"Content-Type": "application/json"}
         self._with_key = self._plain if key is None else self._plain | {"Authorization": f"Bearer {key.reveal()}"}
 
-    async def generate(self, router: str, body: dict[str, Any], readers: Sequence[AnswerReader]) -> None:
+    async def generate(
+        self, router: str, body: dict[str, Any], readers: Sequence[AnswerReader], *, routing_key: str = ""
+    ) -> None:
         """Send a request for one sample or a batch, and read the answers.
 
         Args:
             router: URL of the router or an engine.
             body: of the request.
             readers: of the answers, in the order of the prompts. On an error some may have read theirs.
+            routing_key: of the conversation, for a router.
 
         Raises:
             EngineUnavailable: connection lost, or no worker.
@@ -184,7 +198,10 @@ class SglangClient:
             RequestRefused: the request is invalid.
         """
         url = router + "/generate"
-        data = await self._post(url, body, self._generate_timeout_s)
+        async with self._request(
+            "POST", url, msgspec.json.encode(body), self._generate_timeout_s, routing_key
+        ) as response:
+            data = await _read_all(url, response, self._max_answer_bytes)
         try:
             answers = [decode_answer(data)] if len(readers) == 1 else decode_answers(data)
         except (ValueError, RecursionError) as error:
@@ -201,8 +218,8 @@ class SglangClient:
                 unreadable = "" if type(error) is ValueError else "unreadable answer: "
                 raise BadAnswer(url, f"{unreadable}{_problem(error)}", label) from error
 
-    async def stream(self, router: str, body: dict[str, Any], reader: AnswerReader) -> None:
-        """Send a request for one sample and read its chunks as they come.
+    async def stream(self, router: str, body: dict[str, Any], reader: AnswerReader, *, routing_key: str = "") -> None:
+        """Send a request for one sample and read its chunks as they come; `generate` describes the arguments.
 
         On an error the reader keeps its tokens.
 
@@ -213,7 +230,7 @@ class SglangClient:
         """
         url = router + "/generate"
         data = msgspec.json.encode({**body, "stream": True})
-        async with self._request("POST", url, data, self._generate_timeout_s) as response:
+        async with self._request("POST", url, data, self._generate_timeout_s, routing_key) as response:
             try:
                 async for event in events_of(response.content, self._max_event_bytes):
                     if event == DONE:
@@ -380,7 +397,9 @@ class SglangClient:
 
     async def add_worker(self, router: str, engine: str) -> None:
         """Add an engine to the router, which registers it in the background."""
-        body = {"url": engine}
+        body: dict[str, Any] = {"url": engine}
+        if self._run:
+            body["labels"] = {RUN_LABEL: self._run}
         if self._key is not None and not engine.startswith(self._strangers):
             body["api_key"] = self._key.reveal()
         await self._post(router + "/workers", body, self._admin_timeout_s)
@@ -409,11 +428,12 @@ class SglangClient:
 
     @asynccontextmanager
     async def _request(
-        self, method: str, url: str, data: bytes | None, timeout_s: float
+        self, method: str, url: str, data: bytes | None, timeout_s: float, routing_key: str = ""
     ) -> AsyncGenerator[aiohttp.ClientResponse]:
         """Yield a successful response, to be read in the block."""
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         headers = self._plain if url.startswith(self._strangers) else self._with_key
+        headers = headers | {ROUTING_KEY: routing_key} if routing_key else headers
         try:
             async with self._session.request(method, url, data=data, headers=headers, timeout=timeout) as response:
                 if response.status >= 300:

@@ -18,6 +18,8 @@ READY_PATH: Final = "/ready"  # runs no forward pass; answers 503 while generati
 RANK_PATH: Final = "/health"  # of ranks that serve no requests
 ROUTER_PATH: Final = "/liveness"
 SERVER_ENVIRONMENT: Final = FOREIGN | NO_DIAGNOSTICS
+# "power_of_two" starts with two engines or more; engines register later, and these never do
+UNREACHABLE: Final = ("--worker-urls", "http://127.0.0.1:1", "http://127.0.0.1:2", "--worker-startup-timeout-secs", "5")
 METRICS_HOST: Final = "127.0.0.2"  # the router needs a free metrics port: its own port on another loopback address
 
 
@@ -77,12 +79,15 @@ def with_arguments(command: list[str], arguments: Mapping[str, object]) -> tuple
     return (*command, "--host", "{host}", "--port", "{port}", *words)
 
 
-def router_command(topology: Topology) -> tuple[str, ...]:
-    """Return the command line of sglang-router."""
+def router_command(topology: Topology, engine: EngineConfig) -> tuple[str, ...]:
+    """Return the command line of sglang-router for a pool."""
     command = (sys.executable, "-P", LAUNCH, "sglang_router.launch_router", "--host", "{url_host}", "--port", "{port}")
     options = (
         "--policy",
-        "round_robin",
+        engine.router_policy,
+        *(UNREACHABLE if engine.router_policy == "power_of_two" else ()),
+        "--balance-abs-threshold",  # of "cache_aware": the longest prefix unless loads differ by half
+        "0",
         "--disable-retries",  # the rollout actor resends lost requests
         "--disable-circuit-breaker",  # the rollout actor decides which engines serve
         "--health-check-endpoint",

@@ -56,7 +56,8 @@ SET_BY_US = ("CUDA_VISIBLE_DEVICES", "PHYSARUM_")  # variables or their prefixes
 NAME_OR_INTERFACE = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.@-]*[A-Za-z0-9_])?")
 FOR_UPDATES = (  # settings of pools whose weights change
     *("colocate", "update_timeout_s", "weight_transport", "weight_format", "start_weights", "local_copy"),
-    *("update_groups", "verify", "batch_requests", "next_token_after_s", "router", "min_concurrency"),
+    *("update_groups", "verify", "batch_requests", "next_token_after_s", "min_concurrency"),
+    *("router", "router_policy", "router_url"),
 )
 OWN_FIELDS = ("max_tokens", "messages", "model", "n", "stream", "temperature")  # of a request to a judge
 PARSERS = ("number", "boxed")  # of the answers of judges: actors/reward/graders/parsers.py
@@ -343,6 +344,8 @@ def _engines(topology: Topology) -> Iterator[Problem]:
             message = f'no actor uses this pool with algorithm.loss_type = "{topology.algorithm.loss_type}": remove it'
             yield Problem(key=f"engines.{name}", message=message)
         yield from _engine(engine, f"engines.{name}")
+        if name == POLICY:
+            yield from _router(engine, f"engines.{name}")
         yield from _processes(engine, f"engines.{name}")
         yield from _least(topology, engine, f"engines.{name}")
         yield from _seeds(engine, f"engines.{name}")
@@ -407,6 +410,20 @@ def _frozen_pool(engine: EngineConfig, key: str) -> Iterator[Problem]:
         value = getattr(engine, field.name)
         if field.name in FOR_UPDATES and value != field.default:
             yield Problem.of(f"{key}.{field.name}", value, "has no effect: the model of this pool does not change")
+
+
+def _router(engine: EngineConfig, key: str) -> Iterator[Problem]:
+    """Refuse settings of SGLang's router without a router, or with one that has its own."""
+    if engine.router == "direct":
+        needed, without = f'has no effect: needs {key}.router = "sglang-router"', ("router_policy", "router_url")
+    elif engine.router_url is not None:
+        needed, without = f"has no effect on an external router ({key}.router_url)", ("router_policy",)
+    else:
+        return
+    for field in msgspec.structs.fields(EngineConfig):
+        value = getattr(engine, field.name)
+        if field.name in without and value != field.default:
+            yield Problem.of(f"{key}.{field.name}", value, needed)
 
 
 def _engine(engine: EngineConfig, key: str) -> Iterator[Problem]:

@@ -71,6 +71,13 @@ def test_external_graders_of_a_run_that_listens_are_no_problem() -> None:
         (("rollout.n_samples_per_prompt=1",), "rollout.n_samples_per_prompt", "algorithm.disable_rewards_normalizat"),
         (("rollout.temperature=0",), "rollout.temperature", "allowed: float > 0"),
         (("rollout.return_sampling_mask=true",), "rollout.return_sampling_mask", "has no effect unless rollout.top_p"),
+        (("engines.policy.router_policy=manual",), "engines.policy.router_policy", "needs engines.policy.router = "),
+        (("engines.policy.router_url=http://h:1",), "engines.policy.router_url", "needs engines.policy.router = "),
+        (
+            (ROUTED, "engines.policy.router_policy=manual", "engines.policy.router_url=http://h:1"),
+            "engines.policy.router_policy",
+            "has no effect on an external router",
+        ),
         (("rollout.return_sampling_mask=true", "rollout.top_p=0.9"), "rollout.top_k", "allowed: 2 to 4096"),
         (
             (

@@ -80,7 +80,8 @@ def direct(**fields: Any) -> Topology:
 
 
 def test_a_router_is_started_only_for_its_own_dispatch() -> None:
-    for topology, has_router in ((direct(), False), (direct(router="sglang-router"), True)):
+    external = direct(router="sglang-router", router_url="http://10.0.0.5:30000")
+    for topology, has_router in ((direct(), False), (direct(router="sglang-router"), True), (external, False)):
         names = [spec.name for spec in process_specs(topology, SOLE_NODE, Path("runs/r"))]
         assert ("router.policy" in names) == has_router
         assert "engine.policy.1" in names
@@ -116,6 +117,20 @@ async def test_an_answer_with_a_prefix_of_older_weights_is_sent_again_once(bus: 
         group.cancel_scope.cancel()
     assert [body["extra_key"] for body in engine.requests] == ["weights 1"] * 2 + ["weights 2"] * 2
     assert len(event.samples) == 2
+
+
+@pytest.mark.anyio
+async def test_requests_behind_a_router_have_the_key_of_their_conversation(bus: Bus, router_url: str) -> None:
+    async with serving(ScriptedEngine()) as engine, anyio.create_task_group() as group:
+        group.start_soon(grade, bus)
+        async with rollout_actor(bus, router_url, [engine], direct(num_engines=1, router="sglang-router")):
+            await bus.publish(announcement(1))
+            await bus.publish(task(0))
+            await completed_groups(bus, 1)
+        group.cancel_scope.cancel()
+    samples = {body["rid"].rsplit("-", 2)[0] for body in engine.requests}
+    assert len(samples) == 2
+    assert set(engine.routing_keys) == samples
 
 
 def held_by(engine: ScriptedEngine) -> Counter[str]:
