@@ -40,7 +40,8 @@ class Router:
 
 def router_command(port: int, **rollout: Any) -> list[str]:
     """Build the router command of a run with these rollout settings."""
-    topology = topology_with(rollout=rollout)
+    pool = {"kind": "tiny", "concurrency": 8, "router": "sglang-router"}
+    topology = topology_with(rollout=rollout, engines={"policy": pool})
     (spec,) = [spec for spec in process_specs(topology, SOLE_NODE, Path("/nowhere")) if spec.name == "router.policy"]
     return [with_address(part, "127.0.0.1", port) for part in spec.command]
 
