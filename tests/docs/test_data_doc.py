@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from actors.buffer.prompts.demonstrations import pieces_of
+from actors.buffer.prompts.turns import pieces_of
 from actors.buffer.prompts.generated import find_source
 from actors.buffer.prompts.source import load_prompts
 from actors.buffer.prompts.tokenizing import load_tokenizing

@@ -1,29 +1,19 @@
 """Demonstrations (SFT) and preference pairs: conversations as token ids with a loss mask over the assistant's turns."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Final, NamedTuple, cast
+from collections.abc import Sequence
+from typing import Any, cast
 
 import msgspec
 import numpy as np
 
 from actors.buffer.prompts.prompts import encode
 from actors.buffer.prompts.tokenizing import Messages, Tokenizing
+from actors.buffer.prompts.turns import MASKED, TRAINED, Piece, pieces_of
 from messages import Demonstration, Int32Array, Prompt, UInt8Array
 from runtime.data.data_files import DataError
 from runtime.data.rows import Row
 from runtime.settings.derived import max_prompt_len
 from runtime.settings.recipe import DataConfig, RolloutConfig
-from runtime.util.formatting import show
-
-TRAINED: Final = "assistant"  # role whose turns are trained
-MASKED: Final = ("step_loss_mask", "weight")  # 0 excludes a message from the loss; slime's key, OpenAI's
-
-
-class Piece(NamedTuple):
-    """A piece of a rendered conversation."""
-
-    text: str
-    trains: bool
 
 
 class DemonstrationReader:
@@ -108,55 +98,6 @@ class DemonstrationReader:
 
 def _untrained(turns: Messages) -> list[dict[str, Any]]:
     return [{**turn, MASKED[0]: 0} if turn.get("role") == TRAINED else dict(turn) for turn in turns]
-
-
-def pieces_of(turns: Messages, tokenizing: Tokenizing, **options: Any) -> list[Piece]:
-    """Split a conversation where trained turns begin and end.
-
-    A trained turn is the model's output after the generation prompt, plus the template's end of turn. So the
-    conversation is rendered twice per trained turn: up to the generation prompt, and with the turn included.
-
-    Args:
-        turns: chat messages.
-        tokenizing: renders them.
-        options: further arguments of the chat template.
-
-    Raises:
-        ValueError: no turn is trained, or the template renders a turn differently when more turns follow.
-    """
-    chosen = [index for index, turn in enumerate(turns) if _trains(turn, index)]
-    if not chosen:
-        raise ValueError(f"none of its {len(turns)} messages is one of the {TRAINED} to train on")
-
-    def render(num_turns: int, *, opened: bool) -> str:
-        return tokenizing.render(turns[:num_turns], **{**options, "add_generation_prompt": opened})
-
-    whole = render(len(turns), opened=False)
-    pieces: list[Piece] = []
-    at = 0
-    for index in chosen:
-        before, after = render(index, opened=True), render(index + 1, opened=False)
-        if not (at <= len(before) < len(after) and after.startswith(before) and whole.startswith(after)):
-            raise ValueError(_not_kept(index, len(turns)))
-        pieces += [Piece(whole[at : len(before)], False), Piece(whole[len(before) : len(after)], True)]
-        at = len(after)
-    pieces.append(Piece(whole[at:], False))
-    return [piece for piece in pieces if piece.text]
-
-
-def _not_kept(index: int, num_turns: int) -> str:
-    return (
-        f"the chat template renders message {index} of {num_turns} (from 0) differently than as a "
-        "reply of the model, so its tokens cannot be found: use a template that keeps earlier text, or leave the "
-        f'turn untrained with "{MASKED[0]}": 0'
-    )
-
-
-def _trains(turn: Mapping[str, Any], index: int) -> bool:
-    for key in MASKED:
-        if key in turn and turn[key] not in (0, 1):
-            raise ValueError(f"message {index} has {key} = {show(turn[key])}; allowed: 0 and 1")
-    return turn.get("role") == TRAINED and all(turn.get(key, 1) for key in MASKED)
 
 
 def _pair(row: Row, chosen: Prompt, rejected: Prompt) -> Prompt:

@@ -1,6 +1,7 @@
 """Chat templates and tokenizers; loads transformers only for models without tokenizer.json."""
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any, NoReturn, Protocol, cast
 
 import jinja2
 import jinja2.ext
+import jinja2.nodes
 import jinja2.sandbox
 import numpy as np
 from tokenizers import Tokenizer
@@ -16,6 +18,9 @@ from messages.arrays import Int32Array
 from runtime.data.data_files import DataError
 
 Messages = list[dict[str, Any]]
+OPEN, CLOSE = "\ue000", "\ue001"  # characters for private use, around what a template marks as output
+MARKED = "marks_output"  # variable of the template that turns the marks on
+GENERATION = re.compile(r"\{%-?\s*generation\b")
 TOOL_TEMPLATES = ("tool_use", "default")  # named templates to try, in order, for rows with tools
 
 
@@ -27,6 +32,14 @@ class Tokenizing(Protocol):
 
         Raises:
             ValueError: the template refuses them, or the model has no template.
+        """
+        ...
+
+    def render_marked(self, messages: Messages, *, tools: Any = None, **kwargs: Any) -> str | None:
+        """Render with OPEN and CLOSE around what the template marks as output; None if it marks none.
+
+        Raises:
+            ValueError: the template refuses the messages, or a message has one of these characters.
         """
         ...
 
@@ -79,6 +92,15 @@ class FastTokenizing:
         except Exception as error:  # noqa: BLE001 - a template is a program, and may raise anything
             raise ValueError(f"the chat template of {self._directory} fails: {error!r}") from None
 
+    def render_marked(self, messages: Messages, *, tools: Any = None, **kwargs: Any) -> str | None:
+        """Render with the marks of {% generation %}; None if the template has none."""
+        if not GENERATION.search(self._source(bool(tools))):
+            return None
+        text = self.render(messages, tools=tools, **kwargs)
+        if OPEN in text or CLOSE in text:
+            raise ValueError("the messages have characters that mark the output of the chat template: U+E000 or U+E001")
+        return self.render(messages, tools=tools, **{**kwargs, MARKED: True})
+
     def encode(self, texts: Sequence[str]) -> list[Int32Array]:
         """Tokenize all texts in one call, on the library's own threads."""
         try:
@@ -87,14 +109,18 @@ class FastTokenizing:
             raise ValueError(str(error)) from None
         return [Int32Array(np.asarray(encoding.ids, dtype=np.int32)) for encoding in encodings]
 
-    def _template(self, with_tools: bool) -> jinja2.Template:
+    def _source(self, with_tools: bool) -> str:
         names = TOOL_TEMPLATES if with_tools else TOOL_TEMPLATES[1:]
         name = next((name for name in names if name in self._templates), None)
         if name is None:
             raise ValueError(f"{self._directory} has no chat template: chat_template.jinja or tokenizer_config.json")
-        if name not in self._compiled:
-            self._compiled[name] = _environment().from_string(self._templates[name])
-        return self._compiled[name]
+        return self._templates[name]
+
+    def _template(self, with_tools: bool) -> jinja2.Template:
+        source = self._source(with_tools)
+        if source not in self._compiled:
+            self._compiled[source] = _environment().from_string(source)
+        return self._compiled[source]
 
 
 def _settings(directory: Path) -> dict[str, Any]:
@@ -145,13 +171,21 @@ def _refuse_another(name: str) -> NoReturn:
 
 
 class _Generation(jinja2.ext.Extension):
-    """Parses {% generation %}, which marks the assistant's output, and renders its content unchanged."""
+    """Parses {% generation %}, which marks the assistant's output; renders its content unchanged, or between marks."""
 
     tags = {"generation"}
 
     def parse(self, parser: Any) -> Any:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return [_mark(OPEN, line), *body, _mark(CLOSE, line)]
+
+
+def _mark(text: str, line: int) -> jinja2.nodes.Output:
+    """Return the statement that writes a mark if the variable MARKED is set."""
+    nodes = jinja2.nodes
+    chosen = nodes.CondExpr(nodes.Name(MARKED, "load"), nodes.Const(text), nodes.Const(""))
+    return nodes.Output([chosen], lineno=line)
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
@@ -182,6 +216,10 @@ class TransformersTokenizing:
             raise ValueError(f"the chat template refuses the messages: {error}") from None
         except Exception as error:  # noqa: BLE001 - a template may raise anything
             raise ValueError(f"the chat template fails: {error!r}") from None
+
+    def render_marked(self, messages: Messages, *, tools: Any = None, **kwargs: Any) -> str | None:
+        """Return None: marks of the template are not read without tokenizer.json."""
+        return None
 
     def encode(self, texts: Sequence[str]) -> list[Int32Array]:
         """Tokenize all texts in one call."""

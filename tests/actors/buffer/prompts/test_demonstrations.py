@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from actors.buffer.prompts.demonstrations import DemonstrationReader, Piece, pieces_of
+from actors.buffer.prompts.demonstrations import DemonstrationReader
 from actors.buffer.prompts.prompts import LoadedData, fingerprint_of
 from actors.buffer.prompts.source import load_data, load_prompts, steps_per_epoch
 from actors.buffer.prompts.tokenizing import FastTokenizing, Tokenizing, TransformersTokenizing
+from actors.buffer.prompts.turns import Piece, pieces_of
 from messages import Prompt
 from runtime.data.data_files import DataError
 from runtime.settings.recipe import DataConfig, RolloutConfig
@@ -197,16 +198,29 @@ def test_our_masks_are_those_of_transformers(tmp_path: Path) -> None:
         assert [0] * len(given) + mask == theirs["assistant_masks"]
 
 
-def test_a_template_that_changes_earlier_turns_is_refused_with_the_line(tmp_path: Path) -> None:
+def test_a_template_that_changes_earlier_turns_trains_what_it_renders(tmp_path: Path) -> None:
     tokenizing = FastTokenizing(model_with(tmp_path, FORGETS))
-    said = error(tmp_path, tokenizing, {"messages": TALK[:2]}, {"messages": TALK})
-    assert said.startswith(":2: the chat template renders message 1 of 4 (from 0) differently than")
-    assert '"step_loss_mask": 0' in said
+    assert pieces_of(TALK, tokenizing) == [
+        Piece("<user>1<assistant>", False),
+        Piece("23<end>", True),
+        Piece("<user>4<assistant>", False),
+        Piece("05<end>", True),
+    ]
     turns = [TALK[0], {**TALK[1], "step_loss_mask": 0}, *TALK[2:]]
     assert pieces_of(turns, tokenizing) == [
         Piece("<user>1<assistant>23<end><user>4<assistant>", False),
         Piece("05<end>", True),
     ]
+
+
+def test_a_turn_that_cannot_be_found_is_refused_with_the_line(tmp_path: Path) -> None:
+    ends = FORGETS.replace("<end>", "{% if loop.last %}<end>{% else %}<pad>{% endif %}")
+    tokenizing = FastTokenizing(model_with(tmp_path, ends))
+    said = error(tmp_path, tokenizing, {"messages": TALK[:2]}, {"messages": TALK})
+    assert said.startswith(
+        ":2: message 1 of 4 (from 0) cannot be found in the rendered conversation: it ends differently"
+    )
+    assert '"step_loss_mask": 0' in said
 
 
 def test_tools_and_arguments_reach_the_template(tmp_path: Path) -> None:
