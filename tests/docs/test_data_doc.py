@@ -5,10 +5,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from actors.buffer.prompts.turns import pieces_of
 from actors.buffer.prompts.generated import find_source
 from actors.buffer.prompts.source import load_prompts
 from actors.buffer.prompts.tokenizing import load_tokenizing
+from actors.buffer.prompts.turns import pieces_of
 from actors.hooks import check_hooks
 from messages import Prompt
 from runtime.data.rows import read_rows
