@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from tests.actors.trainer.algorithms.peer_numbers import NEMO_RL, PRIME_RL, SLIME, Options, functions, rounded, shown
+from tests.actors.trainer.algorithms.peer_inputs import NEMO_RL, PRIME_RL, SLIME, Options, functions, rounded, shown
 
 EDGES: Final = Path(__file__).with_suffix(".json")
 CLIP: Final = {"eps_clip": 0.2, "eps_clip_high": 0.28}

@@ -19,7 +19,7 @@ from actors.trainer.algorithms.returns import (
     token_rewards,
 )
 from actors.trainer.algorithms.whitening import whiten
-from tests.actors.trainer.algorithms.peer_numbers import BY_LENGTH, GAMMA, KL_COEF, LAMBD, OF_RETURNS
+from tests.actors.trainer.algorithms.peer_inputs import BY_LENGTH, GAMMA, KL_COEF, LAMBD, OF_RETURNS
 from tests.actors.trainer.algorithms.peers import GROUPS, KL, LENGTHS, NEMO_RL, REWARDS, SLIME, TRAINS, VERL, column
 
 EVERY = np.ones(len(TRAINS), dtype=bool)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from actors.trainer.algorithms.group_baselines import gdpo_advantages, grpo_advantages, remax_advantages
 from actors.trainer.algorithms.length_penalties import linear_length_penalties, overlong_penalties
 from actors.trainer.algorithms.whitening import whiten
-from tests.actors.trainer.algorithms.peer_numbers import BASELINES, SECOND, TURNS, WEIGHTS
+from tests.actors.trainer.algorithms.peer_inputs import BASELINES, SECOND, TURNS, WEIGHTS
 from tests.actors.trainer.algorithms.peers import GROUPS, LENGTHS, PRIME_RL, REWARDS, VERL
 
 NAMED = {"right": REWARDS, "short": np.array(SECOND)}
