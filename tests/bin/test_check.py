@@ -23,6 +23,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+import actors.preflight  # noqa: F401 - here once, not in the process of each check
 from actors.trainer.checkpoints import CHECKPOINTS, METADATA_FILE, SavedRun, directory_of
 from actors.trainer.checkpoints import RUN_FILE as SAVED_FILE
 from actors.trainer.file_checksums import write_checksums
@@ -119,7 +120,7 @@ def things(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def serving(server: socketserver.TCPServer) -> Iterator[str]:
     """The port of a server that runs beside the test."""
     with server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.1})
         thread.start()
         try:
             yield str(server.server_address[1])
@@ -191,8 +192,9 @@ def saying(**says: object) -> Iterator[str]:
         yield port
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def ports(locked: str) -> Iterator[dict[str, str]]:
+    """Ports by the names that the table gives them; nobody who asks there leaves anything behind."""
     with (
         socket.create_server(("127.0.0.1", 0)) as taken,
         socket.socket() as free,

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import actors.preflight  # noqa: F401 - here once, not in the process of each check
 from bin.start_topology import main
 from tests.bin.check_cases import LAPTOP, MODEL, ROOT
 
@@ -20,8 +21,9 @@ def nothing(number): return None
 def raising(number): raise KeyError("x")
 def exiting(number): sys.exit(3)
 def ending(number): os._exit(3)
-def looping(number):
-    while True: pass
+def waiting(number):
+    import time
+    time.sleep(600)
 def foreign(number): return {"prompt_ids": [99], "label": "1"}
 async def asynchronous(sample): yield 1.0
 def generator(sample): yield 1.0
@@ -40,7 +42,7 @@ def loud(sample): print("LOUD"); return 1.0
 def users(tmp_path: Path) -> Path:
     """A folder with files that are not as they should be."""
     (tmp_path / "users.py").write_text(USERS)
-    (tmp_path / "hangs.py").write_text("while True: pass\n")
+    (tmp_path / "hangs.py").write_text("import time\ntime.sleep(600)\n")
     (tmp_path / "ends.py").write_text("import os\nos._exit(4)\n")
     (tmp_path / "asks.py").write_text("input()\n")
     os.mkfifo(tmp_path / "fifo")
@@ -108,7 +110,7 @@ def test_what_would_end_a_start_is_refused(
     [
         ("data.0.rm_type=TMP/hangs.py:f", "importing it"),
         ("rollout.dynamic_filter=TMP/hangs.py:f", "importing it"),
-        (source("looping"), "calling it for its first rows"),
+        (source("waiting"), "calling it for its first rows"),
         ("model.hf_checkpoint=TMP/loops", "rendering and tokenising its rows from 0 on"),
     ],
 )

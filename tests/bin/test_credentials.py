@@ -1,4 +1,4 @@
-"""bin/credentials, as a person calls it, on a run with a real daemon and server."""
+"""bin/credentials on a run with a real daemon and server; as a person calls it where a run goes on."""
 
 import json
 import stat
@@ -12,10 +12,12 @@ import anyio
 import anyio.to_thread
 import pytest
 
+from bin.credentials import main
 from runtime.bus.credential import read_credential
 from runtime.bus.nats.server import accepts_login
 from runtime.util.secrets import with_login
 from tests.runtime.node.test_external_clients import running
+from tests.support.commands import called
 
 ROOT = Path(__file__).parents[2]
 COMMAND = ROOT / "bin" / "credentials.py"
@@ -92,7 +94,7 @@ async def test_a_credential_is_given_listed_and_revoked_while_the_run_goes_on(tm
 def test_what_cannot_be_given_is_wrong_input(
     tmp_path: Path, address: str | None, bus: dict[str, str], arguments: tuple[str, ...], problem: str
 ) -> None:
-    done = credentials(describe(tmp_path / "r", address, **bus), *arguments)
+    done = called(main, describe(tmp_path / "r", address, **bus), *arguments)
     assert (done.returncode, done.stdout) == (2, "")
     assert problem in done.stderr
     assert not (tmp_path / "r" / "bus" / "clients.json").exists()

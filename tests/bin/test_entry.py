@@ -13,7 +13,9 @@ from actors.processes import process_specs
 from actors.reward.frames import GraderSpec, Hello
 from actors.reward.process import GraderProcess
 from bin.entry import Screen
+from bin.start_topology import main
 from runtime.settings.load import load_topology
+from tests.support.commands import called
 
 ROOT = Path(__file__).parents[2]
 LAPTOP = ROOT / "topologies" / "laptop.toml"
@@ -212,9 +214,8 @@ def test_a_command_without_standard_streams_does_its_work(closed: tuple[int, ...
 @pytest.mark.parametrize("more", [["--check"], []])
 def test_a_link_in_a_circle_is_named(key: str, more: list[str], tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to("loop")
-    command = [sys.executable, "-P", str(ROOT / "bin" / "start_topology.py"), str(LAPTOP), *more]
-    command += ["--set", f"run.dir={tmp_path}", "--set", f"{key}={tmp_path / 'loop'}"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    places = ("--set", f"run.dir={tmp_path}", "--set", f"{key}={tmp_path / 'loop'}")
+    done = called(main, LAPTOP, *more, *places, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert len(done.stderr.splitlines()) == 1
     assert f"{tmp_path / 'loop'} is a symbolic link that leads nowhere, or in a circle" in done.stderr
@@ -222,7 +223,6 @@ def test_a_link_in_a_circle_is_named(key: str, more: list[str], tmp_path: Path) 
 
 def test_a_topology_file_that_is_a_link_in_a_circle_is_named(tmp_path: Path) -> None:
     (tmp_path / "loop.toml").symlink_to("loop.toml")
-    command = [sys.executable, "-P", str(ROOT / "bin" / "start_topology.py"), str(tmp_path / "loop.toml"), "--check"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    done = called(main, tmp_path / "loop.toml", "--check", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == f"{tmp_path / 'loop.toml'}: cannot be read: Too many levels of symbolic links\n"

@@ -10,9 +10,11 @@ import pytest
 from actors.trainer.models.config import read_hf_config
 from actors.trainer.models.files import random_source, set_format, write_model
 from actors.trainer.models.shapes import hf_shapes
+from bin.export_hf import main
 from runtime.settings.topology import encode_topology
 from tests.actors.trainer.tiny import TINY
 from tests.build.topology import trainer_topology
+from tests.support.commands import called
 
 COMMAND = Path(__file__).parents[2] / "bin" / "export_hf.py"
 
@@ -75,7 +77,7 @@ def test_weights_that_were_published_in_another_form_keep_the_config_that_says_s
     ],
 )
 def test_a_run_or_step_that_is_not_there_is_wrong_input(folder: Path, arguments: tuple[str, ...], said: str) -> None:
-    done = export(folder, *arguments)
+    done = called(main, *arguments, cwd=folder)
     assert done.returncode == 2
     assert said in done.stderr
     assert "Traceback" not in done.stderr

@@ -1,12 +1,17 @@
-"""bin/ledger, as a person calls it, on the store of a small run."""
+"""bin/ledger on the store of a small run: called in this process, and a few times as a person calls it.
+
+Where a run goes on, its bus is a client of a thread of its own: the command needs the main thread for its signals.
+"""
 
 import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import asynccontextmanager
+import tempfile
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +19,9 @@ import anyio
 import msgspec
 import psutil
 import pytest
+from anyio.from_thread import BlockingPortal, start_blocking_portal
 
+from bin.ledger import main
 from messages import ActorStarted, BufferStarted, Message, Plane, RunStalled
 from runtime.bus.bus import Bus
 from runtime.bus.nats.server import ServerSettings
@@ -23,6 +30,7 @@ from runtime.ledger.fold import LedgerState, fold
 from runtime.node.claims.claim import Claim
 from tests.build.events import announced, completed, issued, snapshot
 from tests.fixtures.nats import TEST_LIMITS, TEST_STREAMS
+from tests.support.commands import called
 from tests.support.cpu import interpreter_starts
 from tests.support.log_of_a_run import LOG, THE_END
 from tests.support.running_server import running_server
@@ -36,6 +44,11 @@ A_FACT = ActorStarted(actor="a", node="n", pid=1, restarts=0)
 
 
 def ledger(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    return called(main, *arguments, cwd=cwd)
+
+
+def started(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    """The command as a process."""
     command = [sys.executable, str(COMMAND), *arguments]
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=25, check=False)
 
@@ -60,6 +73,17 @@ async def make(run_dir: Path, events: Sequence[Message] = LOG) -> Path:
         async with bus_of(run_dir, events):
             pass
     return run_dir
+
+
+@contextmanager
+def held(run_dir: Path, events: Sequence[Message] = LOG) -> Iterator[tuple[Bus, BlockingPortal]]:
+    """A run that goes on: a claim as that of its node daemon, and its bus, to be used through the portal."""
+    with (
+        Claim.take(run_dir),
+        start_blocking_portal() as portal,
+        portal.wrap_async_context_manager(bus_of(run_dir, events)) as bus,
+    ):
+        yield bus, portal
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +114,7 @@ def test_a_name_under_runs_is_found_and_told_for_people(ended: Path) -> None:
     runs = ended.parent.with_name("runs")
     if not runs.exists():
         runs.symlink_to(ended.parent)
-    done = ledger(RUN, cwd=runs.parent)
+    done = started(RUN, cwd=runs.parent)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[:2] == [
         f"run         {RUN}, not finished (no node daemon runs it)",
@@ -113,20 +137,19 @@ def test_a_group_is_told_from_its_first_event_to_its_last(ended: Path) -> None:
     assert events[0]["time"] <= events[-1]["time"]
 
 
-@pytest.mark.anyio
-async def test_a_group_of_a_run_without_a_filter_is_told_as_kept_without_a_verdict(tmp_path: Path) -> None:
+def test_a_group_of_a_run_without_a_filter_is_told_as_kept_without_a_verdict(tmp_path: Path) -> None:
     """Group 0 is kept when it completes, group 1, which waited for a verdict, by the buffer that has no filter."""
     later = msgspec.structs.replace(issued(0, 1), verdicts=True)
     without = BufferStarted(incarnation=2, verdicts=False)
     again = msgspec.structs.replace(issued(2), verdicts=False)
     log = (BufferStarted(incarnation=1), announced(1, 0), later, completed(1), without, completed(0), again)
-    run_dir = await make(tmp_path / RUN, log)
+    run_dir = anyio.run(make, tmp_path / RUN, log)
     expected = {
         0: [("groups_issued", False), ("group_completed", True)],
         1: [("groups_issued", False), ("group_completed", False), ("buffer_started", True)],
     }
     for group_id, life in expected.items():
-        done = await anyio.to_thread.run_sync(ledger, str(run_dir), "--group", str(group_id))
+        done = ledger(str(run_dir), "--group", str(group_id))
         told = [json.loads(line) for line in done.stdout.splitlines()]
         assert [(event["type"], event.get("kept_without_verdict", False)) for event in told] == life
 
@@ -137,29 +160,26 @@ def test_a_group_that_never_was_is_an_error_that_says_which_there_are(ended: Pat
     assert done.stderr == f"run {RUN} has no group 8: it has issued groups 0 to 7\n"
 
 
-def test_an_ended_run_is_left_as_it_was_and_nothing_stays(ended: Path, tmp_path: Path) -> None:
+def test_an_ended_run_is_left_as_it_was_and_nothing_stays(
+    ended: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = content_of(ended)
-    command = [sys.executable, str(COMMAND), str(ended)]
-    environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    assert subprocess.run(command, env=environment, capture_output=True, timeout=25, check=False).returncode == 0
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert ledger(str(ended)).returncode == 0
     assert content_of(ended) == before
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.anyio
-async def test_a_live_run_is_read_from_its_bus_which_goes_on(tmp_path: Path) -> None:
+def test_a_live_run_is_read_from_its_bus_which_goes_on(tmp_path: Path) -> None:
     run_dir = tmp_path / RUN
-    with Claim.take(run_dir):
-        async with bus_of(run_dir) as bus:
-            told = json_of(await anyio.to_thread.run_sync(ledger, str(run_dir), "--json"))
-            assert (told["live"], told["books"], told["finished"]) == (True, BOOKS, None)
-            assert await bus.publish(THE_END) == len(LOG) + 1
-            done = await anyio.to_thread.run_sync(ledger, str(run_dir))
-            assert done.stdout.startswith(f"run         {RUN}, finished: trained 2 steps\n")
-    assert json_of(await anyio.to_thread.run_sync(ledger, str(run_dir), "--json"))["live"] is False
+    with held(run_dir) as (bus, portal):
+        told = json_of(ledger(str(run_dir), "--json"))
+        assert (told["live"], told["books"], told["finished"]) == (True, BOOKS, None)
+        assert portal.call(bus.publish, THE_END) == len(LOG) + 1
+        assert ledger(str(run_dir)).stdout.startswith(f"run         {RUN}, finished: trained 2 steps\n")
+    assert json_of(ledger(str(run_dir), "--json"))["live"] is False
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize(
     ("last", "code", "said"),
     [
@@ -167,71 +187,62 @@ async def test_a_live_run_is_read_from_its_bus_which_goes_on(tmp_path: Path) -> 
         (THE_END, 1, "'from_the_future'"),  # without a decision, whatever is told would be false
     ],
 )
-async def test_what_this_version_does_not_know_is_passed_over_unless_it_is_a_decision(
+def test_what_this_version_does_not_know_is_passed_over_unless_it_is_a_decision(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: Message, code: int, said: str
 ) -> None:
     run_dir = tmp_path / RUN
-    with Claim.take(run_dir):
-        async with bus_of(run_dir) as bus:
-            with monkeypatch.context() as patch:
-                patch.setattr("runtime.bus.wire.encode", _unknown)
-                assert await bus.publish(last) == len(LOG) + 1
-            done = await anyio.to_thread.run_sync(ledger, str(run_dir), "--json")
-            assert done.returncode == code
-            assert said in done.stderr
-            if code == 0:
-                assert json_of(done)["books"] == BOOKS
-            assert (await bus.state(last.plane)).last_seq == len(LOG) + 1
+    with held(run_dir) as (bus, portal):
+        with monkeypatch.context() as patch:
+            patch.setattr("runtime.bus.wire.encode", _unknown)
+            assert portal.call(bus.publish, last) == len(LOG) + 1
+        done = ledger(str(run_dir), "--json")
+        assert done.returncode == code
+        assert said in done.stderr
+        if code == 0:
+            assert json_of(done)["books"] == BOOKS
+        assert portal.call(bus.state, last.plane).last_seq == len(LOG) + 1
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("live", [False, True])
-async def test_what_was_moved_to_the_archive_is_told_too(tmp_path: Path, live: bool) -> None:
+def test_what_was_moved_to_the_archive_is_told_too(tmp_path: Path, live: bool) -> None:
     run_dir = tmp_path / RUN
-    with Claim.take(run_dir):
-        async with bus_of(run_dir) as bus:
-            await archive(bus, run_dir, below_seq=12)
-            await bus.purge(Plane.EVENT, below_seq=12)
-            if live:
-                await check_a_trimmed_run(run_dir, live=True)
+    with held(run_dir) as (bus, portal):
+        portal.call(partial(archive, bus, run_dir, below_seq=12))
+        portal.call(partial(bus.purge, Plane.EVENT, below_seq=12))
+        if live:
+            check_a_trimmed_run(run_dir, live=True)
     if not live:
-        await check_a_trimmed_run(run_dir, live=False)
+        check_a_trimmed_run(run_dir, live=False)
 
 
-async def check_a_trimmed_run(run_dir: Path, *, live: bool) -> None:
-    done = await anyio.to_thread.run_sync(ledger, str(run_dir), "--json")
+def check_a_trimmed_run(run_dir: Path, *, live: bool) -> None:
+    done = ledger(str(run_dir), "--json")
     told = json_of(done)
     assert (told["live"], told["books"], told["trained"]) == (live, BOOKS, [[0, [0, 1]], [1, [3, 5]]])
     assert done.stderr == ""
-    group = await anyio.to_thread.run_sync(ledger, str(run_dir), "--group", "1")
+    group = ledger(str(run_dir), "--group", "1")
     assert [json.loads(line)["seq"] for line in group.stdout.splitlines()] == [3, 6, 9, 10, 14]
 
 
-@pytest.mark.anyio
-async def test_without_its_archive_a_trimmed_run_is_told_from_the_snapshot_on(tmp_path: Path) -> None:
+def test_without_its_archive_a_trimmed_run_is_told_from_the_snapshot_on(tmp_path: Path) -> None:
     state = LedgerState()
     for seq, event in enumerate(LOG, start=1):
         fold(state, event, seq)
     run_dir = tmp_path / RUN
-    with Claim.take(run_dir):
-        async with bus_of(run_dir, (*LOG, snapshot(state))) as bus:
-            await bus.purge(Plane.EVENT, below_seq=20)
-    done = await anyio.to_thread.run_sync(ledger, str(run_dir), "--json")
+    with held(run_dir, (*LOG, snapshot(state))) as (bus, portal):
+        portal.call(partial(bus.purge, Plane.EVENT, below_seq=20))
+    done = ledger(str(run_dir), "--json")
     told = json_of(done)
     assert (told["books"], told["steps"], told["trained"]) == (BOOKS, 2, [])
     assert "the log begins at event 20, and" in done.stderr
     assert "has no archive of earlier events" in done.stderr
 
 
-@pytest.mark.anyio
-async def test_a_stall_is_told_until_something_happens(tmp_path: Path) -> None:
+def test_a_stall_is_told_until_something_happens(tmp_path: Path) -> None:
     stalled = RunStalled(idle_s=300.0, waiting={"buffer": "batch 2 to be trained", "trainer": "no answer in 5 s"})
-    run_dir = await make(tmp_path / RUN, (*LOG, stalled))
-    assert json_of(await anyio.to_thread.run_sync(ledger, str(run_dir), "--json"))["stalled"] == {
-        "idle_s": 300.0,
-        "waiting": stalled.waiting,
-    }
-    assert (await anyio.to_thread.run_sync(ledger, str(run_dir))).stdout.splitlines()[-3:] == [
+    run_dir = anyio.run(make, tmp_path / RUN, (*LOG, stalled))
+    assert json_of(ledger(str(run_dir), "--json"))["stalled"] == {"idle_s": 300.0, "waiting": stalled.waiting}
+    assert ledger(str(run_dir)).stdout.splitlines()[-3:] == [
         "stalled     nothing happened for 5m00s",
         "            buffer: batch 2 to be trained",
         "            trainer: no answer in 5 s",
@@ -252,7 +263,7 @@ async def test_the_books_are_told_while_the_bus_comes_back(tmp_path: Path) -> No
         async with anyio.create_task_group() as tasks:
 
             async def told() -> None:
-                assert json_of(await anyio.to_thread.run_sync(ledger, str(run_dir), "--json"))["live"] is True
+                assert json_of(await anyio.to_thread.run_sync(started, str(run_dir), "--json"))["live"] is True
                 tasks.cancel_scope.cancel()
 
             tasks.start_soon(told)

@@ -1,4 +1,4 @@
-"""bin/replay, as a person calls it, on a dump of a few groups."""
+"""bin/replay on a dump of a few groups: called in this process, and once as a person calls it."""
 
 import json
 import subprocess
@@ -9,9 +9,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from bin.replay import main
 from runtime.data.dump_files import write_pair
 from runtime.data.dumps import DumpedGroup
 from tests.runtime.data.test_dumps import example
+from tests.support.commands import called
 
 ROOT = Path(__file__).parents[2]
 COMMAND = ROOT / "bin" / "replay.py"
@@ -19,6 +21,11 @@ SMALL = ("--set", "rollout.n_samples_per_prompt=2", "--set", "rollout.rollout_ba
 
 
 def replay(*arguments: str | Path, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    return called(main, *arguments, cwd=cwd)
+
+
+def started(*arguments: str | Path, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    """The command as a process."""
     command = [sys.executable, str(COMMAND), *map(str, arguments)]
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=25, check=False)
 
@@ -88,7 +95,7 @@ def test_a_filter_of_ones_own_may_be_async_and_may_raise(dump: Path, tmp_path: P
         "        raise KeyError('three')\n"
         "    return group.group_id < 5, 'late'\n"
     )
-    done = replay(dump, "--to", "filter", "--set", f"rollout.dynamic_filter={file}:judge", "--json")
+    done = started(dump, "--to", "filter", "--set", f"rollout.dynamic_filter={file}:judge", "--json")
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     assert told["verdicts"] == {"keep": 4, "drop": 1, "failed": 1}
@@ -160,7 +167,7 @@ def test_wrong_settings_are_wrong_input(dump: Path) -> None:
 def with_code_of_a_stranger(dump: Path, **changes: Any) -> Path:
     """Has a dump name a function that leaves a mark when it is imported; returns where the mark would be."""
     mark = dump / "was-imported"
-    (dump / "evil.py").write_text(f"open({str(mark)!r}, 'w')\ndef f(*args):\n    return True\n")
+    (dump / "evil.py").write_text(f"open({str(mark)!r}, 'w').close()\ndef f(*args):\n    return True\n")
     topology = json.loads((dump / "topology.json").read_text())
     for table, values in changes.items():
         topology.setdefault(table, {}).update(values)

@@ -18,6 +18,7 @@ from bin.start_topology import main
 from runtime.node.daemon import STOP_DEADLINE_S
 from runtime.node.supervisor.guardian import MARK_VARIABLE
 from runtime.node.supervisor.supervisor import STOP_WITHIN_S
+from tests.support.commands import called
 from tests.support.cpu import interpreter_starts
 
 ROOT = Path(__file__).parents[2]
@@ -308,9 +309,9 @@ def test_wrong_input_exits_with_2_and_names_the_key(tmp_path: Path) -> None:
     done = run(str(TOPOLOGY), "--set", "train.num_stepz=5")
     assert done.returncode == 2
     assert "num_stepz" in done.stderr
-    done = run(str(tmp_path / "missing.toml"))
+    done = called(main, tmp_path / "missing.toml")
     assert done.returncode == 2
     assert "missing.toml" in done.stderr
-    done = run(str(TOPOLOGY), "--node", "n7")
+    done = called(main, TOPOLOGY, "--node", "n7")
     assert done.returncode == 2
     assert "no node 'n7'" in done.stderr

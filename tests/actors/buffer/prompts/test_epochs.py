@@ -1,16 +1,16 @@
 """A run's length in epochs."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from actors.buffer.prompts.source import count_steps, steps_per_epoch
+from bin.start_topology import main
 from runtime.data.data_files import DataError
 from runtime.settings.load import load_topology
 from runtime.settings.reading.config import TopologyError
 from runtime.settings.topology import Topology
+from tests.support.commands import called
 
 ROOT = Path(__file__).resolve().parents[4]
 LAPTOP = ROOT / "topologies/laptop.toml"
@@ -46,10 +46,8 @@ def test_rules_hold_for_the_counted_steps() -> None:
 
 
 def shown(*overrides: str) -> tuple[int, str, str]:
-    command = [sys.executable, "bin/start_topology.py", str(LAPTOP), "--plan"]
-    for override in (*EPOCHS, *overrides):
-        command += ["--set", override]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=20, check=False)
+    words = [word for override in (*EPOCHS, *overrides) for word in ("--set", override)]
+    done = called(main, LAPTOP, "--plan", *words)
     return done.returncode, done.stdout, done.stderr
 
 
