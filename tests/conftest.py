@@ -34,7 +34,7 @@ def pytest_configure(config: pytest.Config) -> None:
     gc.disable()  # until the tests are collected
     if config.option.markexpr != "gpu":
         os.environ.update(HIDDEN)  # tests compare results computed on the CPU, whatever the machine has
-    settings.register_profile("no clock", deadline=None)  # durations depend on the machine
+    settings.register_profile("no clock", deadline=None, max_examples=50)  # durations depend on the machine
     settings.load_profile("no clock")
     os.environ[SESSION_MARK] = uuid.uuid4().hex
     os.environ["HF_HUB_OFFLINE"] = "1"  # no test depends on a network

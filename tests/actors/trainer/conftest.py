@@ -14,11 +14,18 @@ from tests.actors.trainer.tiny import TINY
 from tests.build.topology import trainer_topology
 
 
+@pytest.fixture
+def actor_joins() -> None:
+    """The actor of the test joins as the only rank, on a thread of its own, and leaves at its end."""
+    ranks.leave()
+
+
 @pytest.fixture(autouse=True)
-def one_rank() -> None:
-    """This thread as the only rank."""
+def one_rank(request: pytest.FixtureRequest) -> None:
+    """This thread as the only rank, unless an actor is to be it."""
     torch.set_num_threads(1)
-    ranks.join(ranks.Ranks(), MegatronConfig(), torch.device("cpu"), seed=1)
+    if "actor_joins" not in request.fixturenames:
+        ranks.join(ranks.Ranks(), MegatronConfig(), torch.device("cpu"), seed=1)
 
 
 @pytest.fixture

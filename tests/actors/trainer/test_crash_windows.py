@@ -14,7 +14,6 @@ import pytest
 
 from actors.trainer.commands import TrainerRank
 from actors.trainer.data.assembly import CollectedGroup, assemble
-from actors.trainer.megatron import groups as ranks
 from actors.trainer.torch_thread import TorchThread
 from messages import (
     BatchReady,
@@ -31,7 +30,7 @@ from tests.actors.trainer.hosting import TIMEOUT_S, errors_of, of, running
 from tests.actors.trainer.logs import GROUPS, completed, payload, publish_batch
 from tests.build.topology import MakeTopology
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("actor_joins")]
 
 NUM_STEPS = 4
 SAVE_INTERVAL = 2
@@ -113,12 +112,6 @@ class Others:
                 self._evaluated = due
             await publish_batch(self._bus, self._made, version=self._announced[step])
             self._made += 1
-
-
-@pytest.fixture(autouse=True)
-def no_ranks_yet(one_rank: None) -> None:
-    """The actor joins on a thread of its own and leaves at its end."""
-    ranks.leave()
 
 
 @pytest.fixture

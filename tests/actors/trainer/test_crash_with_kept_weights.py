@@ -6,7 +6,6 @@ import pytest
 
 from actors.trainer.commands import TrainerRank
 from actors.trainer.data.assembly import CollectedGroup, assemble
-from actors.trainer.megatron import groups as ranks
 from actors.trainer.torch_thread import TorchThread
 from messages import BatchTrained
 from runtime.bus.bus import Bus
@@ -25,15 +24,9 @@ from tests.actors.trainer.test_crash_windows import (
 )
 from tests.build.topology import MakeTopology
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("actor_joins")]
 
 AGES = (0, 1, 0, 1)  # of the batches' tokens: batch 2 waits for an evaluation of weights 2
-
-
-@pytest.fixture(autouse=True)
-def no_ranks_yet(one_rank: None) -> None:
-    """The actor joins on a thread of its own and leaves at its end."""
-    ranks.leave()
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from actors.trainer.commands import TrainerRank
-from actors.trainer.megatron import groups as ranks
 from messages import BatchTrained, CheckpointSaved, WeightsAnnounced
 from runtime.bus.bus import Bus
 from tests.actors.trainer.hf import whole_weights
@@ -89,14 +88,8 @@ def test_the_reference_and_old_log_probs_are_computed_when_the_actor_trains(
         assert passes == ([] if step < 2 else ["", "ref_"])
 
 
-@pytest.fixture
-def no_ranks_yet(one_rank: None) -> None:
-    """The actor joins on a thread of its own and leaves at its end."""
-    ranks.leave()
-
-
 @pytest.mark.anyio
-@pytest.mark.usefixtures("no_ranks_yet")
+@pytest.mark.usefixtures("actor_joins")
 async def test_a_step_of_the_critic_announces_an_equal_version_so_that_no_sample_is_stale(
     make_topology: MakeTopology, bus: Bus, tmp_path: Path
 ) -> None:

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from actors.trainer.megatron import groups as ranks
 from messages import BatchReady, BatchTrained, Float32Array, GroupRef, Int32Array, Outcome, Segment, VerdictGiven
 from runtime.bus.bus import Bus
 from tests.actors.trainer.hosting import of, running, said_until
@@ -14,13 +13,7 @@ from tests.actors.trainer.logs import completed, payload, publish_group
 from tests.actors.trainer.tiny import VOCAB
 from tests.build.topology import MakeTopology
 
-pytestmark = pytest.mark.anyio
-
-
-@pytest.fixture(autouse=True)
-def no_ranks_yet(one_rank: None) -> None:
-    """The actor joins on a thread of its own and leaves at its end."""
-    ranks.leave()
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("actor_joins")]
 
 
 def with_id(segment: Segment, token: int) -> Segment:

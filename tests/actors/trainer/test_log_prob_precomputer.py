@@ -9,7 +9,6 @@ import pytest
 from actors.trainer.commands import TrainerRank
 from actors.trainer.data.assembly import CollectedGroup, assemble
 from actors.trainer.log_prob_precomputer import LogProbPrecomputer
-from actors.trainer.megatron import groups as ranks
 from actors.trainer.torch_thread import TorchThread
 from messages import BatchReady, BatchTrained, GroupRef, Outcome, PayloadsMissing, Plane, VerdictGiven, WeightsAnnounced
 from runtime.bus.bus import Bus
@@ -19,15 +18,9 @@ from tests.actors.trainer.logs import GROUPS, completed, payload, publish_groups
 from tests.actors.trainer.test_crash_windows import Died, dying
 from tests.build.topology import MakeTopology
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("actor_joins")]
 
 NUM_STEPS = 2
-
-
-@pytest.fixture(autouse=True)
-def no_ranks_yet(one_rank: None) -> None:
-    """The actor joins on a thread of its own and leaves at its end."""
-    ranks.leave()
 
 
 @pytest.fixture

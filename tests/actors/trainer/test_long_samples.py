@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from actors.trainer.megatron import groups as ranks
 from messages import BatchReady, BatchTrained, GroupRef, Outcome, VerdictGiven
 from runtime.bus.bus import Bus
 from runtime.process.actor import InputError
@@ -13,16 +12,10 @@ from tests.actors.trainer.hosting import errors_of, of, running, said_until
 from tests.actors.trainer.logs import completed, payload, publish_group
 from tests.build.topology import MakeTopology
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("actor_joins")]
 
 LIMIT = 20
 NOWHERE = 10_000  # on the data plane
-
-
-@pytest.fixture(autouse=True)
-def no_ranks_yet(one_rank: None) -> None:
-    """The actor joins on a thread of its own and leaves at its end."""
-    ranks.leave()
 
 
 async def publish_long(bus: Bus, group_id: int, *long: int) -> GroupRef:

@@ -7,7 +7,6 @@ import pytest
 from msgspec.structs import replace
 
 from actors.trainer.data.feed import FedBatch, Feed
-from actors.trainer.megatron import groups as ranks
 from messages import (
     BatchReady,
     BatchTrained,
@@ -27,13 +26,7 @@ from tests.actors.trainer.hosting import errors_of, names, of, running, said_unt
 from tests.actors.trainer.logs import publish_batch, publish_group, publish_groups
 from tests.build.topology import MakeTopology
 
-pytestmark = pytest.mark.anyio
-
-
-@pytest.fixture(autouse=True)
-def no_ranks_yet(one_rank: None) -> None:
-    """The actor joins on a thread of its own and leaves at its end."""
-    ranks.leave()
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("actor_joins")]
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from actors.trainer.megatron import groups as ranks
 from messages import BatchReady, BatchTrained, WeightsAnnounced
 from runtime.bus.bus import Bus
 from runtime.ledger.fold import LEDGER_EVENTS, LedgerState, fold
@@ -15,15 +14,9 @@ from tests.actors.trainer.hosting import errors_of, of, running, said_until
 from tests.actors.trainer.logs import GROUPS, publish_group
 from tests.build.topology import MakeTopology
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("actor_joins")]
 
 LARGE = 1e30  # a reward, not normalised: the gradient's norm would be infinite
-
-
-@pytest.fixture(autouse=True)
-def no_ranks_yet(one_rank: None) -> None:
-    """The actor joins on a thread of its own and leaves at its end."""
-    ranks.leave()
 
 
 def topology_of(make_topology: MakeTopology, **train: object) -> Topology:

@@ -11,7 +11,6 @@ from actors.trainer.checkpoints import checkpoints_in
 from actors.trainer.commands import TrainerRank
 from actors.trainer.data import feed as feed_module
 from actors.trainer.data.batch import TrainBatch
-from actors.trainer.megatron import groups as ranks
 from actors.trainer.megatron.saving import _DeferredWriter
 from actors.trainer.models.shards import ShardWriter
 from actors.trainer.republishing import WeightsUnusable
@@ -42,13 +41,7 @@ from tests.actors.trainer.logs import GROUPS, completed, publish_batch, publish_
 from tests.actors.trainer.tiny import TINY
 from tests.build.topology import MakeTopology
 
-pytestmark = pytest.mark.anyio
-
-
-@pytest.fixture(autouse=True)
-def no_ranks_yet(one_rank: None) -> None:
-    """The actor joins on a thread of its own and leaves at its end."""
-    ranks.leave()
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("actor_joins")]
 
 
 @pytest.fixture
@@ -122,11 +115,11 @@ async def test_the_parts_of_a_step_sum_to_it(
 ) -> None:
     large = {"hidden_size": 256, "intermediate_size": 1024, "vocab_size": 8192}
     (model_dir / "config.json").write_text(json.dumps(TINY | large))
-    topology = make_topology(train={"num_steps": 6})
+    topology = make_topology(train={"num_steps": 4})
     async with running(topology, bus, tmp_path / "run"):
-        for step in range(6):
+        for step in range(4):
             await publish_batch(bus, step)
-        trained = of(await said_until(bus, BatchTrained, 6), BatchTrained)
+        trained = of(await said_until(bus, BatchTrained, 4), BatchTrained)
     parts = ("train_wait", "fetch", "train", "update_weights")
     shares = [
         sum(event.metrics[f"perf/{part}_time"] for part in parts) / event.metrics["perf/step_time"] for event in trained

@@ -11,7 +11,6 @@ import pytest
 from msgspec.structs import replace
 
 from actors.registry import hosted
-from actors.trainer.megatron import groups as ranks
 from messages import (
     BatchReady,
     BatchTrained,
@@ -34,16 +33,10 @@ from tests.actors.trainer.hosting import TIMEOUT_S, of, running
 from tests.actors.trainer.logs import GROUPS, completed, payload
 from tests.build.topology import MakeTopology
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("actor_joins")]
 
 TOKENIZER = Path(__file__).resolve().parents[3] / "topologies/demo/models/reverse-digits"
 LOST = (0, 4)  # groups whose first payload is purged before anyone reads it
-
-
-@pytest.fixture(autouse=True)
-def no_ranks_yet(one_rank: None) -> None:
-    """The actor joins on a thread of its own and leaves at its end."""
-    ranks.leave()
 
 
 @pytest.fixture

@@ -26,8 +26,18 @@ async def test_a_torn_line_of_the_archive_is_said_and_what_follows_is_shown(bus:
     await bus.purge(Plane.EVENT, below_seq=4)
     lines = gzip.decompress(path.read_bytes()).splitlines(keepends=True)
     path.write_bytes(gzip.compress(lines[0] + lines[1][:30] + b"\n" + lines[2]))
-    shown: list[str] = []
-    reporting = reporting_on(bus, tmp_path, shown)
+    shown = await shown_of(bus, tmp_path)
+    assert any(f"{path.name}, at line 2: " in line and "newest snapshot" in line for line in shown)
+    assert shown[-2:] == ["group failed: reason 3", "group failed: reason 4"]
+
+
+async def shown_of(bus: Bus, run_dir: Path) -> list[str]:
+    """What reporting shows of the log so far, ended after its last event."""
+    started, shown = time.time() - 60, list[str]()
+    plan = NodePlan(
+        run=bus.run, node="local", run_dir=run_dir, incarnation=1, num_steps=1, started=started, processes=()
+    )
+    reporting = Reporting(plan, show=shown.append, rewrite=None)
     with anyio.fail_after(20):
         async with anyio.create_task_group() as tasks, bus.read() as events:
             tasks.start_soon(reporting.display.run)
@@ -37,16 +47,8 @@ async def test_a_torn_line_of_the_archive_is_said_and_what_follows_is_shown(bus:
             await reporting.finish()
             reporting.close()
             await reporting.display.close()
-    assert any(f"{path.name}, at line 2: " in line and "newest snapshot" in line for line in shown)
-    assert shown[-2:] == ["group failed: reason 3", "group failed: reason 4"]
-
-
-def reporting_on(bus: Bus, run_dir: Path, shown: list[str]) -> Reporting:
-    started = time.time() - 60
-    plan = NodePlan(
-        run=bus.run, node="local", run_dir=run_dir, incarnation=1, num_steps=1, started=started, processes=()
-    )
-    return Reporting(plan, show=shown.append, rewrite=None)
+            tasks.cancel_scope.cancel()  # an event that takes too long
+    return shown
 
 
 @pytest.mark.parametrize(("each_s", "num_shown"), [(0.12, 6), (30.0, 0)], ids=["slow", "stuck"])
@@ -63,15 +65,5 @@ async def test_at_the_end_queued_events_are_shown_unless_one_takes_too_long(
     monkeypatch.setattr(reporting_module, "FINISH_TIMEOUT_S", 0.6)  # for one event, not for six
     for number in range(6):
         await bus.publish(group_failed(number, reason=f"reason {number}"))
-    shown: list[str] = []
-    reporting = reporting_on(bus, tmp_path, shown)
-    with anyio.fail_after(20):
-        async with anyio.create_task_group() as tasks, bus.read() as events:
-            tasks.start_soon(reporting.display.run)
-            tasks.start_soon(reporting.run, bus)
-            async for received in events.so_far():
-                await reporting.take(received)
-            await reporting.finish()
-            await reporting.display.close()
-            tasks.cancel_scope.cancel()
+    shown = await shown_of(bus, tmp_path)
     assert len([line for line in shown if line.startswith("group failed")]) == num_shown

@@ -110,7 +110,7 @@ class TrimmedWorld(World):
         assert not [round for round in in_flight if halted < round <= state.halted_round]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 2**32), surplus=st.integers(0, 4), save_interval=st.sampled_from([1, 2]))
 def test_what_a_starting_actor_looks_for_is_left_whatever_happened(seed: int, surplus: int, save_interval: int) -> None:
     schedule = Schedule(num_steps=9, rollout_batch_size=2, over_sampling_batch_size=2 + surplus, max_staleness=seed % 3)

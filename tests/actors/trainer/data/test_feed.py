@@ -7,7 +7,6 @@ import pytest
 
 from actors.buffer.storage.trimming import LANDMARKS, Landmarks, needs_of, trim_point
 from actors.trainer.data.feed import Feed
-from actors.trainer.megatron import groups as ranks
 from messages import BatchReady, BatchTrained, GroupRef, Plane, TrainerStarted, WeightsAnnounced
 from runtime.bus.bus import Bus
 from runtime.bus.errors import PayloadLost
@@ -20,13 +19,7 @@ from tests.actors.trainer.logs import publish_batch, publish_groups
 from tests.build.events import snapshot
 from tests.build.topology import MakeTopology
 
-pytestmark = pytest.mark.anyio
-
-
-@pytest.fixture(autouse=True)
-def no_ranks_yet(one_rank: None) -> None:
-    """The actor joins on a thread of its own and leaves at its end."""
-    ranks.leave()
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("actor_joins")]
 
 
 @pytest.fixture
