@@ -247,7 +247,7 @@ class RolloutActor(Actor):
             verifier,
             RateLimitedEvents(self._bus.name),
             update_groups=pool.update_groups,
-            dispatch=Direct() if pool.router == "direct" else self._through_router(client),
+            dispatch=Direct(pool.concurrency) if pool.router == "direct" else self._through_router(client),
         )
 
     def _through_router(self, client: SglangClient) -> ThroughRouter:

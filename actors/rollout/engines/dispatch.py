@@ -1,5 +1,6 @@
 """Dispatch of requests to engines: by this actor ("direct"), or by SGLang's router ("sglang-router", router.py)."""
 
+import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final, Protocol
@@ -64,7 +65,9 @@ class Direct:
     first_url: str | None = ""
     waits_for = ""
 
-    def __init__(self) -> None:
+    def __init__(self, most: float = math.inf) -> None:
+        """Choose nothing yet; `most` is the number of samples that an engine may have."""
+        self._most = most
         self._num_chosen = 0
         self._of_prompt: OrderedDict[str, str] = OrderedDict()  # newest last
 
@@ -90,7 +93,7 @@ class Direct:
         if not loads:
             return None
         self._num_chosen += 1
-        name = choose_engine(loads, self._of_prompt.get(prompt), self._num_chosen)
+        name = choose_engine(loads, self._of_prompt.get(prompt), self._num_chosen, self._most)
         self._of_prompt[prompt] = name
         self._of_prompt.move_to_end(prompt)
         if len(self._of_prompt) > KEPT:
@@ -98,19 +101,22 @@ class Direct:
         return by_engine[name]
 
 
-def choose_engine(loads: Mapping[str, float], before: str | None, turn: int) -> str:
+def choose_engine(loads: Mapping[str, float], before: str | None, turn: int, most: float = math.inf) -> str:
     """Return the engine of a request. Pure.
 
     It is the one that its prompt had before, whose cache holds the prefix, unless that has more than MAX_IMBALANCE of
-    the mean load. Otherwise it is the least loaded one; of several they are taken in turn.
+    the mean load, or the most that it may have: slots of others would be idle. Otherwise it is the least loaded one; of
+    several they are taken in turn.
 
     Args:
         loads: samples in flight by engine, at least one engine. Those of an engine that may have fewer count more.
         before: engine of the prompt's last request; None: it had none.
         turn: number of this choice.
+        most: samples that an engine may have.
     """
     mean = sum(loads.values()) / len(loads)
-    if before is not None and loads.get(before, float("inf")) <= max(FEW, MAX_IMBALANCE * mean):
+    load = math.inf if before is None else loads.get(before, math.inf)
+    if before is not None and load <= max(FEW, MAX_IMBALANCE * mean) and load < most:
         return before
     least = min(loads.values())
     candidates = [name for name, load in loads.items() if load == least]

@@ -47,6 +47,12 @@ def test_the_engine_of_a_request_by_hand(loads: dict[str, int], before: str | No
     assert choose_engine(loads, before, 0) == chosen
 
 
+def test_a_prompt_leaves_an_engine_that_has_the_most_samples() -> None:
+    assert choose_engine({"a": 7, "b": 6}, "a", 0, most=8) == "a"
+    assert choose_engine({"a": 8, "b": 6}, "a", 0, most=8) == "b"
+    assert choose_engine({"a": 8, "b": 8}, "a", 1, most=8) == "b"  # all are full, by evaluations
+
+
 def test_equally_loaded_engines_are_taken_in_turn() -> None:
     loads = {"a": 2, "b": 2, "c": 3}
     assert [choose_engine(loads, None, turn) for turn in range(4)] == ["a", "b", "a", "b"]
