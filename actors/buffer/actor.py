@@ -65,9 +65,8 @@ from runtime.bus.errors import AlreadyQueued, Fenced, MessageRefused, StreamFull
 from runtime.bus.events import Events
 from runtime.data.data_files import DataError
 from runtime.ledger.archive import first_archived
-from runtime.ledger.fold import LEDGER_EVENTS, LedgerState
+from runtime.ledger.fold import LEDGER_EVENTS, LedgerState, in_flight
 from runtime.ledger.groups import spills_of
-from runtime.ledger.state import Stage
 from runtime.process.actor import Actor, InputError
 from runtime.settings.sizes import stream_limits
 from runtime.settings.topology import Topology, has_filter
@@ -234,7 +233,7 @@ class BufferActor(Actor):
         received = await events.next(RECHECK_S if self._pressure.holding else None)
         if received is None:
             return None
-        self._log.fold(received)
+        await self._log.fold(received)
         self._pressure.folded(received.message, self._state)
         event = received.message
         if isinstance(event, SnapshotTaken) and event.covers not in self._log.unreadable:
@@ -280,7 +279,9 @@ class BufferActor(Actor):
         if any(number not in self._issue_prompts for number in numbers):
             with self._activity(describe_source(self._topology.data)):
                 self._issue_prompts = await _in_thread(lambda: {number: prompts.prompt(number) for number in numbers})
-        adding = self._store.bytes_to_store(decision, self._state, self._issue_prompts)
+        adding = await to_thread.run_sync(
+            self._store.bytes_to_store, decision, self._state, self._issue_prompts, abandon_on_cancel=True
+        )
         return not await self._pressure.holds(self._state, adding=adding)
 
     async def _citing(self, decision: Message) -> Message:
@@ -330,14 +331,14 @@ class BufferActor(Actor):
     async def _purge_payloads(self) -> None:
         """Purge the data messages that no group, batch, dump, prompt or protected snapshot needs."""
         of_snapshots = self._snapshots.needed_from(short=self._pressure.is_high(Plane.DATA))
-        needed = min(self._state.low_water(), self._recorder.low_water(), self._store.needed_from, of_snapshots)
+        elsewhere = min(self._recorder.low_water(), self._store.needed_from, of_snapshots)
+        needed = min(elsewhere, await to_thread.run_sync(self._state.low_water))
         await self._bus.purge(Plane.DATA, below_seq=needed)
 
     async def _requeue(self, subject: str, prompts: PromptSet | GeneratedPrompts) -> None:
         """Republish the task whose final message was dead-lettered."""
-        keys = {key_of(subject, ending) for ending in (GroupCompleted, GroupAborted, GroupFailed)}
-        groups = self._state.in_stage(Stage.IN_FLIGHT).values()
-        lost = [group for group in groups if f"{group.group_id}.{group.attempt}" in keys]
+        keys = [key_of(subject, ending) for ending in (GroupCompleted, GroupAborted, GroupFailed)]
+        lost = [group for key in keys if key is not None and (group := in_flight(self._state, key)) is not None]
         await self._publish_tasks(
             rollout_task(self._topology, group, prompts, self._state.version_steps) for group in lost
         )
@@ -358,25 +359,27 @@ class BufferActor(Actor):
 
     async def _publish_tasks(self, tasks: Iterable[RolloutRequested | EvalRequested]) -> None:
         """Build tasks in a thread, since a user's function may supply their prompts, and publish them."""
-        limiter = anyio.Semaphore(MAX_CONCURRENT_PUBLISHES)
-
-        async def put(task: RolloutRequested | EvalRequested) -> None:
-            async with limiter:
-                try:
-                    await self._bus.publish(await self._store.task(task))
-                except StreamFull as error:
-                    raise InputError(NO_ROOM_FOR_PROMPTS) from error
-                except AlreadyQueued:
-                    log.debug("task_still_queued", task=task.key())
-                except MessageRefused as error:  # a retry would be refused too
-                    log.warning("task_refused", task=task.key(), reason=str(error))
-                    await self._bus.publish(failed_ending(task, str(error), self._bus.name))
-
         with self._activity(describe_source(self._topology.data)):
-            ready = await _in_thread(lambda: list(tasks))
-        async with anyio.create_task_group() as group:
+            ready = iter(await _in_thread(lambda: list(tasks)))
+
+        async def put() -> None:
             for task in ready:
-                group.start_soon(put, task)
+                await self._publish_task(task)
+
+        async with anyio.create_task_group() as group:
+            for _ in range(MAX_CONCURRENT_PUBLISHES):
+                group.start_soon(put)
+
+    async def _publish_task(self, task: RolloutRequested | EvalRequested) -> None:
+        try:
+            await self._bus.publish(await self._store.task(task))
+        except StreamFull as error:
+            raise InputError(NO_ROOM_FOR_PROMPTS) from error
+        except AlreadyQueued:
+            log.debug("task_still_queued", task=task.key())
+        except MessageRefused as error:  # a retry would be refused too
+            log.warning("task_refused", task=task.key(), reason=str(error))
+            await self._bus.publish(failed_ending(task, str(error), self._bus.name))
 
 
 def _loaded_first(run_dir: Path) -> list[PromptsLoaded]:

@@ -6,13 +6,14 @@ from typing import Final
 
 import structlog
 from anyio import to_thread
+from anyio.lowlevel import checkpoint
 
 from actors.buffer.storage.trimming import fold_archive
 from messages import BufferStarted, Message, Plane, SnapshotTaken
 from runtime.bus.bus import Bus
 from runtime.bus.errors import SequenceMismatch, StreamFull
 from runtime.bus.events import Events, Received
-from runtime.ledger.fold import LEDGER_EVENTS, LedgerState, fold
+from runtime.ledger.fold import LEDGER_EVENTS, LedgerState, fold_in_parts
 from runtime.ledger.snapshots import newest_readable, usable_snapshots
 from runtime.process.actor import InputError
 
@@ -121,9 +122,10 @@ class LedgerLog:
                 f"trimmed: set bus.event_bytes above {wider}"
             ) from error
 
-    def fold(self, received: Received[Message]) -> None:
-        """Fold the next event of the log."""
-        fold(self.state, received.message, received.seq)
+    async def fold(self, received: Received[Message]) -> None:
+        """Fold the next event of the log. Between parts of a large one other coroutines run."""
+        for _ in fold_in_parts(self.state, received.message, received.seq):
+            await checkpoint()
         if isinstance(received.message, LEDGER_OWN):
             self._own_seq = received.seq
 

@@ -4,8 +4,16 @@ from typing import Final
 
 from messages import BatchReady, EvalCompleted, EvalEnded, EvalIssued, GroupRef, SampleStatus, WeightsAnnounced
 from runtime.ledger.changes import Batched, Change
-from runtime.ledger.groups import describe, oldest_version
-from runtime.ledger.state import MAX_ENDINGS_LOST, EvalItem, Evaluation, Group, LedgerState, Stage
+from runtime.ledger.groups import describe
+from runtime.ledger.state import (
+    MAX_ENDINGS_LOST,
+    EvalItem,
+    Evaluation,
+    Group,
+    LedgerState,
+    Stage,
+    oldest_version,
+)
 from runtime.ledger.steps import Batch, Settled, StepChange, StepEvent, TakenBack, advance
 
 OVER_SAMPLING_FILTER: Final = "over_sampling_filter"  # reason of groups that the selection did not choose

@@ -192,8 +192,3 @@ def close(state: LedgerState, group_id: int, tally: dict[str, int], reason: str)
 def _count_barren(state: LedgerState, group: Group) -> None:
     if group.round >= state.round:  # groups left from a halted round came with a batch
         state.barren += 1
-
-
-def oldest_version(group: Group) -> int:
-    """The oldest weight version of a group's tokens, but at most the version that it was issued for."""
-    return min(group.min_version, group.oldest_version or group.min_version)

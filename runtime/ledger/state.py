@@ -103,11 +103,18 @@ class Books(msgspec.Struct, frozen=True, kw_only=True):
         return self.issued == ended + self.pooled + self.ready + self.in_flight
 
 
+def oldest_version(group: Group) -> int:
+    """The oldest weight version of a group's tokens, but at most the version that it was issued for."""
+    return min(group.min_version, group.oldest_version or group.min_version)
+
+
 class Index:
-    """Live groups by stage and counts, so that decisions need not scan all groups. Derived, never stored."""
+    """Live groups by stage and counts, so that nothing needs to scan all groups. Derived, never stored."""
 
     def __init__(self, groups: dict[int, Group]) -> None:
         self._by_stage: dict[Stage, dict[int, Group]] = {stage: {} for stage in Stage}
+        self._version_of: dict[int, int] = {}  # oldest version of each group when it was added
+        self.versions: Counter[int] = Counter()  # groups by that version
         self.rounds: Counter[int] = Counter()  # groups in flight by round
         self.fruitless: Counter[int] = Counter()  # pooled groups by number of fruitless attempts
         for group in groups.values():
@@ -117,11 +124,14 @@ class Index:
         """Add a group in its present state."""
         self._by_stage[group.stage][group.group_id] = group
         self._count(group, 1)
+        self._version_of[group.group_id] = version = oldest_version(group)
+        _add(self.versions, version, 1)
 
     def leave(self, group: Group) -> None:
-        """Remove a group. It must be unchanged since it was added."""
+        """Remove a group. Its stage and its counts must be unchanged since it was added."""
         del self._by_stage[group.stage][group.group_id]
         self._count(group, -1)
+        _add(self.versions, self._version_of.pop(group.group_id), -1)
 
     def of(self, stage: Stage) -> dict[int, Group]:
         """The groups of a stage by id, in the order in which they entered it."""
@@ -211,9 +221,12 @@ class LedgerState(Steps, kw_only=True, dict=True):
         )
 
     def low_water(self) -> int:
-        """Lowest data sequence that a live group, a batch not in all loadable checkpoints, or the evaluation needs."""
-        needed = [group.payload_seq for group in self.groups.values()]
-        needed += [batch.payload_seq for batch in self.batches.values()]
+        """Lowest data sequence that a live group, a batch not in all loadable checkpoints, or the evaluation needs.
+
+        It looks at all groups: for a thread, where many are live. Groups that enter meanwhile need only newer messages.
+        """
+        needed = [group.payload_seq for group in list(self.groups.values())]
+        needed += [batch.payload_seq for batch in list(self.batches.values())]
         if self.evaluation is not None and self.evaluation.payload_seq:
             needed.append(self.evaluation.payload_seq)
         return min(needed, default=self.newest_payload + 1)

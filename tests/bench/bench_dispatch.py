@@ -169,15 +169,21 @@ async def slots(size: Size) -> dict[str, Any]:
             await stage.put_groups(range(num_groups))
             await stage.until(lambda now: now.num_running + now.num_queued >= 0.75 * size.num_slots)
             before, begin = await stage.counters(), time.monotonic()
-            queued = list[int]()
+            queued, running = list[int](), list[int]()
+            cpu = cpu_seconds({"rollout": stage.rollout})["rollout"]
             while await stage.num_waiting():
                 await anyio.sleep(POLL_S)
-                queued.append((await stage.counters()).num_queued)
+                now = await stage.counters()
+                queued.append(now.num_queued)
+                running.append(now.num_running)
                 check_alive(stage.watched)
             after, took_s = await stage.counters(), time.monotonic() - begin
+            cpu_s = cpu_seconds({"rollout": stage.rollout})["rollout"] - cpu
     busy = (after.busy_slot_s - before.busy_slot_s) / (size.num_slots * took_s)
     return {
-        "idle_share": 1 - busy,
+        "idle_share": 1 - statistics.fmean(running) / size.num_slots,
+        "idle_share_with_waits_for_a_stride": 1 - busy,  # an engine begins a request with its next stride
+        "rollout_cores": cpu_s / took_s,
         "mean_queued_at_engines": statistics.fmean(queued) if queued else 0.0,
         "tokens_per_s": (after.num_tokens - before.num_tokens) / took_s,
         "window_s": took_s,

@@ -24,6 +24,7 @@ from runtime.ledger.fold import FOLD_VERSION, Group, LedgerState, Stage
 
 __all__ = ["EvalPlan", "Schedule", "decide", "eval_metrics"]
 
+MAX_CLOSED = 512  # groups closed by one event: it is folded at once; further events close the rest
 POOLED_REFILLS = 4  # size of the pool, in over-sampling batches; the oldest groups beyond it are closed
 POOLED_ROUNDS = 8  # rounds that a group may stay in the pool: its payloads keep newer ones from being purged
 
@@ -220,7 +221,7 @@ def _close_pooled(state: LedgerState, schedule: Schedule) -> Message | None:
 
 
 def _closed(state: LedgerState, groups: Sequence[Group], reason: str) -> GroupsClosed:
-    ids = tuple(group.group_id for group in groups)
+    ids = tuple(group.group_id for group in groups[:MAX_CLOSED])
     return GroupsClosed(incarnation=state.incarnation, group_ids=ids, outcome="dropped", reason=reason)
 
 

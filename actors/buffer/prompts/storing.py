@@ -36,10 +36,13 @@ class PromptStore:
 
     def __init__(self, bus: Bus) -> None:
         self.needed_from = NOWHERE  # data messages from this sequence on must not be purged
+        self._to_store: frozenset[int] = frozenset()  # prompts of the newest decision, by number
         self._bus = bus
 
     async def citing(self, decision: Message, state: LedgerState, prompts: Mapping[int, Prompt]) -> Message:
         """Store the large prompts of a decision and return the decision citing them; call `settled` once it is folded.
+
+        `bytes_to_store` was called for the decision before.
 
         A prompt that the bus refuses to store stays in its task; the bus then refuses the task.
 
@@ -55,11 +58,13 @@ class PromptStore:
             return msgspec.structs.replace(decision, payload_seq=await self._hold())
         if not isinstance(decision, GroupsIssued):
             return decision
+        if not self._to_store:
+            return decision
         groups = [await self._cite(issued, state, prompts[issued.prompt]) for issued in decision.groups]
         return msgspec.structs.replace(decision, groups=tuple(groups))
 
     async def _cite(self, issued: IssuedGroup, state: LedgerState, prompt: Prompt) -> IssuedGroup:
-        if not _needs_storing(issued, state, prompt):
+        if issued.prompt not in self._to_store or not _needs_storing(issued, state, prompt):
             return issued
         await self._hold()
         try:
@@ -68,11 +73,11 @@ class PromptStore:
             log.warning("prompt_not_stored", prompt=issued.prompt, reason=str(error))
             return issued
 
-    @staticmethod
-    def bytes_to_store(decision: Message, state: LedgerState, prompts: Mapping[int, Prompt]) -> int:
-        """Number of bytes that `citing` will add to the data stream."""
-        groups = decision.groups if isinstance(decision, GroupsIssued) else ()
+    def bytes_to_store(self, decision: GroupsIssued, state: LedgerState, prompts: Mapping[int, Prompt]) -> int:
+        """Number of bytes that `citing` will add to the data stream. Encodes all prompts: for a thread."""
+        groups = decision.groups
         large = [issued.prompt for issued in groups if _needs_storing(issued, state, prompts[issued.prompt])]
+        self._to_store = frozenset(large)
         return sum(len(pack(prompts[number])) for number in large)
 
     async def _hold(self) -> int:

@@ -37,7 +37,7 @@ def makes_room_later(state: LedgerState, *, checkpoint_requested: bool) -> bool:
         state: the ledger.
         checkpoint_requested: whether a checkpoint was requested within CHECKPOINT_WAIT_S.
     """
-    at_work = any(group.stage in (Stage.IN_FLIGHT, Stage.COMPLETED) for group in state.groups.values())
+    at_work = bool(state.in_stage(Stage.IN_FLIGHT) or state.in_stage(Stage.COMPLETED))
     again = min(state.taken_back, default=None)  # a rebuilt batch needs new groups, and trains first
     to_train = any(not batch.trained and (again is None or step < again) for step, batch in state.batches.items())
     to_save = checkpoint_requested and state.checkpoint_step < state.trained_steps

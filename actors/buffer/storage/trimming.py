@@ -66,14 +66,14 @@ def needs_of(state: LedgerState, covers: int) -> Needs:
         state: the ledger, folded at least up to the end of the snapshot.
         covers: log sequence of the last event in the snapshot.
     """
-    cited = [group.event_seq for group in state.groups.values() if group.stage not in CITES_NOTHING]
+    citing = (state.in_stage(stage).values() for stage in Stage if stage not in CITES_NOTHING)
+    cited = [group.event_seq for groups in citing for group in groups]
     cited += [ref.event_seq for batch in state.batches.values() for ref in batch.groups]
     running = state.evaluation
-    in_flight = [group.round for group in state.groups.values() if group.stage is Stage.IN_FLIGHT]
     return Needs(
         below=min([covers + 1, *cited]),
         version=state.version if running is None else min(state.version, running.version),
-        halt=any(round <= state.halted_round for round in in_flight),  # their tasks may be redelivered
+        halt=any(round <= state.halted_round for round in state.index.rounds),  # their tasks may be redelivered
         evaluation=running is not None,
     )
 

@@ -319,7 +319,8 @@ class Generator:
                 raise self._poison(sample)
             case RequestStatus.QUARANTINED:
                 async with self._isolation_runs.alone(min_version, halted) as engine:
-                    yield None if engine is None else Destination(engine.url, engine, alone=True)
+                    with nullcontext() if engine is None else engine.carrying(len(request.inputs)):
+                        yield None if engine is None else Destination(engine.url, engine, alone=True)
             case RequestStatus.ORDINARY:
                 if not await self._wait_ready(min_version, halted):
                     yield None
@@ -330,7 +331,11 @@ class Generator:
                     failed=failures.engine if failures.lost else None,
                     by_name=request.params.return_sampling_mask,
                 )
-                yield Destination(self._fleet.router) if engine is None else Destination(engine.url, engine)
+                if engine is None:
+                    yield Destination(self._fleet.router)
+                    return
+                with engine.carrying(len(request.inputs)):  # from the choice on: others are chosen in the same moment
+                    yield Destination(engine.url, engine)
 
     async def _note_death(self, sample: str, request: GenerateRequest, this: Try) -> bool:
         """Determine whether a request was lost by an engine crash, and record that."""
@@ -361,8 +366,7 @@ class Generator:
         place, readers = this.place, request.readers
         body = self._body(request, this)
         routing_key = sample_of(request.rid) if place.engine is None else ""
-        held = nullcontext() if place.engine is None else place.engine.carrying(len(readers))
-        with held, self.running.entered(this.rid, request, readers[0] if this.streamed else None) as sent:
+        with self.running.entered(this.rid, request, readers[0] if this.streamed else None) as sent:
             if place.engine is not None:
                 sent.engine = place.engine.name
             try:

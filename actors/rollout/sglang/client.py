@@ -3,13 +3,11 @@
 import uuid
 from collections.abc import AsyncGenerator, Collection, Sequence
 from contextlib import asynccontextmanager, suppress
-from itertools import chain
-from typing import Annotated, Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, TypeVar
 
 import aiohttp
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
+from anyio import to_thread
 
 from actors.rollout.sglang.answers import decode_answer, decode_answers, refusal_in
 from actors.rollout.sglang.body import probe_body
@@ -24,6 +22,7 @@ from actors.rollout.sglang.errors import (
     RequestRefused,
 )
 from actors.rollout.sglang.events import DONE, MAX_EVENT_BYTES, EventTooLarge, events_of
+from actors.rollout.sglang.given import GivenLogProbs, LogProbOf, read_given
 from actors.rollout.sglang.reading import AnswerReader
 from runtime.util.secrets import Secret
 
@@ -53,30 +52,11 @@ class ModelInfo(msgspec.Struct, frozen=True):
     weight_version: str | None = None
 
 
-TokenId = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)]  # what `Int32Array` holds
-LogProbOf = tuple[float | None, TokenId, Any]  # a log-prob, the token that it is of, and its text
-
-
 class ProbeMeta(msgspec.Struct, frozen=True):
     """The used part of the meta_info of a probe response."""
 
     finish_reason: dict[str, Any] | None = None
     input_token_logprobs: list[LogProbOf] = []
-    input_top_logprobs: list[list[LogProbOf] | None] = []
-
-
-class TopkLogProbs(NamedTuple):
-    """The K likeliest tokens at each of T places, as an engine gave them: NaN for a log-prob of null."""
-
-    ids: NDArray[np.int64]  # [T, K]
-    log_probs: NDArray[np.float32]  # [T, K], natural log
-
-
-class GivenLogProbs(NamedTuple):
-    """Log-probs of T given tokens, and the likeliest tokens at their places if they were asked for."""
-
-    log_probs: list[float | None]
-    topk: TopkLogProbs | None
 
 
 class ProbeAnswer(msgspec.Struct, frozen=True):
@@ -357,17 +337,7 @@ class SglangClient:
         """
         url, asked = engine + "/generate", list(token_ids[first:])
         data = await self._post(url, probe_body(rid, token_ids, first - 1, topk), timeout_s)
-        meta = _decode(url, data, ProbeAnswer).meta_info
-        if (meta.finish_reason or {}).get("type") == "abort":
-            raise EngineUnavailable(f"{url}: the request was aborted")
-        found = meta.input_token_logprobs[1:]  # the first entry is of the token before
-        if len(found) != len(asked):
-            raise EngineFailed(f"{url}: {len(found)} log-probs of {len(asked)} tokens")
-        wrong = next((place for place, entry in enumerate(found) if entry[1] != asked[place]), None)
-        if wrong is not None:
-            raise EngineFailed(f"{url}: log-prob {wrong} is of token {found[wrong][1]}, not of {asked[wrong]}")
-        likeliest = _topk(url, meta.input_top_logprobs[1:], len(asked), topk) if topk else None
-        return GivenLogProbs([log_prob for log_prob, _, _ in found], likeliest)
+        return await to_thread.run_sync(read_given, url, data, asked, topk)
 
     async def abort(self, engine: str, rid: str | None) -> None:
         """Abort one request, or all requests of an engine if rid is None. Unknown requests are ignored."""
@@ -483,23 +453,6 @@ def _raise_streamed(url: str, event: bytes) -> None:
 
 def _shown(answer: bytes) -> str:
     return answer.decode(errors="replace")[:500]
-
-
-def _topk(url: str, found: Sequence[list[LogProbOf] | None], num_places: int, topk: int) -> TopkLogProbs:
-    """Pack the likeliest tokens of each place.
-
-    Raises:
-        EngineFailed: they are of another number of places, or not `topk` at each.
-    """
-    if len(found) != num_places:
-        raise EngineFailed(f"{url}: top-k log-probs at {len(found)} places for {num_places} tokens")
-    counts = [0 if place is None else len(place) for place in found]
-    wrong = next((place for place, count in enumerate(counts) if count != topk), None)
-    if wrong is not None:
-        raise EngineFailed(f"{url}: token {wrong} has {counts[wrong]} top-k log-probs, not {topk}")
-    log_probs, ids, _ = zip(*chain.from_iterable(place for place in found if place is not None), strict=True)
-    shape = num_places, topk
-    return TopkLogProbs(np.array(ids, dtype=np.int64).reshape(shape), np.array(log_probs, np.float32).reshape(shape))
 
 
 def _decode(url: str, data: bytes, answer_type: type[T]) -> T:
