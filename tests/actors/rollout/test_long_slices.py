@@ -24,7 +24,10 @@ def pool(concurrency: int) -> dict[str, Any]:
 
 
 async def test_a_rollout_actor_with_many_groups_does_not_hold_up_its_event_loop(bus: Bus) -> None:
-    engine, topology = ScriptedEngine(hold=True), topology_with(engines=pool(NUM_GROUPS * NUM_SAMPLES))
+    topology = topology_with(
+        engines=pool(NUM_GROUPS * NUM_SAMPLES), rollout={"n_samples_per_prompt": NUM_SAMPLES, "rollout_batch_size": 64}
+    )
+    engine = ScriptedEngine(hold=True)
     async with serving(engine), anyio.create_task_group() as group:
         group.start_soon(grade, bus)
         async with rollout_actor(bus, "http://127.0.0.1:1", [engine], topology):
