@@ -36,6 +36,8 @@ import msgspec
 import psutil
 
 from messages import (
+    EngineState,
+    EngineStateChanged,
     EvalEnded,
     EvalIssued,
     EvalRequested,
@@ -240,11 +242,21 @@ class Stage:
         return await num_undelivered(self._bus, f"rollout-{POOL}")
 
     async def begin(self) -> None:
-        """Publish the first weights, and wait until all engines have them."""
+        """Publish the first weights, and wait until all engines have them and accept requests.
+
+        Otherwise the first tasks crowd on the engines that were ready first.
+        """
         await self._bus.publish(TrainerStarted(incarnation=1, step=0))
         self._seq = await self._bus.last_ledger_seq()
         await self.announce()
         await self.until(lambda now: min(now.updated_at) > 0)
+        ready = set[str]()
+        async with self._bus.read(EngineStateChanged) as events:
+            while len(ready) < self._size.num_engines:
+                received = await events.next(1.0)
+                check_alive(self.watched)
+                if received is not None and received.message.new is EngineState.CURRENT:
+                    ready.add(received.message.engine)
 
     async def announce(self) -> float:
         """Publish new weights; return the monotonic time before that."""

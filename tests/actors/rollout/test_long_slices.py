@@ -7,11 +7,11 @@ import anyio
 import msgspec
 import pytest
 
-from messages import EvalCompleted, EvalRequested, RoundHalted, SamplingParams
+from messages import RoundHalted
 from runtime.bus.bus import Bus
 from tests.build.topology import topology_with
 from tests.support.loop_watch import watching_loop
-from tests.support.rollout import announcement, completed_groups, grade, next_event, rollout_actor, task, until_applied
+from tests.support.rollout import announcement, completed_groups, grade, rollout_actor, task, until_applied
 from tests.support.scripted_engine import ScriptedEngine, serving
 
 NUM_GROUPS, NUM_SAMPLES = 64, 8
