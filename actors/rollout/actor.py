@@ -247,12 +247,13 @@ class RolloutActor(Actor):
             verifier,
             RateLimitedEvents(self._bus.name),
             update_groups=pool.update_groups,
-            dispatch=Direct(pool.concurrency) if pool.router == "direct" else self._through_router(client),
+            dispatch=Direct(pool.concurrency) if pool.router == "direct" else self._through_router(client, verifier),
         )
 
-    def _through_router(self, client: SglangClient) -> ThroughRouter:
-        pool, run = self._topology.engines[self._pool], self._topology.run.name
-        return ThroughRouter(client, run=None if pool.router_url is None else run, engines=pool.urls)
+    def _through_router(self, client: SglangClient, verifier: WeightVerifier) -> ThroughRouter:
+        pool = self._topology.engines[self._pool]
+        run = None if pool.router_url is None else self._topology.run.name
+        return ThroughRouter(client, verifier.updates.engine_of, run=run, engines=pool.urls)
 
     def _tools(self, client: SglangClient, fleet: Fleet) -> GroupDependencies:
         reward = self._topology.reward

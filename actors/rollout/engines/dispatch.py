@@ -16,7 +16,6 @@ KEPT: Final = 65_536  # prompts whose engine is remembered
 class Dispatch(Protocol):
     """Decides where requests go, and registers engines where that is necessary."""
 
-    names_engines: bool  # each request is sent to an engine of this actor's choice
     first_url: str | None  # where requests without an engine go at the start; None: unknown yet
     waits_for: str  # what requests wait for while that is unknown, for people
 
@@ -34,6 +33,24 @@ class Dispatch(Protocol):
 
     async def free_of(self, router: str, engine: str | None) -> bool:
         """Whether an engine, or any engine if None, is not registered; unregisters those that are."""
+        ...
+
+    def engine_of(self, named: str, label: str) -> str:
+        """Return the name of the engine that has a request; empty: unknown.
+
+        Args:
+            named: the engine that it was sent to; empty: to the router.
+            label: newest weight label of its tokens; empty: it has none.
+        """
+        ...
+
+    def may_hold(self, engine: str, engines: Mapping[str, "Engine"]) -> list["Engine"]:
+        """Return the engines that may hold a request.
+
+        Args:
+            engine: the engine that it was sent to, or that answers; empty: unknown.
+            engines: all engines, by name.
+        """
         ...
 
     def may_send(self, versions: Sequence[int], oldest: int, min_version: int) -> bool:
@@ -61,7 +78,6 @@ class Dispatch(Protocol):
 class Direct:
     """Sends each request to an engine: the one of its prompt, or the least loaded one. Needs no router."""
 
-    names_engines = True
     first_url: str | None = ""
     waits_for = ""
 
@@ -82,6 +98,12 @@ class Direct:
 
     async def free_of(self, router: str, engine: str | None) -> bool:
         return True
+
+    def engine_of(self, named: str, label: str) -> str:
+        return named
+
+    def may_hold(self, engine: str, engines: Mapping[str, "Engine"]) -> list["Engine"]:
+        return [engines[engine]] if engine in engines else list(engines.values())
 
     def may_send(self, versions: Sequence[int], oldest: int, min_version: int) -> bool:
         return max(versions, default=0) >= min_version

@@ -55,7 +55,7 @@ class Fleet:
         dispatch: Dispatch | None = None,
     ) -> None:
         self._client = client
-        self._dispatch = dispatch or ThroughRouter(client)
+        self._dispatch = dispatch or ThroughRouter(client, verifier.updates.engine_of)
         self._verifier = verifier
         self.events = events or RateLimitedEvents()
         self.crashes = RecentCrashes()
@@ -378,10 +378,12 @@ class Fleet:
         return self._dispatch.choose(engines, prompt, failed=failed, by_name=by_name)
 
     def holders(self, engine: str) -> list[str]:
-        """Return the URLs of the engines that may hold a request, sent to an engine of this name; empty: unknown."""
-        if self._dispatch.names_engines and engine in self._engines:
-            return [self._engines[engine].url]
-        return self.engine_urls
+        """Return the URLs of the engines that may hold a request; empty: the engine that has it is unknown."""
+        return [each.url for each in self._dispatch.may_hold(engine, self._engines)]
+
+    def holder(self, named: str, label: str) -> str:
+        """Return the name of the engine that has a request; empty: unknown. Dispatch describes the arguments."""
+        return self._dispatch.engine_of(named, label)
 
     def engine_behind(self, label: str) -> Engine | None:
         """Return the engine of a weight label, or the only engine that accepts requests."""

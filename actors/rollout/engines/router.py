@@ -1,7 +1,7 @@
 """Dispatch by sglang-router: it chooses the engines, which register in its worker list. The caller retries."""
 
 import time
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 from actors.rollout.sglang.client import RouterWorker, SglangClient
@@ -21,18 +21,26 @@ class ThroughRouter:
     ASK_AGAIN_S.
     """
 
-    names_engines = False
     first_url: str | None = None
 
-    def __init__(self, client: SglangClient, *, run: str | None = None, engines: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        client: SglangClient,
+        engine_behind: Callable[[str], str] = lambda _: "",
+        *,
+        run: str | None = None,
+        engines: Collection[str] = (),
+    ) -> None:
         """Use a router that the run started, or an external one.
 
         Args:
             client: for the router.
+            engine_behind: returns the name of the engine that a weight label was given to; empty: unknown.
             run: name of the run, for an external router; other engines that it lists stay there. None: its own router.
             engines: URLs of external engines that serve the run.
         """
         self._client = client
+        self._engine_behind = engine_behind
         self._run = run
         self._external_engines = frozenset(engines)
         self.waits_for = "the router"
@@ -80,6 +88,14 @@ class ThroughRouter:
         except EngineError:
             return False
         return not found
+
+    def engine_of(self, named: str, label: str) -> str:
+        """Return the engine of a weight label: the router does not report which engine has a request."""
+        return self._engine_behind(label) or named
+
+    def may_hold(self, engine: str, engines: Mapping[str, "Engine"]) -> list["Engine"]:
+        """Return all engines: the router may have sent the request to another one before its first token."""
+        return list(engines.values())
 
     def may_send(self, versions: Sequence[int], oldest: int, min_version: int) -> bool:
         """Whether every engine that the router may choose holds the version."""

@@ -216,8 +216,7 @@ class Generator:
             reader.discard()
         if error is None or verdict.outcome is Outcome.ABORTED:
             return verdict.outcome
-        if end is End.OUTDATED:
-            await self._note_newer(failures, error.label)
+        if end is End.OUTDATED and await self._note_newer(failures, error.label):
             return None
         if verdict.is_failure:
             await self._note_failure(sample.rpartition("-")[0], this.place, failures, error)
@@ -248,10 +247,16 @@ class Generator:
         if not reader.is_recent(min_version):
             reader.discard()
 
-    async def _note_newer(self, failures: Failures, label: str) -> None:
-        """Have the next try wait for the weights that sampled the first token; the fleet learns of them later."""
-        if await self._fleet.update_tracker.settled({label}):
+    async def _note_newer(self, failures: Failures, label: str) -> bool:
+        """Have the next try wait for the weights that sampled the first token: the fleet learns of them a bit later.
+
+        Returns:
+            Whether these weights are verified.
+        """
+        is_verified = await self._fleet.update_tracker.settled({label})
+        if is_verified:
             failures.min_version = max(failures.min_version, version_of(label))
+        return is_verified
 
     async def _note_failure(self, group: str, place: Destination, failures: Failures, error: EngineError) -> None:
         """Record a failure of a running engine and report it. Give the request up after too many.
@@ -349,7 +354,7 @@ class Generator:
         else:
             await self._fleet.report_unavailable()
             label = request.readers[0].last_label if this.streamed else ""
-            engine = place.engine.name if place.engine is not None else self._fleet.update_tracker.engine_of(label)
+            engine = self._fleet.holder("" if place.engine is None else place.engine.name, label)
             if not self._fleet.crashes.any_since(this.sent_at, engine):
                 return False
             record = record.after_death(alone=False, killed=False)

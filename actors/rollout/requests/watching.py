@@ -1,7 +1,7 @@
 """Watchdog for engines: checks that they generate tokens for our open requests.
 
 Tokens are the only sure sign of life. A server with a hung scheduler still answers its readiness check, and reports the
-last recorded load. The router does not report which engine has a request, so before its first token it may be on any.
+last recorded load. A router does not report which engine has a request, so before its first token it may be on any.
 An engine that is silent for too long while such requests exist gets a liveness check first.
 
 A live engine may also lose a request. One that gets no token for long, while later ones do, is aborted and resent.
@@ -126,7 +126,7 @@ class Watchdog:
             if reader is None or reader.num_tokens == sent.num_tokens:
                 continue
             sent.num_tokens, sent.token_at = reader.num_tokens, anyio.current_time()
-            sent.engine = self._fleet.update_tracker.engine_of(reader.last_label)
+            sent.engine = self._fleet.holder(sent.engine, reader.last_label)
             self._fleet.note_token(reader.last_label, sent.sent_at)
 
 

@@ -3,7 +3,9 @@
 import pytest
 
 from actors.rollout.engines import router as router_module
+from actors.rollout.engines.dispatch import Direct
 from actors.rollout.engines.router import ThroughRouter
+from actors.rollout.engines.weights.updates import UpdateTracker
 from actors.rollout.sglang.client import RouterWorker, SglangClient
 from actors.rollout.sglang.errors import EngineUnavailable
 
@@ -70,3 +72,10 @@ async def test_what_a_router_did_not_take_is_asked_again_at_once() -> None:
     for late.is_away in (True, False, False):
         assert not await workers.has(ROUTER, ENGINE)
     assert late.asked == [f"add {ENGINE}"] * 2
+
+
+def test_the_engine_of_a_request_is_found_by_its_label_behind_a_router_alone() -> None:
+    updates = UpdateTracker()
+    label, router, direct = updates.begin("b", 1), ThroughRouter(LateRouter(), updates.engine_of), Direct()
+    assert [router.engine_of("", ""), router.engine_of("", label), router.engine_of("a", "")] == ["", "b", "a"]
+    assert [direct.engine_of("a", ""), direct.engine_of("a", label)] == ["a", "a"]

@@ -118,6 +118,7 @@ def test_the_spans_of_the_last_chunk_are_believed() -> None:
         ((chunk(0, 4, "2@b", finish="length", spans=spans((0, 1, "1@a"), (1, 4, "2@b"))),), False),
         ((chunk(0, 4, "2@b", finish="length", spans=spans((0, 4, "2@b"))),), True),
         ((chunk(0, 0, "2@b", finish="abort"),), False),  # no token
+        ((chunk(0, 2, "default", finish="length"),), False),  # not of the run: found unverified later
     ],
 )
 def test_the_first_token_has_to_be_of_the_weights_that_may_have_computed_the_prefix(
