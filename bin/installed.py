@@ -11,7 +11,14 @@ from typing import Final
 from bin.interrupt import handle_ctrl_c
 
 OF_A_RUN: Final = ("aiohttp", "cryptography", "jinja2", "psutil", "tokenizers", "transformers", "uvloop")
-RUN_COMMANDS: Final = ("credentials", "export_hf", "ledger", "replay", "start_topology")  # need the extra `run`
+RUN_COMMANDS: Final = (
+    "credentials",
+    "export_hf",
+    "ledger",
+    "replay",
+    "start_topology",
+    "try_function",
+)  # need the extra `run`
 
 
 def start_topology() -> None:
@@ -47,6 +54,11 @@ def replay() -> None:
 def from_slime() -> None:
     """Turn a start script of slime into a recipe and a topology."""
     _run("from_slime")
+
+
+def try_function() -> None:
+    """Call a user's function as a run does."""
+    _run("try_function")
 
 
 def describe_settings() -> None:

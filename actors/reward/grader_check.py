@@ -1,21 +1,24 @@
-"""Pre-start check of users' graders: grade one row per data source with an empty response, in the run's sandbox."""
+"""Tries users' graders without a run: at each start on one row per data source, and for bin/try on given samples."""
 
-from collections.abc import Iterator, Mapping
+import resource
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import anyio
 
-from actors.reward.frames import FrameError, Grade, GraderSpec, Hello, encode_frame
+from actors.reward.frames import FrameError, Grade, Graded, GraderSpec, Hello, encode_frame
+from actors.reward.pool import PoolSettings, open_pool
 from actors.reward.process import START_TIMEOUT_S, GraderProcess, GraderProcessError
 from actors.reward.recipe import graders_of
 from actors.reward.samples import GradedSample
-from actors.reward.sandbox import sandbox_of
+from actors.reward.sandbox import Sandbox, sandbox_of
 from messages import Prompt
 from runtime.bus.background import in_background
 from runtime.node.checks.apart import Doing
 from runtime.settings.plugins import is_plugin
 from runtime.settings.reading.config import Problem
-from runtime.settings.topology import Topology, own_graders
+from runtime.settings.topology import RewardConfig, Topology, own_graders
 
 SLACK_S = 10.0  # time for a process to end
 
@@ -89,3 +92,44 @@ async def _error_of(topology: Topology, spec: GraderSpec, row: SampleRow) -> str
     if len(grades) < number:
         return f"no grade within {config.timeout_s:g} s (reward.timeout_s)"
     return next((graded.error for graded in grades if graded.error is not None), None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """The grades of samples, and the memory that they took."""
+
+    grades: tuple[Graded, ...]  # one per sample, in order
+    peak_bytes: int  # most memory of one process
+
+
+async def try_grader(
+    function: str, samples: Sequence[GradedSample], *, group: bool = False, topology: Topology | None = None
+) -> Trial:
+    """Grade samples in one grader process.
+
+    Args:
+        function: a built-in grader, "module:function" or "path/file.py:function".
+        samples: the samples.
+        group: call the function once, with all samples as one prompt group.
+        topology: whose sandbox, limits and reward key apply; none: the defaults.
+
+    Raises:
+        GraderUnusableError: the function cannot be used; says why.
+        GraderStartError: the process did not start.
+    """
+    config = RewardConfig() if topology is None else topology.reward
+    spec = GraderSpec(name=function, group=group)
+    hello = Hello(
+        graders=(spec,), reward_key=config.reward_key, cpu_s=config.cpu_s or 2 * config.timeout_s, traces=True
+    )
+    settings = PoolSettings(
+        hello=hello,
+        sandbox=Sandbox() if topology is None else sandbox_of(topology),
+        num_processes=1,
+        timeout_s=config.timeout_s,
+        max_tries=1,
+    )
+    async with open_pool(settings) as pool:
+        grades = await pool.grade(spec, samples)
+    peak_kib = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+    return Trial(grades=tuple(grades), peak_bytes=peak_kib << 10)

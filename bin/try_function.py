@@ -1,0 +1,211 @@
+"""Call a function of yours as a run does, and print what it gets, returns and costs."""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, cast
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    from bin.interrupt import handle_ctrl_c
+
+    handle_ctrl_c()
+
+from bin.entry import Screen, WrongInput, ended, parser_of, run
+from runtime.util.exit_codes import EXIT_FAILED, EXIT_OK
+
+if TYPE_CHECKING:
+    from actors.reward.frames import Graded
+    from actors.reward.samples import GradedSample
+    from runtime.data.dumps import DumpedGroup
+
+SHOWN: Final = 200  # characters of a text
+EPILOG = """grader   Grade samples in a grader process, with the sandbox and the limits of a run. FILE has one JSON
+         object per line: response, and optionally prompt, label and metadata. DUMP is a directory that
+         run.dump_details wrote. The reward of the run is printed too.
+filter   Judge the groups of a DUMP. The verdict of the run is printed too.
+source   Call the function with the numbers 0, 1, 2 and so on.
+
+The command reads only the samples of a dump, and imports no function that the dump names.
+
+exit codes: 0 every call succeeded, 1 a call failed, 2 the function or the samples cannot be used"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command and return its exit code."""
+    args = _parser().parse_args(argv)
+    from actors.reward.process import GraderProcessError
+    from runtime.data.data_files import DataError
+    from runtime.data.dump_files import DumpError
+    from runtime.settings.plugins import PluginError
+    from runtime.settings.reading.config import TopologyError
+
+    work = {"grader": _try_grader, "filter": _try_filter, "source": _try_source}[args.kind]
+    return ended(
+        lambda: _show(work(args)), TopologyError, DumpError, DataError, PluginError, GraderProcessError, ValueError
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = parser_of("try", __doc__, EPILOG)
+    parser.add_argument("kind", choices=["grader", "filter", "source"], help="What the function is.")
+    parser.add_argument("function", help="MODULE:FUNCTION or FILE.py:FUNCTION; a grader may be a built-in one.")
+    parser.add_argument("--on", type=Path, metavar="FILE|DUMP", help="Samples. Not for source.")
+    parser.add_argument("--limit", type=int, default=8, metavar="N", help="Most samples, groups or rows; 8 by default.")
+    parser.add_argument("--group", action="store_true", help="grader: one call per prompt group; a FILE is one group.")
+    parser.add_argument("--topology", type=Path, metavar="FILE", help="grader: take sandbox and limits from [reward].")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="Override a key of it.")
+    return parser
+
+
+def _show(lines: Iterator[tuple[str, bool]]) -> int:
+    """Print lines; return whether all calls succeeded, as an exit code."""
+    screen, good = Screen(sys.stdout), True
+    for line, succeeded in lines:
+        screen.show(line)
+        good = good and succeeded
+    return EXIT_OK if good else EXIT_FAILED
+
+
+def _try_grader(args: argparse.Namespace) -> Iterator[tuple[str, bool]]:
+    import anyio
+
+    from actors.reward.grader_check import try_grader
+    from runtime.settings.load import load_topology
+
+    topology = None if args.topology is None else load_topology(args.topology, args.set).topology
+    if args.set and topology is None:
+        raise WrongInput("--set needs --topology")
+    groups = list(_samples(args))
+    shown = set[str | None]()  # tracebacks
+    calls = groups if args.group else [[pair for group in groups for pair in group][: args.limit]]
+    for pairs in calls:
+        samples = [sample for sample, _ in pairs]
+        trial = anyio.run(lambda: try_grader(args.function, samples, group=args.group, topology=topology))  # noqa: B023
+        for (sample, before), graded in zip(pairs, trial.grades, strict=True):
+            yield from _graded(sample, graded, before, trace=graded.trace not in shown)
+            shown.add(graded.trace)
+        total_s = sum(graded.took_s for graded in trial.grades)
+        yield f"{len(samples)} samples in {total_s:.3f} s of the function; at most {trial.peak_bytes >> 20} MiB", True
+
+
+def _samples(args: argparse.Namespace) -> Iterator[list[tuple["GradedSample", float | None]]]:
+    """Yield groups of samples, with the reward that each had in the run."""
+    from actors.reward.samples import GradedSample
+
+    if args.on is None:
+        raise WrongInput("--on FILE or --on DUMP is needed")
+    if args.on.is_dir():
+        for group in _groups(args):
+            yield [
+                (
+                    GradedSample(
+                        index=sample.index,
+                        part=sample.part,
+                        prompt=sample.prompt,
+                        response=sample.response,
+                        status=str(sample.status),
+                        response_len=sample.response_len,
+                        label=sample.label,
+                        metadata=sample.metadata,
+                    ),
+                    sample.reward,
+                )
+                for sample in group.samples
+            ]
+        return
+    rows = [
+        _row(args.on, number, line) for number, line in enumerate(args.on.read_text("utf-8").splitlines(), 1) if line
+    ]
+    yield [
+        (GradedSample(index=index, response_len=len(row["response"]), **row), None)
+        for index, row in enumerate(rows[: args.limit])
+    ]
+
+
+def _row(path: Path, number: int, line: str) -> dict[str, Any]:
+    """Read a line of a file of samples."""
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise WrongInput(f"{path}:{number}: {error}") from None
+    columns = cast("dict[str, Any]", row) if isinstance(row, dict) else {}
+    if not isinstance(columns.get("response"), str):
+        raise WrongInput(f"{path}:{number}: expected an object with the text `response`; also: prompt, label, metadata")
+    return {key: columns[key] for key in ("prompt", "response", "label", "metadata") if key in columns}
+
+
+def _groups(args: argparse.Namespace) -> Iterator["DumpedGroup"]:
+    from itertools import islice
+
+    from runtime.data.dumped_run import DumpedGroups
+
+    if args.on is None or not args.on.is_dir():
+        raise WrongInput("--on DUMP is needed: a directory that run.dump_details wrote")
+    yield from islice(DumpedGroups(args.on), args.limit)
+
+
+def _graded(
+    sample: "GradedSample", graded: "Graded", before: float | None, *, trace: bool
+) -> Iterator[tuple[str, bool]]:
+    yield f"sample {sample.index}: label {_short(sample.label)}, response {_short(sample.response)}", True
+    was = "" if before is None else f" (in the run {before:g})"
+    if graded.error is None:
+        details = "" if graded.details is None else f" {_short(graded.details)}"
+        yield f"  reward {graded.reward:g}{was} in {graded.took_s:.4f} s{details}", True
+        return
+    yield f"  failed, {graded.cause}: {graded.error}{was}", False
+    yield from ((f"  {line}", False) for line in (graded.trace or "" if trace else "").splitlines())
+
+
+def _try_filter(args: argparse.Namespace) -> Iterator[tuple[str, bool]]:
+    import time
+
+    from actors.filter.filters import FilterError, ReplayedFilter
+
+    judge = ReplayedFilter(args.function)
+    for group in _groups(args):
+        start = time.perf_counter()
+        try:
+            verdict = judge.judge(group.completed())
+        except FilterError as error:
+            yield f"group {group.group_id}: failed: {error}", False
+            continue
+        took_s, before = time.perf_counter() - start, group.samples[0].verdict
+        rewards = ", ".join("-" if sample.reward is None else f"{sample.reward:g}" for sample in group.samples)
+        reason = "" if verdict.reason is None else f" ({verdict.reason})"
+        was = "" if before is None else f"; in the run {before}"
+        yield f"group {group.group_id}: rewards {rewards}: {verdict.outcome}{reason}{was}, {took_s:.4f} s", True
+
+
+def _try_source(args: argparse.Namespace) -> Iterator[tuple[str, bool]]:
+    import time
+    import traceback
+
+    from actors.buffer.prompts.generated import find_source
+
+    make = find_source("source", args.function, [Path.cwd()])
+    for number in range(args.limit):
+        start = time.perf_counter()
+        try:
+            row, again = make(number), make(number)
+        except Exception:  # noqa: BLE001 - a user's function may raise anything
+            yield from ((line, False) for line in traceback.format_exc().splitlines())
+            continue
+        took_s = (time.perf_counter() - start) / 2
+        yield f"row {number}: {_short(row)}, {took_s:.4f} s", True
+        if row != again:
+            yield f"  a second call returned another row: {_short(again)}", False
+
+
+def _short(value: Any) -> str:
+    """Return a value as one line of limited length."""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=repr)
+    text = json.dumps(text, ensure_ascii=False) if isinstance(value, str) else text
+    return text if len(text) <= SHOWN else f"{text[: SHOWN // 2]} … {text[-SHOWN // 2 :]}"
+
+
+if __name__ == "__main__":
+    run(main)

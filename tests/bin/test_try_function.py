@@ -1,0 +1,129 @@
+"""bin/try calls a user's function as a run does and prints what it returns."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bin import try_function
+from runtime.data.dump_files import write_pair
+from tests.bin.test_replay import group
+
+FUNCTIONS = """
+import time
+
+def equal(sample):
+    return float(sample.response == sample.label)
+
+def raises(sample):
+    return {}["nothing"]
+
+def hangs(sample):
+    time.sleep(99)
+
+def together(samples):
+    return [index for index, sample in enumerate(samples)]
+
+def numbers(number):
+    return {"input": str(number)}
+
+counted = iter(range(99))
+
+def changes(number):
+    return {"input": str(next(counted))}
+"""
+
+
+@pytest.fixture
+def functions(tmp_path: Path) -> str:
+    path = tmp_path / "mine.py"
+    path.write_text(FUNCTIONS)
+    return str(path)
+
+
+@pytest.fixture
+def samples(tmp_path: Path) -> str:
+    path = tmp_path / "samples.jsonl"
+    rows = [{"response": "4", "label": "4"}, {"response": "5", "label": "4", "prompt": "2+2"}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    code = try_function.main(list(arguments))
+    printed = capsys.readouterr()
+    return code, printed.out + printed.err
+
+
+def test_a_grader_on_a_file(functions: str, samples: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, text = said(capsys, "grader", f"{functions}:equal", "--on", samples)
+    assert code == 0
+    lines = text.splitlines()
+    assert lines[0] == 'sample 0: label "4", response "4"'
+    assert lines[1].startswith("  reward 1 in 0.")
+    assert lines[3].startswith("  reward 0 in 0.")
+    assert lines[4].startswith("2 samples in 0.")
+
+
+def test_a_group_is_one_call(functions: str, samples: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, text = said(capsys, "grader", f"{functions}:together", "--on", samples, "--group")
+    assert code == 0
+    assert "  reward 1 in 0." in text.splitlines()[3]
+
+
+def test_a_grader_that_raises_shows_its_traceback_once(
+    functions: str, samples: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, text = said(capsys, "grader", f"{functions}:raises", "--on", samples)
+    assert code == 1
+    assert text.count("raised KeyError('nothing')") == 2
+    assert text.count('    return {}["nothing"]') == 1
+
+
+def test_a_grader_that_hangs_ends_with_its_limit(
+    functions: str, samples: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    limit = ("--topology", "topologies/laptop.toml", "--set", "reward.timeout_s=0.5")
+    code, text = said(capsys, "grader", f"{functions}:hangs", "--on", samples, "--limit", "1", *limit)
+    assert code == 1
+    assert "failed, timeout" in text
+
+
+def test_a_filter_on_a_dump(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_pair(tmp_path, 0, [group(1, (1.0, 0.0), 0), group(2, (1.0, 1.0), 0)], (1, 0))
+    code, text = said(capsys, "filter", "nonzero_std", "--on", str(tmp_path))
+    first, second = text.splitlines()
+    assert code == 0
+    assert first.startswith("group 1: rewards 1, 0: keep; in the run ")
+    assert second.startswith("group 2: rewards 1, 1: drop (zero_std_1.0); in the run ")
+
+
+def test_a_source_that_returns_another_row_is_named(functions: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, text = said(capsys, "source", f"{functions}:numbers", "--limit", "2")
+    assert (code, text.splitlines()[1].split(", ")[0]) == (0, 'row 1: {"input": "1"}')
+    code, text = said(capsys, "source", f"{functions}:changes", "--limit", "1")
+    assert code == 1
+    assert "a second call returned another row" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (("grader", "FILE:nothing", "--on", "SAMPLES"), "there is no 'nothing' in it"),
+        (("grader", "FILE:equal"), "--on FILE or --on DUMP is needed"),
+        (("filter", "nonzero_std", "--on", "SAMPLES"), "--on DUMP is needed"),
+        (("grader", "FILE:equal", "--on", "SAMPLES", "--set", "a=1"), "--set needs --topology"),
+    ],
+)
+def test_wrong_input(
+    functions: str, samples: str, arguments: tuple[str, ...], problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    filled = [word.replace("FILE:", f"{functions}:").replace("SAMPLES", samples) for word in arguments]
+    code, text = said(capsys, *filled)
+    assert (code, problem in text) == (2, True), text
+
+
+def test_a_row_without_a_response_is_named(functions: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "bad.jsonl").write_text('{"response": "4"}\n{"answer": "4"}\n')
+    code, text = said(capsys, "grader", f"{functions}:equal", "--on", str(tmp_path / "bad.jsonl"))
+    assert (code, "bad.jsonl:2: expected an object with the text `response`" in text) == (2, True)
