@@ -105,6 +105,7 @@ class ScoreRequested(Message, kw_only=True, tag="score_requested"):
     group_rm: bool = False  # one call for all items, which are the whole group
     prompt_keys: tuple[str, ...] = ()  # PromptStored messages with prompt, label and metadata; the items omit these
     timeout_s: float = 0.0  # seconds from the delivery until the caller no longer waits; 0: unlimited
+    evaluation: bool = False  # whether the items are samples of an evaluation
     items: tuple[ScoreItem, ...]
 
     def key(self) -> str:

@@ -266,7 +266,7 @@ class RewardActor(Actor):
                 items = await self._prompts.items_of(request)
             except PayloadLost as error:
                 return [Graded(error=f"prompt: {error}", cause="worker_lost") for _ in request.items]
-            samples = [sample_of(item) for item in items]
+            samples = [sample_of(item, evaluation=request.evaluation) for item in items]
             if judges is not None:
                 grades = await judges.grade(name, samples, pool)
             else:

@@ -44,7 +44,7 @@ class StoredPrompts:
         return [msgspec.structs.replace(item, **added) for item in request.items]
 
 
-def sample_of(item: ScoreItem) -> GradedSample:
+def sample_of(item: ScoreItem, *, evaluation: bool) -> GradedSample:
     """One item of a score request, as graders see it."""
     return GradedSample(
         index=item.index,
@@ -55,6 +55,7 @@ def sample_of(item: ScoreItem) -> GradedSample:
         response_len=item.response_len,
         label=item.label,
         metadata=item.metadata,
+        evaluation=evaluation,
     )
 
 

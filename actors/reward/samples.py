@@ -16,6 +16,7 @@ class GradedSample(msgspec.Struct, frozen=True, kw_only=True):
     response_len: int = 0  # tokens
     label: Any = None  # unchanged from the data file
     metadata: dict[str, Any] = {}  # unchanged from the data file
+    evaluation: bool = False  # whether this is a sample of an evaluation
     judge_answer: str = ""  # the text of the judge, for parsers alone
     judge_truncated: bool = False  # the judge's answer reached its token limit
 

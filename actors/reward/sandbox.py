@@ -129,10 +129,14 @@ class Sandbox(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(dict.fromkeys((*self.hidden, *found)))
 
 
+def run_dir_of(topology: Topology) -> str:
+    """The directory of the run."""
+    return os.environ.get(RUN_DIR) or str(Path(topology.run.dir) / topology.run.name)
+
+
 def sandbox_of(topology: Topology) -> Sandbox:
     """The sandbox that the topology configures."""
     reward = topology.reward
-    run_dir = os.environ.get(RUN_DIR) or str(Path(topology.run.dir) / topology.run.name)
     if reward.sandbox == "isolated" and topology.run.dump_details is not None:
         with suppress(OSError):  # a missing directory cannot be hidden; the buffer reports the error
             make_private(Path(topology.run.dump_details))
@@ -142,7 +146,7 @@ def sandbox_of(topology: Topology) -> Sandbox:
         memory_bytes=reward.memory_bytes,
         max_files=reward.max_files,
         max_processes=reward.max_processes,
-        hidden=(os.path.realpath(run_dir),),
+        hidden=(os.path.realpath(run_dir_of(topology)),),
         runs=os.path.realpath(topology.run.dir),
         dumps=dumps_of(topology),
         files=files_of(topology),

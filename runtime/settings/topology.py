@@ -376,6 +376,19 @@ class JudgeConfig(Config, frozen=True, kw_only=True):
     # Number of requests for one score that may fail. Then the sample fails. Requests that an engine of the pool lost
     # because it ended do not count.
     max_tries: Positive = 3
+    # Seconds that a request may wait for an engine of the pool: for the first one, or for one in place of an engine
+    # that ended. Then the sample fails.
+    wait_s: Timeout = 600.0
+    # Number of requests that the run may send. Further samples fail. Reward actors share it equally.
+    budget_requests: Positive | None = None
+    # Number of tokens of prompts and answers that the run may use, as the server reports them. Further samples fail.
+    # Reward actors share it equally. Requests in flight may exceed it.
+    budget_tokens: Positive | None = None
+    # Bytes of answers that each reward actor keeps in the run directory. An equal request gets the kept answer. With 0
+    # none are kept.
+    cache_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
+    # Use the kept answers in evaluation too.
+    cache_in_eval: bool = False
     # Number of requests in flight per reward actor. By default 64 for a URL, and for a pool its `concurrency` times its
     # engines, divided by the number of reward actors.
     concurrency: Positive | None = None

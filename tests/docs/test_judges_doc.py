@@ -47,7 +47,7 @@ def _toml(value: Any) -> str:
 
 def test_the_judges_of_the_page_can_be_loaded() -> None:
     blocks = [tomllib.loads(block) for block in snippets(PAGE, "toml")]
-    assert len(blocks) == 4
+    assert len(blocks) == 5
     for block in blocks:
         block.pop("data", None)
         block.setdefault("engines", {"judge": {"kind": "tiny", "hf_checkpoint": "m"}})["judge"].pop("gpus", None)

@@ -8,6 +8,7 @@ import aiohttp
 import anyio
 import structlog
 
+from actors.reward.judging.budget import Budget
 from actors.reward.judging.requests import PATH, JudgeAnswer, JudgeError, answer_in, error_of
 from actors.reward.judging.servers import JudgeServer, JudgeServers, shows_life
 from runtime.util.formatting import count_of
@@ -30,13 +31,14 @@ class JudgeLimits(NamedTuple):
     timeout_s: float
     max_tries: int
     at_once: int
+    wait_s: float = 600.0
 
 
 class Judge:
     """Sends requests to a judge's servers.
 
     A request that an engine of a pool lost because it ended is sent again, to another engine or to the restarted one,
-    for as long as the caller waits. Timeouts, busy servers and unreadable answers count as tries.
+    for `wait_s` at most. Timeouts, busy servers and unreadable answers count as tries.
     """
 
     def __init__(
@@ -46,12 +48,14 @@ class Judge:
         limits: JudgeLimits,
         session: aiohttp.ClientSession,
         report: Report = lambda _name, _reason, _number: None,
+        budget: Budget | None = None,
     ) -> None:
         self.name = name
         self._servers = servers
         self._limits = limits
         self._session = session
         self._report = report
+        self._budget = budget
         self._slots = anyio.CapacityLimiter(limits.at_once)
         self._num_waiting = 0  # requests without an answer
         self._failures: Counter[tuple[str, str]] = Counter()  # by server and cause
@@ -70,7 +74,8 @@ class Judge:
             request: body of a chat completion, without the model's name.
 
         Raises:
-            JudgeError: the judge refused it, or `max_tries` requests failed. It names the judge and the cause.
+            JudgeError: the judge refused it, `max_tries` requests failed, no engine came within `wait_s`, or the budget
+                is spent. It names the judge and the cause.
         """
         self._num_waiting += 1
         try:
@@ -82,8 +87,9 @@ class Judge:
     async def _answered(self, request: Mapping[str, Any]) -> JudgeAnswer:
         tries = lost = 0
         failed: JudgeServer | None = None
+        waiting_since = anyio.current_time()
         while True:
-            failed = server = await self._servers.next(failed)
+            failed = server = await self._next_server(failed, waiting_since)
             try:
                 return await self._send(server, request)
             except JudgeError as error:
@@ -92,6 +98,7 @@ class Judge:
                     lost += 1
                 else:
                     tries += 1
+                    waiting_since = anyio.current_time()
                 if error.cause == "refused" or tries >= self._limits.max_tries:
                     times = f", {tries} times" if tries > 1 else ""
                     named = f"{error}{times} (judge {self.name}, {server.name})"
@@ -101,7 +108,17 @@ class Judge:
                 pause_s = max(RESEND.pause_s(tries + lost), min(error.wait_s, LONGEST_WAIT_S))
             await anyio.sleep(pause_s)
 
+    async def _next_server(self, failed: JudgeServer | None, waiting_since: float) -> JudgeServer:
+        left_s = waiting_since + self._limits.wait_s - anyio.current_time()
+        with anyio.move_on_after(left_s):
+            if left_s > 0:
+                return await self._servers.next(failed)
+        reason = f"no engine of {self._servers.label} answered within {self._limits.wait_s:g} s (wait_s)"
+        raise JudgeError("unreachable", f"{reason} (judge {self.name})")
+
     async def _send(self, server: JudgeServer, request: Mapping[str, Any]) -> JudgeAnswer:
+        if self._budget is not None:
+            self._budget.begin()
         self.counts["requests"] += 1
         timeout = aiohttp.ClientTimeout(total=self._limits.timeout_s)
         try:
@@ -114,7 +131,10 @@ class Judge:
             ) as response:
                 body = await _bounded(response)
                 if response.status == 200:
-                    return answer_in(body)
+                    answer = answer_in(body)
+                    if self._budget is not None:
+                        self._budget.end(answer)
+                    return answer
                 raise error_of(response.status, _masked(body, server), response.headers.get("Retry-After"))
         except TimeoutError as error:
             raise JudgeError("timeout", f"no answer within {self._limits.timeout_s:g} s (timeout_s)") from error

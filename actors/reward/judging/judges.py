@@ -1,24 +1,29 @@
 """The judges of a reward actor: opened from the topology; a built-in grader on top of them."""
 
 import math
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import asynccontextmanager
-from typing import Final
+from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager, closing, contextmanager
+from pathlib import Path
+from typing import Any, Final
 
 import aiohttp
 import anyio
+import anyio.to_thread
 import msgspec
 import structlog
 from anyio.abc import TaskGroup
 
 from actors.reward.frames import Graded, GraderSpec
+from actors.reward.judging.budget import open_budgets, store_spent
+from actors.reward.judging.cache import AnswerCache, key_of
 from actors.reward.judging.gateway import gateway
 from actors.reward.judging.judge import Judge, JudgeLimits
 from actors.reward.judging.keys import KeyProblem, api_key
-from actors.reward.judging.requests import CAUSES_OF_SCORES, JudgeError, render, request_of
+from actors.reward.judging.requests import CAUSES_OF_SCORES, JudgeAnswer, JudgeError, answer_in, render, request_of
 from actors.reward.judging.servers import JudgeServer, JudgeServers
 from actors.reward.pool import GraderPool
 from actors.reward.samples import GradedSample
+from actors.reward.sandbox import run_dir_of
 from messages import EngineRequestsFailed
 from messages.plain import clipped
 from runtime.bus.bus import Bus
@@ -31,14 +36,22 @@ log = structlog.get_logger()
 
 AT_ONCE: Final = 64  # requests in flight to a URL
 EVENTS_WAITING: Final = 100  # reports of failed requests; further ones are left out
+CACHES: Final = "judge_cache"  # directory of the caches in the run directory
 SHOWN_CHARS: Final = 1000  # of an answer, in the details of a score
 
 
 class Judges:
     """The judges of a topology, by name, and the grader that samples name."""
 
-    def __init__(self, configs: Mapping[str, JudgeConfig], judges: Mapping[str, Judge], env: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        configs: Mapping[str, JudgeConfig],
+        judges: Mapping[str, Judge],
+        env: Mapping[str, str],
+        caches: Mapping[str, AnswerCache],
+    ) -> None:
         self._configs = configs
+        self._caches = caches
         self._judges = judges
         self.env = env  # for grader processes
 
@@ -84,10 +97,24 @@ class Judges:
             return Graded(error=f"judge {name}: {error}", cause="refused")
         request = request_of(prompt, config.temperature, config.max_tokens, config.extra_body)
         try:
-            answer = await self._judges[name].ask(request)
+            answer = await self._kept_or_asked(name, request, evaluation=sample.evaluation)
         except JudgeError as error:
             return Graded(error=str(error), cause=CAUSES_OF_SCORES[error.cause])
         return msgspec.structs.replace(sample, judge_answer=answer.text, judge_truncated=answer.truncated)
+
+    async def _kept_or_asked(self, name: str, request: Mapping[str, Any], *, evaluation: bool) -> JudgeAnswer:
+        config, judge = self._configs[name], self._judges[name]
+        cache = None if evaluation and not config.cache_in_eval else self._caches.get(name)
+        if cache is None:
+            return await judge.ask(request)
+        key = key_of(config.model or "", request)
+        kept = await anyio.to_thread.run_sync(cache.get, key)
+        if kept is not None:
+            judge.counts["kept_answers"] += 1
+            return answer_in(kept)
+        answer = await judge.ask(request)
+        await anyio.to_thread.run_sync(cache.put, key, answer.body)
+        return answer
 
 
 def _with_answer(graded: Graded, sample: GradedSample, name: str) -> Graded:
@@ -107,8 +134,9 @@ async def open_judges(topology: Topology, bus: Bus) -> AsyncGenerator[Judges]:
     """
     configs = topology.reward.judges
     if not configs:
-        yield Judges({}, {}, {})
+        yield Judges({}, {}, {}, {})
         return
+    budgets = await open_budgets(configs, bus, max(1, len(topology.reward.nodes)))
     send, failures = anyio.create_memory_object_stream[EngineRequestsFailed](EVENTS_WAITING)
 
     def report(server: str, reason: str, number: int) -> None:
@@ -133,13 +161,30 @@ async def open_judges(topology: Topology, bus: Bus) -> AsyncGenerator[Judges]:
         failures,
     ):
         group.start_soon(publish)
+        group.start_soon(store_spent, budgets, bus)
         judges = {
-            name: Judge(name, _servers(topology, name, bus, group), _limits(topology, name), session, report)
+            name: Judge(
+                name, _servers(topology, name, bus, group), _limits(topology, name), session, report, budgets[name]
+            )
             for name in configs
         }
-        async with gateway(judges) as env:
-            yield Judges(configs, judges, env if topology.reward.sandbox != "isolated" else {})
+        with _caches(topology, bus) as caches:
+            async with gateway(judges) as env:
+                yield Judges(configs, judges, env if topology.reward.sandbox != "isolated" else {}, caches)
             group.cancel_scope.cancel()
+
+
+@contextmanager
+def _caches(topology: Topology, bus: Bus) -> Generator[dict[str, AnswerCache]]:
+    """Open the caches of the judges that have one."""
+    folder = Path(run_dir_of(topology)) / CACHES
+    with ExitStack() as opened:
+        caches: dict[str, AnswerCache] = {}
+        for name, judge in topology.reward.judges.items():
+            if judge.cache_bytes:
+                cache = AnswerCache(folder / f"{name}-{bus.name}.sqlite", judge.cache_bytes)
+                caches[name] = opened.enter_context(closing(cache))
+        yield caches
 
 
 def _servers(topology: Topology, name: str, bus: Bus, group: TaskGroup) -> JudgeServers:
@@ -166,7 +211,7 @@ def _served_name(topology: Topology, engine: EngineConfig) -> str:
 
 def _limits(topology: Topology, name: str) -> JudgeLimits:
     config = topology.reward.judges[name]
-    return JudgeLimits(config.timeout_s, config.max_tries, requests_at_once(topology, name))
+    return JudgeLimits(config.timeout_s, config.max_tries, requests_at_once(topology, name), config.wait_s)
 
 
 def requests_at_once(topology: Topology, name: str) -> int:

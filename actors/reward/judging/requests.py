@@ -46,11 +46,12 @@ class JudgeError(Exception):
 
 
 class JudgeAnswer(NamedTuple):
-    """The text of an answer, whether it reached its limit, and the whole response."""
+    """The text of an answer, whether it reached its limit, the whole response, and its tokens."""
 
     text: str
     truncated: bool
     body: bytes
+    num_tokens: int = 0  # of prompt and answer; 0: the server did not report them
 
 
 class _Message(msgspec.Struct, frozen=True):
@@ -62,8 +63,13 @@ class _Choice(msgspec.Struct, frozen=True):
     finish_reason: str | None = None
 
 
+class _Usage(msgspec.Struct, frozen=True):
+    total_tokens: int | None = None
+
+
 class _Completion(msgspec.Struct, frozen=True):
     choices: tuple[_Choice, ...]
+    usage: _Usage | None = None
 
 
 def render(template: str, sample: GradedSample) -> str:
@@ -96,13 +102,15 @@ def answer_in(body: bytes) -> JudgeAnswer:
         JudgeError: the response has no text.
     """
     try:
-        choice = msgspec.json.decode(body, type=_Completion).choices[0]
+        completion = msgspec.json.decode(body, type=_Completion)
+        choice = completion.choices[0]
     except (msgspec.MsgspecError, IndexError, UnicodeDecodeError) as error:
         shown = clipped(body.decode("utf-8", "replace"), MAX_REASON)
         raise JudgeError("bad_answer", f"no chat completion: {error} in {shown!r}") from error
     if choice.message.content is None:
         raise JudgeError("bad_answer", f"the answer has no text; it ended with {choice.finish_reason!r}")
-    return JudgeAnswer(choice.message.content, choice.finish_reason == "length", body)
+    num_tokens = (completion.usage.total_tokens or 0) if completion.usage is not None else 0
+    return JudgeAnswer(choice.message.content, choice.finish_reason == "length", body, num_tokens)
 
 
 def error_of(status: int, body: bytes, retry_after: str | None) -> JudgeError:

@@ -119,6 +119,7 @@ class Scorer:
             group_rm=task.group_rm,
             prompt_keys=task.prompt.keys,
             timeout_s=self._wait_s,
+            evaluation=task.round is None,
             items=tuple(items),
         )
         try:

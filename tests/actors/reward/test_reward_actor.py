@@ -70,6 +70,7 @@ class Asker:
         reply_to: str | None = None,
         group_id: int = 1,
         own: bool | None = None,
+        evaluation: bool = False,
         **item: Any,
     ) -> str:
         """Put a request into its grader's queue; by default one for a built-in grader into that of own actors."""
@@ -87,6 +88,7 @@ class Asker:
             rm_type=rm_type,
             group_rm=group_rm,
             timeout_s=timeout_s,
+            evaluation=evaluation,
             items=items,
         )
         to = self._inbox.reply_to(request.token()) if reply_to is None else reply_to

@@ -9,13 +9,15 @@ import aiohttp
 import anyio
 import pytest
 
+from actors.reward.judging.budget import Budget, Spent
 from actors.reward.judging.gateway import KEY_VARIABLE, URL_VARIABLE, gateway
 from actors.reward.judging.judge import Judge, JudgeLimits
 from actors.reward.judging.requests import JudgeError
 from actors.reward.judging.servers import JudgeServer, JudgeServers
+from runtime.settings.topology import JudgeConfig
 from runtime.util.retrying import Backoff
 from runtime.util.secrets import Secret
-from tests.support.judging import ScriptedJudge, serving
+from tests.support.judging import ScriptedJudge, completion, serving
 
 pytestmark = pytest.mark.anyio
 KEY = "sk-very-secret"
@@ -229,3 +231,32 @@ async def test_the_request_of_a_grader_that_was_killed_ends() -> None:
             while scripted.now:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         assert len(scripted.bodies) == 1
+
+
+async def test_a_request_waits_for_an_engine_of_the_pool_for_a_limited_time() -> None:
+    async with judge_of(is_pool=True, wait_s=0.1) as judge:
+        with pytest.raises(
+            JudgeError, match=r"^unreachable: no engine of engines.judge answered within 0.1 s \(wait_s"
+        ):
+            await judge.ask(BODY)
+    async with serving(ScriptedJudge("7")) as gone:
+        server = server_at(gone)
+    async with judge_of(server, is_pool=True, wait_s=0.2) as judge:
+        with pytest.raises(JudgeError, match=r"^unreachable: no engine"):
+            await judge.ask(BODY)
+        assert judge.counts["unreachable_requests"] > 1
+
+
+@pytest.mark.parametrize(("limits", "number"), [({"budget_requests": 6}, 3), ({"budget_tokens": 40}, 2)])
+async def test_over_the_budget_of_its_actor_no_request_is_sent(limits: dict[str, int], number: int) -> None:
+    reply = {**completion("7"), "usage": {"total_tokens": 10}}
+    async with serving(ScriptedJudge((200, reply))) as scripted, judge_of(server_at(scripted)) as judge:
+        budget = judge._budget = Budget("strict", JudgeConfig(url="http://u", model="m", **limits), 2)
+        for _ in range(number):
+            await judge.ask(BODY)
+        with pytest.raises(
+            JudgeError, match=r"^refused: the budget of \d+ \w+ is spent \(reward.judges.strict.budget_"
+        ):
+            await judge.ask(BODY)
+    assert len(scripted.bodies) == number
+    assert budget.spent == Spent(requests=number, tokens=10 * number)

@@ -9,6 +9,7 @@ import anyio
 import pytest
 
 from actors.reward.actor import RewardActor
+from actors.reward.sandbox import RUN_DIR
 from messages import EngineRequestsFailed
 from runtime.bus.addresses import Address, address_key, engine_key
 from runtime.bus.bus import Bus
@@ -154,3 +155,30 @@ async def test_a_missing_key_ends_the_actor(bus: Bus, monkeypatch: pytest.Monkey
             pass
     (ended,) = flatten(error.value)
     assert "reward.judges.digits.api_key_env = 'NO_SUCH_KEY': this variable is not set on this node" in str(ended)
+
+
+async def test_a_kept_answer_costs_no_request_and_evaluation_asks_again(
+    bus: Bus, asker: Asker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(RUN_DIR, str(tmp_path))
+    async with serving(ScriptedJudge("1", "2", "3")) as judge:
+        for _ in range(2):  # the answers outlast the actor
+            async with running(bus, {**at(judge), "cache_bytes": 1 << 20}):
+                first = await asker.scores("digits", "same", own=False)
+                again = await asker.scores("digits", "same", own=False)
+            assert [score.reward for score in (*first, *again)] == [1.0, 1.0]
+        async with running(bus, {**at(judge), "cache_bytes": 1 << 20}):
+            (evaluated,) = await asker.scores("digits", "same", own=False, evaluation=True)
+        async with running(bus, {**at(judge), "cache_bytes": 1 << 20, "cache_in_eval": True}):
+            (kept,) = await asker.scores("digits", "same", own=False, evaluation=True)
+    assert (evaluated.reward, kept.reward, len(judge.bodies)) == (2.0, 1.0, 2)
+
+
+async def test_the_budget_of_a_run_outlasts_its_actor(bus: Bus, asker: Asker) -> None:
+    async with serving(ScriptedJudge("1")) as judge:
+        for expected in (None, "refused"):
+            async with running(bus, {**at(judge), "budget_requests": 2}):
+                scores = await asker.scores("digits", "first", own=False)
+                scores += await asker.scores("digits", "second", own=False)
+            assert [score.cause for score in scores] == [expected] * 2
+    assert len(judge.bodies) == 2
