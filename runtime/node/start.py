@@ -402,7 +402,7 @@ def _run(
     comparison: Acceptance | NodeStatement | None,
 ) -> End:
     if plan.owns_streams:
-        requests = f", requests by {plan.router}" if plan.router else ""
+        requests = f", dispatcher {plan.router}" if plan.router else ""
         show(f"{'resuming' if plan.incarnation > 1 else 'starting'} run {plan.run} in {plan.run_dir}{requests}")
     else:
         show(f"node {plan.node} joins run {plan.run} at {without_logins(plan.bus_url or '')}")

@@ -184,7 +184,7 @@ def _head(topology: Topology, plan: Plan) -> Iterator[str]:
             uses += [f"judge {', '.join(judges)}"] if judges else []
             weights = ", ".join([engine.hf_checkpoint, *uses])
         elif name == POLICY:
-            weights += f", requests by {chooser_of(engine)}"
+            weights += f", dispatcher {chooser_of(engine)}"
         yield f"  engines  {name}: {engine.kind}, {amount}, {weights}"
     for item in topology.eval:
         yield f"  eval     {item.name}: {item.path}, every {item.interval} steps"

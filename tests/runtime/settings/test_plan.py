@@ -124,9 +124,9 @@ def test_ranks_and_engines_take_gpus_by_node_address_then_index_however_they_are
 
 def test_what_chooses_the_engines_is_drawn() -> None:
     routed, external = "engines.policy.router=sglang-router", "engines.policy.router_url=http://10.0.0.5:30000"
-    assert ", requests by direct\n" in drawn(LAPTOP)
-    assert ", requests by sglang-router (manual)\n" in drawn(LAPTOP, routed, "engines.policy.router_policy=manual")
-    assert ", requests by sglang-router (http://10.0.0.5:30000)\n" in drawn(LAPTOP, routed, external)
+    assert ", dispatcher direct\n" in drawn(LAPTOP)
+    assert ", dispatcher sglang-router (manual)\n" in drawn(LAPTOP, routed, "engines.policy.router_policy=manual")
+    assert ", dispatcher sglang-router (http://10.0.0.5:30000)\n" in drawn(LAPTOP, routed, external)
 
 
 def test_two_nodes_are_drawn_with_what_runs_on_each() -> None:
