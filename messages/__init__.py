@@ -37,6 +37,7 @@ from messages.engines import (
     EngineState,
     EngineStateChanged,
     WeightsLost,
+    WeightsProgressed,
     WeightsRefused,
     WeightSyncEnded,
 )
@@ -208,6 +209,7 @@ __all__ = [
     "WeightsAnnounced",
     "WeightsApplied",
     "WeightsLost",
+    "WeightsProgressed",
     "WeightsRefused",
     "decode",
     "encode",

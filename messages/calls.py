@@ -279,7 +279,8 @@ class EnginesAnswered(Message, kw_only=True, tag="weight_session_answered"):
     plane = Plane.CALL
     topic = "weight_session.answered"
     answers = True
-    failed: dict[str, str]  # reason by engine; the step succeeded on all other engines
+    failed: dict[str, str]  # reason by engine; the step succeeded on all other engines that are not pending
+    pending: dict[str, str] = {}  # what each engine does that has not finished the step; the trainer calls again
 
 
 @register

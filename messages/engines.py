@@ -48,6 +48,17 @@ class WeightsRefused(Message, kw_only=True, tag="weights_refused"):
 
 
 @register
+class WeightsProgressed(Message, kw_only=True, tag="weights_progressed"):
+    """Weight updates of engines take long. Published every minute while they do. Written by rollout."""
+
+    plane = Plane.EVENT
+    topic = "weights.progressed"
+    version: int  # target version
+    instance: str
+    engines: dict[str, str]  # what each of these engines does now, human-readable
+
+
+@register
 class EngineRequestsFailed(Message, kw_only=True, tag="engine_requests_failed"):
     """Requests to a running engine or a judge failed. Published at once, then ever less often.
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Final
 
 import aiohttp
 import anyio
@@ -74,16 +75,18 @@ from messages import (
     WeightsAnnounced,
     WeightsApplied,
     WeightsLost,
+    WeightsProgressed,
     WeightsRefused,
     WeightSyncGranted,
     WeightSyncRequested,
 )
 from runtime.bus.addresses import Address, engine_key
 from runtime.bus.bus import Bus
+from runtime.bus.errors import BusError
 from runtime.bus.servers import attend_servers, kill_server
 from runtime.node.external_clients import clients_of_grader
 from runtime.process.actor import Actor
-from runtime.settings.placement import num_engines
+from runtime.settings.placement import UpdateLimits, num_engines
 from runtime.settings.topology import (
     Topology,
     frozen_pools,
@@ -98,6 +101,8 @@ from runtime.settings.topology import (
 from runtime.util.formatting import count_of
 
 log = structlog.get_logger()
+
+PROGRESS_EVERY_S: Final = 60.0  # between events about slow weight updates
 
 
 class RolloutActor(Actor):
@@ -139,6 +144,7 @@ class RolloutActor(Actor):
         EvalCompleted,
         WeightsApplied,
         WeightsLost,
+        WeightsProgressed,
         WeightsRefused,
         EngineStateChanged,
         EngineRequestsFailed,
@@ -161,7 +167,7 @@ class RolloutActor(Actor):
         self._custom_generate = find_generate_function(custom, (Path.cwd(),)) if custom is not None else None
         self._target = TargetWeights()
         self._tasks = TaskRunner(topology, bus, pool, self._target, ack_wait_s=ack_wait_s)
-        self._file_checks = FileChecks(engines.update_timeout_s)
+        self._file_checks = FileChecks(UpdateLimits.of(engines))
         self._targets_set: dict[int, float] = {}  # version -> time at which it became the target, until it is verified
         self._bus_dir = Path(topology.run.dir) / topology.run.name / "bus"
         self._conversations: set[Conversation] = set()
@@ -177,12 +183,12 @@ class RolloutActor(Actor):
                 await engine_key(self._bus.kv),
                 strangers=tuple(url for engine in self._topology.engines.values() for url in engine.urls),
                 run=self._topology.run.name,
-                update_timeout_s=pool.update_timeout_s,
+                stall_s=pool.update_stall_s,
                 generate_timeout_s=rollout.generate_timeout_s,
             )
             pauses = Pauses(self._bus.kv, self._pool, pool.urls)
             await pauses.inherit()
-            updater = Updater(client, rollout.on_weight_update, pauses, timeout_s=pool.update_timeout_s)
+            updater = self._updater(client, pauses)
             fleet = self._fleet(client, updater)
             self._pools = {
                 name: FrozenPool(PoolSettings.of(self._topology, name), client, fleet.events)
@@ -209,6 +215,7 @@ class RolloutActor(Actor):
             group.start_soon(self._follow_log, fleet, tools.generator.running, follower)
             group.start_soon(self._follow_phases, follower)
             group.start_soon(self._report_versions, fleet)
+            group.start_soon(self._report_progress, fleet)
             limits = TokenTimeouts(first_s=pool.first_token_after_s, next_s=pool.next_token_after_s)
             group.start_soon(Watchdog(client, fleet, tools.generator.running, limits).run)
             group.start_soon(fleet.events.run, self._bus)
@@ -231,12 +238,16 @@ class RolloutActor(Actor):
             waits.append("a task")
         return "; ".join(waits)
 
+    def _updater(self, client: SglangClient, pauses: Pauses) -> Updater:
+        rollout, limits = self._topology.rollout, UpdateLimits.of(self._topology.engines[self._pool])
+        return Updater(client, rollout.on_weight_update, pauses, limits=limits, requests_s=rollout.generate_timeout_s)
+
     def _fleet(self, client: SglangClient, updater: Updater) -> Fleet:
         pool = self._topology.engines[self._pool]
         verifier = WeightVerifier(
             client,
             updater,
-            UpdateTracker(settle_timeout_s=pool.update_timeout_s),
+            UpdateTracker(settle_timeout_s=pool.update_stall_s),
             verify=pool.verify,
             trainer_dtype=self._topology.model.dtype,
             weight_format=pool.weight_format,
@@ -318,7 +329,7 @@ class RolloutActor(Actor):
         pool = self._topology.engines[self._pool]
         are_checked = pool.verify != "never"
         if reads_copies(self._topology, pool) and agent:
-            return NodeCopies(self._bus, agent, pool.update_timeout_s, are_checked=are_checked)
+            return NodeCopies(self._bus, agent, UpdateLimits.of(pool), are_checked=are_checked)
         return PublishedFiles(self._file_checks if are_checked else None)
 
     async def _watch_engines(self, fleet: Fleet, client: SglangClient, follower: PhaseFollower | None) -> None:
@@ -395,6 +406,17 @@ class RolloutActor(Actor):
         log.warning("weights_lost", weight_version=old, newer=newer)
         await self._bus.publish(WeightsLost(version=old, newer=newer, instance=self._bus.name))
         return True
+
+    async def _report_progress(self, fleet: Fleet) -> None:
+        """Publish what engines do whose weight update takes long. Never returns."""
+        while True:
+            await anyio.sleep(PROGRESS_EVERY_S)
+            if engines := fleet.slow_updates(PROGRESS_EVERY_S):
+                progressed = WeightsProgressed(version=fleet.target_version, instance=self._bus.name, engines=engines)
+                try:
+                    await self._bus.publish(progressed)
+                except BusError as error:  # the next one says more
+                    log.warning("weights_progress_not_published", error=str(error))
 
     async def _report_versions(self, fleet: Fleet) -> None:
         """Publish an event each time the engines have verified a newer version."""

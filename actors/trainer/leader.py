@@ -144,6 +144,8 @@ class Leader:
 
     def waits_for(self) -> str:
         """Describe what the leader waits for; empty while it trains."""
+        if engines := self.sessions.waits_for():
+            return f"engines to take weights: {engines}"
         if self._waiting is None:
             return ""
         what, since = self._waiting
@@ -433,7 +435,7 @@ class Leader:
             files=dict(published.files),
             again_of=self._republishing.first if again else 0,
         )
-        await self._colocation.give(step, lambda: self._tell(announced))
+        await self._colocation.give(step, lambda: self._tell(announced), announced.size_bytes)
 
     async def _tell(self, announced: WeightsAnnounced) -> None:
         """Publish an announcement, and sync the weights to engines that do not read files."""

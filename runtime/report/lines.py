@@ -27,6 +27,7 @@ from messages import (
     VerdictGiven,
     WeightsAnnounced,
     WeightsLost,
+    WeightsProgressed,
     WeightsRefused,
 )
 from runtime.ledger.books import stall_text
@@ -35,6 +36,7 @@ from runtime.util.import_path import command_name
 
 SHOWN_PER_REASON = 3  # maximum number of lines per failure reason
 SHOWN_REASONS = 20  # maximum number of failure reasons
+SHOWN_ENGINES = 3  # of slow weight updates
 SHOWN_NOT_FINITE = 5  # NaN or infinite metrics shown per step
 
 
@@ -103,6 +105,10 @@ def line_of(event: Message) -> str | None:
             return f"{lost}: their evaluation goes on with v{event.newer}"
         case WeightsRefused():
             return _refusal_line(event)
+        case WeightsProgressed():
+            shown = [f"{engine} {doing}" for engine, doing in list(event.engines.items())[:SHOWN_ENGINES]]
+            more = len(event.engines) - len(shown)
+            return f"weights v{event.version}: {'; '.join(shown)}{f' and {more} more engines' if more else ''}"
         case WeightsAnnounced(again_of=int(first)) if first:
             return f"weights v{event.version} are those of v{first} once more: engines could not use its files"
         case RunStalled():

@@ -3,7 +3,7 @@
 import ipaddress
 import math
 from collections import Counter
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Self
 
 from runtime.settings.gpus import Gpu, order_gpus, parse_gpus
 from runtime.settings.topology import (
@@ -163,6 +163,22 @@ def num_engines(engine: EngineConfig) -> int:
     if engine.urls:
         return len(engine.urls)
     return len(parse_gpus(engine.gpus)) // engine.num_gpus_per_engine if engine.gpus else engine.num_engines
+
+
+class UpdateLimits(NamedTuple):
+    """How long the steps of a weight update may take."""
+
+    stall_s: float = 300.0  # seconds without progress after which a step fails
+    min_load_mb_per_s: float = 100.0
+
+    @classmethod
+    def of(cls, engine: EngineConfig) -> Self:
+        """Read the limits from the settings of a pool."""
+        return cls(engine.update_stall_s, engine.min_load_mb_per_s)
+
+    def load_s(self, size_bytes: int) -> float:
+        """Return the limit in seconds of a step that shows no progress and reads this many bytes."""
+        return self.stall_s + size_bytes / (self.min_load_mb_per_s * 1e6)
 
 
 class ProcessPlace(NamedTuple):

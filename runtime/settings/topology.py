@@ -294,8 +294,12 @@ class EngineConfig(Config, frozen=True, kw_only=True):
     # Seconds from an engine's start until it must serve; a slower one is killed and restarted. By default 1800 for
     # SGLang and 120 for the tiny engine.
     ready_timeout_s: Timeout | None = None
-    # Seconds that one weight update may take, including the running requests that it waits for.
-    update_timeout_s: Timeout = 600.0
+    # Seconds without any progress after which a step of a weight update fails. A load from files and a checksum show
+    # no progress, so they get more time for each byte: see `min_load_mb_per_s`.
+    update_stall_s: Timeout = 300.0
+    # Lowest speed in MB/s at which an engine loads or sums up the weights of an update. A step without visible
+    # progress may take `update_stall_s` plus the size of the weights divided by this speed.
+    min_load_mb_per_s: Annotated[float, msgspec.Meta(gt=0)] = 100.0
     # Seconds without an answer to liveness probes before the engine is restarted.
     unresponsive_after_s: Annotated[float, msgspec.Meta(gt=0)] = 60.0
     # Seconds without a first token for our requests before the engine is restarted. Requests to an engine of `urls`

@@ -228,10 +228,11 @@ class Rig:
     async def _from_files(self, verifier: Any) -> dict[str, float]:
         """Files that are compared before the engine reads them and after, as a rollout actor does."""
         from actors.rollout.engines.weights.files import FileChecks
+        from runtime.settings.placement import UpdateLimits
         from tests.support.rollout import announcement
 
         self._version += 1
-        checks, comparing_s = FileChecks(LIMIT_S), 0.0
+        checks, comparing_s = FileChecks(UpdateLimits(stall_s=LIMIT_S)), 0.0
         begin = time.perf_counter()
         files = await asyncio.to_thread(self.export)
         told = announcement(self._version, path=str(self.place / "out"), files=dict(files))

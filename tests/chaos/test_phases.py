@@ -18,7 +18,7 @@ COLOCATED: Final = ROOT / "topologies/laptop-colocated.toml"
 ENGINE, ROLLOUT, TRAINER = "engine.policy.0", "rollout", "trainer"
 NOTICED: Final = (  # the node daemon kills a process that stands still
     "engines.policy.unresponsive_after_s=8",
-    "engines.policy.update_timeout_s=8",
+    "engines.policy.update_stall_s=8",
     "run.unresponsive_after_s=10",
 )
 Deaths = tuple[tuple[str, Phase], ...]

@@ -27,7 +27,7 @@ SETTINGS: Final = (
     *SMALL,
     "trainer.export_bucket_bytes=16384",
     "reward.timeout_s=600",
-    "engines.policy.update_timeout_s=8",  # also waited for where a rollout actor died that was to have a bucket taken
+    "engines.policy.update_stall_s=8",  # also waited for where a rollout actor died that was to have a bucket taken
     "engines.policy.unresponsive_after_s=8",
     "run.unresponsive_after_s=10",
 )

@@ -37,7 +37,7 @@ SETTINGS: Final = (
     *SOON,
     "trainer.export_bucket_bytes=16384",
     "reward.timeout_s=600",
-    "engines.policy.update_timeout_s=20",
+    "engines.policy.update_stall_s=20",
 )
 CASES: Final = [
     pytest.param(

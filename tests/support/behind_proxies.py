@@ -151,7 +151,7 @@ async def behind_proxies(
             await stack.enter_async_context(spoiling(url, choose)) for url, choose in zip(engines, chooses, strict=True)
         ]
         session = await stack.enter_async_context(aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)))
-        client = SglangClient(session, update_timeout_s=START_S)
+        client = SglangClient(session, stall_s=START_S)
         verifier = WeightVerifier(
             client, Updater(client, "drain"), UpdateTracker(), verify="never", trainer_dtype="float32"
         )

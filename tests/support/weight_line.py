@@ -44,6 +44,7 @@ from messages import (
     WeightSyncOffered,
     WeightSyncPrepared,
 )
+from runtime.settings.placement import UpdateLimits
 from runtime.settings.topology import Verify
 from tests.support.engine_checksums import Layout, engine_checksum, expected_checksums
 
@@ -274,14 +275,16 @@ class Halves:
         self._group = group
 
     async def _ask(self, step: Any) -> dict[str, str]:
-        return (await self._syncs.step(step)).failed
+        while (answer := await self._syncs.step(step)).pending:
+            assert not answer.failed
+        return answer.failed
 
 
 def verifier_of(
     client: SglangClient, mode: Mode, *, verify: Verify = "always", timeout_s: float = LIMIT_S
 ) -> WeightVerifier:
     """Make the verifier of a rollout actor without requests."""
-    updater = Updater(client, mode, timeout_s=timeout_s)
+    updater = Updater(client, mode, limits=UpdateLimits(stall_s=timeout_s))
     updater.interrupt_by(_nothing_to_interrupt)
     return WeightVerifier(client, updater, UpdateTracker(), verify=verify, trainer_dtype="float32")
 

@@ -24,6 +24,7 @@ from actors.rollout.engines.weights.copies import UNCHECKED, CopyRefused, FileSo
 from actors.rollout.engines.weights.files import WeightsDamaged
 from actors.rollout.engines.weights.rolling import RollingUpdate
 from actors.rollout.engines.weights.sync import WeightSyncs
+from actors.rollout.engines.weights.updater import progress_text
 from actors.rollout.engines.weights.updates import UpdateTracker
 from actors.rollout.engines.weights.verifier import WeightVerifier
 from actors.rollout.sglang.client import SglangClient
@@ -65,7 +66,7 @@ class Fleet:
         self._target.router = self._dispatch.first_url
         self.is_held = False  # requests wait although engines are up
         self._rolling = RollingUpdate(update_groups, lambda: self._engines)
-        self.syncs = WeightSyncs(self._target, self._lacking, self._rolling.group_of)
+        self.syncs = WeightSyncs(self._target, self._lacking, self._rolling.group_of, self.doing)
         self._check: anyio.Event | None = None  # a running health check of all engines that accept requests
         self._refusals: dict[str, RefusalCounter] = {}  # by engine
         self._give_up_lost: Callable[[], Awaitable[object]] = anyio.lowlevel.checkpoint
@@ -119,7 +120,20 @@ class Fleet:
             states = Counter(engine.state.value for engine in self._engines.values())
             known = ", ".join(f"{number} {state}" for state, number in states.items()) or "none has started"
             return f"an engine ({known})"
-        return f"weights {self.target_version} at {', '.join(behind)}" if behind else ""
+        at_work = (f"{name}, {doing}" if (doing := self.doing(name)) else name for name in behind)
+        return f"weights {self.target_version} at {'; '.join(at_work)}" if behind else ""
+
+    def doing(self, engine: str) -> str:
+        """Describe what an engine does in its weight update; empty if it is not being updated."""
+        known = self._engines.get(engine)
+        progress = None if known is None else self._verifier.progress(known.url)
+        return "" if progress is None else progress_text(progress, anyio.current_time())
+
+    def slow_updates(self, after_s: float) -> dict[str, str]:
+        """Describe by engine the weight updates that have taken longer than this."""
+        begun_by = anyio.current_time() - after_s
+        found = ((engine.name, self._verifier.progress(engine.url)) for engine in self._engines.values())
+        return {name: self.doing(name) for name, progress in found if progress and progress.since <= begun_by}
 
     def is_held_by_any(self, version: int) -> bool:
         """Whether an engine that accepts requests holds this version or a newer one."""

@@ -130,7 +130,7 @@ class SglangClient:
         strangers: Collection[str] = (),
         *,
         run: str = "",
-        update_timeout_s: float = 600.0,
+        stall_s: float = 300.0,
         generate_timeout_s: float = 14_400.0,
         admin_timeout_s: float = ADMIN_TIMEOUT_S,
         max_answer_bytes: int = MAX_ANSWER_BYTES,
@@ -143,7 +143,7 @@ class SglangClient:
             key: API key of the run's engines and router; None: no key.
             strangers: URLs of external engines; they never get the key.
             run: name of the run, a label of its engines at a router.
-            update_timeout_s: for loading weights, and for computing their checksum.
+            stall_s: for calls of a weight update, unless the call names its own limit.
             generate_timeout_s: for the longest answer, at the router.
             admin_timeout_s: for control calls and health checks.
             max_answer_bytes: limit of a response that is not streamed.
@@ -152,7 +152,7 @@ class SglangClient:
         self._admin_timeout_s = admin_timeout_s
         self._max_answer_bytes = max_answer_bytes
         self._max_event_bytes = max_event_bytes
-        self._update_timeout_s = update_timeout_s
+        self._stall_s = stall_s
         self._session = session
         self._generate_timeout_s = generate_timeout_s + BEYOND_ROUTER_S
         self._key = key
@@ -276,7 +276,9 @@ class SglangClient:
         url = engine + "/model_info"
         return _decode(url, await self._send("GET", url, None, self._admin_timeout_s), dict[str, Any])
 
-    async def update_weights(self, engine: str, path: str, label: str, *, flush_cache: bool = True) -> None:
+    async def update_weights(
+        self, engine: str, path: str, label: str, *, flush_cache: bool = True, timeout_s: float | None = None
+    ) -> None:
         """Load weights from a directory. The engine finishes its running requests first unless it is paused."""
         body = {
             "model_path": path,
@@ -284,17 +286,17 @@ class SglangClient:
             "flush_cache": flush_cache,
             "load_format": "auto",  # an engine started with random weights would keep using that load format
         }
-        await self._post(engine + "/update_weights_from_disk", body, self._update_timeout_s)
+        await self._post(engine + "/update_weights_from_disk", body, timeout_s or self._stall_s)
 
     async def update_version(self, engine: str, label: str) -> None:
         """Change an engine's weight label, from the next token on."""
         body = {"new_version": label, "abort_all_requests": False}
         await self._post(engine + "/update_weight_version", body, self._admin_timeout_s)
 
-    async def checksum(self, engine: str) -> str | None:
+    async def checksum(self, engine: str, timeout_s: float | None = None) -> str | None:
         """Return the checksum of an engine's weights."""
         url = engine + "/weights_checker"
-        answer = await self._post(url, {"action": "checksum"}, self._update_timeout_s)
+        answer = await self._post(url, {"action": "checksum"}, timeout_s or self._stall_s)
         return _decode(url, answer, ChecksumAnswer).per_engine_checksum
 
     async def prompt_log_probs(self, engine: str, token_ids: Sequence[int]) -> list[float | None]:
@@ -307,7 +309,7 @@ class SglangClient:
         """
         url = engine + "/generate"
         for _ in range(PROBE_TRIES):
-            data = await self._post(url, probe_body(uuid.uuid4().hex, token_ids), self._update_timeout_s)
+            data = await self._post(url, probe_body(uuid.uuid4().hex, token_ids), self._stall_s)
             meta = _decode(url, data, ProbeAnswer).meta_info
             if (meta.finish_reason or {}).get("type") != "abort":
                 right = [token for _, token, _ in meta.input_token_logprobs] == list(token_ids)
@@ -354,11 +356,11 @@ class SglangClient:
 
     async def release_memory(self, engine: str, tags: Sequence[str]) -> None:
         """Make an idle engine release memory; memory.py ensures the order."""
-        await self._post(engine + "/release_memory_occupation", {"tags": tags}, self._update_timeout_s)
+        await self._post(engine + "/release_memory_occupation", {"tags": tags}, self._stall_s)
 
     async def resume_memory(self, engine: str, tags: Sequence[str]) -> None:
         """Make an engine resume memory."""
-        await self._post(engine + "/resume_memory_occupation", {"tags": tags}, self._update_timeout_s)
+        await self._post(engine + "/resume_memory_occupation", {"tags": tags}, self._stall_s)
 
     async def workers(self, router: str) -> list[RouterWorker]:
         """Return the router's worker list."""

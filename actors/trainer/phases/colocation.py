@@ -3,6 +3,7 @@
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import anyio
@@ -17,6 +18,7 @@ from runtime.bus.background import in_background
 from runtime.bus.bus import Bus
 from runtime.bus.errors import BusError
 from runtime.bus.roster import Member, Roster
+from runtime.settings.placement import UpdateLimits
 from runtime.settings.topology import Topology, is_colocated
 from runtime.util.retrying import Backoff
 
@@ -51,7 +53,10 @@ class Colocation:
         self._feed = feed
         self._roster = Roster(bus)
         pools = [engine for engine in topology.engines.values() if engine.colocate]
-        self._update_s = max((engine.update_timeout_s for engine in pools), default=0.0)
+        self._limits = max((UpdateLimits.of(engine) for engine in pools), default=UpdateLimits())
+        self._model = Path(topology.model.hf_checkpoint)
+        self._update_s = self._limits.stall_s
+        self._load_s = 0.0  # more, because engines load the weights of this phase without visible progress
         self._release_s = self._update_s + topology.rollout.generate_timeout_s  # running requests end first
         self._torch_thread: TorchThread | None = None
         self._rank: TrainerRank | None = None
@@ -126,17 +131,21 @@ class Colocation:
         await self._enter(Phase.TRAIN, step)
         await self._onload()
 
-    async def give(self, step: int, announce: Callable[[], Awaitable[object]] | None = None) -> None:
+    async def give(
+        self, step: int, announce: Callable[[], Awaitable[object]] | None = None, size_bytes: int = 0
+    ) -> None:
         """Announce weights. With colocation, also hand the trainer's memory over to the engines.
 
         Args:
             step: train steps done.
             announce: publishes the weights; None: engines keep their version.
+            size_bytes: of the weights' files; 0: there are none, and the model's own files show the size.
         """
         if self._phase is not Phase.TRAIN:
             if announce is not None:
                 await announce()
             return
+        self._load_s = self._limits.load_s(size_bytes or _files_bytes(self._model)) - self._limits.stall_s
         await self._enter(Phase.OFFLOAD, step)
         await self._offload()
         await self._enter(Phase.RESUME_WEIGHTS, step)
@@ -191,7 +200,7 @@ class Colocation:
         Raises:
             EnginesKeepMemory: all engines must reach the phase, and did not in time.
         """
-        limit_s = self._release_s if must_all_answer(phase) else self._update_s
+        limit_s = self._release_s if must_all_answer(phase) else self._update_s + self._load_s
         request = PhaseRequested(phase=phase, incarnation=self._incarnation, seq=seq, within_s=WITHIN_S)
         reached: dict[Member, PhaseReached] = {}
         with anyio.move_on_after(limit_s) as scope:
@@ -263,3 +272,8 @@ class Colocation:
         assert self._torch_thread is not None
         assert self._rank is not None
         return self._torch_thread, self._rank
+
+
+def _files_bytes(directory: Path) -> int:
+    """Return the size of a model's files in bytes."""
+    return sum(file.stat().st_size for file in directory.glob("*.safetensors"))

@@ -25,7 +25,13 @@ AskOf = Callable[[Sequence[str]], Ask]  # by the rollout actors of a weight sync
 
 
 async def ask_all(
-    bus: Bus, instances: Sequence[str], request: Message, timeout_s: float, *, times: int = 1
+    bus: Bus,
+    instances: Sequence[str],
+    request: Message,
+    timeout_s: float,
+    *,
+    times: int = 1,
+    at_work: Callable[[dict[str, str]], object] = dict,
 ) -> dict[str, str]:
     """Call several rollout actors about their engines. Returns the reasons of failures by engine.
 
@@ -36,10 +42,13 @@ async def ask_all(
         bus: bus to call on.
         instances: the rollout actors.
         request: a step of a weight sync.
-        timeout_s: seconds for the engines.
+        timeout_s: seconds for an answer. An answer may say that engines are still at work; then all are called again.
+            Rollout actors limit the time of each engine.
         times: attempts if answers are lost; above 1 only for idempotent steps.
+        at_work: called with what each engine does that is still at work.
     """
     failed: dict[str, str] = {}
+    pending: dict[str, str] = {}
 
     async def ask(instance: str) -> None:
         try:
@@ -52,6 +61,7 @@ async def ask_all(
             failed[instance] = str(error)
         else:
             failed.update(answer.failed)
+            pending.update(answer.pending)
 
     async def ask_while_it_lives(instance: str) -> None:
         with anyio.CancelScope() as scope:
@@ -60,10 +70,15 @@ async def ask_all(
         if scope.cancelled_caught:
             failed[instance] = f"{instance} was restarted"
 
-    async with anyio.create_task_group() as group:
-        for instance in instances:
-            group.start_soon(ask_while_it_lives, instance)
-    return failed
+    while True:
+        pending.clear()
+        async with anyio.create_task_group() as group:
+            for instance in instances:
+                if instance not in failed:
+                    group.start_soon(ask_while_it_lives, instance)
+        at_work(pending)
+        if not pending:
+            return failed
 
 
 async def _cut_when_another(bus: Bus, instance: str, scope: anyio.CancelScope) -> None:

@@ -82,7 +82,7 @@ class WeightSessions:
         """
         pool = topology.engines.get(POOL)
         self.transport = "disk" if pool is None else pool.weight_transport
-        self._timeout_s = 0.0 if pool is None else pool.update_timeout_s
+        self._timeout_s = 0.0 if pool is None else pool.update_stall_s
         self._bus = bus
         self._roster = Roster(bus)
         self._torch_thread = torch_thread
@@ -98,11 +98,16 @@ class WeightSessions:
         self._bringing = anyio.Lock()
         self._version = 0  # of the current weights; 0: they are no announced version
         self.is_requested = False
+        self._at_work: dict[str, str] = {}  # what engines do that have not finished the current step
 
     @property
     def are_needed(self) -> bool:
         """Whether engines get the weights in weight syncs, not from files."""
         return self.transport != "disk"
+
+    def waits_for(self) -> str:
+        """Describe which engines are awaited; empty: none."""
+        return "; ".join(f"{engine}, {doing}" if doing else engine for engine, doing in self._at_work.items())
 
     def weights_are(self, version: int) -> None:
         """Set the version of the current weights; 0: they are no announced version."""
@@ -205,8 +210,13 @@ class WeightSessions:
 
     async def _all_do(self, outcome: Outcome, step: Message, *, times: int = 1) -> bool:
         """Have all members do a step. Returns whether all did."""
-        outcome.failed |= await ask_all(self._bus, outcome.membership.instances, step, self._timeout_s, times=times)
+        outcome.failed |= await ask_all(
+            self._bus, outcome.membership.instances, step, self._timeout_s, times=times, at_work=self._note_at_work
+        )
         return not outcome.failed
+
+    def _note_at_work(self, engines: dict[str, str]) -> None:
+        self._at_work = dict(engines)
 
     async def _meet(self, session: str, outcome: Outcome) -> bool:
         """Create process groups with the members, in place of the old ones. Returns whether all members joined."""

@@ -19,6 +19,7 @@ RENAMED_KEYS: Final = {
     "algorithm.use_kl_loss": "removed: algorithm.kl_loss_coef above 0 turns the KL loss on",
     **{f"critic.{name}": f"it is trainer.critic.{name}" for name in ("gpus", "num_processes", "nodes", "megatron")},
     "critic.device": "the critic has the device of the actor, trainer.device",
+    "engines.*.update_timeout_s": "renamed to update_stall_s: seconds without progress, not of a whole update",
     "trainer.finetune": "renamed to trainer.load_weights_only",
     "trainer.handover": 'renamed to trainer.weight_export: "live" (was "stream") or "async" (was "copy")',
 }
@@ -128,7 +129,8 @@ def _table_problems(value: object, expected: type[Config], key: str, schema: Any
 
 def unknown_key(key: str, allowed: Sequence[str], schema: Any) -> str:
     """Format the message for an unknown key: what was probably meant, or else the keys of its table."""
-    meant = RENAMED_KEYS.get(key) or hint(key, allowed, keys_of(schema))
+    renamed = (meant for old, meant in RENAMED_KEYS.items() if fnmatch(key, old))
+    meant = next(renamed, None) or hint(key, allowed, keys_of(schema))
     return f"unknown key, {meant}" if meant else f"unknown key; allowed: {', '.join(allowed) or 'none'}"
 
 

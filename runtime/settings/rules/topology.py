@@ -55,8 +55,8 @@ DETERMINISTIC = ("enable_deterministic_inference", "rl_on_policy_target")  # arg
 SET_BY_US = ("CUDA_VISIBLE_DEVICES", "PHYSARUM_")  # variables or their prefixes
 NAME_OR_INTERFACE = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.@-]*[A-Za-z0-9_])?")
 FOR_UPDATES = (  # settings of pools whose weights change
-    *("colocate", "update_timeout_s", "weight_transport", "weight_format", "start_weights", "local_copy"),
-    *("update_groups", "verify", "batch_requests", "next_token_after_s", "min_concurrency"),
+    *("colocate", "update_stall_s", "min_load_mb_per_s", "weight_transport", "weight_format", "start_weights"),
+    *("local_copy", "update_groups", "verify", "batch_requests", "next_token_after_s", "min_concurrency"),
     *("router", "router_policy", "router_url"),
 )
 OWN_FIELDS = ("max_tokens", "messages", "model", "n", "stream", "temperature")  # of a request to a judge

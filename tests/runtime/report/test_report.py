@@ -27,6 +27,7 @@ from messages import (
     TrainerStarted,
     WeightsAnnounced,
     WeightsApplied,
+    WeightsProgressed,
 )
 from runtime.ledger.fold import LedgerState
 from runtime.report.report import Line, Report, SampleShown
@@ -320,6 +321,16 @@ def test_a_stall_and_a_full_stream_are_told_in_a_line_each() -> None:
         "nothing happened for 5m00s: buffer: batch 2 to be trained; trainer: no answer in 5 s",
         "the data stream is 72% full: a checkpoint is requested",
     ]
+
+
+def test_slow_weight_updates_are_told_with_what_the_first_engines_do() -> None:
+    story, doing = Story(), "loads 140.0 GB (2m00s, limit 28m20s)"
+    engines = {f"engine.policy.{index}": doing for index in range(5)}
+    story.tell(WeightsProgressed(version=5, instance="rollout", engines=engines))
+    (line,) = (notice.text for notice in story.notices if isinstance(notice, Line))
+    assert line == (
+        f"weights v5: engine.policy.0 {doing}; engine.policy.1 {doing}; engine.policy.2 {doing} and 2 more engines"
+    )
 
 
 def test_a_report_that_begins_in_the_middle_has_the_books_of_the_whole() -> None:

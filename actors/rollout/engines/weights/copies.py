@@ -16,6 +16,7 @@ from actors.rollout.sglang.errors import EngineError
 from messages import LocalCopyGiven, LocalCopyRequested, WeightsAnnounced
 from runtime.bus.bus import Bus
 from runtime.bus.errors import BusError, CallRefused
+from runtime.settings.placement import UpdateLimits
 from runtime.util.retrying import FOR_EVER, retried
 
 log = structlog.get_logger()
@@ -86,14 +87,14 @@ class NodeCopies:
     Args:
         bus: for calls to the node daemon.
         agent: address of the node daemon of the engine's node.
-        timeout_s: for a copy, in seconds.
+        limits: for a copy, which shows no progress.
         are_checked: verify existing copies, and copies that an engine has read.
     """
 
-    def __init__(self, bus: Bus, agent: str, timeout_s: float, *, are_checked: bool = True) -> None:
+    def __init__(self, bus: Bus, agent: str, limits: UpdateLimits, *, are_checked: bool = True) -> None:
         self._bus = bus
         self._agent = agent
-        self._timeout_s = timeout_s
+        self._limits = limits
         self._are_checked = are_checked
 
     async def provide(self, announced: WeightsAnnounced, *, doubted: bool) -> WeightsAnnounced:
@@ -119,8 +120,9 @@ class NodeCopies:
     async def _ask(
         self, announced: WeightsAnnounced, *, doubted: bool = False, was_read: bool = False
     ) -> LocalCopyGiven:
-        with anyio.move_on_after(self._timeout_s):
-            ends = anyio.current_time() + self._timeout_s
+        limit_s = self._limits.load_s(announced.size_bytes)
+        with anyio.move_on_after(limit_s):
+            ends = anyio.current_time() + limit_s
 
             async def ask() -> LocalCopyGiven:
                 left_s = max(0.1, ends - anyio.current_time())
@@ -139,7 +141,7 @@ class NodeCopies:
                 return await retried(ask, on=BusError, times=FOR_EVER, failed=partial(_note, announced.version))
             except CallRefused as error:
                 raise CopyRefused(f"its node daemon {self._agent}: {error}") from error
-        return LocalCopyGiven(reason=f"its node daemon {self._agent} did not answer within {self._timeout_s:g} s")
+        return LocalCopyGiven(reason=f"its node daemon {self._agent} did not answer within {limit_s:g} s")
 
 
 def _note(version: int, error: Exception, failures: int) -> None:

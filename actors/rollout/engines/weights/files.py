@@ -15,6 +15,7 @@ from actors.rollout.engines.weights.verification import WeightsMismatch
 from actors.rollout.sglang.errors import EngineUnavailable
 from messages import WeightsAnnounced
 from runtime.models.file_sums import SharedLooks, damage_in
+from runtime.settings.placement import UpdateLimits
 
 log = structlog.get_logger()
 
@@ -27,11 +28,11 @@ class FileChecks:
     """Verifies published files against their announcement, for all engines of a rollout actor.
 
     Args:
-        timeout_s: of one verification.
+        limits: of one verification, which shows no progress.
     """
 
-    def __init__(self, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
+    def __init__(self, limits: UpdateLimits) -> None:
+        self._limits = limits
         self._looks = SharedLooks()
 
     async def check(self, announced: WeightsAnnounced) -> None:
@@ -43,8 +44,8 @@ class FileChecks:
         """
         if not announced.files or announced.base_version:
             return
-        begin = anyio.current_time()
-        with anyio.move_on_after(self._timeout_s):
+        begin, limit_s = anyio.current_time(), self._limits.load_s(announced.size_bytes)
+        with anyio.move_on_after(limit_s):
             read = partial(damage_in, Path(announced.path), announced.files)
             damage = await self._looks.look(announced.version, read)
             took_s = anyio.current_time() - begin
@@ -52,4 +53,4 @@ class FileChecks:
             if damage:
                 raise WeightsDamaged(f"its files differ from the announced ones: {damage}")
             return
-        raise EngineUnavailable(f"{announced.path} was not read within {self._timeout_s:g} s (update_timeout_s)")
+        raise EngineUnavailable(f"{announced.path} was not read within {limit_s:g} s (min_load_mb_per_s)")

@@ -5,6 +5,9 @@ before the first byte, the broadcast fails at once; if it leaves in the middle, 
 that is still in a broadcast when its weight sync or the deadline is over counts as hung, and is killed.
 """
 
+import math
+import re
+from collections.abc import Callable
 from typing import Final
 
 import anyio
@@ -22,14 +25,22 @@ from runtime.bus.background import in_background
 log = structlog.get_logger()
 
 CLOSE_S: Final = 5.0
+NUM_BITS: Final = re.compile(r"\d+")  # in the name of a type
 GRACE_S: Final = 5.0  # for an engine to notice that the trainer has left
 
 
 class Receiver:
     """Makes engines receive the tensors of a weight sync."""
 
-    def __init__(self, client: SglangClient, timeout_s: float) -> None:
-        """Set up without any IO; `timeout_s` is the timeout of each step of an engine."""
+    def __init__(self, client: SglangClient, timeout_s: float, note: Callable[[str, str], None]) -> None:
+        """Set up without any IO.
+
+        Args:
+            client: for the engines.
+            timeout_s: timeout of each step of an engine.
+            note: called with an engine's URL and what it does.
+        """
+        self._note = note
         self._client = client
         self._updates = WeightUpdates(client)
         self._timeout_s = timeout_s
@@ -56,6 +67,9 @@ class Receiver:
                 await self._take(url, member, step)
                 if isinstance(step, BucketSent):  # only after success: the trainer takes part in the same broadcast
                     _count(member, received, step)
+                    member.received_bytes += bytes_in(step)
+                    num_buckets = sum(received.values())
+                    self._note(url, f"received {num_buckets} buckets, {member.received_bytes / 1e9:,.1f} GB")
             if sum(received.values()) != step.num_buckets:
                 raise EngineFailed(
                     f"{member.engine}: received {sum(received.values())} of {step.num_buckets} buckets"
@@ -124,6 +138,18 @@ def _count(member: SyncMember, received: dict[int, int], step: BucketSent) -> No
             f"{member.engine}: received bucket {step.index} of stage {step.stage}, expected bucket {due}"
         )
     received[step.stage] = due + 1
+
+
+def bytes_in(step: BucketSent) -> int:
+    """Return the size of a bucket's tensors in bytes."""
+    sizes = (_item_size(dtype) * math.prod(shape) for dtype, shape in zip(step.dtypes, step.shapes, strict=True))
+    return sum(sizes)
+
+
+def _item_size(dtype: str) -> int:
+    """Return the bytes of an element, from torch's name of its type: "bfloat16", "float8_e4m3fn"."""
+    found = NUM_BITS.search(dtype)
+    return max(1, int(found.group()) // 8) if found else 1
 
 
 async def _cut_when_over(member: SyncMember, scope: anyio.CancelScope) -> None:

@@ -4,6 +4,7 @@ The trainer leads by RPC; each engine's own task runs the requested steps. A cal
 have finished the step or failed. Only one weight sync is open at a time: a new one, or a later trainer, closes it.
 """
 
+import math
 import uuid
 from collections.abc import AsyncGenerator, Callable, Collection
 from contextlib import asynccontextmanager
@@ -27,6 +28,7 @@ from messages import (
 
 log = structlog.get_logger()
 
+ANSWER_S: Final = 5.0  # after which a call about a long step is answered with what its engines do
 GATHER_S: Final = 5.0  # for engines that are not ready yet; the weight sync starts without them
 Step = WeightSyncPrepared | UpdateGroupsOffered | BucketSent | WeightSyncFinished
 
@@ -82,8 +84,11 @@ class SyncMember:
         self.version = version
         self.session = ""  # id of the weight sync, once the engine is a member
         self.holds = False  # the engine holds the weights of the weight sync
+        self.received_bytes = 0  # of the buckets so far
         self.over = anyio.Event()  # the weight sync was closed
         self._deadline_s = 0.0
+        self._called_at = 0.0  # time of the trainer's last call
+        self._last_done: Step | None = None
         self._failure = ""
         self._queue: list[_RequestedStep] = []
         self._current: _RequestedStep | None = None
@@ -91,18 +96,24 @@ class SyncMember:
 
     def enter(self, session: str, deadline_s: float) -> WeightSyncMember:
         """Join a weight sync."""
-        self.session, self._deadline_s = session, deadline_s
+        self.session, self._deadline_s, self._called_at = session, deadline_s, anyio.current_time()
         return WeightSyncMember(engine=self.engine, key=self.key, **self.shape._asdict())
 
     async def ask(self, step: Step) -> str:
-        """Run a step on the engine; return why it failed, or an empty string. The last step may be repeated."""
+        """Run a step on the engine; return why it failed, or an empty string. A step may be repeated."""
+        self._called_at = anyio.current_time()
+        self._changed.set()
         if self.holds and isinstance(step, WeightSyncFinished):
             return ""
         if self._failure:
             return self._failure
-        requested = _RequestedStep(step)
-        self._queue.append(requested)
-        self._changed.set()
+        if step == self._last_done:
+            return ""
+        at_work = (*([self._current] if self._current else ()), *self._queue)
+        requested = next((each for each in at_work if each.step == step), None)
+        if requested is None:
+            requested = _RequestedStep(step)
+            self._queue.append(requested)
         await requested.done.wait()
         return requested.error
 
@@ -110,17 +121,18 @@ class SyncMember:
         """Finish the previous step and return the next one.
 
         Raises:
-            SyncClosed: the weight sync was closed, or no step arrived before the deadline.
+            SyncClosed: the weight sync was closed, or the trainer did not call before the deadline.
         """
         self.step_done()
-        with anyio.move_on_after(self._deadline_s):
-            while not self._queue:
-                self._changed = anyio.Event()
+        while not self._queue:
+            left_s = self._called_at + self._deadline_s - anyio.current_time()
+            if left_s <= 0:
+                raise SyncClosed(
+                    f"{self.engine}: no step of weight sync {self.session} arrived within {self._deadline_s:g} s"
+                )
+            self._changed = anyio.Event()
+            with anyio.move_on_after(left_s):
                 await self._changed.wait()
-        if not self._queue:
-            raise SyncClosed(
-                f"{self.engine}: no step of weight sync {self.session} arrived within {self._deadline_s:g} s"
-            )
         self._current = self._queue.pop(0)
         if isinstance(self._current.step, WeightSyncClosed):
             raise SyncClosed(f"{self.engine}: weight sync {self.session} was closed: {self._current.step.reason}")
@@ -136,6 +148,8 @@ class SyncMember:
         """Report success of the current step."""
         if self._current is not None:
             self._current.answer()
+            self._last_done = None if isinstance(self._current.step, WeightSyncClosed) else self._current.step
+            self._called_at = anyio.current_time()
             self._current = None
 
     def finish(self) -> None:
@@ -159,11 +173,17 @@ class WeightSyncs:
         goal: the target weights; its waiters are notified of new members.
         lacking: names of the engines that are ready for the target weights and lack them.
         group_of: maps an engine and a number of update groups to the engine's group; None: there is one group.
+        doing: describes what an engine does in its update.
     """
 
     def __init__(
-        self, goal: Goal, lacking: Callable[[], Collection[str]], group_of: Callable[[str, int], int] | None = None
+        self,
+        goal: Goal,
+        lacking: Callable[[], Collection[str]],
+        group_of: Callable[[str, int], int] | None = None,
+        doing: Callable[[str], str] = str,
     ) -> None:
+        self._doing = doing
         self._goal = goal
         self._lacking = lacking
         self._group_of = group_of or _only_group
@@ -229,21 +249,28 @@ class WeightSyncs:
     async def step(self, step: Step) -> EnginesAnswered:
         """Run a step on each member.
 
+        A step that pauses or verifies engines may take long. Its call is answered after ANSWER_S, with the engines that
+        are still at work. The trainer then calls again.
+
         Raises:
             ValueError: this weight sync is not open here.
         """
         if step.session != self._session:
             raise ValueError(f"weight sync {step.session} is not open here")
         failed: dict[str, str] = {}
+        pending = {member.engine for member in self._members}
 
         async def ask(member: SyncMember) -> None:
             if reason := await member.ask(step):
                 failed[member.engine] = reason
+            pending.remove(member.engine)
 
-        async with anyio.create_task_group() as group:
-            for member in self._members:
-                group.start_soon(ask, member)
-        return EnginesAnswered(failed=failed)
+        is_long = isinstance(step, WeightSyncPrepared | WeightSyncFinished)
+        with anyio.move_on_after(ANSWER_S if is_long else math.inf):
+            async with anyio.create_task_group() as group:
+                for member in self._members:
+                    group.start_soon(ask, member)
+        return EnginesAnswered(failed=failed, pending={engine: self._doing(engine) for engine in pending})
 
     async def closed(self, step: WeightSyncClosed) -> EnginesAnswered:
         """Make all members leave the weight sync, if it is open."""

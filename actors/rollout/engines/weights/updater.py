@@ -3,7 +3,7 @@
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 import anyio
 import structlog
@@ -15,6 +15,8 @@ from actors.rollout.sglang.client import ADMIN_TIMEOUT_S, Load, SglangClient
 from actors.rollout.sglang.errors import EngineError, EngineSilent, EngineUnavailable
 from messages import WeightsAnnounced
 from runtime.bus.background import in_background
+from runtime.settings.placement import UpdateLimits
+from runtime.util.formatting import count_of, duration
 
 log = structlog.get_logger()
 
@@ -26,8 +28,17 @@ CONTINUE_TRIES: Final = 3
 CLEAR_S: Final = 2.5  # time to interrupt requests on wrong weights; repeats once a second
 
 IDLE_POLL_S: Final = 0.05
+SERVING_POLL_S: Final = 1.0  # while an engine may finish its requests before it loads
 
 Check = Callable[[str], Awaitable[None]]  # receives the checksum of the loaded weights
+
+
+class Progress(NamedTuple):
+    """What an engine does in its weight update."""
+
+    what: str  # changes whenever something moves
+    since: float  # when the update began, on the event loop's clock
+    limit_s: float = 0.0  # of a step that shows no progress; 0: it has none
 
 
 class Updater:
@@ -42,18 +53,28 @@ class Updater:
         client: for the engines.
         mode: one of these.
         pauses: stores which engines are paused; None: in memory.
+        limits: of the steps of an update.
+        requests_s: the longest time that requests may run. An update waits for them no longer.
     """
 
     def __init__(
-        self, client: SglangClient, mode: Mode, pauses: Pauses | None = None, *, timeout_s: float = 600.0
+        self,
+        client: SglangClient,
+        mode: Mode,
+        pauses: Pauses | None = None,
+        *,
+        limits: UpdateLimits | None = None,
+        requests_s: float = 14_400.0,
     ) -> None:
         self._client = client
         self._mode: Mode = mode
-        self._timeout_s = timeout_s
+        self.limits = limits or UpdateLimits()
+        self._requests_s = requests_s
+        self._progress: dict[str, Progress] = {}  # by the URL of an engine that is being updated
         self._interrupt: Interrupt | None = None
         self._hold: Hold = nullcontext
         self._pauses = Pauses() if pauses is None else pauses
-        self._receiver = Receiver(client, timeout_s)
+        self._receiver = Receiver(client, self.limits.stall_s, self.note)
 
     def interrupt_by(self, interrupt: Interrupt) -> None:
         """Set the callback that aborts an engine's training requests, by its URL, until it is cancelled."""
@@ -62,6 +83,19 @@ class Updater:
     def hold_by(self, hold: Hold) -> None:
         """Set the context manager that blocks new requests."""
         self._hold = hold
+
+    def note(self, url: str, what: str, limit_s: float = 0.0) -> None:
+        """Note what an engine does in its update; `limit_s` is the limit of a step that shows no progress."""
+        before = self._progress.get(url)
+        self._progress[url] = Progress(what, anyio.current_time() if before is None else before.since, limit_s)
+
+    def end_note(self, url: str) -> None:
+        """Note that an engine's update has ended."""
+        self._progress.pop(url, None)
+
+    def progress(self, url: str) -> Progress | None:
+        """Return what an engine does in its update; None: it is not being updated."""
+        return self._progress.get(url)
 
     async def update(
         self,
@@ -103,7 +137,7 @@ class Updater:
         if self._mode == "retract" or self._mode == "in_place":
             async with self._paused(url, self._mode):
                 # the KV cache of paused requests is in use and cannot be flushed
-                await self._client.update_weights(url, announced.path, label, flush_cache=self._mode == "retract")
+                await self._load(url, announced, label, flush_cache=self._mode == "retract")
                 if check is not None:
                     await check(checksum)
             return
@@ -145,13 +179,19 @@ class Updater:
         """Wait until an engine has no requests, while new ones are blocked.
 
         Raises:
-            EngineSilent: it still has some at the timeout, or does not report its load.
+            EngineSilent: it has some that do not move, or does not report its load.
         """
-        with anyio.move_on_after(self._timeout_s):
-            while not is_idle(await self._client.loads(url)):  # noqa: ASYNC110 - no server tells when it is
+        seen: Sequence[Load] | None = None
+        with anyio.move_on_after(self._requests_s), anyio.move_on_after(self.limits.stall_s) as moving:
+            while not is_idle(loads := await self._client.loads(url)):
+                if loads is not None and loads != seen:
+                    seen, moving.deadline = loads, anyio.current_time() + self.limits.stall_s
+                    self.note(url, f"waits for {_shown(loads)}")
                 await anyio.sleep(IDLE_POLL_S)
             return
-        raise EngineSilent(f"{url}: its requests did not end within {self._timeout_s:g} s (update_timeout_s)")
+        stalled = f"none of them moved for {self.limits.stall_s:g} s (update_stall_s)"
+        late = f"the limit is {self._requests_s:g} s (rollout.generate_timeout_s)"
+        raise EngineSilent(f"{url}: its requests did not end: {stalled if moving.cancelled_caught else late}")
 
     def is_paused(self, url: str) -> bool:
         """Whether this or an earlier rollout actor paused an engine and has not been able to continue it."""
@@ -177,10 +217,44 @@ class Updater:
 
     async def _load_unpaused(self, url: str, announced: WeightsAnnounced, label: str) -> None:
         if self._mode == "drain":
-            await self._client.update_weights(url, announced.path, label)
+            await self._load(url, announced, label)
             return
         async with in_background(lambda: self._keep_interrupting(url)):
-            await self._client.update_weights(url, announced.path, label)
+            await self._load(url, announced, label)
+
+    async def _load(self, url: str, announced: WeightsAnnounced, label: str, *, flush_cache: bool = True) -> None:
+        """Make an engine load files. It finishes its running requests first, unless it is paused.
+
+        The call shows no progress, so its limit follows from the size. It begins anew while requests still move.
+
+        Raises:
+            EngineSilent: it did not load them within the limit.
+        """
+        limit_s = self.limits.load_s(announced.size_bytes)
+        what = f"loads {announced.size_bytes / 1e9:,.1f} GB"
+        self.note(url, what, limit_s)
+        with anyio.move_on_after(limit_s) as loading:
+            async with in_background(lambda: self._extend_while_serving(url, loading, what, limit_s)):
+                await self._client.update_weights(
+                    url, announced.path, label, flush_cache=flush_cache, timeout_s=limit_s + self._requests_s
+                )
+            return
+        raise EngineSilent(
+            f"{url}: did not load {announced.size_bytes} bytes within {limit_s:g} s (update_stall_s, min_load_mb_per_s)"
+        )
+
+    async def _extend_while_serving(self, url: str, loading: anyio.CancelScope, what: str, limit_s: float) -> None:
+        """Give a load more time while the engine's requests move. Its load report stands still while it loads."""
+        seen = await self._client.loads(url)
+        while True:
+            await anyio.sleep(SERVING_POLL_S)
+            loads = await self._client.loads(url)
+            if loads is None or loads == seen:
+                self.note(url, what, limit_s)
+                continue
+            seen, loading.deadline = loads, anyio.current_time() + limit_s
+            if not is_idle(loads):
+                self.note(url, f"waits for {_shown(loads)} before it loads")
 
     async def _keep_interrupting(self, url: str) -> None:
         assert self._interrupt is not None, "the generator sets it at the start"
@@ -209,6 +283,17 @@ class Updater:
                 log.warning("engine_still_paused", url=url, error=str(error))
             else:
                 return
+
+
+def progress_text(progress: Progress, now: float) -> str:
+    """Describe an engine's update for people; `now` is on the event loop's clock."""
+    limit = f", limit {duration(progress.limit_s)}" if progress.limit_s else ""
+    return f"{progress.what} ({duration(now - progress.since)}{limit})"
+
+
+def _shown(loads: Sequence[Load]) -> str:
+    number = sum(load.num_running_reqs + load.num_waiting_reqs for load in loads)
+    return f"{count_of(number, 'request')} with {sum(load.num_used_tokens for load in loads):,} tokens"
 
 
 def is_idle(loads: Sequence[Load] | None) -> bool:

@@ -9,7 +9,7 @@ import structlog
 
 from actors.rollout.engines.weights.files import WeightsDamaged
 from actors.rollout.engines.weights.sync import MemberShape, SyncMember
-from actors.rollout.engines.weights.updater import Updater
+from actors.rollout.engines.weights.updater import Progress, Updater
 from actors.rollout.engines.weights.updates import UpdateTracker
 from actors.rollout.engines.weights.verification import (
     KnownChecksums,
@@ -107,6 +107,7 @@ class WeightVerifier:
             EngineError: it refused the update, or does not respond.
         """
         label = self.updates.begin(engine, announced.version)
+        self._updater.note(url, "begins")
         try:
             if is_thorough(self._verify, announced, first=first):
                 pause_s = await self._update_and_verify(engine, url, announced, label, loaded, check_read, member)
@@ -124,7 +125,12 @@ class WeightVerifier:
             raise
         finally:
             self.updates.refuse(label)
+            self._updater.end_note(url)
         return UpdateResult(label, pause_s)
+
+    def progress(self, url: str) -> Progress | None:
+        """Return what an engine does in its update; None: it is not being updated."""
+        return self._updater.progress(url)
 
     async def adopt(self, engine: str, url: str, announced: WeightsAnnounced) -> str | None:
         """Verify the weights that a peer gave an engine at its start; None if they are not the announced ones.
@@ -210,7 +216,8 @@ class WeightVerifier:
         async def check(checksum: str) -> None:
             nonlocal sent, tensors, took_s
             begin = time.perf_counter()
-            sent, tensors = checksum, await self._checksum_under(engine, url, label)
+            size_bytes = announced.size_bytes if member is None else member.received_bytes
+            sent, tensors = checksum, await self._checksum_under(engine, url, label, size_bytes)
             self._refuse_if(engine, self._checksum_mismatch(server, sent, tensors))
             took_s += time.perf_counter() - begin
 
@@ -218,6 +225,7 @@ class WeightVerifier:
         if member is not None and announced.transport == "ipc":
             member.finish()  # the probe needs memory that a colocated engine gets only after this
         await loaded()
+        self._updater.note(url, "is verified")
         begin = time.perf_counter()
         if announced.probe is not None:
             await self._check_probe(engine, url, announced.probe, server)
@@ -236,13 +244,15 @@ class WeightVerifier:
         tolerance = tolerance_of(server, self._trainer_dtype, self._weight_format)
         self._refuse_if(engine, probe_mismatch(probe, log_probs, tolerance=tolerance))
 
-    async def _checksum_under(self, engine: str, url: str, label: str) -> str | None:
+    async def _checksum_under(self, engine: str, url: str, label: str, size_bytes: int) -> str | None:
         """An engine's checksum. Checks its label meanwhile, because each request is a round trip of its pause."""
         tensors: str | None = None
+        limit_s = self._updater.limits.load_s(size_bytes)
+        self._updater.note(url, f"computes the checksum of {size_bytes / 1e9:,.1f} GB", limit_s)
 
         async def ask() -> None:
             nonlocal tensors
-            tensors = await self._client.checksum(url)
+            tensors = await self._client.checksum(url, limit_s)
 
         try:
             async with anyio.create_task_group() as group:

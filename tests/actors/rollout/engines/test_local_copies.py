@@ -150,7 +150,7 @@ async def test_an_agent_that_comes_late_is_asked_until_it_answers_and_not_longer
     daemon = Daemon()
     async with (
         serving(ScriptedEngine()) as engine,
-        rollout_actor(bus, router_url, [engine], with_changes(update_timeout_s=1), daemon=bus.name),
+        rollout_actor(bus, router_url, [engine], with_changes(update_stall_s=1), daemon=bus.name),
     ):
         await bus.publish(announcement(1))
         refused, _ = await next_event(bus, WeightsRefused)

@@ -52,7 +52,7 @@ async def test_the_key_is_shown_to_the_runs_own_servers_alone() -> None:
 async def test_a_weight_update_has_as_long_as_the_pool_says() -> None:
     async with serving(ScriptedEngine()) as engine, aiohttp.ClientSession() as session:
         engine.update_at = asyncio.Event()
-        client = SglangClient(session, update_timeout_s=0.2)
+        client = SglangClient(session, stall_s=0.2)
         with anyio.fail_after(5), pytest.raises(EngineUnavailable, match="no answer within"):
             await client.update_weights(engine.url, "/weights/v7", 7)
         engine.update_at.set()

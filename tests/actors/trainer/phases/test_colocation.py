@@ -90,7 +90,7 @@ def colocation_of(
     bus: Bus, rank: Rank, *, incarnation: int = 0, colocate: str | None = "trainer", **rollout: Any
 ) -> Colocation:
     topology: Topology = topology_with(
-        engines={"policy": {"kind": "tiny", "colocate": colocate, "update_timeout_s": 5.0}}, rollout=rollout
+        engines={"policy": {"kind": "tiny", "colocate": colocate, "update_stall_s": 5.0}}, rollout=rollout
     )
     history = History()
     if incarnation:

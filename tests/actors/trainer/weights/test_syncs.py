@@ -45,8 +45,9 @@ class Rank:
 
 @dataclass
 class RolloutActor:
-    """A rollout actor whose only engine takes part and refuses to be prepared."""
+    """A rollout actor whose only engine takes part, is at work for two answers, and refuses to be prepared."""
 
+    num_prepared: int = 0
     offered: list[WeightSyncOffered] = field(default_factory=list[WeightSyncOffered])
     closed: list[str] = field(default_factory=list[str])
 
@@ -55,6 +56,9 @@ class RolloutActor:
         return MembersGiven(members=(WeightSyncMember(engine=ENGINE, key="1", num_ranks=1),))
 
     async def prepare(self, _request: WeightSyncPrepared) -> EnginesAnswered:
+        self.num_prepared += 1
+        if self.num_prepared % 3:
+            return EnginesAnswered(failed={}, pending={ENGINE: "waits for 2 requests"})
         return EnginesAnswered(failed={ENGINE: "no pause"})
 
     async def close(self, request: WeightSyncClosed) -> EnginesAnswered:
@@ -81,6 +85,8 @@ async def test_a_sync_that_keeps_failing_is_tried_five_times_and_again_when_an_e
     assert len({offer.session for offer in actor.offered}) == 5
     assert actor.closed == ["no pause"] * 5
     assert rank.sending.left == 5
+    assert actor.num_prepared == 15
+    assert syncs.waits_for() == ""
     async with bus.read(WeightSyncEnded) as events:
         ended = [event.message async for event in events.so_far()]
     assert [each.out for each in ended] == [{ENGINE: "no pause"}] * 5

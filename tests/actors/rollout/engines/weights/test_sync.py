@@ -9,7 +9,14 @@ import pytest
 from actors.rollout.engines.target import FleetTarget
 from actors.rollout.engines.weights import sync as sync_module
 from actors.rollout.engines.weights.sync import MemberShape, SyncClosed, SyncMember, WeightSyncs
-from messages import BucketSent, WeightSyncClosed, WeightSyncFinished, WeightSyncOffered, WeightSyncPrepared
+from messages import (
+    BucketSent,
+    EnginesAnswered,
+    WeightSyncClosed,
+    WeightSyncFinished,
+    WeightSyncOffered,
+    WeightSyncPrepared,
+)
 from tests.support.rollout import announcement
 
 pytestmark = pytest.mark.anyio
@@ -91,6 +98,49 @@ async def test_one_that_fails_says_why_and_goes_on_saying_so(fails_at: type) -> 
     failed = [WeightSyncPrepared, BucketSent, WeightSyncFinished].index(fails_at)
     assert said == [{}] * failed + [{"a": "a cannot"}] * (3 - failed)
     assert b.error == ""
+
+
+async def test_a_long_step_is_answered_while_its_engine_works_and_done_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sync_module, "ANSWER_S", 0.02)
+    may_go_on, target = anyio.Event(), FleetTarget()
+    target.weights = announcement(1)
+    of = WeightSyncs(target, lambda: ("a",), doing=lambda engine: f"{engine} works")
+    taken: list[type] = []
+
+    async def run() -> None:
+        async with of.member("a", "a.x", PLACE, 1) as member:
+            while not member.session:  # noqa: ASYNC110 - as the engine's target tells it
+                await anyio.sleep(0.001)
+            taken.append(type(await member.next()))
+            await may_go_on.wait()
+            taken.append(type(await member.next()))
+
+    with anyio.fail_after(5):
+        async with anyio.create_task_group() as group:
+            group.start_soon(run)
+            await of.offered(offer())
+            assert [(await of.step(STEPS[0])).pending for _ in range(3)] == [{"a": "a works"}] * 3
+            may_go_on.set()
+            for _ in range(2):  # the second time its answer was lost
+                while (answer := await of.step(STEPS[0])).pending:
+                    pass
+                assert answer == EnginesAnswered(failed={})
+            assert (await of.step(STEPS[2])) == EnginesAnswered(failed={})
+    assert taken == [WeightSyncPrepared, WeightSyncFinished]
+
+
+async def test_an_engine_waits_for_its_next_step_as_long_as_the_trainer_calls() -> None:
+    of = syncs("a")
+    a = Engine(of, "a")
+    with anyio.fail_after(10):
+        async with anyio.create_task_group() as group:
+            group.start_soon(a.run)
+            await of.offered(offer(deadline_s=0.5))
+            for _ in range(5):  # another engine takes its time; each call is of the same step
+                assert (await of.step(STEPS[0])).failed == {}
+                await anyio.sleep(0.2)
+            assert (await of.step(BUCKET)).failed == {}
+    assert "no step of weight sync 1.1 arrived within 0.5 s" in a.error
 
 
 async def test_engines_that_may_be_asked_and_are_not_ready_yet_are_waited_for() -> None:
