@@ -1,4 +1,4 @@
-"""Write the pages of docs/reference/algorithms/ from the functions of actors/trainer/algorithms/, or check them."""
+"""Write docs/reference/graders.md and docs/reference/algorithms/ from the functions that they describe, or check."""
 
 import ast
 import io
@@ -14,6 +14,8 @@ from typing import Final
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from actors.reward.graders.boxed import last_boxed
+from actors.reward.graders.builtin import FUNCTIONS
 from bin.entry import docs_folder, parser_of, run
 
 PACKAGE: Final = "actors.trainer.algorithms"
@@ -42,6 +44,26 @@ shapes, defaults, metrics, edges and sources, and one example that a test runs. 
   is 20 nats. Estimators of advantages, returns, whitening and reductions limit nothing.
 
 | function | does |
+|---|---|
+"""
+
+
+GRADERS: Final = """# Graders
+
+Written by `bin/describe-algorithms` from `actors/reward/graders/`; do not edit. `rm_type` names a grader. Each of these
+functions returns for every text and raises nothing for it; what a response or label that it cannot read is worth stands
+under its edges. [Rewards](../train/rewards.md) says how a run calls them, and
+[coming from slime](from-slime.md#graders) where slime's graders of the same names differ.
+
+- In a run, each function runs in a process that is killed after `reward.timeout_s`. A call outside of a run has no such
+  limit; `math` and `deepscaler` then end by themselves after 5 s of CPU time.
+- A run refuses rows whose label is missing or fits no response, before it starts.
+- `boxed_` before any name but `remote_rm` and a function of yours gives the grader the content of the last closed
+  `\\boxed{...}` in place of the response, or "" without one. `math` and `deepscaler` read that box by themselves;
+  `boxed_dapo` reads it as its answer.
+- Labels are text or numbers; `Label` is `str | int | float | None`.
+
+| `rm_type` | import |
 |---|---|
 """
 
@@ -254,7 +276,20 @@ def pages() -> dict[str, str]:
     """Return the text of every page, by its path below docs/reference/."""
     texts = {f"algorithms/{source.name.rpartition('.')[2]}.md": page(source) for source in sources()}
     rows = [row for source in sources() for row in _rows(source)]
-    return texts | {"algorithms.md": INTRODUCTION + "\n".join(rows) + "\n"}
+    return texts | {"algorithms.md": INTRODUCTION + "\n".join(rows) + "\n", "graders.md": graders_page()}
+
+
+def graders_page() -> str:
+    """Return the page of the built-in graders, and of the function that finds a box."""
+    named = [(name, function.__module__, function.__name__) for name, function in FUNCTIONS.items()]
+    rows = [f"| `{name}` | `from {module} import {function}` |" for name, module, function in named]
+    lines = list[str]()
+    for name, module, function in [*named, ("", last_boxed.__module__, last_boxed.__name__)]:
+        node = next(node for node in source_of(module).functions if node.name == function)
+        found = _function(source_of(module), node)
+        head = [f"## `{name}`"] if name else found[:1]
+        lines += [*head, *found[1:]]
+    return GRADERS + "\n".join(rows) + "\n\n" + "\n".join(lines).rstrip("\n") + "\n"
 
 
 def _rows(source: Source) -> Iterator[str]:

@@ -2,14 +2,16 @@
 
 import ast
 import importlib
+import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from actors.reward.graders.builtin import BUILT_IN_GRADERS, FUNCTIONS
 from bin import describe_algorithms
-from bin.describe_algorithms import Source, entries_of, page, sections_of, sources
+from bin.describe_algorithms import Source, entries_of, graders_page, page, sections_of, sources
 from tests.docs.snippets import snippets
 
 DOCS = Path(__file__).parents[2] / "docs" / "reference" / "algorithms"
@@ -84,6 +86,17 @@ def bare(values: Tensor, size: int) -> Tensor:
         "bare: no Edges",
         "bare: no Source",
     ]
+
+
+def test_the_page_of_graders_has_each_grader_with_its_import_path_arguments_return_and_edges() -> None:
+    found = graders_page()
+    assert list(FUNCTIONS) == list(BUILT_IN_GRADERS)
+    for name, function in FUNCTIONS.items():
+        part = found.partition(f"\n## `{name}`\n")[2].partition("\n## `")[0]
+        assert f"```python\nfrom {function.__module__} import {function.__name__}\n\n{function.__name__}(" in part
+        arguments = set(inspect.signature(function).parameters)
+        assert (name, set(re.findall(r"^- `(\w+)`: ", part, re.MULTILINE))) == (name, arguments)
+        assert ("**Returns.** `" in part, "**Edges.** " in part) == (True, True), name
 
 
 @pytest.mark.parametrize("name", SOURCES)

@@ -15,9 +15,16 @@ _BRACE = re.compile(r"\\boxed\{|\{|\}")
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Content of the closed \boxed{...} that opens last, with balanced braces; None if there is none.
+    r"""Find the content of the closed \boxed{...} that opens last, with balanced braces.
 
-    Runs in one pass: a response with a thousand unclosed boxes costs no more than another.
+    Args:
+        text: A response.
+
+    Returns:
+        The content, which may be empty; None if there is no closed box.
+
+    Edges:
+        Of nested boxes the inner one counts. Runs in one pass, whatever is left open. Never raises.
     """
     best: tuple[int, int] | None = None
     open_boxes: list[int | None] = []  # per open brace: start of the box's content, or None for other braces

@@ -5,15 +5,16 @@ import importlib.util
 import re
 import string
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any
 
 from actors.reward.graders.boxed import BOXED_PREFIX, Grader, boxed
-from actors.reward.graders.math.grader import deepscaler, math
+from actors.reward.graders.labels import Label, required_text, required_texts, text_of
+from actors.reward.graders.math.grader import deepscaler, has_answer, math
 from actors.reward.graders.numeric import numeric
-from actors.reward.graders.stated import dapo, gpqa
+from actors.reward.graders.stated import dapo, gpqa, is_integer, right_letter
 from actors.reward.samples import GradedSample
 from runtime.settings.plugins import OWN
 from runtime.settings.slime.hints import slime_grader_hint
@@ -23,36 +24,68 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _CLOSED_ANSWERS = frozenset({"yes", "no", "noanswer"})
 
 
-def exact_match(response: str, label: str) -> float:
-    """1 if response and label are equal after stripping whitespace, else 0."""
-    return float(response.strip() == label.strip())
+def exact_match(response: str, label: Label) -> float:
+    """Compare response and label as text, without the space around them.
+
+    Args:
+        response: The whole response.
+        label: The right answer; a number is taken as its text.
+
+    Returns:
+        1.0 if they are equal, else 0.0.
+
+    Edges:
+        Two empty texts are equal. A label that is neither text nor a number is empty. Never raises.
+    """
+    return float(response.strip() == text_of(label).strip())
 
 
-def positional_match(response: str, label: str, *, truncated: bool = False) -> float:
-    """Share of positions with the right character: matching positions / length of the longer text.
+def positional_match(response: str, label: Label, *, truncated: bool = False) -> float:
+    """Count the positions at which response and label have the same character.
 
-    A truncated response scores 0; otherwise a response without an end would score as high as one with an end. Two
-    empty texts score 1.
+    Args:
+        response: The whole response, taken without the space around it.
+        label: The right answer; a number is taken as its text.
+        truncated: Whether the response reached its token limit without an end of turn.
+
+    Returns:
+        Matching positions / length of the longer text, from 0.0 to 1.0.
+
+    Edges:
+        A truncated response scores 0; otherwise a response without an end would score as high as one with an end. Two
+        empty texts score 1. Never raises.
     """
     if truncated:
         return 0.0
-    response, label = response.strip(), label.strip()
-    longer = max(len(response), len(label))
+    response, truth = response.strip(), text_of(label).strip()
+    longer = max(len(response), len(truth))
     if longer == 0:
         return 1.0
-    return sum(ours == theirs for ours, theirs in zip(response, label, strict=False)) / longer
+    return sum(ours == theirs for ours, theirs in zip(response, truth, strict=False)) / longer
 
 
-def f1(response: str, label: str) -> float:
-    """F1 score of the words that response and label share.
+def f1(response: str, label: Label) -> float:
+    """Compute the F1 score of the words that response and label share.
 
-    Words are compared in lower case, without punctuation and articles. If either text is yes, no or noanswer, the
-    two must be equal.
+    Words are compared in lower case, without ASCII punctuation and the articles a, an, the. A word counts as often as
+    both have it. If either text is yes, no or noanswer, the two must be equal.
+
+    Args:
+        response: The whole response.
+        label: The right answer; a number is taken as its text.
+
+    Returns:
+        2 * precision * recall / (precision + recall), from 0.0 to 1.0: precision = shared / words of the response,
+        recall = shared / words of the label.
+
+    Edges:
+        Texts without a shared word score 0, and so do two texts without words. Never raises.
 
     Source:
-        SQuAD's evaluation (arXiv 1606.05250), with HotpotQA's rule for closed answers (arXiv 1809.09600).
+        slime's `f1`, of which it is the first element; SQuAD's evaluation (arXiv 1606.05250), with HotpotQA's rule for
+        closed answers (arXiv 1809.09600).
     """
-    ours, theirs = _words(response), _words(label)
+    ours, theirs = _words(response), _words(text_of(label))
     closed = _CLOSED_ANSWERS.intersection((" ".join(ours), " ".join(theirs)))
     if closed and ours != theirs:
         return 0.0
@@ -67,45 +100,75 @@ def _words(text: str) -> list[str]:
     return _ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split()
 
 
-def _text(label: Any) -> str:
-    if label is None:
-        raise ValueError("the sample has no label; set label_key of its data source")
-    if isinstance(label, bool) or not isinstance(label, str | int | float):
-        raise ValueError(f"the label must be text or a number, not {type(label).__name__}")
-    return str(label)
-
-
 def drawn(sample: GradedSample) -> float:
-    """0 or 1, by a hash of the sample's prompt, response and index: a baseline that no policy can learn.
+    """Draw 0 or 1 by a hash of the sample: a baseline that no policy can learn.
 
-    The same sample gets the same reward when it is graded again.
+    Args:
+        sample: Its prompt, response, index and part are hashed.
+
+    Returns:
+        0.0 or 1.0, each for half of all samples.
+
+    Edges:
+        The same sample gets the same reward when it is graded again. Never raises.
+
+    Source:
+        slime's `random`, which draws anew.
     """
     text = f"{sample.index}\0{sample.part}\0{sample.prompt}\0{sample.response}"
     return float(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[0] & 1)
 
 
-def _labels(label: Any) -> tuple[str, ...]:
-    """One label, or several of which one right is enough."""
-    if isinstance(label, list | tuple) and label:
-        return tuple(map(_text, cast("Iterable[Any]", label)))
-    return (_text(label),)
+def _math(sample: GradedSample) -> float:
+    return math(sample.response, _with_answer(required_text(sample.label)))
 
 
+def _deepscaler(sample: GradedSample) -> float:
+    return deepscaler(sample.response, [_with_answer(label) for label in required_texts(sample.label)])
+
+
+def _with_answer(label: str) -> str:
+    if not has_answer(label):
+        raise ValueError("the label is empty")
+    return label
+
+
+def _dapo(sample: GradedSample) -> dict[str, float | bool | str]:
+    label = required_text(sample.label)
+    if not is_integer(label):
+        raise ValueError(f"the label of the dapo grader must be an integer, not {label[:100]!r}")
+    return dapo(sample.response, label)
+
+
+def _gpqa(sample: GradedSample) -> float:
+    if right_letter(sample.label, sample.metadata) is None:
+        raise ValueError(f"label {str(sample.label)[:100]!r} is no letter and no text of a choice in the row")
+    return gpqa(sample.response, sample.label, sample.metadata)
+
+
+# Graders of a run: they refuse labels with which no response can be compared
 BUILT_IN_GRADERS: Mapping[str, Grader] = MappingProxyType(
     {
-        "exact_match": lambda sample: exact_match(sample.response, _text(sample.label)),
+        "exact_match": lambda sample: exact_match(sample.response, required_text(sample.label)),
         "positional_match": lambda sample: positional_match(
-            sample.response, _text(sample.label), truncated=sample.truncated
+            sample.response, required_text(sample.label), truncated=sample.truncated
         ),
-        "f1": lambda sample: f1(sample.response, _text(sample.label)),
-        "numeric": lambda sample: numeric(sample.response, _text(sample.label)),
-        "math": lambda sample: math(sample.response, _text(sample.label)),
-        "deepscaler": lambda sample: deepscaler(sample.response, _labels(sample.label)),
-        "dapo": lambda sample: dapo(sample.response, _text(sample.label)),
-        "gpqa": lambda sample: gpqa(sample.response, sample.label, sample.metadata),
+        "f1": lambda sample: f1(sample.response, required_text(sample.label)),
+        "numeric": lambda sample: numeric(sample.response, required_text(sample.label)),
+        "math": _math,
+        "deepscaler": _deepscaler,
+        "dapo": _dapo,
+        "gpqa": _gpqa,
         "random": drawn,
     }
 )
+# The functions that compare a response with a label, as docs/reference/graders.md describes them
+FUNCTIONS: Mapping[str, Callable[..., Any]] = MappingProxyType(
+    {
+        "exact_match": exact_match, "positional_match": positional_match, "f1": f1, "numeric": numeric, "math": math,
+        "deepscaler": deepscaler, "dapo": dapo, "gpqa": gpqa, "random": drawn,
+    }
+)  # fmt: skip
 BOX_READERS: frozenset[str] = frozenset({"math", "deepscaler"})  # they grade the last box by themselves
 NEEDS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {name: ("math_verify", "math") for name in BOX_READERS}

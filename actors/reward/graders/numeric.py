@@ -4,6 +4,7 @@ import re
 from fractions import Fraction
 
 from actors.reward.graders.boxed import last_boxed
+from actors.reward.graders.labels import Label, text_of
 
 _NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?:/\d+)?")
 _NUMBER_IN_TEXT = re.compile(r"(?<![\w.])-?\$?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:/\d+)?")
@@ -11,15 +12,26 @@ _LATEX_FRACTION = re.compile(r"\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}")
 _LATEX_TEXT = re.compile(r"\\(?:text|mathrm|mathbf)\{([^{}]*)\}")
 
 
-def numeric(response: str, label: str) -> float:
-    r"""1 if the response's answer equals the label's, else 0; an empty label scores 0.
+def numeric(response: str, label: Label) -> float:
+    r"""Compare the answer of the response with the label, numbers by value, without algebra.
 
-    The answer is the last \boxed{...}, or else the text after the last "####". Without either, it is the last number
-    in the text if the label is a number, and otherwise the whole text. Numbers are compared by exact value (1,000 =
-    1000.0, 0.5 = 1/2 = \frac{1}{2}), other answers as text without spaces, dollar signs and text commands. There is
-    no symbolic algebra: x+1 and 1+x differ. The `math` grader of slime and verl is a different grader.
+    The answer is the last \boxed{...}, or else the text after the last "####". Without either, it is the last number in
+    the text if the label is a number, and otherwise the whole text. Numbers are compared by exact value (1,000 =
+    1000.0, 0.5 = 1/2 = \frac{1}{2}), other answers as text without spaces, dollar signs and text commands: x+1 and 1+x
+    differ. The `math` grader is a different one.
+
+    Args:
+        response: The whole response.
+        label: The right answer, also in a box or after "####", as in GSM8K; a number is taken as its text.
+
+    Returns:
+        1.0 if they are equal, else 0.0.
+
+    Edges:
+        An empty label scores 0. A number of over 64 characters is compared as text. Never raises.
     """
-    truth = _normal_answer(_marked_answer(label) or label)
+    text = text_of(label)
+    truth = _normal_answer(_marked_answer(text) or text)
     if not truth:
         return 0.0
     true_value = _number(truth)

@@ -7,6 +7,7 @@ from fractions import Fraction
 from typing import Any, Final, cast
 
 from actors.reward.graders.boxed import last_boxed
+from actors.reward.graders.labels import Label, text_of
 from actors.reward.graders.math.arithmetic import TooLargeError, exact_value
 from actors.reward.graders.math.latex import normal
 from actors.reward.graders.math.units import quantity
@@ -37,27 +38,36 @@ _NEGATED: Final = re.compile(r"(?i)\b(?:not|isn't|never|neither|nor|cannot be|ra
 _WORDS: Final = re.compile(r"[^a-z0-9]+")
 
 
-def dapo(response: str, label: str) -> dict[str, float | bool | str]:
-    """Score the integer after the last `Answer:` in the last 300 characters.
+def dapo(response: str, label: Label) -> dict[str, float | bool | str]:
+    """Compare the integer after the last `Answer:` in the last 300 characters with the label.
+
+    Args:
+        response: The whole response.
+        label: The right integer; a number is taken as its text.
 
     Returns:
         score: 1.0 if it equals the label, else -1.0. acc: whether it does. pred: the answer that was read, or
         "[INVALID]" without one.
 
-    Raises:
-        ValueError: the label is no integer. (slime cuts it to one, through a float.)
+    Edges:
+        Integers are exact, of any length. "42.", "**42**", "42.0" and "1,234" are read; a box after `Answer:` counts. A
+        label that is no integer scores -1 for every response; a run refuses it before it starts. Never raises.
 
     Source:
-        slime's `dapo` grader. Integers are exact here; "42.", "**42**" and "42.0" are 42.
+        slime's `dapo` grader, which cuts labels to integers through a float.
     """
-    truth = _value(label)
-    if truth is None or truth.denominator != 1:
-        raise ValueError(f"the label of the dapo grader must be an integer, not {label[:100]!r}")
+    truth = _value(text_of(label))
     found = _ANSWER.findall(response[-READ_CHARS:])
     pred = _MARKUP.sub("", found[-1]) if found else NO_ANSWER
     pred = normal(last_boxed(pred) or pred).removesuffix("`")
-    right = bool(found) and _value(pred) == truth
+    right = bool(found) and truth is not None and truth.denominator == 1 and _value(pred) == truth
     return {"score": 1.0 if right else -1.0, "acc": right, "pred": pred}
+
+
+def is_integer(label: str) -> bool:
+    """Whether a label is one that `dapo` can compare with."""
+    truth = _value(label)
+    return truth is not None and truth.denominator == 1
 
 
 def _value(text: str) -> Fraction | None:
@@ -70,7 +80,7 @@ def _value(text: str) -> Fraction | None:
 
 
 def gpqa(response: str, label: Any, metadata: Mapping[str, Any] | None = None) -> float:
-    r"""1 if the response chooses the right letter, 0 if it chooses another, several at once, or none.
+    r"""Compare the letter that the response chooses with the right one.
 
     Read, in this order: the last \boxed{...}; the last "answer is (B)", "Answer: B", "I choose B" or "B is correct"; a
     last line that is a letter alone, or begins with "B)" and has no other. A lone capital letter elsewhere, such as the
@@ -78,18 +88,45 @@ def gpqa(response: str, label: Any, metadata: Mapping[str, Any] | None = None) -
     that repeats the text of a choice chooses it.
 
     Args:
-        response: the text to grade.
-        label: a letter, the number of a choice from 0, or the text of a choice.
+        response: The whole response.
+        label: A letter, the number of a choice from 0, or the text of a choice.
         metadata: `choices` (texts, or a dict of them), `valid_letters` and `correct_letter`, as in slime.
 
-    Raises:
-        ValueError: neither label nor metadata says which choice is right.
+    Returns:
+        1.0 if the response chooses the right letter; 0.0 if it chooses another, several at once, or none.
+
+    Edges:
+        Letters are A to J without `choices` and `valid_letters`. A label that names no choice scores 0 for every
+        response; a run refuses it before it starts. Never raises.
+
+    Source:
+        slime's `gpqa`; docs/reference/from-slime.md says where it errs.
     """
+    right = right_letter(label, metadata)
+    letters, choices = _choices_in(metadata)
+    return float(right is not None and chosen_letter(response.rpartition("</think>")[2], letters, choices) == right)
+
+
+def right_letter(label: Any, metadata: Mapping[str, Any] | None = None) -> str | None:
+    """Return the letter of the right choice; None if neither label nor metadata says which it is."""
+    letters, choices = _choices_in(metadata)
+    correct = (metadata or {}).get("correct_letter")
+    if isinstance(correct, str) and correct.strip().upper() in list(letters):
+        return correct.strip().upper()
+    if isinstance(label, int) and not isinstance(label, bool) and 0 <= label < len(letters):
+        return letters[label]
+    text = str(label).strip()
+    if (plain := text.strip("().").upper()) in list(letters):
+        return plain
+    same = [index for index, choice in enumerate(choices) if _plain(choice) == _plain(text)]
+    return letters[same[0]] if len(same) == 1 and same[0] < len(letters) else None
+
+
+def _choices_in(metadata: Mapping[str, Any] | None) -> tuple[str, list[str]]:
+    """The letters of the choices, and their texts."""
     given = metadata or {}
     choices = _choices(given.get("choices"))
-    letters = _letters(given.get("valid_letters"), choices)
-    right = _right_letter(label, given.get("correct_letter"), letters, choices)
-    return float(chosen_letter(response.rpartition("</think>")[2], letters, choices) == right)
+    return _letters(given.get("valid_letters"), choices), choices
 
 
 def chosen_letter(text: str, letters: str = DEFAULT_LETTERS, choices: Sequence[str] = ()) -> str | None:
@@ -132,20 +169,6 @@ def _letters(value: Any, choices: Sequence[str]) -> str:
     if isinstance(value, list | tuple | str) and value:
         return "".join(str(letter).upper() for letter in cast("Sequence[Any]", value))
     return string.ascii_uppercase[: len(choices)] if choices else DEFAULT_LETTERS
-
-
-def _right_letter(label: Any, correct: Any, letters: str, choices: Sequence[str]) -> str:
-    if isinstance(correct, str) and correct.strip().upper() in list(letters):
-        return correct.strip().upper()
-    if isinstance(label, int) and not isinstance(label, bool) and 0 <= label < len(letters):
-        return letters[label]
-    text = str(label).strip()
-    if (plain := text.strip("().").upper()) in list(letters):
-        return plain
-    same = [index for index, choice in enumerate(choices) if _plain(choice) == _plain(text)]
-    if len(same) == 1 and same[0] < len(letters):
-        return letters[same[0]]
-    raise ValueError(f"label {text[:100]!r} is no letter of {letters} and no choice in the row's metadata")
 
 
 def _plain(text: str) -> str:

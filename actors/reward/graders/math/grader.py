@@ -2,9 +2,10 @@ r"""The graders `math` and `deepscaler`: whether the content of the last box equ
 
 import re
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Final, cast
 
 from actors.reward.graders.boxed import last_boxed
+from actors.reward.graders.labels import Label, text_of
 from actors.reward.graders.math.algebra import TimeIsUp, cpu_limit, symbolically_equal
 from actors.reward.graders.math.arithmetic import TooLargeError, exact_value
 from actors.reward.graders.math.latex import is_text, normal, split_top, without_text_commands, words
@@ -35,40 +36,56 @@ _BRACKETS: Final = {"(": ")", "[": "]", r"\{": r"\}", "{": "}", r"\langle": r"\r
 _FBOX: Final = re.compile(r"\\(?:fbox|framebox)(?=\s*\{)")
 
 
-def math(response: str, label: str) -> float:
-    r"""1 if the last closed \boxed{...} (or \fbox{...}) of the response equals the label by value, else 0.
+def math(response: str, label: Label) -> float:
+    r"""Compare the content of the last closed \boxed{...} (or \fbox{...}) of the response with the label by value.
 
-    A response without a box scores 0, as does an empty box. The label may be boxed too. Numbers are compared exactly:
-    2^{53} and 2^{53}+1 differ, 1/2 = 0.5 = \frac12, 10^3 = 1000, 5! = 120, 2 million = 2000000. 50\% equals both 50 and
-    0.5. Units must be equal where both have one. Words are compared as text, lists and unions in any order, tuples,
-    intervals and matrices by element. All else is compared by algebra (math-verify). An expression too large to compute
-    (9**9**9**9) equals its own text alone, and one that takes over 5 s of CPU time is unequal. Must run in a main
-    thread, where signals arrive.
+    Numbers are compared exactly: 2^{53} and 2^{53}+1 differ, 1/2 = 0.5 = \frac12, 10^3 = 1000, 5! = 120, 2 million =
+    2000000. 50\% equals both 50 and 0.5. Units must be equal where both have one. Words are compared as text, lists and
+    unions in any order, tuples, intervals and matrices by element. All else is compared by algebra (math-verify, extra
+    `math`).
 
-    Raises:
-        ValueError: the label is empty.
+    Args:
+        response: The whole response.
+        label: The right answer, boxed or not; a number is taken as its text.
+
+    Returns:
+        1.0 if they are equal, else 0.0.
+
+    Edges:
+        A response without a box scores 0, as do an empty box, a box that is not closed, and an empty label or none. Of
+        several boxes the last counts; of nested ones the inner. An expression too large to compute (9**9**9**9) equals
+        its own text alone. A comparison that takes over 5 s of CPU time scores 0; outside of a main thread, where no
+        signal arrives, it has no such limit. Never raises.
 
     Source:
         slime's and verl's `math` and `deepscaler`; docs/reference/from-slime.md lists where they err.
     """
-    in_box = last_boxed(label)
-    truth = label if in_box is None else in_box
-    if not normal(truth):
-        raise ValueError("the label is empty")
+    truth = _truth(text_of(label))
     answer = last_boxed(_FBOX.sub(r"\\boxed", response))
-    if answer is None:
+    if answer is None or not normal(truth):
         return 0.0
     try:
         with cpu_limit():
             return float(equal_answers(answer, truth))
-    except TimeIsUp:
+    except (TimeIsUp, RecursionError, MemoryError):
         return 0.0
 
 
-def deepscaler(response: str, label: str | Sequence[str]) -> float:
-    """Grade like `math`, but only what follows the last `</think>`, or else the first `###Response`.
+def deepscaler(response: str, label: Label | Sequence[Label]) -> float:
+    """Compare like `math`, but only what follows the last `</think>`, or else the first `###Response`.
 
-    A response with neither scores 0. With several labels, one that is right is enough.
+    Args:
+        response: The whole response.
+        label: The right answer, or several of which one is enough.
+
+    Returns:
+        1.0 if one label is equal, else 0.0.
+
+    Edges:
+        A response with neither marker scores 0, and so does an empty list of labels. Never raises.
+
+    Source:
+        slime's `deepscaler`, which refuses lists; answers are compared as by `math`.
     """
     if _THOUGHT_END in response:
         solution = response.rpartition(_THOUGHT_END)[2]
@@ -76,8 +93,18 @@ def deepscaler(response: str, label: str | Sequence[str]) -> float:
         solution = response.split(_RESPONSE)[1]
     else:
         return 0.0
-    labels = (label,) if isinstance(label, str) else label
-    return max((math(solution, each) for each in labels), default=0.0)
+    labels = label if isinstance(label, list | tuple) else (label,)
+    return max((math(solution, cast("Label", each)) for each in labels), default=0.0)
+
+
+def has_answer(label: str) -> bool:
+    """Whether a label has an answer to compare with, in its box if it has one."""
+    return bool(normal(_truth(label)))
+
+
+def _truth(label: str) -> str:
+    in_box = last_boxed(label)
+    return label if in_box is None else in_box
 
 
 def equal_answers(response: str, label: str) -> bool:

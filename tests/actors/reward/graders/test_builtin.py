@@ -1,6 +1,8 @@
 """Built-in graders: values by hand, and what must hold for any text."""
 
 import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -8,7 +10,9 @@ from hypothesis import strategies as st
 
 from actors.reward.graders.boxed import last_boxed
 from actors.reward.graders.builtin import BUILT_IN_GRADERS, exact_match, f1, find_grader, positional_match
+from actors.reward.graders.math.grader import deepscaler, math
 from actors.reward.graders.numeric import numeric
+from actors.reward.graders.stated import dapo, gpqa
 from actors.reward.samples import GradedSample
 from runtime.settings.slime.flags import from_slime
 
@@ -115,10 +119,36 @@ def test_a_response_of_open_boxes_costs_no_more_than_another() -> None:
     assert time.perf_counter() - start < 1  # quadratic search took minutes
 
 
-@given(st.text(), st.text())
-def test_graders_give_a_share_for_any_text(response: str, label: str) -> None:
-    for grade in (exact_match, positional_match, f1, numeric):
+LABELS = st.one_of(st.text(), st.integers(), st.floats(), st.none(), st.booleans(), st.lists(st.text(), max_size=2))
+TEXTS = st.one_of(
+    st.text(),
+    st.lists(st.sampled_from([r"\boxed{", "}", "{", "</think>", "Answer: ", "is (B)", "7", "#### ", "x"])).map("".join),
+)
+
+
+@given(TEXTS, LABELS)
+def test_graders_return_for_any_text_and_label(response: str, label: Any) -> None:
+    for grade in (exact_match, positional_match, f1, numeric, gpqa, math):
         assert 0.0 <= grade(response, label) <= 1.0
+    assert deepscaler(f"</think>{response}", label) in (0.0, 1.0)
+    assert dapo(response, label)["score"] in (-1.0, 1.0)
+
+
+@pytest.mark.parametrize("label", [None, True, [], {}, object(), ""])
+def test_a_label_that_is_no_answer_makes_no_response_right(label: Any) -> None:
+    assert f1("7", label) == numeric("7", label) == math(r"\boxed{7}", label) == gpqa("7", label) == 0.0
+    assert deepscaler(r"</think>\boxed{7}", label) == 0.0
+    assert dapo("Answer: 7", label) == {"score": -1.0, "acc": False, "pred": "7"}
+
+
+@pytest.mark.parametrize("label", [7, 7.0, "7"])
+def test_a_label_may_be_a_number(label: Any) -> None:
+    assert math(r"\boxed{7}", label) == numeric("7", label) == dapo("Answer: 7", label)["score"] == 1.0
+
+
+def test_a_comparison_outside_of_a_main_thread_has_no_signal_and_still_returns() -> None:
+    with ThreadPoolExecutor(1) as threads:
+        assert threads.submit(math, r"\boxed{x+1}", "1+x").result() == 1.0
 
 
 @given(st.text())
