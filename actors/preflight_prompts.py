@@ -22,6 +22,7 @@ from runtime.settings.derived import eval_data, eval_sampling, rollout_sampling,
 from runtime.settings.plugins import PluginError, is_plugin
 from runtime.settings.reading.config import Problem
 from runtime.settings.recipe import DataConfig
+from runtime.settings.rules.topology import runs_programs
 from runtime.settings.topology import Topology, answers_are_recorded
 
 MODEL = "model.hf_checkpoint"
@@ -115,7 +116,13 @@ def prompt_problems(topology: Topology, shape: HfConfig, broken: set[str], outpu
             for prompts in _parts(source, output.doing):
                 usable = found.add(prompts, source)
                 if found.problem is None and not trains_demonstrations(topology):
-                    found.problem = _ungraded(source, usable, known, topology.reward.reward_key)
+                    found.problem = _ungraded(
+                        source,
+                        usable,
+                        known,
+                        topology.reward.reward_key,
+                        isolated=topology.reward.sandbox == "isolated",
+                    )
         except (DataError, PluginError) as error:
             yield Problem.of(source.place_key, source.place, str(error))
             continue
@@ -152,7 +159,7 @@ def _parts(source: Source, doing: Doing) -> Iterator[list[Prompt]]:
 
 
 def _ungraded(
-    source: Source, prompts: Sequence[Prompt], known: Collection[str], reward_key: str | None
+    source: Source, prompts: Sequence[Prompt], known: Collection[str], reward_key: str | None, *, isolated: bool
 ) -> Problem | None:
     """Problem of the first prompt whose built-in grader does not exist, or cannot compare with its label.
 
@@ -166,6 +173,9 @@ def _ungraded(
             grader = find_grader(name)
         except ValueError as error:
             return Problem.of(source.place_key, source.place, f"row {prompt.row}: {error}")
+        if runs_programs(name) and not isolated:
+            message = f'row {prompt.row}: the grader {name} needs reward.sandbox = "isolated"'
+            return Problem.of(source.place_key, source.place, message)
         try:
             answer = grader(GradedSample(prompt=prompt.text, label=prompt.label, metadata=prompt.metadata))
         except ValueError as error:

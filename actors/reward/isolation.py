@@ -31,7 +31,7 @@ _MOUNT_ATTR_RDONLY, _MOUNT_ATTR_NOSUID = 1, 2
 _CAPABILITY_VERSION_3: Final = 0x20080522
 _SIOCSIFFLAGS, _IFF_UP = 0x8914, 1
 _DEVICES: Final = ("null", "zero", "full", "random", "urandom")
-_SCRATCH: Final = b"size=1g,mode=700"  # mount options of a private temporary folder
+SCRATCH: Final = b"size=1g,mode=700"  # mount options of a private temporary folder
 _LAST_CAPABILITY: Final = 63
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -74,7 +74,7 @@ def enter_user_and_pid_namespaces() -> None:
     Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
 
 
-def enter_other_namespaces(folder: str, hidden: Sequence[str]) -> None:
+def enter_other_namespaces(folder: str, hidden: Sequence[str], scratch: bytes = SCRATCH) -> None:
     """Isolate this process: no network, no path sockets, no other processes, read-only files except one folder.
 
     Hidden paths appear empty, and all privileges are dropped.
@@ -82,6 +82,7 @@ def enter_other_namespaces(folder: str, hidden: Sequence[str]) -> None:
     Args:
         folder: the only writable directory.
         hidden: files and directories to hide.
+        scratch: mount options of the folder.
 
     Raises:
         OSError: the kernel refuses.
@@ -89,7 +90,7 @@ def enter_other_namespaces(folder: str, hidden: Sequence[str]) -> None:
     _call("unshare", _CLONE_NEWNS | _CLONE_NEWNET | _CLONE_NEWIPC)
     _mount("none", "/", None, _MS_REC | _MS_PRIVATE)
     _set_read_only("/")
-    _mount("tmpfs", folder, "tmpfs", _MS_NOSUID | _MS_NODEV, _SCRATCH)
+    _mount("tmpfs", folder, "tmpfs", _MS_NOSUID | _MS_NODEV, scratch)
     _mount_devices(os.path.join(folder, ".dev"))
     _mount("proc", "/proc", "proc", _MS_RDONLY | _MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
     for path in hidden:

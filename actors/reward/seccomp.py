@@ -2,7 +2,8 @@
 
 Mount and network namespaces do not guard sockets with a path. A process with write permission on the file may
 connect, even on a read-only mount. It could then use docker.sock, D-Bus or an SSH agent outside the sandbox. So an
-isolated process may not create AF_UNIX sockets, except connected pairs, which have no path.
+isolated process may not create AF_UNIX sockets, except connected pairs, which have no path. Programs that a model wrote
+may start no processes either.
 """
 
 import ctypes
@@ -14,7 +15,8 @@ from typing import Final
 _PR_SET_SECCOMP: Final = 22
 _MODE_FILTER: Final = 2
 _KILL_PROCESS, _ERRNO, _ALLOW = 0x80000000, 0x00050000, 0x7FFF0000
-_LOAD, _JUMP_IF_EQUAL, _JUMP_IF_AT_LEAST, _AND, _RETURN = 0x20, 0x15, 0x35, 0x54, 0x06
+_LOAD, _JUMP_IF_EQUAL, _JUMP_IF_AT_LEAST, _JUMP_IF_ANY_BIT = 0x20, 0x15, 0x35, 0x45
+_AND, _RETURN = 0x54, 0x06
 _NUMBER, _ARCHITECTURE, _FIRST, _SECOND = 0, 4, 16, 24  # offsets in seccomp_data; of arguments, the lower half
 _FAMILIES: Final = (2, 10, 16)  # AF_INET, AF_INET6, AF_NETLINK: limited to the process's network namespace
 _PAIRS: Final = (1, 5)  # SOCK_STREAM, SOCK_SEQPACKET: stay connected. Datagram sockets can send elsewhere
@@ -25,6 +27,12 @@ _CALLS: Final = {  # audit architecture, and call numbers of socket and socketpa
     "x86_64": (0xC000003E, 41, 53),
     "aarch64": (0xC00000B7, 198, 199),
 }
+_STARTS: Final = {  # call number of clone, and those of fork, vfork, execve, execveat and unshare, as far as they exist
+    "x86_64": (56, (57, 58, 59, 322, 272)),
+    "aarch64": (220, (221, 281, 97)),
+}
+_CLONE3: Final = 435  # its flags are in memory, where a filter cannot read; libraries fall back to clone
+_CLONE_THREAD: Final = 0x00010000
 
 
 class _Program(ctypes.Structure):
@@ -37,10 +45,27 @@ def refuse_foreign_sockets() -> None:
     Raises:
         OSError: the kernel refuses, or the call numbers of this architecture are not in _CALLS.
     """
+    _install(b"".join(_instructions(*_CALLS[_machine()])))
+
+
+def refuse_new_processes() -> None:
+    """Keep this process from starting processes and programs, and from entering namespaces. Threads work. Irreversible.
+
+    Raises:
+        OSError: the kernel refuses, or the call numbers of this architecture are not in _CALLS.
+    """
+    machine = _machine()
+    _install(b"".join(_of_processes(_CALLS[machine][0], *_STARTS[machine])))
+
+
+def _machine() -> str:
     machine = platform.machine()
     if machine not in _CALLS:
         raise OSError(errno.ENOSYS, f"system calls can be filtered only on {', '.join(_CALLS)}", machine)
-    code = b"".join(_instructions(*_CALLS[machine]))
+    return machine
+
+
+def _install(code: bytes) -> None:
     program = _Program(len(code) // 8, code)
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_SECCOMP, _MODE_FILTER, ctypes.byref(program)) == -1:
@@ -64,6 +89,25 @@ def _instructions(architecture: int, socket: int, socketpair: int) -> list[bytes
         *of_socket,
         _step(_JUMP_IF_EQUAL, socketpair, 0, len(of_pair)),
         *of_pair,
+        _step(_RETURN, _ALLOW),
+    ]
+
+
+def _of_processes(architecture: int, clone: int, refused: tuple[int, ...]) -> list[bytes]:
+    return [
+        _step(_LOAD, _ARCHITECTURE),
+        _step(_JUMP_IF_EQUAL, architecture, 1, 0),
+        _step(_RETURN, _KILL_PROCESS),
+        _step(_LOAD, _NUMBER),
+        _step(_JUMP_IF_AT_LEAST, _X32, 0, 1),
+        _refuse(errno.ENOSYS),
+        *(step for call in refused for step in (_step(_JUMP_IF_EQUAL, call, 0, 1), _refuse(errno.EPERM))),
+        _step(_JUMP_IF_EQUAL, _CLONE3, 0, 1),
+        _refuse(errno.ENOSYS),
+        _step(_JUMP_IF_EQUAL, clone, 0, 3),
+        _step(_LOAD, _FIRST),
+        _step(_JUMP_IF_ANY_BIT, _CLONE_THREAD, 1, 0),
+        _refuse(errno.EPERM),
         _step(_RETURN, _ALLOW),
     ]
 

@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from actors.reward.graders.boxed import BOXED_PREFIX, Grader, boxed
+from actors.reward.graders.code.grader import cases_in, code
 from actors.reward.graders.labels import Label, required_text, required_texts, text_of
 from actors.reward.graders.math.grader import deepscaler, has_answer, math
 from actors.reward.graders.numeric import numeric
@@ -146,6 +147,12 @@ def _gpqa(sample: GradedSample) -> float:
     return gpqa(sample.response, sample.label, sample.metadata)
 
 
+def _code(sample: GradedSample) -> float:
+    if cases_in(sample.label, sample.metadata) is None:
+        raise ValueError("the label has no tests: expected inputs and as many outputs; for a function also fn_name")
+    return code(sample.response, sample.label, sample.metadata)
+
+
 # Graders of a run: they refuse labels with which no response can be compared
 BUILT_IN_GRADERS: Mapping[str, Grader] = MappingProxyType(
     {
@@ -160,13 +167,14 @@ BUILT_IN_GRADERS: Mapping[str, Grader] = MappingProxyType(
         "dapo": _dapo,
         "gpqa": _gpqa,
         "random": drawn,
+        "code": _code,
     }
 )
 # The functions that compare a response with a label, as docs/reference/graders.md describes them
 FUNCTIONS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
         "exact_match": exact_match, "positional_match": positional_match, "f1": f1, "numeric": numeric, "math": math,
-        "deepscaler": deepscaler, "dapo": dapo, "gpqa": gpqa, "random": drawn,
+        "deepscaler": deepscaler, "dapo": dapo, "gpqa": gpqa, "random": drawn, "code": code,
     }
 )  # fmt: skip
 BOX_READERS: frozenset[str] = frozenset({"math", "deepscaler"})  # they grade the last box by themselves

@@ -72,6 +72,7 @@ def topology_problems(topology: Topology) -> Iterator[Problem]:
         _external_graders,
         _failures,
         _judges,
+        _programs,
         _bus,
         _addresses,
         _placed,
@@ -155,6 +156,22 @@ def _external_graders(topology: Topology) -> Iterator[Problem]:
     home = home_node(topology)
     if topology.bus.url is None and len(topology.nodes) == 1 and is_loopback(topology.nodes[home].address or "::1"):
         yield Problem.of(key, external, f"external workers cannot reach the bus: set nodes.{home}.address")
+
+
+def _programs(topology: Topology) -> Iterator[Problem]:
+    """Programs that a model wrote run only where the run's data files are hidden from them."""
+    if topology.reward.sandbox == "isolated":
+        return
+    named = [(f"data.{index}", item.rm_type) for index, item in enumerate(topology.data)]
+    named += [(f"eval.{index}", item.rm_type) for index, item in enumerate(topology.eval)]
+    for key, name in named:
+        if runs_programs(name):
+            yield Problem.of(f"{key}.rm_type", name, 'needs reward.sandbox = "isolated": it runs what the model writes')
+
+
+def runs_programs(name: str | None) -> bool:
+    """Whether a built-in grader runs programs of responses."""
+    return name is not None and name.removeprefix("boxed_") == "code"
 
 
 def _judges(topology: Topology) -> Iterator[Problem]:

@@ -386,6 +386,7 @@ def test_external_graders_of_a_run_that_listens_are_no_problem() -> None:
             "data.0.rm_type",
             "this judge scores no samples: set reward.judges.j.template",
         ),
+        (("data.0.rm_type=code",), "data.0.rm_type", 'needs reward.sandbox = "isolated": it runs what the model writes'),
         (("engines.policy.env.PHYSARUM_RUN='r'",), "engines.policy.env.PHYSARUM_RUN", "the run sets this variable"),
         (("engines.policy.env.A=b", "engines.policy.urls=['http://x']"), "engines.policy.env", "has no effect"),
         (("engines.policy.env={\"A B\" = \"c\"}",), "engines.policy.env", "allowed: a table"),

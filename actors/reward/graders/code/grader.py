@@ -1,0 +1,222 @@
+r"""The grader `code`: runs the Python program of a response on tests of its input and output."""
+
+import json
+import math
+import re
+import time
+from collections.abc import Mapping, Sequence
+from decimal import Decimal
+from typing import Any, Final, NamedTuple, cast
+
+from actors.reward.graders.code.running import MORE_OUTPUT_BYTES, run_program
+
+TOTAL_S: Final = 8.0  # wall time of all tests of a response
+MAX_PROGRAM_CHARS: Final = 200_000
+TOLERANCE: Final = 1e-6  # of floats that a function returns, relative and absolute
+
+_FENCE: Final = re.compile(
+    r"^[ \t]*```[ \t]*(?P<language>[A-Za-z0-9_+-]*)[^\n`]*\n(?P<text>.*?)(?:^[ \t]*```|\Z)", re.M | re.S
+)
+_PYTHON: Final = frozenset({"", "python", "py", "python3"})
+
+
+class Cases(NamedTuple):
+    """Inputs and the right outputs of a program, or of a function."""
+
+    inputs: tuple[Any, ...]  # texts; of a function, the arguments of each call
+    outputs: tuple[Any, ...]  # texts; of a function, values
+    function: str | None = None
+
+
+def code(response: str, label: Any, metadata: Mapping[str, Any] | None = None, *, timeout_s: float = TOTAL_S) -> float:
+    """Run the Python program of a response on the tests of the label, in a sandbox of its own.
+
+    The program is the last block between ``` fences, of Python or without a language, after the last `</think>`;
+    without any fence, all of the text. Tests of input and output run it once each, as a script. With a function's name
+    it runs once, and the function is called with each input; a method of a class `Solution` counts too.
+
+    Args:
+        response: The whole response.
+        label: The tests, as a dict, a list or their JSON: `{"inputs": [...], "outputs": [...], "fn_name": "add"}`, as
+            in APPS and TACO, or `[{"input": ..., "output": ..., "testtype": "stdin"}, ...]`, as in LiveCodeBench. An
+            input of a function is a list of arguments, or text with the JSON of one argument a line.
+        metadata: `fn_name` or `func_name`, where the label has none.
+        timeout_s: Wall time of all tests, in seconds.
+
+    Returns:
+        1.0 if all tests pass, else 0.0. The first test that fails ends the run.
+
+    Raises:
+        TimeoutError: A program ran out of `timeout_s`, and this machine was too busy to run it.
+        SandboxError: This machine cannot isolate programs, or something else killed the sandbox. No response does that.
+
+    Edges:
+        Outputs are compared line by line, without space at the ends of lines and empty lines at the end; words that are
+        numbers by value, exactly. Values of functions are compared as JSON: tuples are lists, floats are equal within
+        1e-6. A program that raises, exits with another code than 0, uses over 4 s of CPU time or 1 GiB of memory,
+        writes over 1 MiB more than expected, or starts a process scores 0. It has no network, no environment and one
+        folder to write in, of 64 MiB. A response without a program scores 0. So does a label without tests; a run
+        refuses it.
+
+    Source:
+        The test formats of APPS (arXiv 2105.09938) and LiveCodeBench (arXiv 2403.07974). slime has no such grader.
+    """
+    tests, program = cases_in(label, metadata), program_in(response)
+    if tests is None or not program or len(program) > MAX_PROGRAM_CHARS:
+        return 0.0
+    deadline = time.monotonic() + timeout_s
+    return float(_passes_calls(program, tests, deadline) if tests.function else _passes_runs(program, tests, deadline))
+
+
+def program_in(response: str) -> str:
+    """The program of a response; empty if it has none."""
+    text = response.rpartition("</think>")[2]
+    blocks = [match for match in _FENCE.finditer(text) if match["language"].lower() in _PYTHON]
+    if blocks:
+        return blocks[-1]["text"].strip("\n")
+    return "" if "```" in text else text.strip()
+
+
+def cases_in(label: Any, metadata: Mapping[str, Any] | None = None) -> Cases | None:
+    """The tests in a label; None if it has none, or not as many outputs as inputs."""
+    found = _parsed(label)
+    given = metadata or {}
+    name: Any = given.get("fn_name") or given.get("func_name")
+    if isinstance(found, list):
+        cases = [cast("Mapping[Any, Any]", each) for each in cast("list[Any]", found) if isinstance(each, Mapping)]
+        if len(cases) != len(cast("list[Any]", found)) or not all({"input", "output"} <= {*case} for case in cases):
+            return None
+        inputs, outputs = [case["input"] for case in cases], [case["output"] for case in cases]
+        calls = any(case.get("testtype") == "functional" for case in cases)
+        name = next((case["fn_name"] for case in cases if case.get("fn_name")), name)
+        name = name if calls or all("testtype" not in case for case in cases) else None
+        if calls and not name:
+            return None
+    elif isinstance(found, Mapping):
+        by_key = cast("Mapping[Any, Any]", found)
+        inputs, outputs = by_key.get("inputs"), by_key.get("outputs")
+        name = by_key.get("fn_name") or by_key.get("func_name") or name
+    else:
+        return None
+    if not isinstance(inputs, list | tuple) or not isinstance(outputs, list | tuple):
+        return None
+    return _cases(cast("Sequence[Any]", inputs), cast("Sequence[Any]", outputs), name)
+
+
+def _cases(inputs: Sequence[Any], outputs: Sequence[Any], name: Any) -> Cases | None:
+    if not inputs or len(inputs) != len(outputs):
+        return None
+    if not name:
+        return Cases(tuple(map(_lines_of, inputs)), tuple(map(_lines_of, outputs)))
+    if not isinstance(name, str) or not name.isidentifier():
+        return None
+    try:
+        arguments = tuple(_arguments(each) for each in inputs)
+        values = tuple(
+            json.loads(each) if isinstance(each, str) and isinstance(inputs[0], str) else each for each in outputs
+        )
+    except (ValueError, RecursionError):
+        return None
+    wrapped = [
+        cast("list[Any]", each) for each in values if isinstance(each, list) and len(cast("list[Any]", each)) == 1
+    ]
+    if len(wrapped) == len(values) and not isinstance(inputs[0], str):
+        values = tuple(each[0] for each in wrapped)  # as in APPS
+    return Cases(arguments, values, name)
+
+
+def _parsed(label: Any) -> Any:
+    if not isinstance(label, str):
+        return label
+    try:
+        return json.loads(label)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _lines_of(value: Any) -> str:
+    """Text of an input or an output; a list has a line for each item."""
+    if isinstance(value, list | tuple):
+        return "\n".join(map(str, cast("Sequence[Any]", value)))
+    return str(value)
+
+
+def _arguments(value: Any) -> list[Any]:
+    if isinstance(value, str):
+        return [json.loads(line) for line in value.splitlines() if line.strip()]
+    return list(cast("Sequence[Any]", value)) if isinstance(value, list | tuple) else [value]
+
+
+def _passes_runs(program: str, tests: Cases, deadline: float) -> bool:
+    for given, wanted in zip(tests.inputs, tests.outputs, strict=True):
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            return False
+        most = len(wanted.encode("utf-8", "surrogatepass")) + MORE_OUTPUT_BYTES
+        ran = run_program(program, given.encode("utf-8", "surrogatepass"), wall_s=left_s, max_output_bytes=most)
+        if ran.code != 0 or not same_output(ran.output.decode("utf-8", "replace"), wanted):
+            return False
+    return True
+
+
+def _passes_calls(program: str, tests: Cases, deadline: float) -> bool:
+    most = len(json.dumps(tests.outputs)) * 2 + MORE_OUTPUT_BYTES
+    left_s = deadline - time.monotonic()
+    ran = run_program(program, function=tests.function, calls=tests.inputs, wall_s=left_s, max_output_bytes=most)
+    lines = ran.output.splitlines()
+    if ran.code != 0 or len(lines) != len(tests.outputs):
+        return False
+    try:
+        values = [json.loads(line) for line in lines]
+    except (ValueError, RecursionError):
+        return False
+    return all(_same_value(value, wanted) for value, wanted in zip(values, tests.outputs, strict=True))
+
+
+def same_output(output: str, wanted: str) -> bool:
+    """Whether two texts have the same lines: as text, or word by word with numbers by value."""
+    ours, theirs = _lines(output), _lines(wanted)
+    return len(ours) == len(theirs) and all(
+        a == b or _same_words(a.split(), b.split()) for a, b in zip(ours, theirs, strict=True)
+    )
+
+
+def _lines(text: str) -> list[str]:
+    return [line.strip() for line in text.strip().split("\n")]
+
+
+def _same_words(ours: list[str], theirs: list[str]) -> bool:
+    return len(ours) == len(theirs) and all(a == b or _same_number(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def _same_number(ours: str, theirs: str) -> bool:
+    try:
+        return Decimal(ours) == Decimal(theirs)
+    except ArithmeticError:
+        return False
+
+
+def _same_value(ours: Any, theirs: Any) -> bool:
+    if isinstance(ours, list) and isinstance(theirs, list | tuple):
+        one, other = cast("list[Any]", ours), cast("Sequence[Any]", theirs)
+        return len(one) == len(other) and all(map(_same_value, one, other))
+    if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
+        left, right = (
+            cast("Mapping[str, Any]", ours),
+            {str(key): each for key, each in cast("Mapping[Any, Any]", theirs).items()},
+        )
+        return left.keys() == right.keys() and all(_same_value(left[key], right[key]) for key in left)
+    if isinstance(ours, bool) or isinstance(theirs, bool):
+        return ours is theirs
+    if isinstance(ours, float) or isinstance(theirs, float):
+        return _close(ours, theirs)
+    return bool(ours == theirs)
+
+
+def _close(ours: Any, theirs: Any) -> bool:
+    if not isinstance(ours, int | float) or not isinstance(theirs, int | float):
+        return False
+    try:
+        return math.isclose(ours, theirs, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+    except OverflowError:  # a whole number beyond the largest float
+        return False

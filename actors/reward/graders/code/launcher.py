@@ -1,0 +1,150 @@
+"""Runs one program in namespaces of its own, without processes of its own. Standard library only.
+
+Run as `python -I launcher.py ROOT FOLDER STATUS_FD`. Standard input has the order, as 8 bytes of length and JSON, and
+then what the program reads. The launcher writes "+" to STATUS_FD once the sandbox stands, or the reason why it does
+not, and "!" if the sandbox is killed.
+"""
+
+import json
+import os
+import resource
+import signal
+import sys
+import types
+from contextlib import suppress
+from typing import Any
+
+ROOT, FOLDER, STATUS_FD = sys.argv[1], sys.argv[2], int(sys.argv[3])
+LENGTH_BYTES = 8
+EXIT_RAISED = 1
+READY, LOST = b"+", b"!"
+
+sys.path.insert(0, ROOT)
+from actors.reward import isolation  # noqa: E402 - ROOT is not on the path of an isolated interpreter
+from actors.reward.seccomp import refuse_new_processes  # noqa: E402
+
+sys.path.remove(ROOT)
+
+
+def main() -> int:
+    """Run the program of the order; return its exit code, or 128 + the signal that ended it."""
+    isolation.set_parent_death_signal(signal.SIGKILL)
+    order = _order()
+    refusal = isolation.attempted(isolation.enter_user_and_pid_namespaces)
+    if refusal is not None:
+        return _refused(refusal)
+    init = os.fork()
+    if init == 0:
+        os._exit(_as_init(order))
+    status = os.waitpid(init, 0)[1]
+    if os.WIFSIGNALED(status):  # the program cannot do that
+        os.write(STATUS_FD, LOST)
+    return _code(status)
+
+
+def _as_init(order: dict[str, Any]) -> int:
+    """The first process of the namespace: when it ends, the kernel ends all others."""
+    isolation.set_parent_death_signal(signal.SIGKILL)
+    scratch = f"size={order['scratch_bytes']},mode=700".encode()
+    refusal = isolation.attempted(lambda: isolation.enter_other_namespaces(FOLDER, (), scratch))
+    if refusal is not None:
+        return _refused(refusal)
+    program = os.fork()
+    if program == 0:
+        isolation.set_parent_death_signal(signal.SIGKILL)
+        _limit(order)
+        refusal = isolation.attempted(refuse_new_processes)
+        if refusal is not None:
+            os._exit(_refused(refusal))
+        os.write(STATUS_FD, READY)
+        os.close(STATUS_FD)
+        os._exit(_run(order))
+    os.close(STATUS_FD)
+    return _code(os.waitpid(program, 0)[1])
+
+
+def _order() -> dict[str, Any]:
+    size = int.from_bytes(os.read(0, LENGTH_BYTES), "big")
+    read = b""
+    while len(read) < size:
+        read += os.read(0, size - len(read))
+    order: dict[str, Any] = json.loads(read)
+    return order
+
+
+def _refused(reason: str) -> int:
+    os.write(STATUS_FD, reason.encode()[:4000])
+    return EXIT_RAISED
+
+
+def _code(status: int) -> int:
+    return os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status)
+
+
+def _limit(order: dict[str, Any]) -> None:
+    limits = {
+        resource.RLIMIT_AS: order["memory_bytes"],
+        resource.RLIMIT_CPU: order["cpu_s"],  # SIGXCPU, and SIGKILL a second later
+        resource.RLIMIT_FSIZE: order["scratch_bytes"],
+        resource.RLIMIT_NOFILE: 64,
+        resource.RLIMIT_NPROC: 64,  # threads; the kernel counts them for users other than root
+        resource.RLIMIT_CORE: 0,
+    }
+    for kind, limit in limits.items():
+        _, hard = resource.getrlimit(kind)
+        most = limit + (kind == resource.RLIMIT_CPU)
+        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        resource.setrlimit(kind, (min(limit, most), most))
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGPIPE):
+        signal.signal(number, signal.SIG_DFL)
+
+
+def _run(order: dict[str, Any]) -> int:
+    """Run the program as a script; then call its function, if the order names one."""
+    os.chdir(FOLDER)
+    os.environ.update(HOME=FOLDER, TMPDIR=FOLDER)
+    sys.argv = ["program.py"]
+    module = types.ModuleType("__main__")
+    sys.modules["__main__"] = module
+    answers = os.dup(1)
+    try:
+        if order["function"] is not None:
+            module.__name__ = "program"  # so that `if __name__ == "__main__"` runs nothing
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        exec(compile(order["program"], "program.py", "exec"), module.__dict__)
+        if order["function"] is not None:
+            _call_all(module, order["function"], order["calls"], answers)
+    except SystemExit as error:
+        return _flushed(error.code if isinstance(error.code, int) else int(error.code is not None))
+    except BaseException:  # noqa: BLE001 - a program may raise anything; it has then failed
+        return EXIT_RAISED
+    return _flushed(0)
+
+
+def _call_all(module: types.ModuleType, name: str, calls: list[Any], answers: int) -> None:
+    """Write the value of each call as a line of JSON."""
+    for arguments in calls:
+        owner = getattr(module, "Solution", None)
+        call = getattr(owner(), name) if owner is not None and hasattr(owner, name) else getattr(module, name)
+        line = json.dumps(call(*arguments)).encode() + b"\n"
+        while line:
+            line = line[os.write(answers, line) :]
+
+
+def _flushed(code: int) -> int:
+    with suppress(ValueError):  # the program closed it
+        try:
+            sys.stdout.flush()
+        except OSError:
+            return EXIT_RAISED
+    return code & 0xFF
+
+
+if __name__ == "__main__":
+    try:
+        ended = main()
+    except BaseException as error:  # noqa: BLE001 - the reason must reach the grader
+        with suppress(OSError):
+            os.write(STATUS_FD, f"the launcher raised {error!r}".encode()[:4000])
+        ended = EXIT_RAISED
+    os._exit(ended)

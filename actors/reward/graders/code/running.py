@@ -1,0 +1,152 @@
+"""Starts a program in namespaces of its own, and reads what it writes, within limits."""
+
+import fcntl
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from actors.reward.keeper import children_of
+
+ROOT: Final = Path(__file__).resolve().parents[4]  # import path of `actors`
+LAUNCHER: Final = Path(__file__).with_name("launcher.py")
+SANDBOX_S: Final = 30.0  # time for the sandbox to stand, beyond that of the program
+READ_BYTES: Final = 1 << 16
+MORE_OUTPUT_BYTES: Final = 1 << 20
+
+
+class SandboxError(OSError):
+    """This machine cannot isolate a program, or the sandbox was killed. Says which system call the kernel refuses."""
+
+
+class Limits(NamedTuple):
+    """Limits of one program."""
+
+    cpu_s: int = 4
+    memory_bytes: int = 1 << 30  # address space
+    scratch_bytes: int = 64 << 20  # of its folder, the only one that it may write
+
+
+LIMITS: Final = Limits()
+
+
+class Ran(NamedTuple):
+    """How a program ended, and what it wrote to standard output."""
+
+    code: int  # 128 + the signal that ended it; -1: it was ended at its time limit, or wrote too much
+    output: bytes
+
+
+def run_program(
+    program: str,
+    given: bytes = b"",
+    *,
+    function: str | None = None,
+    calls: Sequence[Sequence[Any]] = (),
+    wall_s: float = 8.0,
+    max_output_bytes: int = MORE_OUTPUT_BYTES,
+    limits: Limits = LIMITS,
+) -> Ran:
+    """Run a Python program without network, processes of its own, other files to write, or environment.
+
+    Args:
+        program: its source.
+        given: what it reads from standard input.
+        function: called after the program has run; its values are the output, a line of JSON each.
+        calls: arguments of each call; JSON values.
+        wall_s: seconds after which it is killed, from the time the sandbox stands.
+        max_output_bytes: it is killed when it writes more.
+        limits: of the program.
+
+    Raises:
+        TimeoutError: it was killed after `wall_s`, and was ready to run, but got less than half of that time.
+        SandboxError: this machine cannot isolate it, and nothing ran; or something else killed the sandbox.
+    """
+    order = {"program": program, "function": function, "calls": calls, **limits._asdict()}
+    with tempfile.TemporaryDirectory(prefix="physarum-code-", ignore_cleanup_errors=True) as folder:
+        reading, status = os.pipe()
+        memory = _sealed(json.dumps(order).encode("utf-8", "surrogatepass"), given)
+        command = [sys.executable, "-I", str(LAUNCHER), str(ROOT), folder, str(status)]
+        try:
+            process = subprocess.Popen(
+                command, stdin=memory, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, pass_fds=(status,),
+                env={"PATH": os.defpath, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"},
+                start_new_session=True,
+            )  # fmt: skip
+        finally:
+            os.close(memory)
+            os.close(status)
+        try:
+            _await_sandbox(reading)
+            ran = _read(process, wall_s, max_output_bytes)
+            if process.returncode is not None and (process.returncode < 0 or os.read(reading, 1)):
+                raise SandboxError("the sandbox of a program was killed")
+            return ran
+        finally:
+            os.close(reading)
+            _end(process)
+
+
+def _sealed(order: bytes, given: bytes) -> int:
+    """A file in memory with the order and the input, which nobody can change."""
+    memory = os.memfd_create("program", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    content = len(order).to_bytes(8, "big") + order + given
+    while content:
+        content = content[os.write(memory, content) :]
+    fcntl.fcntl(memory, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
+    os.lseek(memory, 0, os.SEEK_SET)
+    return memory
+
+
+def _await_sandbox(reading: int) -> None:
+    readable, _, _ = select.select([reading], [], [], SANDBOX_S)
+    said = os.read(reading, 4096).decode("utf-8", "replace") if readable else f"not ready within {SANDBOX_S:g} s"
+    if said != "+":
+        raise SandboxError(f"this machine cannot isolate a program: {said or 'the launcher ended'}")
+
+
+def _read(process: subprocess.Popen[bytes], wall_s: float, max_bytes: int) -> Ran:
+    assert process.stdout is not None
+    output, deadline = bytearray(), time.monotonic() + wall_s
+    while True:
+        left_s = deadline - time.monotonic()
+        if left_s <= 0 or not select.select([process.stdout], [], [], left_s)[0]:
+            if _is_starved(process.pid, wall_s):
+                raise TimeoutError(f"this machine was too busy to run a program for {wall_s:g} s")
+            break
+        read = os.read(process.stdout.fileno(), READ_BYTES)
+        output += read
+        if len(output) > max_bytes:
+            break
+        if not read:
+            with suppress(subprocess.TimeoutExpired):
+                return Ran(process.wait(max(0.0, deadline - time.monotonic())), bytes(output))
+            break
+    return Ran(-1, bytes(output[:max_bytes]))
+
+
+def _is_starved(launcher: int, wall_s: float) -> bool:
+    """Whether a program could run, and got less than half of the time."""
+    for program in [one for init in children_of(launcher) for one in children_of(init)]:
+        with suppress(OSError):
+            fields = Path(f"/proc/{program}/stat").read_text().rpartition(")")[2].split()
+            cpu_s = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+            return fields[0] == "R" and cpu_s < wall_s / 2
+    return False
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Kill the launcher. The kernel then kills the first process of the namespace, and with it all others."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    if process.stdout is not None:
+        process.stdout.close()

@@ -1,0 +1,214 @@
+"""The grader `code`: what counts as a program and as right, and that no program gets out of its sandbox."""
+
+import json
+import os
+import signal
+import socket
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors.reward import isolation
+from actors.reward.graders.builtin import find_grader
+from actors.reward.graders.code import running
+from actors.reward.graders.code.grader import cases_in, code, program_in, same_output
+from actors.reward.graders.code.running import Limits, Ran, SandboxError, run_program
+from actors.reward.keeper import children_of
+from actors.reward.samples import GradedSample
+
+ADDS = {"inputs": [[1, 2], [3, 4]], "outputs": [3, 7], "fn_name": "add"}
+DOUBLES = {"inputs": ["1\n", "4\n"], "outputs": ["2\n", "8\n"]}
+REFUSAL = isolation.refusal()
+
+
+def assert_scores(expected: float, program: str, label: Any, **metadata: Any) -> None:
+    """The score of a program; where this machine refuses namespaces, that no program runs."""
+    response = f"Here:\n```python\n{program}\n```\n"
+    if REFUSAL is None:
+        assert code(response, label, metadata, timeout_s=60) == expected
+    else:
+        with pytest.raises(SandboxError, match="cannot isolate"):
+            code(response, label, metadata, timeout_s=60)
+
+
+def ran(program: str, **limits: Any) -> Ran:
+    """How a program ends in the sandbox; where there is none, as a program that fails."""
+    if REFUSAL is None:
+        return run_program(program, **limits)
+    with pytest.raises(SandboxError, match="cannot isolate"):
+        run_program(program, **limits)
+    return Ran(1, b"")
+
+
+@pytest.mark.parametrize(
+    ("program", "label", "expected"),
+    [
+        ("print(2 * int(input()))", DOUBLES, 1.0),
+        ("print(int(input()) + 1)", DOUBLES, 0.0),  # right for the first test alone
+        ("print(2 * int(input()))\nraise SystemExit(3)", DOUBLES, 0.0),
+        ("if __name__ == '__main__':\n    print(2.0 * int(input()))", json.dumps(DOUBLES), 1.0),
+        ("def add(a, b):\n    print('noise')\n    return a + b", ADDS, 1.0),
+        ("class Solution:\n    def add(self, a, b):\n        return a + b", ADDS, 1.0),
+        ("def add(a, b):\n    return str(a + b)", ADDS, 0.0),
+        ("def other(a, b):\n    return a + b", ADDS, 0.0),
+        ("def add(a, b): return a +", ADDS, 0.0),
+    ],
+)
+def test_a_program_is_right_if_all_tests_pass(program: str, label: Any, expected: float) -> None:
+    assert_scores(expected, program, label)
+
+
+@pytest.mark.parametrize(
+    ("response", "expected"),
+    [
+        ("```python\na = 1\n```", "a = 1"),
+        ("```py\na\n```\nor\n```\nb\n```", "b"),
+        ("```python\na\n```\n```bash\nls\n```", "a"),
+        ("```python\ncut off", "cut off"),
+        ("<think>```python\na\n```</think>b = 2", "b = 2"),
+        ("```json\n{}\n```", ""),
+        ("  \n", ""),
+        ("", ""),
+    ],
+)
+def test_the_last_block_of_python_is_the_program(response: str, expected: str) -> None:
+    assert program_in(response) == expected
+
+
+@pytest.mark.parametrize(
+    ("label", "metadata", "expected"),
+    [
+        (ADDS, {}, (([1, 2], [3, 4]), (3, 7), "add")),
+        ({**ADDS, "outputs": [[3], [7]]}, {}, (([1, 2], [3, 4]), (3, 7), "add")),  # as in APPS
+        ([{"input": "[1]\n2", "output": "3", "testtype": "functional"}], {"func_name": "f"}, (([[1], 2],), (3,), "f")),
+        ([{"input": "1", "output": "2", "testtype": "stdin"}], {"func_name": "f"}, (("1",), ("2",), None)),
+        ({"inputs": [["1", "2"]], "outputs": [[3]]}, {}, (("1\n2",), ("3",), None)),
+        ({"inputs": ["1"], "outputs": []}, {}, None),
+        ({"inputs": [], "outputs": []}, {}, None),
+        ("no JSON", {}, None),
+        ("[" * 100_000, {}, None),
+        (None, {}, None),
+        ([1], {}, None),
+    ],
+)
+def test_tests_are_read_in_the_formats_of_data_sets(label: Any, metadata: dict[str, Any], expected: Any) -> None:
+    assert cases_in(label, metadata) == expected
+
+
+@pytest.mark.parametrize(
+    ("output", "wanted", "expected"),
+    [
+        ("1 2\n3\n", "1 2\n3", True),
+        ("1  \n\n", "1", True),
+        ("1.0", "1", True),
+        ("0.30000001", "0.3", False),
+        ("YES", "yes", False),
+        ("1 2", "1\n2", False),
+        ("", "0", False),
+        ("nan", "nan", True),
+    ],
+)
+def test_outputs_are_compared_by_line_and_numbers_by_value(output: str, wanted: str, expected: bool) -> None:
+    assert same_output(output, wanted) == expected
+
+
+def test_a_label_without_tests_is_refused_before_a_run_and_scores_zero() -> None:
+    with pytest.raises(ValueError, match="the label has no tests"):
+        find_grader("code")(GradedSample(label="72"))
+    assert code("print(1)", "72") == 0.0
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import os\nwhile True:\n    os.fork()",
+        "import subprocess\nsubprocess.run(['true'])",
+        "import os\nos.posix_spawn('/bin/true', ['true'], {})",
+        "import os\nos.execv('/bin/true', ['true'])",
+    ],
+)
+def test_a_program_starts_no_processes(program: str) -> None:
+    assert ran(program).code == 1  # the call raised
+
+
+def test_a_program_may_start_threads() -> None:
+    program = "import threading\nthread = threading.Thread(target=print, args=('hi',))\nthread.start()\nthread.join()"
+    assert ran(program).output == (b"hi\n" if REFUSAL is None else b"")
+
+
+def test_a_program_that_eats_memory_fails() -> None:
+    assert ran("x = 'a' * (1 << 30)", limits=Limits(memory_bytes=1 << 28)).code == 1
+
+
+def test_endless_output_is_cut_and_ends_the_program() -> None:
+    found = ran("while True:\n    print('x' * 1000)", max_output_bytes=10_000)
+    assert (found.code, len(found.output)) in ((-1, 10_000), (1, 0))
+
+
+def test_a_program_ends_at_its_time_and_at_its_cpu_time() -> None:
+    assert ran("import time\ntime.sleep(60)", wall_s=0.2).code in (-1, 1)
+    assert ran("while True: pass", limits=Limits(cpu_s=1), wall_s=120).code in (128 + 24, 1)  # SIGXCPU
+
+
+def test_a_program_that_got_no_time_is_not_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running, "children_of", lambda _pid: [os.getpid()])
+    states = {"R": True, "S": False}
+    for state, starved in states.items():
+        stat = f"1 (a) b) {state} " + "0 " * 10 + "5 5 0"
+        monkeypatch.setattr(Path, "read_text", lambda _path, stat=stat: stat)
+        assert running._is_starved(1, wall_s=8.0) == starved  # 0.1 s of 8
+        assert not running._is_starved(1, wall_s=0.1)
+
+
+def test_a_program_reaches_no_server_of_this_machine() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(0.1)
+        port = server.getsockname()[1]
+        assert ran(f"import socket\nsocket.create_connection(('127.0.0.1', {port}), 1)").code == 1
+        with pytest.raises(TimeoutError):
+            server.accept()
+
+
+def test_a_program_writes_into_its_own_folder_alone_and_leaves_nothing(tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    assert ran(f"open({str(outside)!r}, 'w')").code == 1
+    assert not outside.exists()
+    found = ran("import os\nopen('inside', 'w').write('x')\nprint(os.getcwd(), os.listdir('.'))")
+    folder, _, listed = found.output.decode().partition(" ")
+    assert listed in ("['inside']\n", "")
+    assert folder == "" or not Path(folder).exists()
+
+
+def test_a_program_sees_no_other_process_and_no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET_KEY", "hidden")
+    program = "import os\nprint('SECRET_KEY' in os.environ, sorted(filter(str.isdigit, os.listdir('/proc'))))"
+    assert ran(program).output in (b"False ['1', '2']\n", b"")
+
+
+def test_right_values_are_nowhere_in_the_sandbox() -> None:
+    program = "import gc, sys\ndef add(a, b):\n    return sys.stdin.read() or open('/proc/self/cmdline').read()"
+    assert_scores(0.0, program, ADDS)
+
+
+def test_a_sandbox_that_is_killed_is_no_wrong_answer() -> None:
+    killed = threading.Event()
+
+    def kill_the_first_child() -> None:
+        while not killed.is_set():
+            for launcher in children_of(os.getpid()):
+                for init in children_of(launcher):
+                    if len(children_of(init)) == 1:
+                        os.kill(init, signal.SIGKILL)
+                        return
+            killed.wait(0.01)
+
+    killer = threading.Thread(target=kill_the_first_child)
+    killer.start()
+    try:
+        with pytest.raises(SandboxError, match="was killed" if REFUSAL is None else "cannot isolate"):
+            run_program("import time\ntime.sleep(30)", wall_s=60)
+    finally:
+        killed.set()
+        killer.join()
