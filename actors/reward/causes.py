@@ -23,8 +23,11 @@ def cause_of(error: BaseException) -> Cause:
 
     Returns:
         "rate_limited" for status 429, "timeout" for 408, 425 and timeouts, "refused" for other statuses below 500,
-        "worker_lost" for the others and for lost connections; else "raised".
+        "worker_lost" for the others and for lost connections; else "raised". An exception whose attribute `cause` has
+        one of the names has that cause.
     """
+    if (named := getattr(error, "cause", None)) in CAUSES:
+        return named
     status = _status_of(error) if isinstance(error, Exception) else None
     if status is not None and status >= 400:
         if status in _BUSY:

@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from actors.reward.causes import Cause
 from actors.reward.keeper import children_of
 
 ROOT: Final = Path(__file__).resolve().parents[4]  # import path of `actors`
@@ -25,6 +26,8 @@ MORE_OUTPUT_BYTES: Final = 1 << 20
 
 class SandboxError(OSError):
     """This machine cannot isolate a program, or the sandbox was killed. Says which system call the kernel refuses."""
+
+    cause: Cause = "sandbox_lost"
 
 
 class Limits(NamedTuple):
