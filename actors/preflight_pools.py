@@ -6,7 +6,7 @@ from typing import Final
 
 import msgspec
 
-from actors.reward.judging.keys import KeyProblem, api_key
+from actors.reward.judging.keys import KeyProblem, api_key, remote_key
 from actors.rollout.sglang.facts import KEPT_OF_INPUT
 from actors.rollout.sglang.served_model import TOKENIZER, ServedModel
 from runtime.models.config import ModelError, read_dense_model
@@ -71,7 +71,7 @@ def pool_problems(topology: Topology, context: int, broken: set[str]) -> Iterato
 
 
 def judge_problems(topology: Topology, node: str, broken: set[str]) -> Iterator[Problem]:
-    """Check that a node's reward actor can read the keys of judges, and that the models of judges know a chat format.
+    """Check that a node's reward actor can read its API keys, and that the models of judges know a chat format.
 
     Args:
         topology: the topology.
@@ -80,6 +80,11 @@ def judge_problems(topology: Topology, node: str, broken: set[str]) -> Iterator[
     """
     if answers_are_recorded(topology):
         return
+    if node in (topology.reward.nodes or (home_node(topology),)):
+        try:
+            remote_key(topology.reward)
+        except KeyProblem as error:
+            yield Problem.of(f"reward.{error.setting}", error.value, str(error))
     for name, judge in topology.reward.judges.items():
         if node in (topology.reward.nodes or (home_node(topology),)):
             try:

@@ -22,8 +22,8 @@ from runtime.settings.derived import eval_data, eval_sampling, rollout_sampling,
 from runtime.settings.plugins import PluginError, is_plugin
 from runtime.settings.reading.config import Problem
 from runtime.settings.recipe import DataConfig
-from runtime.settings.rules.topology import runs_programs
-from runtime.settings.topology import Topology, answers_are_recorded
+from runtime.settings.rules.topology import REMOTE_RM, unmet_need
+from runtime.settings.topology import RewardConfig, Topology, answers_are_recorded
 
 MODEL = "model.hf_checkpoint"
 
@@ -116,13 +116,7 @@ def prompt_problems(topology: Topology, shape: HfConfig, broken: set[str], outpu
             for prompts in _parts(source, output.doing):
                 usable = found.add(prompts, source)
                 if found.problem is None and not trains_demonstrations(topology):
-                    found.problem = _ungraded(
-                        source,
-                        usable,
-                        known,
-                        topology.reward.reward_key,
-                        isolated=topology.reward.sandbox == "isolated",
-                    )
+                    found.problem = _ungraded(source, usable, known, topology.reward)
         except (DataError, PluginError) as error:
             yield Problem.of(source.place_key, source.place, str(error))
             continue
@@ -159,7 +153,7 @@ def _parts(source: Source, doing: Doing) -> Iterator[list[Prompt]]:
 
 
 def _ungraded(
-    source: Source, prompts: Sequence[Prompt], known: Collection[str], reward_key: str | None, *, isolated: bool
+    source: Source, prompts: Sequence[Prompt], known: Collection[str], reward: RewardConfig
 ) -> Problem | None:
     """Problem of the first prompt whose built-in grader does not exist, or cannot compare with its label.
 
@@ -173,9 +167,10 @@ def _ungraded(
             grader = find_grader(name)
         except ValueError as error:
             return Problem.of(source.place_key, source.place, f"row {prompt.row}: {error}")
-        if runs_programs(name) and not isolated:
-            message = f'row {prompt.row}: the grader {name} needs reward.sandbox = "isolated"'
-            return Problem.of(source.place_key, source.place, message)
+        if (need := unmet_need(name, reward)) is not None:
+            return Problem.of(source.place_key, source.place, f"row {prompt.row}: the grader {name} {need}")
+        if name == REMOTE_RM:
+            continue
         try:
             answer = grader(GradedSample(prompt=prompt.text, label=prompt.label, metadata=prompt.metadata))
         except ValueError as error:
@@ -185,8 +180,8 @@ def _ungraded(
                 wrong = f"has a label that the grader {name} cannot compare with: {error}"
             message = f"row {prompt.row} of {source.place} {wrong}"
             return Problem(key=f"{source.key}.label_key", message=message)
-        if (error := grade_of(answer, reward_key).error) is not None:
-            return Problem.of("reward.reward_key", reward_key, f"the grader {name} of {source.place} {error}")
+        if (error := grade_of(answer, reward.reward_key).error) is not None:
+            return Problem.of("reward.reward_key", reward.reward_key, f"the grader {name} of {source.place} {error}")
     return None
 
 

@@ -262,7 +262,7 @@ def _function(source: Source, node: ast.FunctionDef) -> list[str]:
 
 def metrics_of(source: Source, function: str, seen: frozenset[str] = frozenset()) -> set[str]:
     """Return the names of metrics that a function's code has, also in functions of its module that it calls."""
-    known = {node.name: node for node in source.body if isinstance(node, ast.FunctionDef)}
+    known = {node.name: node for node in source.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
     found: set[str] = set()
     for node in ast.walk(known[function]):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and METRIC.match(node.value):
@@ -285,11 +285,18 @@ def graders_page() -> str:
     rows = [f"| `{name}` | `from {module} import {function}` |" for name, module, function in named]
     lines = list[str]()
     for name, module, function in [*named, ("", last_boxed.__module__, last_boxed.__name__)]:
-        node = next(node for node in source_of(module).functions if node.name == function)
+        node = next(node for node in map(_as_plain, source_of(module).body) if node and node.name == function)
         found = _function(source_of(module), node)
         head = [f"## `{name}`"] if name else found[:1]
         lines += [*head, *found[1:]]
     return GRADERS + "\n".join(rows) + "\n\n" + "\n".join(lines).rstrip("\n") + "\n"
+
+
+def _as_plain(node: ast.stmt) -> ast.FunctionDef | None:
+    """A function, async or not, as a plain one; None for other statements."""
+    if isinstance(node, ast.AsyncFunctionDef):
+        return ast.copy_location(ast.FunctionDef(**{name: getattr(node, name) for name in node._fields}), node)
+    return node if isinstance(node, ast.FunctionDef) else None
 
 
 def _rows(source: Source) -> Iterator[str]:

@@ -15,7 +15,9 @@ from anyio.abc import TaskStatus
 
 from actors.reward.answers import StoredPrompts, answers_of, sample_of
 from actors.reward.frames import Graded, GraderSpec, Hello
+from actors.reward.graders.remote import remote_environment
 from actors.reward.gradings import CallLimits, RateLimit, graded_again
+from actors.reward.judging.keys import KeyProblem, remote_key
 from actors.reward.judging.requests import FAILED
 from actors.reward.pool import GraderPool, PoolSettings, open_pool
 from actors.reward.recipe import graders_of, retried_causes
@@ -168,6 +170,7 @@ class RewardActor(Actor):
         """
         await self._first.begin()
         async with AsyncExitStack() as opened:
+            self._name_remote()
             at_once = await self._open_judges(opened)
             self._pool = await opened.enter_async_context(open_pool(self._settings))
             queues = {
@@ -204,10 +207,27 @@ class RewardActor(Actor):
         from actors.reward.judging.judges import open_judges, requests_at_once  # imports an HTTP client
 
         self._judges = await opened.enter_async_context(open_judges(self._topology, self._bus))
-        sandbox = msgspec.structs.replace(self._settings.sandbox, also=dict(self._judges.env))
+        sandbox = msgspec.structs.replace(
+            self._settings.sandbox, also={**self._settings.sandbox.also, **self._judges.env}
+        )
         self._settings = replace(self._settings, sandbox=sandbox)
         names = self._topology.reward.judges
         return {grader_token(name): requests_at_once(self._topology, name) for name in names}
+
+    def _name_remote(self) -> None:
+        """Name the server of `remote_rm` and its key in the environment of grader processes.
+
+        Raises:
+            InputError: the key cannot be read.
+        """
+        reward = self._topology.reward
+        try:
+            key = remote_key(reward)
+        except KeyProblem as error:
+            raise InputError(f"reward.{error.setting} = {error.value!r}: {error}") from error
+        named = remote_environment(reward.rm_url, None if key is None else key.reveal())
+        sandbox = msgspec.structs.replace(self._settings.sandbox, also={**self._settings.sandbox.also, **named})
+        self._settings = replace(self._settings, sandbox=sandbox)
 
     def _requests_at_once(self, pool: GraderPool, token: str) -> int:
         """Number of score requests in hand that keep the processes of a grader busy."""

@@ -33,6 +33,7 @@ def files_of(topology: Topology) -> tuple[str, ...]:
     named = [topology.bus.credentials]
     named += [split_slice(item.path)[0] for item in (*topology.data, *topology.eval) if item.path is not None]
     runtime = os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.getuid()}"
+    named += [topology.reward.rm_api_key_file]
     named += [judge.api_key_file for judge in topology.reward.judges.values()]
     return tuple(os.path.realpath(path) for path in (*named, runtime) if path)
 

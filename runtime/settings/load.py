@@ -211,7 +211,8 @@ def _graders_found(reward: RewardConfig, finder: "_Finder") -> RewardConfig:
         )
         for name, judge in reward.judges.items()
     }
-    return msgspec.structs.replace(reward, graders=found, judges=judges)
+    key_file = finder.optional("reward.rm_api_key_file", reward.rm_api_key_file)
+    return msgspec.structs.replace(reward, graders=found, judges=judges, rm_api_key_file=key_file)
 
 
 def _functions_found(rollout: RolloutConfig, finder: "_Finder") -> RolloutConfig:

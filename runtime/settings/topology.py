@@ -463,6 +463,13 @@ class RewardConfig(Config, frozen=True, kw_only=True):
     external: tuple[Name, ...] = ()
     # Judges by name: language models that score samples. Rows, `data.rm_type` and `eval.rm_type` may use these names.
     judges: dict[Name, JudgeConfig] = {}
+    # URL to which the grader `remote_rm` posts samples.
+    rm_url: Annotated[str, msgspec.Meta(pattern=r"^https?://[^@\s]+$")] | None = None
+    # Environment variable with the API key of `rm_url`. It must be set where the node daemon starts, on each node with
+    # a reward actor.
+    rm_api_key_env: Variable | None = None
+    # File with the API key of `rm_url`, on each node with a reward actor. Only its owner may be able to read it.
+    rm_api_key_file: Text | None = None
     # Isolation of grader processes: "process" limits resources, "isolated" also blocks network, files and other
     # processes, "none" sets no limits.
     sandbox: Literal["none", "process", "isolated"] = "process"

@@ -8,13 +8,14 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Final
 
 from actors.reward.graders.boxed import BOXED_PREFIX, Grader, boxed
 from actors.reward.graders.code.grader import cases_in, code
 from actors.reward.graders.labels import Label, required_text, required_texts, text_of
 from actors.reward.graders.math.grader import deepscaler, has_answer, math
 from actors.reward.graders.numeric import numeric
+from actors.reward.graders.remote import remote_rm
 from actors.reward.graders.stated import dapo, gpqa, is_integer, right_letter
 from actors.reward.samples import GradedSample
 from runtime.settings.plugins import OWN
@@ -23,6 +24,9 @@ from runtime.settings.slime.hints import slime_grader_hint
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _CLOSED_ANSWERS = frozenset({"yes", "no", "noanswer"})
+
+
+REMOTE: Final = "remote_rm"
 
 
 def exact_match(response: str, label: Label) -> float:
@@ -168,13 +172,14 @@ BUILT_IN_GRADERS: Mapping[str, Grader] = MappingProxyType(
         "gpqa": _gpqa,
         "random": drawn,
         "code": _code,
+        REMOTE: remote_rm,
     }
 )
 # The functions that compare a response with a label, as docs/reference/graders.md describes them
 FUNCTIONS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
         "exact_match": exact_match, "positional_match": positional_match, "f1": f1, "numeric": numeric, "math": math,
-        "deepscaler": deepscaler, "dapo": dapo, "gpqa": gpqa, "random": drawn, "code": code,
+        "deepscaler": deepscaler, "dapo": dapo, "gpqa": gpqa, "random": drawn, "code": code, REMOTE: remote_rm,
     }
 )  # fmt: skip
 BOX_READERS: frozenset[str] = frozenset({"math", "deepscaler"})  # they grade the last box by themselves
@@ -200,6 +205,8 @@ def find_grader(name: str) -> Grader:
     module, extra = NEEDS.get(plain, ("", ""))
     if module and importlib.util.find_spec(module) is None:
         raise ValueError(f'the grader {name!r} needs a package that is not installed: pip install "physarum[{extra}]"')
+    if name != plain and plain == REMOTE:
+        raise ValueError(f"no grader {name!r}: the server of {REMOTE} gets the whole response; name it without boxed_")
     if name == plain or plain in BOX_READERS:
         return grader
     return boxed(grader, before="Answer: " if plain == "dapo" else "")

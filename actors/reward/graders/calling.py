@@ -40,9 +40,18 @@ def resolve_grader(spec: GraderSpec, base_dirs: Sequence[Path] = ()) -> Call:
         key = PARSER_KEY if spec.parses else GRADER_KEY
         return load_plugin(key, spec.name, parameters=parameters, base_dirs=base_dirs, allow_async=True).function
     grader = find_parser(spec.name) if spec.parses else find_grader(spec.name)
+    if spec.group and is_async(grader):
+        return lambda samples: _all_of(grader, samples)
     if spec.group:
         return lambda samples: [grader(sample) for sample in samples]
     return grader
+
+
+async def _all_of(grader: Call, samples: Sequence[GradedSample]) -> list[Any]:
+    """The answers of an async grader to the samples of a group, which it gets together."""
+    import asyncio  # takes as long to import as everything else here
+
+    return list(await asyncio.gather(*map(grader, samples)))
 
 
 def grade_sample(

@@ -26,6 +26,5 @@ def required_text(label: object) -> str:
 
 def required_texts(label: Any) -> tuple[str, ...]:
     """Texts of one label, or of several of which one right is enough; raises as `required_text`."""
-    if isinstance(label, list | tuple) and label:
-        return tuple(map(required_text, cast("Iterable[Any]", label)))
-    return (required_text(label),)
+    several = cast("Iterable[Any]", label) if isinstance(label, list | tuple) and label else (cast("Any", label),)
+    return tuple(map(required_text, several))

@@ -1,9 +1,9 @@
-"""The API key of a judge with a URL, from an environment variable or a private file."""
+"""The API key of a judge with a URL, or of `reward.rm_url`, from an environment variable or a private file."""
 
 import os
 from pathlib import Path
 
-from runtime.settings.topology import JudgeConfig
+from runtime.settings.topology import JudgeConfig, RewardConfig
 from runtime.util.secrets import Secret, read_private
 
 
@@ -18,17 +18,30 @@ class KeyProblem(ValueError):
 
 
 def api_key(config: JudgeConfig) -> Secret | None:
-    """Read the API key of a judge; None if it has none.
+    """Read the API key of a judge; None if it has none. Raises as `read_key`."""
+    return read_key(config.api_key_env, config.api_key_file)
+
+
+def remote_key(config: RewardConfig) -> Secret | None:
+    """Read the API key of `reward.rm_url`; None if it has none. Raises as `read_key`, with its own settings."""
+    try:
+        return read_key(config.rm_api_key_env, config.rm_api_key_file)
+    except KeyProblem as error:
+        raise KeyProblem(f"rm_{error.setting}", error.value, str(error)) from error
+
+
+def read_key(name: str | None, path: str | None) -> Secret | None:
+    """Read an API key from an environment variable or a private file; None if neither is named.
 
     Raises:
         KeyProblem: the variable is not set, or the file cannot be read or has no key.
     """
-    if (name := config.api_key_env) is not None:
+    if name is not None:
         value = os.environ.get(name, "").strip()
         if not value:
             raise KeyProblem("api_key_env", name, "this variable is not set on this node, or empty")
         return Secret(value)
-    if (path := config.api_key_file) is None:
+    if path is None:
         return None
     try:
         value = read_private(Path(path)).strip()

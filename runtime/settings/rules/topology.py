@@ -26,6 +26,7 @@ from runtime.settings.topology import (
     REFERENCE,
     EngineConfig,
     JudgeConfig,
+    RewardConfig,
     Topology,
     answers_are_recorded,
     frozen_pools,
@@ -60,6 +61,7 @@ FOR_UPDATES = (  # settings of pools whose weights change
     *("router", "router_policy", "router_url"),
 )
 OWN_FIELDS = ("max_tokens", "messages", "model", "n", "stream", "temperature")  # of a request to a judge
+REMOTE_RM = "remote_rm"  # the grader of reward.rm_url
 PARSERS = ("number", "boxed")  # of the answers of judges: actors/reward/graders/parsers.py
 TINY_ENGINE_CONCURRENCY = 4096  # the maximum that the tiny engine accepts
 
@@ -72,7 +74,7 @@ def topology_problems(topology: Topology) -> Iterator[Problem]:
         _external_graders,
         _failures,
         _judges,
-        _programs,
+        _needs_of_graders,
         _bus,
         _addresses,
         _placed,
@@ -130,7 +132,7 @@ def _named_rewards(topology: Topology) -> Iterator[Problem]:
         name = item.rm_type
         parsed = (judge for judge, config in reward.judges.items() if ":" in config.parser)
         own = (*reward.graders, *reward.external, *parsed)
-        if name is not None and ":" not in name and name not in own:
+        if name is not None and ":" not in name and name not in (*own, REMOTE_RM):
             message = (
                 "returns a single number; algorithm.gdpo_reward_keys needs a function of yours that returns a dict"
             )
@@ -158,20 +160,31 @@ def _external_graders(topology: Topology) -> Iterator[Problem]:
         yield Problem.of(key, external, f"external workers cannot reach the bus: set nodes.{home}.address")
 
 
-def _programs(topology: Topology) -> Iterator[Problem]:
-    """Programs that a model wrote run only where the run's data files are hidden from them."""
-    if topology.reward.sandbox == "isolated":
-        return
+def _needs_of_graders(topology: Topology) -> Iterator[Problem]:
+    reward = topology.reward
     named = [(f"data.{index}", item.rm_type) for index, item in enumerate(topology.data)]
     named += [(f"eval.{index}", item.rm_type) for index, item in enumerate(topology.eval)]
     for key, name in named:
-        if runs_programs(name):
-            yield Problem.of(f"{key}.rm_type", name, 'needs reward.sandbox = "isolated": it runs what the model writes')
+        if name is not None and (need := unmet_need(name, reward)) is not None:
+            yield Problem.of(f"{key}.rm_type", name, need)
+    for key, value in (("env", reward.rm_api_key_env), ("file", reward.rm_api_key_file)):
+        if value is not None and reward.rm_url is None:
+            yield Problem.of(f"reward.rm_api_key_{key}", value, "has no effect without reward.rm_url")
+    if reward.rm_api_key_env is not None and reward.rm_api_key_file is not None:
+        message = "contradicts reward.rm_api_key_env; set one of them"
+        yield Problem.of("reward.rm_api_key_file", reward.rm_api_key_file, message)
 
 
-def runs_programs(name: str | None) -> bool:
-    """Whether a built-in grader runs programs of responses."""
-    return name is not None and name.removeprefix("boxed_") == "code"
+def unmet_need(name: str, reward: RewardConfig) -> str | None:
+    """Return which setting a built-in grader needs and does not have; None if it can be used."""
+    if name == REMOTE_RM and reward.rm_url is None:
+        return "needs reward.rm_url, the server that it asks"
+    if name == REMOTE_RM and reward.sandbox == "isolated":
+        return 'cannot be combined with reward.sandbox = "isolated", which has no network'
+    if name.removeprefix("boxed_") == "code" and reward.sandbox != "isolated":
+        # The run's data files, with the right outputs, are hidden from its graders only then
+        return 'needs reward.sandbox = "isolated": it runs programs that the model writes'
+    return None
 
 
 def _judges(topology: Topology) -> Iterator[Problem]:
