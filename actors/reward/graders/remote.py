@@ -1,5 +1,6 @@
 """The grader `remote_rm`: asks a server for a sample's reward, by one POST."""
 
+import json
 import os
 from collections.abc import Mapping
 from typing import Any, Final
@@ -82,8 +83,9 @@ def remote_environment(url: str | None, key: str | None) -> Mapping[str, str]:
 
 
 def _request_of(sample: GradedSample) -> bytes:
+    """The JSON of a request, in ASCII: a text may have lone surrogates."""
     request = {"prompt": sample.prompt, "response": sample.response, "label": sample.label, "metadata": sample.metadata}
-    return msgspec.json.encode(request)
+    return json.dumps(request).encode()
 
 
 def _same_origin(response: Any) -> Any:

@@ -24,7 +24,7 @@ from actors.reward.sandbox import Sandbox
 pytestmark = pytest.mark.anyio
 
 KEY = "sk-very-secret"
-SAMPLE = GradedSample(prompt="1+1?", response="It is 2 \ud83d\ude00é", label=["2"], metadata={"level": 3})
+SAMPLE = GradedSample(prompt="1+1?", response="It is 2 😀é", label=["2"], metadata={"level": 3})
 
 
 class Server:
@@ -82,6 +82,11 @@ async def test_a_failure_has_its_cause_and_shows_no_key(server: Server, path: st
         await remote_rm(SAMPLE, f"{server.url}{path}", KEY)
     assert cause_of(caught.value) == cause
     assert KEY not in f"{caught.value!r}{caught.value}"
+
+
+async def test_a_lone_surrogate_is_sent(server: Server) -> None:
+    assert await remote_rm(GradedSample(response="\ud800"), f"{server.url}/number") == 0.5
+    assert server.request()["body"]["response"] == "\ud800"
 
 
 @pytest.mark.parametrize("path", ["/null", "/text"])
