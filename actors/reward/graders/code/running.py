@@ -122,7 +122,7 @@ def _read(process: subprocess.Popen[bytes], wall_s: float, max_bytes: int) -> Ra
     while True:
         left_s = deadline - time.monotonic()
         if left_s <= 0 or not select.select([process.stdout], [], [], left_s)[0]:
-            if _is_starved(process.pid, wall_s):
+            if is_starved(_stat_of_program(process.pid), wall_s):
                 raise TimeoutError(f"this machine was too busy to run a program for {wall_s:g} s")
             break
         read = os.read(process.stdout.fileno(), READ_BYTES)
@@ -136,14 +136,21 @@ def _read(process: subprocess.Popen[bytes], wall_s: float, max_bytes: int) -> Ra
     return Ran(-1, bytes(output[:max_bytes]))
 
 
-def _is_starved(launcher: int, wall_s: float) -> bool:
-    """Whether a program could run, and got less than half of the time."""
+def _stat_of_program(launcher: int) -> str:
+    """The line of /proc/PID/stat of the program; empty if it has ended."""
     for program in [one for init in children_of(launcher) for one in children_of(init)]:
         with suppress(OSError):
-            fields = Path(f"/proc/{program}/stat").read_text().rpartition(")")[2].split()
-            cpu_s = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-            return fields[0] == "R" and cpu_s < wall_s / 2
-    return False
+            return Path(f"/proc/{program}/stat").read_text(encoding="utf-8", errors="replace")
+    return ""
+
+
+def is_starved(stat: str, wall_s: float) -> bool:
+    """Whether a program could run, and got less than half of the time; from its line of /proc/PID/stat."""
+    fields = stat.rpartition(")")[2].split()
+    if len(fields) < 13:
+        return False
+    cpu_s = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return fields[0] == "R" and cpu_s < wall_s / 2
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
