@@ -22,6 +22,7 @@ LAUNCHER: Final = Path(__file__).with_name("launcher.py")
 SANDBOX_S: Final = 30.0  # time for the sandbox to stand, beyond that of the program
 READ_BYTES: Final = 1 << 16
 MORE_OUTPUT_BYTES: Final = 1 << 20
+KILLED: Final = "the sandbox of a program was killed"
 
 
 class SandboxError(OSError):
@@ -91,7 +92,7 @@ def run_program(
             _await_sandbox(reading)
             ran = _read(process, wall_s, max_output_bytes)
             if process.returncode is not None and (process.returncode < 0 or os.read(reading, 1)):
-                raise SandboxError("the sandbox of a program was killed")
+                raise SandboxError(KILLED)
             return ran
         finally:
             os.close(reading)
@@ -99,7 +100,7 @@ def run_program(
 
 
 def _sealed(order: bytes, given: bytes) -> int:
-    """A file in memory with the order and the input, which nobody can change."""
+    """A sealed file in memory with the order and the input."""
     memory = os.memfd_create("program", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     content = len(order).to_bytes(8, "big") + order + given
     while content:
@@ -112,6 +113,8 @@ def _sealed(order: bytes, given: bytes) -> int:
 def _await_sandbox(reading: int) -> None:
     readable, _, _ = select.select([reading], [], [], SANDBOX_S)
     said = os.read(reading, 4096).decode("utf-8", "replace") if readable else f"not ready within {SANDBOX_S:g} s"
+    if said.endswith("!"):
+        raise SandboxError(KILLED)
     if said != "+":
         raise SandboxError(f"this machine cannot isolate a program: {said or 'the launcher ended'}")
 
