@@ -53,9 +53,9 @@ def math(response: str, label: Label) -> float:
 
     Edges:
         A response without a box scores 0, as do an empty box, a box that is not closed, and an empty label or none. The
-        last of several boxes counts, and the inner one of nested ones. An expression too large to compute (9**9**9**9) equals
-        its own text alone. A comparison that takes over 5 s of CPU time scores 0; outside of a main thread, where no
-        signal arrives, it has no such limit. Never raises.
+        last of several boxes counts, and the inner one of nested ones. An expression too large to compute (9**9**9**9)
+        equals its own text alone. A comparison that takes over 5 s of CPU time scores 0; outside of a main thread,
+        where no signal arrives, it has no such limit. Never raises.
 
     Source:
         slime's and verl's `math` and `deepscaler`; docs/reference/from-slime.md lists where they err.
