@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from actors.reward.causes import Cause
-from actors.reward.keeper import children_of
 
 ROOT: Final = Path(__file__).resolve().parents[4]  # import path of `actors`
 LAUNCHER: Final = Path(__file__).with_name("launcher.py")
@@ -125,7 +124,7 @@ def _read(process: subprocess.Popen[bytes], wall_s: float, max_bytes: int) -> Ra
     while True:
         left_s = deadline - time.monotonic()
         if left_s <= 0 or not select.select([process.stdout], [], [], left_s)[0]:
-            if is_starved(_stat_of_program(process.pid), wall_s):
+            if is_starved(_stat_of_program(str(process.pid)), wall_s):
                 raise TimeoutError(f"this machine was too busy to run a program for {wall_s:g} s")
             break
         read = os.read(process.stdout.fileno(), READ_BYTES)
@@ -139,12 +138,18 @@ def _read(process: subprocess.Popen[bytes], wall_s: float, max_bytes: int) -> Ra
     return Ran(-1, bytes(output[:max_bytes]))
 
 
-def _stat_of_program(launcher: int) -> str:
+def _stat_of_program(launcher: str) -> str:
     """The line of /proc/PID/stat of the program; empty if it has ended."""
-    for program in [one for init in children_of(launcher) for one in children_of(init)]:
-        with suppress(OSError):
+    with suppress(OSError):
+        init = _only_child(launcher)
+        if program := init and _only_child(init):
             return Path(f"/proc/{program}/stat").read_text(encoding="utf-8", errors="replace")
     return ""
+
+
+def _only_child(pid: str) -> str:
+    """The child of a process with one thread; empty if it has none."""
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").partition(" ")[0]
 
 
 def is_starved(stat: str, wall_s: float) -> bool:
