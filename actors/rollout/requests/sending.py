@@ -60,7 +60,6 @@ class Failures:
     failures: int = 0  # failures that the request itself may have caused
     lost: int = 0  # failed tries since an engine last crashed or none was up
     since: float = math.inf  # time of the first failure
-    engine: str = ""  # the engine of the last failure, if known
     min_version: int = 0  # weight version that the next try needs
 
 
@@ -105,6 +104,7 @@ class Generator:
         self.running = RunningRequests(client, fleet)
         self._isolation_runs = IsolationRuns(fleet, self.running)
         self._records: dict[str, DeathRecord] = {}  # crash records of samples whose engines crashed
+        self._failed: dict[str, str] = {}  # the engine that last failed to answer a sample; empty: unknown
 
     async def generate(self, request: GenerateRequest) -> Outcome:
         """Send a request to an engine that may answer it, and read the answer into the buffers of its samples.
@@ -132,6 +132,7 @@ class Generator:
         finally:
             if outcome is not Outcome.RESEND:  # otherwise it is continued by another request
                 self._records.pop(sample, None)
+                self._failed.pop(sample, None)
 
     async def _generate(self, request: GenerateRequest, sample: str) -> Outcome:
         failures = Failures()
@@ -219,9 +220,10 @@ class Generator:
         if end is End.OUTDATED and await self._note_newer(failures, error.label):
             return None
         if verdict.is_failure:
-            await self._note_failure(sample.rpartition("-")[0], this.place, failures, error)
+            await self._note_failure(sample, this.place, failures, error)
         elif died:
             failures.lost = 0
+            self._failed.pop(sample, None)
         await anyio.sleep(RESEND.pause_s(failures.lost))
         return verdict.outcome if verdict.keeps_tokens else None
 
@@ -258,19 +260,19 @@ class Generator:
             failures.min_version = max(failures.min_version, version_of(label))
         return is_verified
 
-    async def _note_failure(self, group: str, place: Destination, failures: Failures, error: EngineError) -> None:
+    async def _note_failure(self, sample: str, place: Destination, failures: Failures, error: EngineError) -> None:
         """Record a failure of a running engine and report it. Give the request up after too many.
 
         Raises:
             RequestRefused: the request is the likely cause: engines answer others.
             EnginesUnwilling: engines answer no request.
         """
-        counts, now = not isinstance(error, EngineBusy), anyio.current_time()
+        counts, now, group = not isinstance(error, EngineBusy), anyio.current_time(), group_of(sample)
         failures.lost += 1
         failures.failures += counts
         failures.since = min(failures.since, now)
         engine = place.engine or self._fleet.engine_behind(error.label)
-        failures.engine = engine.name if engine is not None else ""
+        self._failed[sample] = engine.name if engine is not None else ""
         who = f"{engine.name} ({engine.url})" if engine is not None else self._fleet.admitted_names()
         problem = error.problem if isinstance(error, BadAnswer) else str(error)
         reason = problem.removeprefix(f"{place.url}/generate: ")
@@ -332,8 +334,8 @@ class Generator:
                     return
                 engine = self._fleet.choose(
                     min_version,
-                    sample.rpartition("-")[0],
-                    failed=failures.engine if failures.lost else None,
+                    group_of(sample),
+                    failed=self._failed.get(sample),
                     by_name=request.params.return_sampling_mask,
                 )
                 if engine is None:
@@ -459,3 +461,8 @@ class Generator:
 def sample_of(rid: str) -> str:
     """Return the common prefix of a sample's request ids, which are LEASE-INDEX-NUMBER."""
     return rid.rpartition("-")[0] or rid
+
+
+def group_of(sample: str) -> str:
+    """Return the lease of a sample, which is LEASE-INDEX: the samples of a prompt group share it."""
+    return sample.rpartition("-")[0]
