@@ -26,6 +26,7 @@ from runtime.bus.addresses import Address, address_key
 from runtime.bus.bus import Bus
 from runtime.bus.nats.store import api_call
 from runtime.bus.roster import Roster
+from runtime.settings.topology import Topology
 from runtime.util.errors import flatten
 from runtime.util.retrying import Backoff
 from tests.build.topology import topology_with
@@ -43,10 +44,15 @@ from tests.support.rollout import (
     until_applied,
 )
 from tests.support.scripted_engine import ScriptedEngine, serving
+from tests.support.tiny_engine import wait_until_200
 
 pytestmark = pytest.mark.anyio
 
 DEAD = "http://127.0.0.1:9"  # nobody listens there
+
+
+def routed() -> Topology:
+    return topology_with(engines={"policy": {"kind": "tiny", "concurrency": 8, "router": "sglang-router"}})
 
 
 def under(version: int, group_id: int) -> RolloutRequested:
@@ -55,7 +61,7 @@ def under(version: int, group_id: int) -> RolloutRequested:
 
 
 async def test_a_router_that_never_answers_gives_way_to_the_next_one(bus: Bus, router_url: str) -> None:
-    async with serving(ScriptedEngine()) as engine, rollout_actor(bus, DEAD, [engine], topology_with()):
+    async with serving(ScriptedEngine()) as engine, rollout_actor(bus, DEAD, [engine], routed()):
         await bus.publish(announcement(1))
         await eventually(lambda: _is_on_roster(bus))
         await bus.kv.put(address_key("router", "policy", 0), Address(url=router_url))
@@ -70,8 +76,8 @@ async def test_requests_wait_for_a_lost_router_and_do_not_knock(bus: Bus, router
     async with serving(ScriptedEngine()) as engine, anyio.create_task_group() as group:
         group.start_soon(grade, bus)
         with capture_logs() as logged, running_router() as (router, own_url):
-            pool = {"kind": "tiny", "concurrency": 8, "router": "sglang-router"}
-            async with rollout_actor(bus, own_url, [engine], topology_with(engines={"policy": pool})):
+            await anyio.to_thread.run_sync(wait_until_200, f"{own_url}/workers", router)
+            async with rollout_actor(bus, own_url, [engine], routed()):
                 await bus.publish(announcement(1))
                 await until_applied(bus, 1)
                 router.kill()
@@ -84,14 +90,17 @@ async def test_requests_wait_for_a_lost_router_and_do_not_knock(bus: Bus, router
     assert [entry["event"] for entry in logged].count("request_lost") == 2  # each of the two once
 
 
-async def test_an_engine_that_refuses_new_weights_is_asked_no_more(bus: Bus, router_url: str) -> None:
+@pytest.mark.parametrize("topology", [topology_with(), routed()], ids=["direct", "sglang-router"])
+async def test_an_engine_that_refuses_new_weights_is_asked_no_more(
+    bus: Bus, router_url: str, topology: Topology
+) -> None:
     async with (
         serving(ScriptedEngine()) as stale,
         serving(ScriptedEngine()) as current,
         anyio.create_task_group() as group,
     ):
         group.start_soon(grade, bus)
-        async with rollout_actor(bus, router_url, [stale, current], topology_with()):
+        async with rollout_actor(bus, router_url, [stale, current], topology):
             await bus.publish(announcement(1))
             await eventually(lambda: bool(stale.updates and current.updates))
             for group_id in range(2):
@@ -132,12 +141,13 @@ async def test_an_engine_that_an_earlier_actor_left_at_the_router_is_not_asked(b
             assert answer.status == 202
         await eventually(lambda: _lists(session, router_url, leftover.url))
         group.start_soon(grade, bus)
-        async with rollout_actor(bus, router_url, [engine], topology_with()):
+        async with rollout_actor(bus, router_url, [engine], routed()):
             await bus.publish(announcement(1))
             for group_id in range(4):
                 await bus.publish(task(group_id))
             await completed_groups(bus, 4)
         group.cancel_scope.cancel()
+    assert len(engine.requests) == 8
     assert leftover.requests == []
 
 
@@ -165,7 +175,7 @@ async def test_an_engine_that_began_anew_at_its_address_is_brought_to_the_weight
 async def test_an_engine_that_the_router_lost_is_registered_again(bus: Bus, router_url: str) -> None:
     async with serving(ScriptedEngine()) as engine, ClientSession() as session, anyio.create_task_group() as group:
         group.start_soon(grade, bus)
-        async with rollout_actor(bus, router_url, [engine], topology_with()):
+        async with rollout_actor(bus, router_url, [engine], routed()):
             await bus.publish(announcement(1))
             await until_applied(bus, 1)
             async with session.get(f"{router_url}/workers") as answer:

@@ -94,7 +94,7 @@ async def test_an_engine_that_hangs_is_killed_once_and_its_requests_are_sent_els
 
 @pytest.mark.anyio
 async def test_an_engine_that_is_slow_and_answers_a_tiny_request_is_let_be(bus: Bus, router_url: str) -> None:
-    engine = ScriptedEngine(hold=True)
+    engine = ScriptedEngine(hold=True, load={"num_running_reqs": 2})
     async with serving(engine), anyio.create_task_group() as group:
         group.start_soon(grade, bus)
         async with rollout_actor(bus, router_url, [engine], topology_with(engines=pool())):
