@@ -1,5 +1,6 @@
 """Pre-start checks of the graders, filters, data sources and other functions that a recipe names."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -22,7 +23,7 @@ from runtime.settings.load import places
 from runtime.settings.plugins import PluginError, is_plugin
 from runtime.settings.reading.config import Problem
 from runtime.settings.reading.toml import Loaded
-from runtime.settings.topology import Topology
+from runtime.settings.topology import RewardConfig, Topology
 from runtime.util.formatting import show
 
 Find = Callable[[Sequence[Path]], object]  # takes the directories that relative paths are resolved against
@@ -80,7 +81,7 @@ def _try_in_trainer(topology: Topology, key: str, value: str, base_dirs: Sequenc
 
 def _graders(topology: Topology) -> Iterator[tuple[str, str, Find]]:
     reward = topology.reward
-    own, elsewhere, group = reward.graders, {*reward.external, *reward.judges}, reward.group_rm
+    own, elsewhere, group = reward.graders, {*reward.external, *reward.judges, *reward.sums}, reward.group_rm
     named = [(f"data.{index}.rm_type", item.rm_type, group) for index, item in enumerate(topology.data)]
     named += [(f"eval.{index}.rm_type", item.rm_type, False) for index, item in enumerate(topology.eval)]
     for key, name, group in named:
@@ -104,8 +105,37 @@ def _graders(topology: Topology) -> Iterator[tuple[str, str, Find]]:
         if name not in own and not _is_built_in(name):
             known = "names in reward.graders, and built-in graders"
             yield "reward.limits", name, partial(_refuse, f"no such grader; allowed: {known}")
+    yield from _sums(reward)
     if topology.reward.sandbox == "isolated":
         yield "reward.sandbox", "isolated", _isolate
+
+
+def _sums(reward: RewardConfig) -> Iterator[tuple[str, str, Find]]:
+    tables = {"graders": reward.graders, "judges": reward.judges, "external": reward.external}
+    for name, weights in reward.sums.items():
+        key = f"reward.sums.{name}"
+        if _is_built_in(name):
+            yield key, name, partial(_refuse, f"{name} is a built-in grader: use another name")
+        for table in (table for table, names in tables.items() if name in names):
+            yield key, name, partial(_refuse, f"reward.{table} has a grader of this name too: use another name")
+        if not weights:
+            yield key, name, partial(_refuse, "has no parts")
+        for part, weight in weights.items():
+            if not math.isfinite(weight):
+                yield f"{key}.{part}", str(weight), partial(_refuse, "a weight must be a finite number")
+            yield f"{key}.{part}", part, partial(_find_part, reward, part)
+
+
+def _find_part(reward: RewardConfig, part: str, base_dirs: Sequence[Path]) -> None:
+    """Refuse a part of a sum that is none, or that cannot be used."""
+    if part in reward.judges:
+        if reward.judges[part].template is None:
+            raise ValueError(f"this judge scores no samples: set reward.judges.{part}.template")
+    elif _is_built_in(part):
+        resolve_grader(GraderSpec(name=part, group=reward.group_rm), base_dirs)
+    elif part not in reward.graders:
+        known = "built-in graders, and names in reward.graders and reward.judges"
+        raise ValueError(f"no such grader; allowed: {known}")
 
 
 def _is_built_in(name: str) -> bool:

@@ -107,7 +107,8 @@ def prompt_problems(topology: Topology, shape: HfConfig, broken: set[str], outpu
         yield Problem.of(MODEL, model.hf_checkpoint, str(error))
         return
     graded: dict[str, SampleRow] = {}
-    known = {*topology.reward.graders, *topology.reward.external, *topology.reward.judges}
+    reward = topology.reward
+    known = {*reward.graders, *reward.external, *reward.judges, *reward.sums}
     for source in _sources(topology, tokenizing):
         if source.place_key in broken:
             continue

@@ -16,11 +16,12 @@ from anyio.abc import TaskStatus
 from actors.reward.answers import StoredPrompts, answers_of, sample_of
 from actors.reward.frames import Graded, GraderSpec, Hello
 from actors.reward.graders.remote import remote_environment
-from actors.reward.gradings import CallLimits, RateLimit, graded_again
+from actors.reward.gradings import CallLimits, RateLimit, graded_again, summed
 from actors.reward.judging.keys import KeyProblem, remote_key
 from actors.reward.judging.requests import FAILED
 from actors.reward.pool import GraderPool, PoolSettings, open_pool
 from actors.reward.recipe import graders_of, retried_causes
+from actors.reward.samples import GradedSample
 from actors.reward.sandbox import sandbox_of
 from messages import EngineRequestsFailed
 from messages.calls import ScoresGiven
@@ -144,6 +145,7 @@ class RewardActor(Actor):
             max_tries=config.max_tries,
         )
         self._names = own_graders(topology)
+        self._sums = config.sums
         self._of_eval_alone = {item.rm_type for item in topology.eval} - {item.rm_type for item in topology.data}
         self._limits = {
             name: CallLimits(
@@ -175,11 +177,11 @@ class RewardActor(Actor):
             self._pool = await opened.enter_async_context(open_pool(self._settings))
             queues = {
                 token: await opened.enter_async_context(self._bus.consume_scoring(token, ack_wait_s=self._ack_wait_s))
-                for token in (*map(grader_token, self._names), *at_once, OWN_GRADERS)
+                for token in (*map(grader_token, (*self._names, *self._sums)), *at_once, OWN_GRADERS)
             }
             tasks = await opened.enter_async_context(anyio.create_task_group())
             for token, deliveries in queues.items():
-                for _ in range(at_once.get(token) or self._requests_at_once(self._pool, token)):
+                for _ in range(at_once.get(token) or self._requests_at_once(self._pool, token, at_once)):
                     tasks.start_soon(self._answer_all, self._pool, deliveries, token)
             task_status.started()
 
@@ -229,11 +231,14 @@ class RewardActor(Actor):
         sandbox = msgspec.structs.replace(self._settings.sandbox, also={**self._settings.sandbox.also, **named})
         self._settings = replace(self._settings, sandbox=sandbox)
 
-    def _requests_at_once(self, pool: GraderPool, token: str) -> int:
-        """Number of score requests in hand that keep the processes of a grader busy."""
+    def _requests_at_once(self, pool: GraderPool, token: str, of_judges: Mapping[str, int]) -> int:
+        """Number of score requests in hand that keep the processes of a grader, or of the parts of a sum, busy."""
         group = self._topology.reward.group_rm
-        names = [name for key, name in self._names.items() if grader_token(key) == token] or [""]
-        return max(pool.calls_at_once(GraderSpec(name=name, group=of)) for name in names for of in {group, False})
+        keys = [key for key in self._names if grader_token(key) == token]
+        keys += [part for name, weights in self._sums.items() if grader_token(name) == token for part in weights]
+        names = [self._names[key] for key in keys if key in self._names] or [""]
+        calls = max(pool.calls_at_once(GraderSpec(name=name, group=of)) for name in names for of in {group, False})
+        return max([calls, *(of_judges.get(grader_token(key), 0) for key in keys)])
 
     async def _answer_all(self, pool: GraderPool, deliveries: Deliveries[ScoreRequested], token: str) -> None:
         async for delivery in deliveries:
@@ -274,33 +279,45 @@ class RewardActor(Actor):
 
     async def _grade(self, pool: GraderPool, request: ScoreRequested) -> list[Graded] | None:
         """Grade a request; return None if its caller no longer waits."""
-        name = self._names.get(request.rm_type, request.rm_type)
-        judges = self._judges if self._judges is not None and request.rm_type in self._judges else None
-        if is_plugin(name) and request.rm_type not in self._names:
-            log.warning("grader_refused", grader=request.rm_type)
-            reason = f"{request.rm_type!r} is neither a built-in grader nor named by the topology"
+        name, group = request.rm_type, request.group_rm
+        if is_plugin(name) and name not in self._names:
+            log.warning("grader_refused", grader=name)
+            reason = f"{name!r} is neither a built-in grader nor named by the topology"
             return [Graded(error=reason, cause="refused") for _ in request.items]
-        spec = GraderSpec(name=name, group=request.group_rm)
         with anyio.move_on_after(request.timeout_s or math.inf):
             try:
                 items = await self._prompts.items_of(request)
             except PayloadLost as error:
                 return [Graded(error=f"prompt: {error}", cause="worker_lost") for _ in request.items]
             samples = [sample_of(item, evaluation=request.evaluation) for item in items]
-            if judges is not None:
-                grades = await judges.grade(name, samples, pool)
+            weights = self._sums.get(name)
+            if weights is None:
+                grades = await self._grade_by(name, pool, samples, group=group)
             else:
-                limits = self._limits.get(request.rm_type)
-                grades = await graded_again(
-                    lambda some: pool.grade(spec, some, limits),
-                    samples,
-                    causes=self._retried,
-                    max_tries=self._settings.max_tries,
-                    group=spec.group,
-                )
-            if request.rm_type not in self._of_eval_alone:
-                await self._first.note(name, grades, group_id=request.group_id, one_call=spec.group and judges is None)
+                grades = await summed(name, weights, lambda part: self._grade_by(part, pool, samples, group=group))
+            if name not in self._of_eval_alone:
+                one_call = group and not any(self._is_judge(part) for part in weights or (name,))
+                shown = self._names.get(name, name)
+                await self._first.note(shown, grades, group_id=request.group_id, one_call=one_call)
             return grades
         self._counts["late_requests"] += 1
         log.warning("score_request_late", num_samples=len(request.items))
         return None
+
+    async def _grade_by(
+        self, name: str, pool: GraderPool, samples: Sequence[GradedSample], *, group: bool
+    ) -> list[Graded]:
+        """Grade samples by one judge or one function; return one grade per sample, in order."""
+        if self._judges is not None and name in self._judges:
+            return await self._judges.grade(name, samples, pool)
+        spec, limits = GraderSpec(name=self._names.get(name, name), group=group), self._limits.get(name)
+        return await graded_again(
+            lambda some: pool.grade(spec, some, limits),
+            samples,
+            causes=self._retried,
+            max_tries=self._settings.max_tries,
+            group=group,
+        )
+
+    def _is_judge(self, name: str) -> bool:
+        return self._judges is not None and name in self._judges

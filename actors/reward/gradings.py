@@ -1,8 +1,9 @@
-"""Gradings: the calls of graders that a pool has in hand, their limits, and the time that the pool itself ran."""
+"""Calls of graders: those that a pool has in hand, their limits, tries and sums, and the time that the pool ran."""
 
-from collections.abc import Awaitable, Callable, Collection, Sequence
+import math
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 import anyio
 
@@ -16,6 +17,7 @@ LATE_S: Final = 0.25  # a tick later than this means that the process was suspen
 PAUSES: Final = Backoff(first_s=0.2, max_s=5.0)  # between the grades of one sample
 TIMEOUT: Final = "timeout"  # error of a score whose call took longer than its timeout
 
+GradeBy = Callable[[str], Awaitable[Sequence[Graded]]]
 GradeAll = Callable[[Sequence[GradedSample]], Awaitable[list[Graded]]]
 
 
@@ -120,3 +122,49 @@ async def graded_again(
         for place, graded in zip(places, again, strict=True):
             grades[place] = graded
     return grades
+
+
+async def summed(name: str, weights: Mapping[str, float], grade_by: GradeBy) -> list[Graded]:
+    """Grade the same samples by all parts of a sum, which run together; return one grade per sample, in order.
+
+    Args:
+        name: name of the sum.
+        weights: weight of each part, by the name of its grader; at least one.
+        grade_by: grades the samples by the grader of this name, in their order.
+    """
+    grades: dict[str, Sequence[Graded]] = {}
+
+    async def grade(part: str) -> None:
+        grades[part] = await grade_by(part)
+
+    async with anyio.create_task_group() as parts:
+        for part in weights:
+            parts.start_soon(grade, part)
+    of_samples = zip(*(grades[part] for part in weights), strict=True)
+    return [sum_of(name, weights, dict(zip(weights, of_sample, strict=True))) for of_sample in of_samples]
+
+
+def sum_of(name: str, weights: Mapping[str, float], parts: Mapping[str, Graded]) -> Graded:
+    """Return the weighted sum of the rewards of one sample. A failed part fails the sum with its cause.
+
+    If several parts failed, the first one in the order of the weights gives the error and the cause.
+
+    Args:
+        name: name of the sum.
+        weights: weight of each part, by name.
+        parts: grade of each part, by name.
+
+    Returns:
+        The grade. Its details hold the reward of each part by name, and the details of a part as "part.key".
+    """
+    details: dict[str, Any] = {part: parts[part].reward for part in weights if parts[part].error is None}
+    details |= {f"{part}.{key}": value for part in weights for key, value in (parts[part].details or {}).items()}
+    took_s = sum(graded.took_s for graded in parts.values())
+    for part in weights:
+        if (error := parts[part].error) is not None:
+            error = f"{error} (part {part} of reward.sums.{name})"
+            return Graded(error=error, cause=parts[part].cause, details=details, took_s=took_s)
+    reward = sum(weight * (parts[part].reward or 0.0) for part, weight in weights.items())
+    if not math.isfinite(reward):
+        return Graded(error=f"reward.sums.{name} is {reward}", cause="bad_answer", details=details, took_s=took_s)
+    return Graded(reward=reward, details=details, took_s=took_s)

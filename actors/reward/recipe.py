@@ -13,6 +13,11 @@ def graders_of(topology: Topology) -> tuple[GraderSpec, ...]:
     found = [GraderSpec(name=names[item.rm_type], group=group) for item in topology.data if item.rm_type in names]
     found += [GraderSpec(name=names[item.rm_type], group=False) for item in topology.eval if item.rm_type in names]
     found += [GraderSpec(name=name, group=group) for name in topology.reward.graders.values()]
+    of_eval = {part for item in topology.eval for part in topology.reward.sums.get(item.rm_type or "", ())}
+    for weights in topology.reward.sums.values():
+        parts = [part for part in weights if part in names]
+        found += [GraderSpec(name=names[part], group=group) for part in parts]
+        found += [GraderSpec(name=names[part], group=False) for part in parts if part in of_eval]
     judges = topology.reward.judges.values()
     found += [GraderSpec(name=judge.parser, parses=True) for judge in judges if judge.template is not None]
     return tuple(dict.fromkeys(found))

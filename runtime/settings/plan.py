@@ -158,6 +158,9 @@ def _head(topology: Topology, plan: Plan) -> Iterator[str]:
             use += " of external workers"
         elif data.rm_type in topology.reward.judges:
             use = f"graded by the judge {data.rm_type}"
+        elif data.rm_type in topology.reward.sums:
+            weights = topology.reward.sums[data.rm_type]
+            use = f"graded by {data.rm_type} = {' + '.join(f'{weight:g} {part}' for part, weight in weights.items())}"
         yield f"  data     {data.name}: {data.path or data.source}, {use}"
     requested, steps = over_sampling_batch_size(rollout), topology.algorithm.num_steps_per_rollout
     parts = [f"{_length(topology)} of {rollout.rollout_batch_size} groups x {_samples(rollout)}"]

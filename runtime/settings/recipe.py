@@ -106,8 +106,9 @@ class DataConfig(Config, frozen=True, kw_only=True):
     apply_chat_template: bool = False
     # Extra arguments of the chat template.
     apply_chat_template_kwargs: dict[str, Any] = {}
-    # Grader of the samples: a built-in, a name in `reward.graders` or `reward.external`, "module:function" or
-    # "path/file.py:function". With `algorithm.use_opd` it may be left out: rewards are 0 then.
+    # Grader of the samples: a built-in, "module:function", "path/file.py:function", or a name in `reward.graders`,
+    # `reward.judges`, `reward.sums` or `reward.external`. With `algorithm.use_opd` it may be left out: rewards are 0
+    # then.
     rm_type: Text | None = None
     # Engine pool of the teacher of these samples, with `algorithm.opd_type = "sglang"`: a name in `engines`. By default
     # "teacher".

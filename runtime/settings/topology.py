@@ -470,6 +470,9 @@ class RewardConfig(Config, frozen=True, kw_only=True):
     rm_api_key_env: Variable | None = None
     # File with the API key of `rm_url`, on each node with a reward actor. Only its owner may be able to read it.
     rm_api_key_file: Text | None = None
+    # Weighted sums of graders by name: the weight of each part. Parts are built-in graders, and names in `graders` and
+    # `judges`. They run together. Rows, `data.rm_type` and `eval.rm_type` may use these names.
+    sums: dict[Name, dict[Name, float]] = {}
     # Isolation of grader processes: "process" limits resources, "isolated" also blocks network, files and other
     # processes, "none" sets no limits.
     sandbox: Literal["none", "process", "isolated"] = "process"
@@ -549,7 +552,8 @@ def grader_names(topology: Topology) -> tuple[str, ...]:
     """
     if answers_are_recorded(topology):
         return ()
-    return (*own_graders(topology), *topology.reward.judges, *topology.reward.external)
+    reward = topology.reward
+    return (*own_graders(topology), *reward.judges, *reward.sums, *reward.external)
 
 
 def critic_topology(topology: Topology) -> Topology:
@@ -663,10 +667,15 @@ def reads_copies(topology: Topology, engine: EngineConfig) -> bool:
 
 
 def own_graders(topology: Topology) -> dict[str, str]:
-    """Return the graders that a topology names and grader processes run, by the names that requests use."""
-    own, elsewhere = topology.reward.graders, {*topology.reward.external, *topology.reward.judges}
+    """Return the graders that a topology names and grader processes run, by the names that requests use.
+
+    The parts of sums are among them, the sums are not.
+    """
+    reward = topology.reward
+    own, elsewhere = reward.graders, {*reward.external, *reward.judges, *reward.sums}
+    parts = [part for weights in reward.sums.values() for part in weights]
     named = (item.rm_type for item in (*topology.data, *topology.eval) if item.rm_type is not None)
-    return {name: own.get(name, name) for name in (*named, *own) if name not in elsewhere}
+    return {name: own.get(name, name) for name in (*named, *own, *parts) if name not in elsewhere}
 
 
 def chooser_of(engine: EngineConfig) -> str:

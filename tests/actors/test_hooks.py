@@ -1,6 +1,7 @@
 """Graders and filters that cannot be used are found before anything is started."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -110,6 +111,26 @@ def test_limits_of_an_unknown_grader_are_refused(user_file: Path) -> None:
     limits = {name: {"timeout_s": 3} for name in ("mine", "boxed_f1", "other")}
     (problem,) = problems(reward={"graders": {"mine": f"{user_file}:good"}, "limits": limits})
     assert problem.startswith('reward.limits = "other": no such grader; allowed: names in reward.graders, and built-in')
+
+
+@pytest.mark.parametrize(
+    ("name", "weights", "problem"),
+    [
+        ("total", {}, 'reward.sums.total = "total": has no parts'),
+        ("total", {"f1": float("inf")}, 'reward.sums.total.f1 = "inf": a weight must be a finite number'),
+        ("total", {"ff1": 1.0}, 'reward.sums.total.ff1 = "ff1": no such grader; allowed: built-in graders, and names'),
+        ("total", {"total": 1.0}, 'reward.sums.total.total = "total": no such grader'),
+        ("total", {"j": 1.0}, 'reward.sums.total.j = "j": this judge scores no samples: set reward.judges.j.template'),
+        ("f1", {"numeric": 1.0}, 'reward.sums.f1 = "f1": f1 is a built-in grader: use another name'),
+        ("mine", {"f1": 1.0}, 'reward.sums.mine = "mine": reward.graders has a grader of this name too'),
+        ("j", {"f1": 1.0}, 'reward.sums.j = "j": reward.judges has a grader of this name too'),
+    ],
+)
+def test_sums_are_refused(user_file: Path, name: str, weights: dict[str, float], problem: str) -> None:
+    reward: dict[str, Any] = {"graders": {"mine": f"{user_file}:good"}, "judges": {"j": {"url": "http://h/v1"}}}
+    assert problems(reward={**reward, "sums": {"total": {"f1": 0.5, "boxed_f1": 0, "mine": 1}}}) == []
+    (found,) = problems(reward={**reward, "sums": {name: weights}})
+    assert found.startswith(problem)
 
 
 def test_a_machine_that_cannot_isolate_graders_is_named_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:

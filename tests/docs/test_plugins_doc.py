@@ -135,7 +135,9 @@ def test_the_settings_of_the_pages_name_its_functions(folder: Path) -> None:
     external = [name for table in tables for name in table.get("reward", {}).get("external", [])]
     assert external == ["humans"]
     used = [source["rm_type"] for table in tables for source in table.get("data", [])]
-    names = [name for name in used if name not in external]
+    sums = [name for table in tables for name in table.get("reward", {}).get("sums", {})]
+    assert sums == ["quality"]
+    names = [name for name in used if name not in (*external, *sums)]
     names += [name for table in tables for name in table.get("rollout", {}).values()]
     assert names == [
         "my_rewards.py:mentions_label",

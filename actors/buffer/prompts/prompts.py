@@ -165,6 +165,6 @@ def _rm_type(row: Row, data: DataConfig, *, is_needed: bool) -> str | None:
     if own and ":" in rm_type:
         raise DataError(
             f"{row.place}: rm_type = {own!r}: a row may name only a built-in grader, "
-            "or a name in reward.graders or reward.external"
+            "or a name in reward.graders, reward.judges, reward.sums or reward.external"
         )
     return rm_type

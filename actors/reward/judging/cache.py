@@ -1,4 +1,4 @@
-"""A bounded cache of a judge's answers on disk. It is a convenience: what cannot be read is asked again."""
+"""A bounded cache of a judge's answers on disk. It is a convenience: what cannot be read is requested again."""
 
 import hashlib
 import sqlite3
@@ -95,7 +95,7 @@ def _opened(path: Path) -> sqlite3.Connection:
     database = sqlite3.connect(path, timeout=WAIT_S, check_same_thread=False)
     try:
         database.execute("PRAGMA journal_mode = WAL")
-        database.execute("PRAGMA synchronous = OFF")  # a lost answer is asked again
+        database.execute("PRAGMA synchronous = OFF")  # a lost answer is requested again
         database.execute(_TABLE)
     except sqlite3.Error:
         database.close()

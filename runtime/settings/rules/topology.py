@@ -131,11 +131,11 @@ def _named_rewards(topology: Topology) -> Iterator[Problem]:
     for index, item in enumerate(topology.data):
         name = item.rm_type
         parsed = (judge for judge, config in reward.judges.items() if ":" in config.parser)
-        own = (*reward.graders, *reward.external, *parsed)
+        sums = (each for each, weights in reward.sums.items() if weights.keys() >= set(algorithm.gdpo_reward_keys))
+        own = (*reward.graders, *reward.external, *parsed, *sums)
         if name is not None and ":" not in name and name not in (*own, REMOTE_RM):
-            message = (
-                "returns a single number; algorithm.gdpo_reward_keys needs a function of yours that returns a dict"
-            )
+            needed = "a function of yours that returns a dict, or a sum with these parts"
+            message = f"gives no rewards of these names; algorithm.gdpo_reward_keys needs {needed}"
             yield Problem.of(f"data[{index}].rm_type", name, message)
 
 

@@ -75,6 +75,11 @@ def test_a_grader_of_external_workers_is_drawn_as_theirs() -> None:
     assert "external" not in drawn(LAPTOP)
 
 
+def test_a_sum_of_graders_is_drawn_with_its_weights() -> None:
+    total = ("reward.sums.total={f1 = 0.5, numeric = -1}", "data.0.rm_type=total")
+    assert "graded by total = 0.5 f1 + -1 numeric" in drawn(LAPTOP, *total)
+
+
 def test_a_critic_with_ranks_of_its_own_is_drawn_with_their_processes_and_its_layout() -> None:
     ppo = ("algorithm.advantage_estimator=ppo", "trainer.num_processes=2")
     own = ("trainer.critic.num_processes=2", "trainer.critic.megatron.pipeline_model_parallel_size=2")

@@ -1,0 +1,117 @@
+"""Weighted sums of graders: values, details and failures of parts, and sums of a reward actor on a real bus."""
+
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio
+import pytest
+
+from actors.reward.actor import RewardActor
+from actors.reward.frames import Graded, GraderSpec
+from actors.reward.gradings import sum_of, summed
+from actors.reward.recipe import graders_of
+from runtime.bus.bus import Bus
+from runtime.settings.topology import grader_names, own_graders
+from tests.actors.reward.test_reward_actor import USER_CODE, Asker
+from tests.build.topology import topology_with
+from tests.support.judging import ScriptedJudge, serving
+
+pytestmark = pytest.mark.anyio
+
+WEIGHTS = {"f1": 0.25, "digits": -2.0}
+
+
+@pytest.fixture
+async def asker(bus: Bus) -> AsyncGenerator[Asker]:
+    async with bus.score_inbox(lambda _: None) as inbox:
+        yield Asker(bus, inbox)
+
+
+@asynccontextmanager
+async def running(bus: Bus, judge: ScriptedJudge, weights: dict[str, float]) -> AsyncGenerator[RewardActor]:
+    """A reward actor with the sum "total"; its parts may be built-in graders, "told" and "digits"."""
+    reward: dict[str, Any] = {
+        "processes": 1,
+        "judges": {"digits": {"template": "{response}", "url": f"{judge.url}/v1", "model": "m", "max_tries": 1}},
+        "graders": {"told": f"{USER_CODE}:told"},
+        "sums": {"total": weights},
+    }
+    engines = {"policy": {"kind": "tiny"}}
+    actor = RewardActor(topology_with(data=[], engines=engines, reward=reward), bus)
+    async with anyio.create_task_group() as group:
+        await group.start(actor.run)
+        yield actor
+        group.cancel_scope.cancel()
+
+
+def test_the_reward_is_the_weighted_sum_and_the_details_hold_the_parts() -> None:
+    parts = {
+        "f1": Graded(reward=0.5, took_s=1.0),
+        "digits": Graded(reward=3.0, details={"judge_answer": "3"}, took_s=2.0),
+    }
+    assert sum_of("total", WEIGHTS, parts) == Graded(
+        reward=-5.875, details={"f1": 0.5, "digits": 3.0, "digits.judge_answer": "3"}, took_s=3.0
+    )
+
+
+def test_the_first_failed_part_in_the_order_of_the_weights_fails_the_sum_with_its_cause() -> None:
+    late, busy = Graded(error="timeout", cause="timeout"), Graded(error="failed: busy", cause="rate_limited")
+    weights = {"a": 1.0, "b": 0.0, "c": 1.0}
+    found = sum_of("total", weights, {"c": late, "b": busy, "a": Graded(reward=2.0)})
+    assert (found.reward, found.cause, found.details) == (None, "rate_limited", {"a": 2.0})
+    assert found.error == "failed: busy (part b of reward.sums.total)"
+
+
+def test_a_sum_that_is_not_finite_is_a_bad_answer() -> None:
+    huge = {"a": Graded(reward=1e308), "b": Graded(reward=-1e308)}
+    for weights, value in (({"a": 10.0}, "inf"), ({"a": 10.0, "b": 10.0}, "nan")):
+        found = sum_of("total", weights, huge)
+        assert (found.reward, found.cause, found.error) == (None, "bad_answer", f"reward.sums.total is {value}")
+
+
+async def test_parts_run_together_and_answers_stay_with_their_samples() -> None:
+    begun = {"a": anyio.Event(), "b": anyio.Event()}
+
+    async def grade_by(part: str) -> Sequence[Graded]:
+        begun[part].set()
+        await begun["b" if part == "a" else "a"].wait()
+        return [Graded(reward=number) for number in ((1.0, 2.0) if part == "a" else (10.0, 20.0))]
+
+    with anyio.fail_after(5):
+        grades = await summed("total", {"a": 1.0, "b": 0.5}, grade_by)
+    assert [graded.reward for graded in grades] == [6.0, 12.0]
+
+
+async def test_a_sum_of_a_built_in_grader_a_function_and_a_judge(bus: Bus, asker: Asker) -> None:
+    weights = {"positional_match": 1.0, "told": 0.5, "digits": 0.25}
+    async with serving(ScriptedJudge("8")) as judge, running(bus, judge, weights):
+        (score,) = await asker.scores("total", "wait 0", label="wait 1", own=False)
+    assert score.error is None
+    assert score.reward == pytest.approx(5 / 6 + 0.5 + 2.0)
+    assert score.details == {
+        "positional_match": pytest.approx(5 / 6),
+        "told": 1.0,
+        "digits": 8.0,
+        "digits.judge_answer": "8",
+    }
+
+
+async def test_a_failed_part_fails_only_its_samples(bus: Bus, asker: Asker) -> None:
+    async with serving(ScriptedJudge("1", "none")) as judge, running(bus, judge, {"exact_match": 1.0, "digits": 1.0}):
+        (good,) = await asker.scores("total", "a", label="a", own=False)
+        (bad,) = await asker.scores("total", "b", label="b", own=False)
+    assert (good.reward, bad.reward, bad.cause) == (2.0, None, "bad_answer")
+    assert (bad.error or "").endswith("(part digits of reward.sums.total)")
+    assert bad.details == {"exact_match": 1.0, "digits.judge_answer": "none"}
+
+
+def test_parts_are_started_with_the_grader_processes_and_sums_have_a_queue() -> None:
+    reward = {"graders": {"mine": "m.py:f"}, "sums": {"total": {"f1": 1.0, "mine": 1.0}}, "group_rm": True}
+    data = [{"name": "d", "path": "p", "rm_type": "total"}]
+    evals = [{"name": "e", "path": "p", "rm_type": "total", "interval": 1}]
+    topology = topology_with(data=data, eval=evals, reward=reward)
+    assert own_graders(topology) == {"mine": "m.py:f", "f1": "f1"}
+    assert set(grader_names(topology)) == {"mine", "f1", "total"}
+    expected = {GraderSpec(name=name, group=group) for name in ("f1", "m.py:f") for group in (True, False)}
+    assert set(graders_of(topology)) == expected
