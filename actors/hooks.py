@@ -23,6 +23,7 @@ from runtime.settings.load import places
 from runtime.settings.plugins import PluginError, is_plugin
 from runtime.settings.reading.config import Problem
 from runtime.settings.reading.toml import Loaded
+from runtime.settings.rules.topology import unmet_need
 from runtime.settings.topology import RewardConfig, Topology
 from runtime.util.formatting import show
 
@@ -131,6 +132,8 @@ def _find_part(reward: RewardConfig, part: str, base_dirs: Sequence[Path]) -> No
     if part in reward.judges:
         if reward.judges[part].template is None:
             raise ValueError(f"this judge scores no samples: set reward.judges.{part}.template")
+    elif (need := unmet_need(part, reward)) is not None:
+        raise ValueError(need)
     elif _is_built_in(part):
         resolve_grader(GraderSpec(name=part, group=reward.group_rm), base_dirs)
     elif part not in reward.graders:

@@ -121,6 +121,7 @@ def test_limits_of_an_unknown_grader_are_refused(user_file: Path) -> None:
         ("total", {"ff1": 1.0}, 'reward.sums.total.ff1 = "ff1": no such grader; allowed: built-in graders, and names'),
         ("total", {"total": 1.0}, 'reward.sums.total.total = "total": no such grader'),
         ("total", {"j": 1.0}, 'reward.sums.total.j = "j": this judge scores no samples: set reward.judges.j.template'),
+        ("total", {"remote_rm": 1.0}, 'reward.sums.total.remote_rm = "remote_rm": needs reward.rm_url'),
         ("f1", {"numeric": 1.0}, 'reward.sums.f1 = "f1": f1 is a built-in grader: use another name'),
         ("mine", {"f1": 1.0}, 'reward.sums.mine = "mine": reward.graders has a grader of this name too'),
         ("j", {"f1": 1.0}, 'reward.sums.j = "j": reward.judges has a grader of this name too'),
