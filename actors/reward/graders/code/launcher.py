@@ -1,6 +1,6 @@
 """Runs one program in namespaces of its own, without processes of its own. Standard library only.
 
-Run as `python -I launcher.py ROOT FOLDER STATUS_FD`. Standard input has the order, as 8 bytes of length and JSON, and
+Run as `python -I launcher.py FOLDER STATUS_FD`. Standard input has the order, as 8 bytes of length and JSON, and
 then what the program reads. The launcher writes "+" to STATUS_FD once the sandbox stands, or the reason why it does
 not, and "!" if the sandbox is killed.
 """
@@ -12,18 +12,23 @@ import signal
 import sys
 import types
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
-ROOT, FOLDER, STATUS_FD = sys.argv[1], sys.argv[2], int(sys.argv[3])
+IS_PROGRAM = __name__ == "__main__"
+ROOT = str(Path(__file__).resolve().parents[4])  # import path of `actors`, which an isolated interpreter lacks
+FOLDER, STATUS_FD = (sys.argv[1], int(sys.argv[2])) if IS_PROGRAM else ("", -1)
 LENGTH_BYTES = 8
 EXIT_RAISED = 1
 READY, LOST = b"+", b"!"
 
-sys.path.insert(0, ROOT)
-from actors.reward import isolation  # noqa: E402 - ROOT is not on the path of an isolated interpreter
+if IS_PROGRAM:
+    sys.path.insert(0, ROOT)
+from actors.reward import isolation  # noqa: E402 - needs ROOT
 from actors.reward.seccomp import refuse_new_processes  # noqa: E402
 
-sys.path.remove(ROOT)
+if IS_PROGRAM:
+    sys.path.remove(ROOT)
 
 
 def main() -> int:
@@ -140,7 +145,7 @@ def _flushed(code: int) -> int:
     return code & 0xFF
 
 
-if __name__ == "__main__":
+if IS_PROGRAM:
     try:
         ended = main()
     except BaseException as error:  # noqa: BLE001 - the reason must reach the grader

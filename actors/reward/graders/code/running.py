@@ -16,7 +16,6 @@ from typing import Any, Final, NamedTuple
 
 from actors.reward.causes import Cause
 
-ROOT: Final = Path(__file__).resolve().parents[4]  # import path of `actors`
 LAUNCHER: Final = Path(__file__).with_name("launcher.py")
 SANDBOX_S: Final = 30.0  # time for the sandbox to stand, beyond that of the program
 READ_BYTES: Final = 1 << 16
@@ -77,7 +76,7 @@ def run_program(
     with tempfile.TemporaryDirectory(prefix="physarum-code-", ignore_cleanup_errors=True) as folder:
         reading, status = os.pipe()
         memory = _sealed(json.dumps(order).encode("utf-8", "surrogatepass"), given)
-        command = [sys.executable, "-I", str(LAUNCHER), str(ROOT), folder, str(status)]
+        command = [sys.executable, "-I", str(LAUNCHER), folder, str(status)]
         try:
             process = subprocess.Popen(
                 command, stdin=memory, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, pass_fds=(status,),
