@@ -7,7 +7,7 @@ from typing import Final
 REFUSED_PATIENCE_S: Final = 60.0  # while no engine accepts the weights; a restart of the trainer may help
 # seconds of refusals before an engine of the run is restarted: its process may be the cause
 RESTART_AFTER_S: Final = 10.0
-RESTART_AFTER: Final = 3  # minimum number of refusals
+RESTART_AFTER: Final = 3  # minimum number of refusals, also before it is given up
 MAX_RESTARTS: Final = 2  # restarts of the only engine; after that the weights are the likely cause
 DAMAGED_PATIENCE_S: Final = 3600.0  # the trainer may be busy with a step before it publishes the same weights again
 
@@ -56,6 +56,6 @@ class RefusalCounter:
             self._restarts += 1
             self.away()
             return Step.RESTART
-        if lasted_s > REFUSED_PATIENCE_S and not others_serve:
+        if lasted_s > REFUSED_PATIENCE_S and self._number >= RESTART_AFTER and not others_serve:
             return Step.GIVE_UP
         return Step.AGAIN

@@ -43,6 +43,12 @@ def test_the_only_engine_is_started_again_so_often_and_then_given_up() -> None:
     assert refusals(2, within_s=1, begin=begin + REFUSED_PATIENCE_S + 1, by=engine) is Step.GIVE_UP
 
 
+def test_two_slow_refusals_do_not_give_an_engine_up() -> None:
+    engine = RefusalCounter()
+    assert refusals(2, within_s=REFUSED_PATIENCE_S + 30, by=engine) is Step.AGAIN
+    assert engine.refused(REFUSED_PATIENCE_S + 31, **ALONE) is Step.RESTART
+
+
 def test_one_that_others_serve_beside_is_never_given_up() -> None:
     engine, begin = RefusalCounter(), 0.0
     for _ in range(10 * MAX_RESTARTS):
