@@ -401,7 +401,7 @@ def test_rows_that_run_programs_need_an_isolated_sandbox(tmp_path: Path, capsys:
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
     changes = (f"data.0.path={tmp_path / 'rows.jsonl'}", "eval=[]", f"run.dir={tmp_path}", "run.check_timeout_s=100")
     assert main([str(LAPTOP), "--check", *(part for change in changes for part in ("--set", change))]) == 2
-    assert 'row 1: the grader code needs reward.sandbox = "isolated": it runs' in capsys.readouterr().err
+    assert 'row 0: the grader code needs reward.sandbox = "isolated": it runs' in capsys.readouterr().err
 
 
 def test_rows_may_name_graders_of_the_topology_and_no_others(

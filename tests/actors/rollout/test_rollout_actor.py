@@ -385,7 +385,8 @@ async def test_it_says_what_it_waits_for(bus: Bus, router_url: str) -> None:
         await eventually(lambda: says("answers to "))
         engine.update_at = anyio.Event()
         await bus.publish(announcement(2))
-        await eventually(lambda: says("weights 2 at engine.policy.0; answers to "))
+        await eventually(lambda: says("weights 2 at engine.policy.0, "))
+        assert "; answers to " in await waits_for(bus)
         engine.update_at.set()
 
 

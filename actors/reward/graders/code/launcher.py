@@ -19,7 +19,7 @@ IS_PROGRAM = __name__ == "__main__"
 ROOT = str(Path(__file__).resolve().parents[4])  # import path of `actors`, which an isolated interpreter lacks
 FOLDER, STATUS_FD = (sys.argv[1], int(sys.argv[2])) if IS_PROGRAM else ("", -1)
 LENGTH_BYTES = 8
-EXIT_RAISED = 1
+RAISED = 1
 READY, LOST = b"+", b"!"
 
 if IS_PROGRAM:
@@ -79,7 +79,7 @@ def _order() -> dict[str, Any]:
 
 def _refused(reason: str) -> int:
     os.write(STATUS_FD, reason.encode()[:4000])
-    return EXIT_RAISED
+    return RAISED
 
 
 def _code(status: int) -> int:
@@ -122,7 +122,7 @@ def _run(order: dict[str, Any]) -> int:
     except SystemExit as error:
         return _flushed(error.code if isinstance(error.code, int) else int(error.code is not None))
     except BaseException:  # noqa: BLE001 - a program may raise anything; it has then failed
-        return EXIT_RAISED
+        return RAISED
     return _flushed(0)
 
 
@@ -141,7 +141,7 @@ def _flushed(code: int) -> int:
         try:
             sys.stdout.flush()
         except OSError:
-            return EXIT_RAISED
+            return RAISED
     return code & 0xFF
 
 
@@ -151,5 +151,5 @@ if IS_PROGRAM:
     except BaseException as error:  # noqa: BLE001 - the reason must reach the grader
         with suppress(OSError):
             os.write(STATUS_FD, f"the launcher raised {error!r}".encode()[:4000])
-        ended = EXIT_RAISED
+        ended = RAISED
     os._exit(ended)

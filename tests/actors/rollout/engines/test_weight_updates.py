@@ -179,6 +179,9 @@ class Deaf:
     async def update_weights(self, *_: object, **__: object) -> None:
         raise self.error
 
+    async def loads(self, _url: str) -> None:
+        """It says nothing."""
+
     async def proceed(self, _url: str) -> None:
         self.num_told += 1
         raise EngineSilent("no answer")

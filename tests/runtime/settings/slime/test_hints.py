@@ -178,7 +178,8 @@ def test_a_flag_where_a_table_belongs_is_recognised(tables: dict[str, Any], line
 def test_a_file_of_slimes_flags_is_answered_line_by_line(tmp_path: Path) -> None:
     path = tmp_path / "from-slime.toml"
     path.write_text(
-        f'include = "{LAPTOP}"\n--n-samples-per-prompt = 8\n[algorithm]\nuse-rollout-entropy = true\n[reward]\nrm-url = "http://x"\n'
+        f'include = "{LAPTOP}"\n--n-samples-per-prompt = 8\n[algorithm]\nuse-rollout-entropy = true\n'
+        '[reward]\nhttp-proxy = "http://x"\n'
     )
     with pytest.raises(TopologyError) as caught:
         load_topology(path)
@@ -189,6 +190,5 @@ def test_a_file_of_slimes_flags_is_answered_line_by_line(tmp_path: Path) -> None
         "(1 with reward normalisation is refused: every reward would become 0)",
         f"{path}: algorithm.use-rollout-entropy: {says} --use-rollout-entropy is not implemented yet: "
         "entropy is a metric of the train step, not a column of samples",
-        f"{path}: reward.rm-url: {says} --rm-url has no key here: "
-        "a reward worker in any language joins the bus and pulls score requests",
+        f"{path}: reward.http-proxy: {says} --http-proxy has no key here: rollout actors reach their engines directly",
     ]
