@@ -18,6 +18,7 @@ Run: python -m tests.bench.bench_pipeline
 import argparse
 import itertools
 import json
+import math
 import statistics
 import sys
 import tempfile
@@ -141,7 +142,7 @@ async def measure(mode: str, size: Size, timeout_s: float) -> dict[str, Any]:
         "engine_http_share": http["us_per_sample"] / pipeline["us_per_sample"],
         "bus_us_per_sample": pipeline["us_per_sample"] - http["us_per_sample"],
         "bus_cpu_us_per_sample": bus_cpu_us,
-        "cpu_ratio_to_bare": bus_cpu_us / bare["cpu_us_per_sample"]["total"],
+        "cpu_ratio_to_bare": bus_cpu_us / (bare["cpu_us_per_sample"]["total"] or math.nan),  # of few samples: 0
     }
 
 

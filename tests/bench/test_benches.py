@@ -24,6 +24,7 @@ TINY = {
     "dispatch": "--engines 2 --slots 4 --samples 2 --seconds 1 --spill-every-s 0.5 --token-ms 2 --mean 192 --waves 2",
     "durability": "--groups 20 --tokens 8 --live 64 --decides 2 --burst 0.02",
     "engine": "--seconds 0.2 --no-router",
+    "judged": "--delay 0.01 --number 64",
     "weight_export": "--small --transport collective --runs 1 --steps 3 --groups 2",
     "ledger": "--events 2000 --big-events 0 --groups 4 --samples 2 --steps 4",
     "long_tail": f"--mode partial {SMALL_TAIL}",

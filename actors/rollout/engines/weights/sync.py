@@ -30,6 +30,7 @@ log = structlog.get_logger()
 
 ANSWER_S: Final = 5.0  # after which a call about a long step is answered with what its engines do
 GATHER_S: Final = 5.0  # for engines that are not ready yet; the weight sync starts without them
+LONG: Final = (WeightSyncPrepared, WeightSyncFinished)  # steps whose calls are answered before they end
 Step = WeightSyncPrepared | UpdateGroupsOffered | BucketSent | WeightSyncFinished
 
 
@@ -100,17 +101,21 @@ class SyncMember:
         return WeightSyncMember(engine=self.engine, key=self.key, **self.shape._asdict())
 
     async def ask(self, step: Step) -> str:
-        """Run a step on the engine; return why it failed, or an empty string. A step may be repeated."""
+        """Run a step on the engine; return why it failed, or an empty string.
+
+        A step that may take long may be repeated: it runs once. A bucket sent twice is received twice, and refused.
+        """
         self._called_at = anyio.current_time()
         self._changed.set()
         if self.holds and isinstance(step, WeightSyncFinished):
             return ""
         if self._failure:
             return self._failure
-        if step == self._last_done:
+        may_repeat = isinstance(step, LONG)
+        if may_repeat and step == self._last_done:
             return ""
         at_work = (*([self._current] if self._current else ()), *self._queue)
-        requested = next((each for each in at_work if each.step == step), None)
+        requested = next((each for each in at_work if may_repeat and each.step == step), None)
         if requested is None:
             requested = _RequestedStep(step)
             self._queue.append(requested)
@@ -265,8 +270,7 @@ class WeightSyncs:
                 failed[member.engine] = reason
             pending.remove(member.engine)
 
-        is_long = isinstance(step, WeightSyncPrepared | WeightSyncFinished)
-        with anyio.move_on_after(ANSWER_S if is_long else math.inf):
+        with anyio.move_on_after(ANSWER_S if isinstance(step, LONG) else math.inf):
             async with anyio.create_task_group() as group:
                 for member in self._members:
                     group.start_soon(ask, member)
