@@ -229,7 +229,7 @@ def mean_weight(inputs: LossInputs, weights: Tensor, *, level: Level = "token") 
     """
     check_choice("level", level, Level)
     check_shape("weights", weights, inputs.log_probs)
-    shares = torch.ones_like(weights) if level == "token" else 1.0 / inputs.sequences.lengths
+    shares = torch.ones_like(weights) if level == "token" else 1.0 / inputs.sequences.lengths.to(weights.dtype)
     mean = float((weights * shares).sum() / shares.sum()) if len(weights) else 0.0
     return mean if mean > 1e-8 else 1.0
 

@@ -33,6 +33,7 @@ Ints = NDArray[np.int64]
 GroupOfOne = Literal["zero", "reward"]  # advantage of a rollout without others in its group
 
 STD_EPS: Final = 1e-6  # reward units
+NO_SPREAD: Final = 1e-9  # of the largest distance from the mean: a smaller deviation of rollouts is rounding
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,13 @@ class _Votes:
         """Standard deviation of each group's votes with n - 1, [G]; 0 for a group of one."""
         deviations = np.where(self.is_cast, self.votes - self.means[self.voters], 0.0)
         return np.sqrt(np.bincount(self.voters, weights=deviations**2) / np.maximum(self.counts - 1, 1))
+
+    @property
+    def has_spread(self) -> NDArray[np.bool_]:
+        """Whether the rollouts of a group differ, [G]. Without parts, they do if any rewards differ."""
+        most = np.zeros(len(self.means))
+        np.maximum.at(most, self.group_of[self.usable], np.abs(self.raised - self.means[self.group_of])[self.usable])
+        return self.std > NO_SPREAD * most
 
     def alone(self, rewards: Floats, advantages: Floats, group_of_one: GroupOfOne) -> Floats:
         """Replace the advantages of groups of one rollout, [B]."""
@@ -133,7 +141,8 @@ def grpo_advantages(
         Advantages, [B], float64: exactly 0 where a group's rewards are equal.
 
     Edges:
-        No spread: exactly 0. A group of one: `group_of_one`. With normalize = False neither applies.
+        No spread: exactly 0. With the standard deviation, that holds also for parts that differ in rollouts of equal
+        mean. A group of one: `group_of_one`. With normalize = False neither applies.
 
     Source:
         DeepSeekMath, arXiv 2402.03300, outcome supervision. The paper leaves the standard deviation open. Here it
@@ -145,7 +154,8 @@ def grpo_advantages(
     votes = _votes(rewards, groups, rollouts)
     centred = votes.centred
     if normalize_std:
-        centred = np.where(votes.counts > 1, 1.0 / (votes.std + STD_EPS), 1.0)[votes.group_of] * centred
+        scaled = np.where(votes.has_spread, 1.0 / (votes.std + STD_EPS), 0.0)
+        centred = np.where(votes.counts > 1, scaled, 1.0)[votes.group_of] * centred
     return votes.alone(rewards, centred, group_of_one)
 
 
@@ -266,8 +276,9 @@ def maxrl_advantages(rewards: ArrayLike, groups: ArrayLike, rollouts: ArrayLike 
     rewards = floats("rewards", rewards)
     votes = _votes(rewards, groups, rollouts)
     means = np.where(np.isfinite(votes.lowest), votes.lowest, 0.0) + votes.means
-    factors = np.where(means > 0, 1.0 / np.where(means > 0, means, 1.0), 0.0)
-    return factors[votes.group_of] * votes.centred
+    divides = (means > 0) & (votes.counts > 1)
+    divisors = np.where(divides, means, np.inf)[votes.group_of]
+    return votes.centred / divisors
 
 
 def passk_advantages(

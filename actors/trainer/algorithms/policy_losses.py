@@ -487,7 +487,7 @@ def _over_engine(inputs: LossInputs, masked: Tensor, adv_tau: float, kl_tau: flo
     loss = -adv_tau * inputs.advantages * ratio * (1.0 - dropped) + kl_tau * log_ratios.square()
     metrics = {
         "train/is_masked": dropped,
-        "train/mismatch_kl": ratio - log_ratios - 1.0,
+        "train/mismatch_kl": (ratio - log_ratios - 1.0).detach(),
         "train/ratio_clampfrac": _clamped(log_ratios, max_log_ratio),
     }
     return Terms(loss, metrics)
@@ -497,7 +497,7 @@ def _ratio_metrics(log_ratios: Tensor, clipped: Tensor, max_log_ratio: float) ->
     """Return the metrics of a loss with a ratio to the old policy."""
     return {
         "train/pg_clipfrac": clipped,
-        "train/ppo_kl": -log_ratios,
+        "train/ppo_kl": -log_ratios.detach(),
         "train/ratio_clampfrac": _clamped(log_ratios, max_log_ratio),
     }
 

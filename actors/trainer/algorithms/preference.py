@@ -130,9 +130,9 @@ def _sigmoid_loss(margin: Tensor, label_smoothing: float) -> Tensor:
 def _of_pairs(loss: Tensor, of_chosen: Tensor, of_rejected: Tensor, is_whole: Tensor) -> Terms:
     """Return the loss and the metrics of pairs with both responses; 0 for others."""
     metrics = {
-        "train/rewards_chosen": of_chosen,
-        "train/rewards_rejected": of_rejected,
-        "train/rewards_margins": of_chosen - of_rejected,
+        "train/rewards_chosen": of_chosen.detach(),
+        "train/rewards_rejected": of_rejected.detach(),
+        "train/rewards_margins": (of_chosen - of_rejected).detach(),
         "train/rewards_accuracies": (of_chosen > of_rejected).to(loss.dtype),
     }
     nothing = torch.zeros_like(loss)

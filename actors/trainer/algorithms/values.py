@@ -77,7 +77,8 @@ def explained_variance(values: ArrayLike, returns: ArrayLike, mask: ArrayLike) -
         At most 1.
 
     Edges:
-        0 for a constant V, negative if V is worse. With fewer than two finite tokens it is 0.
+        About 0 for a constant V, negative if V is worse. 1 where R - V is constant. Variances divide by n - 1. With
+        fewer than two finite tokens it is 0.
 
     Source:
         The metric vf_explained_var of verl, whose epsilon it has.

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.trainer.algorithms.group_baselines import (
+    gdpo_advantages,
     gpg_advantages,
     grpo_advantages,
     maxrl_advantages,
@@ -209,3 +210,15 @@ def test_a_group_of_one_gets_0_or_its_reward(estimator: Callable[..., np.ndarray
 
 def test_a_mean_of_0_or_less_gives_maxrl_no_signal() -> None:
     assert of("maxrl", [-1.0, 1.0, -3.0, 1.0], [0, 0, 1, 1]) == [0.0] * 4
+
+
+@pytest.mark.parametrize("rewards", [[1.0, 0.0, 0.5], [0.1, 0.3, 0.2]])
+def test_rollouts_of_equal_mean_have_no_spread_whatever_their_parts(rewards: list[float]) -> None:
+    assert grpo_advantages(rewards, [0, 0, 0], [0, 0, 1]).tolist() == [0.0, 0.0, 0.0]
+    assert gdpo_advantages({"a": rewards}, [0, 0, 0], [0, 0, 1]).tolist() == [0.0, 0.0, 0.0]
+
+
+def test_maxrl_of_one_rollout_in_parts_and_of_tiny_means() -> None:
+    assert maxrl_advantages([1.0, 0.0], [0, 0], [0, 0]).tolist() == [0.0, 0.0]
+    assert maxrl_advantages([5e-324, 5e-324], [0, 0]).tolist() == [0.0, 0.0]
+    assert maxrl_advantages([1e-310, 0.0, 3e-310], [0, 0, 0]).tolist() == pytest.approx([-0.25, -1.0, 1.25])
