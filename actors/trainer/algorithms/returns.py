@@ -102,6 +102,7 @@ def discounted_returns(
     """
     packed = _Packed(rewards, lengths, mask)
     (given,) = packed.columns(rewards)
+    given = np.where(np.isfinite(given), given, np.nan)
     found, following = np.empty(len(given)), 0.0
     for block in packed.blocks():
         following = 0.0 if block.is_last else following

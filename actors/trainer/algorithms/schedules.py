@@ -68,5 +68,5 @@ def entropy_coef(config: AlgorithmConfig, step: int, *, num_steps: int) -> float
     """
     if config.entropy_coef_end is None:
         return config.entropy_coef
-    progress = min(step / max(num_steps - 1, 1), 1.0)
+    progress = min(step / (num_steps - 1), 1.0) if num_steps > 1 else 0.0
     return config.entropy_coef + (config.entropy_coef_end - config.entropy_coef) * progress

@@ -255,3 +255,11 @@ def test_columns_may_be_lists_and_tensors() -> None:
         token_rewards(rewards, [2, 1], [1, 1, 1], [0.0, 0.0], kl_coef=1.0)
     with pytest.raises(ValueError, match=r"rewards has shape \(2,\), expected \(1,\)"):
         reinforce_plus_plus_advantages(rewards, [3], [1, 1, 1], [1, 1, 1])
+
+
+@pytest.mark.parametrize("gamma", [0.0, 0.5, 1.0])
+def test_an_infinite_reward_makes_tokens_of_its_sample_nan(gamma: float) -> None:
+    found = discounted_returns([1.0, math.inf, 2.0], [2, 1], gamma=gamma)
+    assert np.isnan(found[1])
+    assert found[2] == 2.0
+    assert not np.isinf(found).any()

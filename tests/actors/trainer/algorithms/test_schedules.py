@@ -45,3 +45,8 @@ def test_the_entropy_coefficient_is_constant_without_an_end() -> None:
 def test_a_run_of_one_step_uses_the_first_entropy_coefficient() -> None:
     config = AlgorithmConfig(entropy_coef=0.1, entropy_coef_end=0.0)
     assert entropy_coef(config, 0, num_steps=1) == 0.1
+
+
+def test_the_entropy_coefficient_of_a_single_step_stays() -> None:
+    config = AlgorithmConfig(entropy_coef=0.1, entropy_coef_end=0.0)
+    assert [entropy_coef(config, step, num_steps=1) for step in (0, 3)] == [0.1, 0.1]
