@@ -90,7 +90,8 @@ def _placement(flags: Flags) -> Iterator[Setting]:
     if colocated:
         yield Setting(key="engines.policy.gpus", value=_gpus(0, training, on_node), remark="as the trainer's")
         yield Setting(key="engines.policy.colocate", value="trainer", remark="--colocate")
-        yield Setting(key="engines.policy.weight_transport", value="ipc", remark="as slime does with --colocate")
+    elif engines == 0:
+        flags.leave_taken("rollout-num-gpus", "by hand", answer_of("rollout-num-gpus").remark)
     else:
         yield Setting(key="engines.policy.gpus", value=_gpus(training, engines, on_node), remark="--rollout-num-gpus")
     if (whole_number(flags.peek("sglang-dp-size")) or 1) > 1:
@@ -168,11 +169,12 @@ def _data(flags: Flags) -> Iterator[Setting]:
         flags.leave(
             given,
             "by hand",
-            f"data.0.rm_type: {answer_of('custom-rm-path').remark}; a function of ours gets other arguments",
+            f"data.0.rm_type: {answer_of('custom-rm-path').remark}; here such functions take other arguments",
         )
 
 
 def _grader(flags: Flags, given: Given, key: str) -> Iterator[Setting]:
+    flags.note_missing(given)
     name = given.values[0].text
     plain = name.removeprefix("boxed_")
     grader = next((grader for grader in from_slime().graders if grader.name == plain), None)
@@ -208,10 +210,7 @@ def _batch_of(flags: Flags) -> int | None:
 def _algorithm(flags: Flags) -> Iterator[Setting]:
     if flags.program == "train_async.py" and flags.peek("debug-train-only") is None:
         yield Setting(key="rollout.max_staleness", value=1, remark="train_async.py: generation is one train step ahead")
-    if (given := flags.take("use-kl-loss")) is not None and is_off(flags, "kl-loss-coef"):
-        flags.leave(
-            given, "no", "has no effect with a coefficient of 0, except for one metric: algorithm.kl_metric_interval"
-        )
+    _leave_kl_loss(flags)
     if (given := flags.take("dynamic-sampling-filter-path")) is not None and given.values:
         if given.values[0].text == f"{HUB}check_reward_nonzero_std":
             yield Setting(key="rollout.dynamic_filter", value="nonzero_std", remark="--dynamic-sampling-filter-path")
@@ -255,6 +254,20 @@ def _algorithm(flags: Flags) -> Iterator[Setting]:
             yield Setting(key="trainer.megatron.sequence_parallel", value=True, remark="--sequence-parallel")
 
 
+def _leave_kl_loss(flags: Flags) -> None:
+    """Turn the KL loss on only where slime does: here the coefficient alone decides, there --use-kl-loss as well."""
+    given = flags.take("use-kl-loss")
+    if given is None:
+        if not is_off(flags, "kl-loss-coef"):
+            flags.take("kl-loss-coef")
+            flags.leave_taken("kl-loss-coef", "no", "slime ignores it without --use-kl-loss")
+    elif is_off(flags, "kl-loss-coef"):
+        why = "has no effect with a coefficient of 0, except for one metric: algorithm.kl_metric_interval"
+        flags.leave(given, "no", why)
+    else:
+        flags.leave(given, "no", "follows from algorithm.kl_loss_coef")
+
+
 def _warmup(flags: Flags, given: Given) -> Iterator[Setting]:
     """Turn a share of the run into optimizer steps, if the run's length is known."""
     steps, share = whole_number(flags.peek("num-rollout")), number_in(given.values[0].text)
@@ -279,6 +292,8 @@ def _evaluation(flags: Flags) -> Iterator[Setting]:
     if config is not None:
         flags.leave(config, "by hand", answer_of("eval-config").remark)
     words = () if given is None else given.values
+    if given is not None and len(words) > 1 and len(words) % 2:
+        flags.leave(given, "by hand", "expected pairs of a name and a path")
     pairs = (
         [("eval", words[0])]
         if len(words) == 1
@@ -323,7 +338,7 @@ def _plain(flags: Flags, given: Given) -> Iterator[Setting]:
         flags.leave(given, answer.state, answer.remark)
         return
     if any(FUNCTION.fullmatch(word.text) for word in given.values) and found.flag.endswith("-path"):
-        flags.leave(given, "by hand", f"{answer.key}: {answer.remark or 'a function of ours gets other arguments'}")
+        flags.leave(given, "by hand", f"{answer.key}: {answer.remark or 'here such functions take other arguments'}")
         return
     flags.note_missing(given)
     try:

@@ -82,6 +82,11 @@ class Flags:
         """Note a flag that becomes no setting."""
         self.left.append(Left(flag=_as_written(given), place=given.place, state=state, remark=plain_text(remark)))
 
+    def leave_taken(self, flag: str, state: str, remark: str) -> None:
+        """Note a flag by its name, if the script gives it."""
+        if (given := self._given.get(flag)) is not None:
+            self.leave(given, state, remark)
+
     def rest(self) -> Iterator[Given]:
         """Yield the flags that no one has taken."""
         yield from (given for flag, given in self._given.items() if flag not in self._taken)

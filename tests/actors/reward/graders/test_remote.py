@@ -107,7 +107,7 @@ async def test_no_server_is_refused_and_a_box_cannot_be_sent() -> None:
 
 
 async def graded(url: str, number: int, timeout_s: float) -> list[Graded]:
-    """Grades of samples by grader processes that are told of the server as in a run."""
+    """Grade samples in grader processes that get the URL of the server, as in a run."""
     spec = GraderSpec(name="remote_rm")
     settings = PoolSettings(
         hello=Hello(graders=(spec,), at_once=64),

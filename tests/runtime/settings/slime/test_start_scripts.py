@@ -243,6 +243,8 @@ def test_placement_follows_slime(tmp_path: Path, flags: str, trainer: str, engin
         ("eval-config", "/e.yaml", "by hand"),
         ("optimizer", "muon", "not yet"),
         ("rm-type", "ifbench2", "not yet"),
+        ("kl-loss-coef", "0.1", "no"),  # without --use-kl-loss
+        ("rollout-num-gpus", "0", "by hand"),
     ],
 )
 def test_flags_that_become_no_setting(tmp_path: Path, flag: str, values: str, state: str) -> None:
@@ -262,6 +264,18 @@ def test_demonstrations(tmp_path: Path) -> None:
 
 def test_train_async_is_one_train_step_ahead(tmp_path: Path) -> None:
     assert value_of(converted(tmp_path, "", "train_async.py"), "rollout.max_staleness") == 1
+
+
+def test_the_kl_loss_is_on_only_where_slime_has_it_on(tmp_path: Path) -> None:
+    assert value_of(converted(tmp_path, "--kl-loss-coef 0.1"), "algorithm.kl_loss_coef") is None
+    both = converted(tmp_path, "--kl-loss-coef 0.1 --use-kl-loss")
+    assert value_of(both, "algorithm.kl_loss_coef") == 0.1
+    assert state_of(both, "use-kl-loss") == "no"
+
+
+def test_evaluation_sets_that_are_no_pairs_are_left_to_the_user(tmp_path: Path) -> None:
+    result = converted(tmp_path, "--eval-interval 5 --eval-prompt-data aime /a.jsonl gpqa")
+    assert state_of(result, "eval-prompt-data") == "by hand"
 
 
 def test_the_last_of_two_equal_flags_counts(tmp_path: Path) -> None:
