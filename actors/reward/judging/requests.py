@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from typing import Any, Final, Literal, NamedTuple
+from typing import Annotated, Any, Final, Literal, NamedTuple
 
 import msgspec
 
@@ -12,6 +12,7 @@ from messages.plain import clipped
 
 PATH: Final = "/chat/completions"  # below the base URL
 MAX_REASON: Final = 300
+MAX_TOKENS: Final = 1 << 40  # that a response may report
 _PLACEHOLDER: Final = re.compile(r"\{(prompt|response|label|metadata\.([A-Za-z0-9_-]+))\}")
 _BUSY: Final = (408, 425, 500, 502, 503, 504, 529)
 
@@ -64,7 +65,7 @@ class _Choice(msgspec.Struct, frozen=True):
 
 
 class _Usage(msgspec.Struct, frozen=True):
-    total_tokens: int | None = None
+    total_tokens: Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)] | None = None  # else it would refill the budget
 
 
 class _Completion(msgspec.Struct, frozen=True):

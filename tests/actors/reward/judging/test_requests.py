@@ -59,3 +59,11 @@ def test_a_status_has_a_cause(status: int, cause: str) -> None:
     assert (error.cause, error.status, str(error)) == (cause, status, f"{cause}: status {status}: why so")
     assert error.wait_s == (3.0 if cause != "refused" else 0.0)
     assert error_of(status, b"", "Wed, 21 Oct").wait_s == 0.0
+
+
+@pytest.mark.parametrize("tokens", [-5, 1 << 60, 1.5, "many"])
+def test_a_count_of_tokens_that_cannot_be_is_a_bad_answer(tokens: object) -> None:
+    """A negative count would refill the budget, and a huge one could not be stored."""
+    body = {"choices": [{"message": {"content": "7"}}], "usage": {"total_tokens": tokens}}
+    with pytest.raises(JudgeError, match="no chat completion"):
+        answer_in(json.dumps(body).encode())
