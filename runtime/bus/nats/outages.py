@@ -22,10 +22,10 @@ class Outages:
         self._ended = -math.inf  # loop time at which the last outage ended
         self._doubted = asyncio.Event()
 
-    def begin(self) -> None:
-        """Note that the bus is out of service."""
+    def begin(self, since: float | None = None) -> None:
+        """Note that the bus is out of service, since this loop time; None: since now."""
         if self._began is None:
-            self._began = _now()
+            self._began = _now() if since is None else since
 
     def end(self) -> None:
         """Note that the bus is in service."""
@@ -42,8 +42,9 @@ class Outages:
         while True:
             await self._doubted.wait()
             self._doubted.clear()
+            asked = _now()
             while not await is_in_service():
-                self.begin()
+                self.begin(asked)
                 await asyncio.sleep(ASK_AGAIN_S)  # the servers offer no notification
             self.end()
 

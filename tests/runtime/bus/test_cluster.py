@@ -146,8 +146,11 @@ async def test_the_leader_dies_ten_times_and_nothing_is_lost(cluster: Cluster, e
 
 @pytest.mark.parametrize("away_s", [12.0, pytest.param(60.0, marks=pytest.mark.nightly)])
 async def test_without_a_majority_everything_waits_and_goes_on(cluster: Cluster, away_s: float) -> None:
-    """Longer than a publish may take. The last server still accepts connections."""
-    limits = msgspec.structs.replace(LIMITS, publish_timeout_s=4.0)
+    """Longer than a publish may take. The last server still accepts connections.
+
+    A publish may take longer than it takes to find out that the servers are gone (`HEARD_S` and `PROBE_S` of store.py).
+    """
+    limits = msgspec.structs.replace(LIMITS, publish_timeout_s=8.0)
     async with Bus.connect(cluster.url, RUN, name="test", limits=limits) as bus:
         await bus.ensure_streams(REPLICATED)
         await cluster.wait_whole(LOG)
