@@ -139,7 +139,7 @@ class EvalEnded(Message, kw_only=True, tag="eval_ended"):
     incarnation: int
     step: int
     version: int
-    metrics: dict[str, float]  # eval/<set>, and eval/<set>-truncated_ratio, -pass@k, -newer_weights_ratio
+    metrics: dict[str, float]  # eval/<set>, and eval/<set>-truncated_ratio, -pass@k, and others of metrics.md
     not_finite: tuple[str, ...] = ()  # names of metrics that are NaN or infinite, which JSON cannot represent
     newest_version: int = 0  # newest weight version that answered, if newer than `version`; else 0
     not_finite_values: tuple[str, ...] = ()  # values of the metrics in not_finite, in their order: nan, inf, -inf

@@ -107,12 +107,13 @@ def evaluate(state: LedgerState, event: EvalIssued | EvalCompleted | EvalEnded) 
                 )
         case EvalCompleted():
             if running is not None and running.step == event.step:
-                rewards = tuple(sample.reward or 0.0 for sample in event.samples)
+                rewards = tuple(sample.reward for sample in event.samples if sample.reward is not None)
                 truncated = sum(sample.status is SampleStatus.TRUNCATED for sample in event.samples)
                 own = max(running.version, running.same_until)
                 newer = [v for sample in event.samples if (v := sample.last_version or 0) > own]
                 ended = EvalItem(
                     rewards=rewards,
+                    num_ungraded=max(len(event.samples), 1) - len(rewards),
                     num_truncated=truncated,
                     num_newer=len(newer),
                     newest_version=max(newer, default=0),
@@ -141,7 +142,7 @@ def lose_item(running: Evaluation, key: str) -> None:
     step, _, rest = key.partition(".")
     name, _, number = rest.rpartition(".")
     if step == str(running.step) and number.isdecimal():
-        end_item(running, name, int(number), EvalItem(rewards=(), num_truncated=0))
+        end_item(running, name, int(number), EvalItem(rewards=(), num_ungraded=1, num_truncated=0))
 
 
 def lose_ending_of_item(running: Evaluation, key: str) -> None:

@@ -63,7 +63,8 @@ class Group(msgspec.Struct, kw_only=True):
 class EvalItem(msgspec.Struct, kw_only=True, frozen=True):
     """Result of one evaluation item."""
 
-    rewards: tuple[float, ...]
+    rewards: tuple[float, ...]  # of its graded samples
+    num_ungraded: int = 0  # samples without a reward; an item whose samples are lost counts as one
     num_truncated: int
     num_newer: int = 0  # samples with tokens of weights newer than the evaluation's
     newest_version: int = 0  # newest of those versions

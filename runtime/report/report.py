@@ -26,7 +26,7 @@ from runtime.ledger.steps import Settled, TakenBack
 from runtime.report.group_numbers import CompletedNumbers, EqualScores, is_left_out, is_ungraded
 from runtime.report.lines import Failures, failure_in, line_of, masked_line, step_line
 from runtime.report.progress import StepProgress
-from runtime.report.rows import MetricRow, drop_metrics, eval_means, group_metrics, mean_of, rewards_of
+from runtime.report.rows import MetricRow, drop_metrics, eval_means, group_metrics, mean_of, rewards_of, ungraded_shares
 from runtime.report.summary import Result, summary_lines
 from runtime.report.times import Times
 from runtime.util.formatting import number
@@ -287,7 +287,13 @@ class Report:
         metrics = {"eval/step": event.step, **all_metrics}
         if took_s is not None:
             metrics["perf/eval_time"] = took_s
-        shown = ", ".join(f"{name} {number(value)}" for name, value in means.items())
+        ungraded = ungraded_shares(all_metrics)
+        texts = [
+            f"{name} {number(value)}" + (f" ({ungraded[name]:.0%} without a grade)" if name in ungraded else "")
+            for name, value in means.items()
+        ]
+        texts += [f"{name}: no sample has a grade" for name in ungraded if name not in means]
+        shown = ", ".join(texts)
         line = Line(f"evaluation after step {event.step}{weights}: {shown}")
         if self._row is not None and self._row["step"] == event.step:
             self._row |= metrics

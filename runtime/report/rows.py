@@ -15,7 +15,12 @@ from runtime.report.group_numbers import GroupNumbers
 from runtime.util.files import append_line, write_atomically
 
 MetricRow = dict[str, Any]  # by name
-NOT_MEANS: Final = ("-truncated_ratio", "-newer_weights_ratio")  # suffixes of other metrics of an evaluation set
+UNGRADED: Final = "-ungraded_ratio"
+NOT_MEANS: Final = (
+    "-truncated_ratio",
+    "-newer_weights_ratio",
+    UNGRADED,
+)  # suffixes of other metrics of an evaluation set
 
 
 def mean_of(values: Sequence[float]) -> float | None:
@@ -101,6 +106,12 @@ def drop_metrics(now: Mapping[str, int], before: Mapping[str, int]) -> MetricRow
 def eval_means(metrics: Mapping[str, float]) -> dict[str, float]:
     """Return the mean reward of each evaluation set."""
     return {key.removeprefix("eval/"): value for key, value in metrics.items() if _is_mean(key)}
+
+
+def ungraded_shares(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the share of samples without a grade of each evaluation set that has some."""
+    ends = {key.removeprefix("eval/"): value for key, value in metrics.items() if key.endswith(UNGRADED)}
+    return {name.removesuffix(UNGRADED): share for name, share in ends.items()}
 
 
 def _is_mean(key: str) -> bool:

@@ -67,7 +67,10 @@ def _due_at(step: int, plans: tuple[EvalPlan, ...], num_steps: int) -> list[Eval
 def eval_metrics(evaluation: Evaluation) -> dict[str, float]:
     """Mean reward of each set, sample ratios, and pass@k (a reward of exactly 1 passes).
 
-    The ratios: truncated samples and, if there are any, samples with tokens of newer weights than the evaluation's.
+    Mean and pass@k leave out samples without a reward. A set without any reward has neither.
+
+    The ratios: truncated samples and, if there are any, samples without a reward, and samples with tokens of newer
+    weights than the evaluation's.
 
     Source:
         `pass_rates` has that of pass@k.
@@ -75,12 +78,17 @@ def eval_metrics(evaluation: Evaluation) -> dict[str, float]:
     metrics: dict[str, float] = {}
     for name, items in evaluation.items.items():
         rewards = [reward for item in items.values() for reward in item.rewards]
-        if not rewards:
+        num_ungraded = sum(item.num_ungraded for item in items.values())
+        num_samples = len(rewards) + num_ungraded
+        if not num_samples:
             continue
-        metrics[f"eval/{name}"] = math.fsum(rewards) / len(rewards)
-        metrics[f"eval/{name}-truncated_ratio"] = sum(item.num_truncated for item in items.values()) / len(rewards)
+        if rewards:
+            metrics[f"eval/{name}"] = math.fsum(rewards) / len(rewards)
+        metrics[f"eval/{name}-truncated_ratio"] = sum(item.num_truncated for item in items.values()) / num_samples
+        if num_ungraded:
+            metrics[f"eval/{name}-ungraded_ratio"] = num_ungraded / num_samples
         if num_newer := sum(item.num_newer for item in items.values()):
-            metrics[f"eval/{name}-newer_weights_ratio"] = num_newer / len(rewards)
+            metrics[f"eval/{name}-newer_weights_ratio"] = num_newer / num_samples
         counts = [(len(item.rewards), item.rewards.count(1.0)) for item in items.values() if item.rewards]
         metrics |= {f"eval/{name}-pass@{k}": rate for k, rate in pass_rates(counts).items()}
     return metrics

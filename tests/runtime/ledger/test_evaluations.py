@@ -40,7 +40,31 @@ def test_an_item_whose_task_nobody_can_read_ends_without_samples() -> None:
     log.add(MessageDeadLettered(subject="phy.r.work.eval.0.test.1", reason="no such field", dead_seq=1))
     (ended,) = log.decide()
     assert isinstance(ended, EvalEnded)
-    assert ended.metrics == {"eval/test": 1.0, "eval/test-truncated_ratio": 0.0}
+    assert ended.metrics == {"eval/test": 1.0, "eval/test-truncated_ratio": 0.0, "eval/test-ungraded_ratio": 0.5}
+
+
+def ended_with(*rewards: float | None) -> dict[str, float]:
+    """Metrics of an evaluation with one item, whose samples have these rewards; None: the grade failed."""
+    log = Log(evals=(EvalPlan(name="test", interval=1, num_items=1),))
+    log.announce(0)
+    log.decide()
+    samples = tuple(summary(index, reward=reward) for index, reward in enumerate(rewards))
+    log.add(EvalCompleted(step=0, set="test", item=0, version=1, instance="r", samples=samples))
+    (ended,) = log.decide()
+    assert isinstance(ended, EvalEnded)
+    return ended.metrics
+
+
+def test_a_failed_grade_is_left_out_of_the_mean_and_counted_apart() -> None:
+    metrics = ended_with(1.0, None, 0.0, 1.0)
+    assert metrics["eval/test"] == 2 / 3  # not 2 / 4
+    assert metrics["eval/test-ungraded_ratio"] == 1 / 4
+    assert metrics["eval/test-pass@2"] == 1.0  # of three samples, two of which pass: 1 - C(1, 2) / C(3, 2)
+    assert "eval/test-ungraded_ratio" not in ended_with(1.0, 0.0)
+
+
+def test_an_evaluation_in_which_all_grades_failed_has_no_mean() -> None:
+    assert ended_with(None, None) == {"eval/test-truncated_ratio": 0.0, "eval/test-ungraded_ratio": 1.0}
 
 
 def test_an_evaluation_keeps_what_was_stored_since_it_was_issued() -> None:

@@ -137,6 +137,15 @@ def test_an_evaluation_that_newer_weights_ended_says_so() -> None:
     assert story.report.evals == {"held-out": 0.75}
 
 
+def test_an_evaluation_without_some_or_all_grades_says_so() -> None:
+    story = Story()
+    metrics = {"eval/a": 0.75, "eval/a-ungraded_ratio": 0.125, "eval/b-ungraded_ratio": 1.0}
+    story.tell(EvalEnded(incarnation=1, step=0, version=1, metrics=metrics))
+    line = "evaluation after step 0 (weights v1): a 0.750 (12% without a grade), b: no sample has a grade"
+    assert story.lines() == [line]
+    assert story.report.evals == {"a": 0.75}
+
+
 def test_an_evaluation_that_ends_after_the_next_step_still_joins_the_row_of_its_own() -> None:
     story = Story()
     for step in (0, 2):
