@@ -3,8 +3,9 @@
 import os
 import shutil
 import tempfile
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -120,7 +121,7 @@ async def opened_log(run: FoundRun) -> AsyncGenerator[OpenedLog, None]:
     """
     async with AsyncExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="physarum-log-")))
-        url = await _live_url(run, scratch)
+        url = await live_url(run, scratch, partial(_look, run))
         live = url is not None
         if url is None:
             login = Login(user="spectator", password=Secret.random())
@@ -133,8 +134,13 @@ async def opened_log(run: FoundRun) -> AsyncGenerator[OpenedLog, None]:
         yield OpenedLog(events=events, begins=await start_state(bus, run.directory), live=live)
 
 
-async def _live_url(run: FoundRun, scratch: Path) -> str | None:
+async def live_url(run: FoundRun, scratch: Path, look: Callable[[str], Awaitable[None]]) -> str | None:
     """Return the URL of the run's bus, or None after its events were copied.
+
+    Args:
+        run: the run.
+        scratch: directory for the copy.
+        look: checks the bus at a URL; raises BusError if it cannot be read.
 
     Raises:
         NoLog: neither was possible in time.
@@ -147,7 +153,7 @@ async def _live_url(run: FoundRun, scratch: Path) -> str | None:
             url = _url_in(run.directory) or run.bus_url  # the stored URL contains the login
             if url is not None:
                 try:
-                    await _look(url, run.name, certificate_in(run.directory))
+                    await look(url)
                 except BusError as error:
                     problem = str(error)
                 else:
@@ -184,9 +190,10 @@ def certificate_in(directory: Path) -> str | None:
     return path.read_text() if path.exists() and not (_url_in(directory) or "").startswith("nats://") else None
 
 
-async def _look(url: str, name: str, certificate: str | None) -> None:
+async def _look(run: FoundRun, url: str) -> None:
     """Check the bus. Raises BusError if no server answers, or it has no such log."""
-    async with Bus.connect(url, name, name="spectator", limits=LIMITS, certificate=certificate) as bus:
+    certificate = certificate_in(run.directory)
+    async with Bus.connect(url, run.name, name="spectator", limits=LIMITS, certificate=certificate) as bus:
         await bus.state(Plane.EVENT)
 
 

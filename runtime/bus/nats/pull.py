@@ -3,7 +3,7 @@
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Final, NamedTuple
 
 import anyio
@@ -22,6 +22,8 @@ TOO_LARGE: Final = "exceeds maxbytes"  # the next message exceeds the byte limit
 LOST_REASONS: Final = ("consumer deleted", "server shutdown", "leadership change", "consumer is push based")
 GRACE_S: Final = 1.0  # added to a request's own expiry
 MIN_EXPIRES_S: Final = 0.05
+MICROSECOND: Final = timedelta(microseconds=1)
+UNIX_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 STILL_S: Final = 1.0  # maximum gap between requests; nothing unsent is trimmed in a shorter one
 
 
@@ -51,6 +53,11 @@ def place_of(reply: str) -> Place:
 def time_of(time_ns: int) -> datetime:
     """Time at which the server stored a message."""
     return datetime.fromtimestamp(time_ns / NANOSECONDS, UTC)
+
+
+def nanoseconds_of(text: str) -> int:
+    """Read such a time from the header of a stored message, to the microsecond."""
+    return (datetime.fromisoformat(text) - UNIX_EPOCH) // MICROSECOND * 1000
 
 
 class Pull:

@@ -35,6 +35,8 @@ EXPECTED_LAST_FILTER = "Nats-Expected-Last-Subject-Sequence-Subject"
 SEQUENCE = "Nats-Sequence"
 SUBJECT = "Nats-Subject"
 TIME = "Nats-Time-Stamp"  # when the server stored a message
+BEFORE = "Nats-Last-Sequence"  # in one of several answers: sequence of the answer before it, 0 for the first
+PENDING = "Nats-Num-Pending"  # in such an answer: number of later messages
 API = "$JS.API"
 NANOSECONDS = 1_000_000_000  # JetStream's unit of time, per second
 
@@ -267,8 +269,28 @@ class Store:
             ApiFailed: the server refuses, for example because too many subjects match.
             BusUnavailable: no server until the deadline.
         """
-        request = msgspec.json.encode({"multi_last": [subject_filter]})
-        connection = self._connection
+        return await self._several(stream, {"multi_last": [subject_filter]})
+
+    async def after(self, stream: str, from_seq: int, *, batch: int, max_bytes: int) -> list[Stored]:
+        """The messages from a sequence on, in order and without gaps between them; none if there is none yet.
+
+        It takes no consumer: the login needs no other right than to read the stored messages.
+
+        Raises:
+            ApiFailed: the server refuses.
+            BusUnavailable: no server until the deadline.
+        """
+        found = await self._several(stream, {"seq": from_seq, "batch": batch, "max_bytes": max_bytes})
+        before = 0
+        for position, stored in enumerate(found):
+            if int(stored.headers.get(BEFORE, 0)) != before:  # one was lost on the way
+                return found[:position]
+            before = stored.seq
+        return found
+
+    async def _several(self, stream: str, request: dict[str, Any]) -> list[Stored]:
+        """The answers to a request for several messages, by sequence."""
+        payload, connection = msgspec.json.encode(request), self._connection
         deadline, failures = connection.time() + self._limits.publish_timeout_s, 0
         while True:
             answers = _Answers()
@@ -277,13 +299,13 @@ class Store:
             try:
                 if not connection.is_connected:
                     raise Disconnected("not connected")
-                await connection.send(f"{API}.DIRECT.GET.{stream}", request, reply=inbox)
+                await connection.send(f"{API}.DIRECT.GET.{stream}", payload, reply=inbox)
                 with anyio.move_on_after(connection.attempt_time(deadline, failures)):
                     await answers.complete.wait()
                 found = answers.found()
             except (Disconnected, AttemptTimeout, NoResponders) as error:
                 if not await connection.pause(deadline, failures, error):
-                    raise BusUnavailable(f"{stream}, {subject_filter}: {error!r}; {connection.last_error}") from error
+                    raise BusUnavailable(f"{stream}, {request}: {error!r}; {connection.last_error}") from error
                 failures += 1
             else:
                 return found

@@ -1,0 +1,87 @@
+"""Reading of the log as an external viewer: by the stored messages alone, without a consumer. It writes nothing."""
+
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from typing import Final
+
+import anyio
+
+from messages import DecodeError, Message, Plane, decode
+from messages.subjects import check_run_name, inbox_prefix, plane_filter, stream_of
+from runtime.bus.events import Received
+from runtime.bus.limits import MIB, BusLimits
+from runtime.bus.nats.connection import Connection, RawMessage, open_connection
+from runtime.bus.nats.pull import nanoseconds_of
+from runtime.bus.nats.store import PENDING, TIME, Store
+
+BATCH: Final = 256  # messages of one request
+BATCH_BYTES: Final = 4 * MIB
+LOOK_EVERY_S: Final = 5.0  # at the latest: a message about a new event may be lost
+TOGETHER_S: Final = 0.05  # events that are written within this time are read with one request
+
+
+class Viewing:
+    """Reads the log of one run in order, from any sequence on. Opened by `viewing`."""
+
+    def __init__(self, connection: Connection, run: str) -> None:
+        self.num_skipped = 0  # events that this version cannot decode
+        self._store = Store(connection)
+        self._stream = stream_of(run, Plane.EVENT)
+        self._written = anyio.Event()
+
+    def note(self, *_: RawMessage) -> None:
+        """Note that an event was written, or may have been while the connection was lost."""
+        self._written.set()
+
+    async def wait(self) -> None:
+        """Wait until an event was written, or LOOK_EVERY_S."""
+        with anyio.move_on_after(LOOK_EVERY_S):
+            await self._written.wait()
+            await anyio.sleep(TOGETHER_S)
+
+    async def batch(self, from_seq: int) -> tuple[list[Received[Message]], int]:
+        """The next events from a sequence on, and the sequence after them. No event and the same sequence: none yet.
+
+        Raises:
+            BusError: the server does not answer, or refuses.
+        """
+        self._written = anyio.Event()
+        events: list[Received[Message]] = []
+        for stored in await self._store.after(self._stream, from_seq, batch=BATCH, max_bytes=BATCH_BYTES):
+            from_seq = stored.seq + 1
+            try:
+                message = decode(stored.data, stored.headers)
+            except DecodeError:
+                self.num_skipped += 1
+                continue
+            pending = int(stored.headers.get(PENDING, 0))
+            events.append(Received(message, stored.seq, nanoseconds_of(stored.headers[TIME]), pending))
+        return events, from_seq
+
+
+@asynccontextmanager
+async def viewing(
+    url: str, run: str, *, name: str, limits: BusLimits, certificate: str | None = None
+) -> AsyncGenerator[Viewing, None]:
+    """Connect as a viewer for the duration of a block.
+
+    Args:
+        url: nats://[user:password@]host:port.
+        run: name of the run.
+        name: user name of the viewer, which its inboxes have too.
+        limits: deadlines and buffer bounds.
+        certificate: PEM certificate of a run's own server, which alone is trusted.
+
+    Raises:
+        BusUnavailable: no server answers, it rejects the login, or the connection closes for good.
+    """
+    check_run_name(run)
+    inboxes = inbox_prefix(run, name)
+    async with open_connection(url, name=name, limits=limits, inboxes=inboxes, certificate=certificate) as connection:
+        view = Viewing(connection, run)
+        listener = await connection.subscribe(plane_filter(run, Plane.EVENT), view.note)
+        connection.on_reconnect(view.note)
+        try:
+            yield view
+        finally:
+            await listener.stop()
