@@ -93,28 +93,14 @@ def _try_grader(args: argparse.Namespace) -> Iterator[tuple[str, bool]]:
 
 def _samples(args: argparse.Namespace) -> Iterator[list[tuple["GradedSample", float | None]]]:
     """Yield groups of samples, with the reward that each had in the run."""
+    from actors.reward.grader_check import graded_sample
     from actors.reward.samples import GradedSample
 
     if args.on is None:
         raise WrongInput("--on FILE or --on DUMP is needed")
     if args.on.is_dir():
         for group in _groups(args):
-            yield [
-                (
-                    GradedSample(
-                        index=sample.index,
-                        part=sample.part,
-                        prompt=sample.prompt,
-                        response=sample.response,
-                        status=str(sample.status),
-                        response_len=sample.response_len,
-                        label=sample.label,
-                        metadata=sample.metadata,
-                    ),
-                    sample.reward,
-                )
-                for sample in group.samples
-            ]
+            yield [(graded_sample(group, place), sample.reward) for place, sample in enumerate(group.samples)]
         return
     rows = [
         _row(args.on, number, line) for number, line in enumerate(args.on.read_text("utf-8").splitlines(), 1) if line

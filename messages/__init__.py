@@ -99,7 +99,7 @@ from messages.samples import (
     SegmentRef,
     WeightSpan,
 )
-from messages.work import Demonstration, EvalRequested, Prompt, RolloutRequested, ScoreItem, ScoreRequested
+from messages.work import Demonstration, EvalRequested, Prompt, RolloutRequested, ScoreItem, ScoreRequested, TurnSpan
 
 __all__ = [
     "ActorDescribed",
@@ -191,6 +191,7 @@ __all__ = [
     "StatsGiven",
     "StatsRequested",
     "TrainerStarted",
+    "TurnSpan",
     "UInt8Array",
     "UntrainedSamples",
     "UpdateGroup",

@@ -3,8 +3,9 @@
 from typing import Any
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
-from messages.arrays import Int32Array, UInt8Array
+from messages.arrays import Float32Array, Int32Array, UInt8Array
 from messages.base import Message, Plane, register
 from messages.samples import SampleStatus, SampleSummary, SamplingParams
 from messages.subjects import OWN_GRADERS, grader_token
@@ -76,8 +77,16 @@ class EvalRequested(Message, kw_only=True, tag="eval_requested", eq=False):
         return f"{self.step}.{self.set}.{self.item}"
 
 
+class TurnSpan(msgspec.Struct, frozen=True, kw_only=True):
+    """A turn of the model: the tokens [start, end) of a response, and their text."""
+
+    start: int
+    end: int
+    text: str
+
+
 class ScoreItem(msgspec.Struct, frozen=True, kw_only=True):
-    """One sample as a grader sees it."""
+    """One sample as a grader sees it. Fields without a value are not sent."""
 
     index: int
     part: int = 0
@@ -87,6 +96,10 @@ class ScoreItem(msgspec.Struct, frozen=True, kw_only=True):
     response_len: int = 0  # tokens
     label: Any = None
     metadata: dict[str, Any] = {}
+    sample_metadata: dict[str, Any] | UnsetType = UNSET  # of this sample alone, set by a generate function
+    tokens: Int32Array | UnsetType = UNSET  # [T], ids of the response, those between turns included
+    log_probs: Float32Array | UnsetType = UNSET  # [T], natural log, of the policy that sampled; 0 between turns
+    turns: tuple[TurnSpan, ...] | UnsetType = UNSET  # of the model, in order
 
 
 @register

@@ -5,10 +5,11 @@ from typing import Final
 
 import msgspec
 import structlog
+from msgspec import UNSET
 
 from actors.reward.frames import Graded
-from actors.reward.samples import GradedSample
-from messages import Prompt, Score, ScoreItem, ScoreRequested, ScoresGiven
+from actors.reward.samples import GradedSample, Turn
+from messages import Prompt, Score, ScoreItem, ScoreRequested, ScoresGiven, TurnSpan
 from messages.plain import clipped
 from runtime.data.stored_prompts import FetchesByKey, fetch_prompt_by_keys
 
@@ -55,8 +56,16 @@ def sample_of(item: ScoreItem, *, evaluation: bool) -> GradedSample:
         response_len=item.response_len,
         label=item.label,
         metadata=item.metadata,
+        sample_metadata=item.sample_metadata or {},
         evaluation=evaluation,
+        packed_tokens=None if item.tokens is UNSET else item.tokens.tobytes(),
+        packed_log_probs=None if item.log_probs is UNSET else item.log_probs.tobytes(),
+        turn_spans=None if item.turns is UNSET else tuple(map(_turn, item.turns)),
     )
+
+
+def _turn(span: TurnSpan) -> Turn:
+    return Turn(start=span.start, end=span.end, text=span.text)
 
 
 def answers_of(request: ScoreRequested, grades: Sequence[Graded]) -> Iterator[ScoresGiven]:

@@ -3,7 +3,7 @@
 import resource
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, Final, NamedTuple
 
 import anyio
 
@@ -11,16 +11,22 @@ from actors.reward.frames import FrameError, Grade, Graded, GraderSpec, Hello, e
 from actors.reward.pool import PoolSettings, open_pool
 from actors.reward.process import START_TIMEOUT_S, GraderProcess, GraderProcessError
 from actors.reward.recipe import graders_of
-from actors.reward.samples import GradedSample
+from actors.reward.samples import GradedSample, Turn
 from actors.reward.sandbox import Sandbox, sandbox_of
 from messages import Prompt
 from runtime.bus.background import in_background
+from runtime.data.dumps import DumpedGroup
 from runtime.node.checks.apart import Doing
 from runtime.settings.plugins import is_plugin
 from runtime.settings.reading.config import Problem
-from runtime.settings.topology import RewardConfig, Topology, own_graders
+from runtime.settings.topology import RewardConfig, SampleField, Topology, own_graders
 
 SLACK_S = 10.0  # time for a process to end
+EMPTY: Final[Mapping[SampleField, tuple[str, Any]]] = {  # fields of an empty answer
+    "tokens": ("packed_tokens", b""),
+    "log_probs": ("packed_log_probs", b""),
+    "turns": ("turn_spans", ()),
+}
 
 
 class SampleRow(NamedTuple):
@@ -74,8 +80,9 @@ async def _error_of(topology: Topology, spec: GraderSpec, row: SampleRow) -> str
         graders=graders_of(topology), reward_key=config.reward_key, cpu_s=config.cpu_s or 2 * config.timeout_s
     )
     number = topology.rollout.n_samples_per_prompt if spec.group else 1
+    fields: dict[str, Any] = {EMPTY[field][0]: EMPTY[field][1] for field in config.sample_fields}
     samples = tuple(
-        GradedSample(index=index, prompt=prompt.text, label=prompt.label, metadata=prompt.metadata)
+        GradedSample(index=index, prompt=prompt.text, label=prompt.label, metadata=prompt.metadata, **fields)
         for index in range(number)
     )
     process = await GraderProcess.start(hello, sandbox_of(topology))
@@ -92,6 +99,36 @@ async def _error_of(topology: Topology, spec: GraderSpec, row: SampleRow) -> str
     if len(grades) < number:
         return f"no grade within {config.timeout_s:g} s (reward.timeout_s)"
     return next((graded.error for graded in grades if graded.error is not None), None)
+
+
+def graded_sample(group: DumpedGroup, place: int) -> GradedSample:
+    """Return a sample of a dump as a grader sees it, with all fields of `reward.sample_fields`."""
+    sample, tokens, log_probs, turns = group.samples[place], bytearray(), bytearray(), list[Turn]()
+    for segment in group.segments[place]:
+        num_input = len(segment.prompt_ids) if turns else 0  # the first input is the prompt
+        tokens += segment.prompt_ids.tobytes() if num_input else b""
+        log_probs += bytes(4 * num_input)
+        start = len(tokens) // 4
+        tokens += segment.response_ids.tobytes()
+        log_probs += segment.rollout_log_probs.tobytes()
+        turn = Turn(start=start, end=start + len(segment.response_ids), text=segment.text)
+        if turns and not num_input:  # the segment continues a turn
+            turn = Turn(start=turns[-1].start, end=turn.end, text=turns.pop().text + turn.text)
+        turns.append(turn)
+    return GradedSample(
+        index=sample.index,
+        part=sample.part,
+        prompt=sample.prompt,
+        response=sample.response,
+        status=str(sample.status),
+        response_len=sample.response_len,
+        label=sample.label,
+        metadata=sample.metadata,
+        sample_metadata=sample.sample_metadata,
+        packed_tokens=bytes(tokens),
+        packed_log_probs=bytes(log_probs),
+        turn_spans=tuple(turns),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,11 +1,20 @@
 """A sample as graders see it. Grader processes import this module, so it does not import NumPy."""
 
-from typing import Any
+from array import array
+from typing import Any, TypeVar
 
 import msgspec
 
 
-class GradedSample(msgspec.Struct, frozen=True, kw_only=True):
+class Turn(msgspec.Struct, frozen=True, kw_only=True):
+    """A turn of the model: the tokens [start, end) of the response, and their text."""
+
+    start: int
+    end: int
+    text: str = ""
+
+
+class GradedSample(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The argument of reward functions; has the fields of messages.work.ScoreItem."""
 
     index: int = 0  # among the samples of its prompt group
@@ -16,7 +25,11 @@ class GradedSample(msgspec.Struct, frozen=True, kw_only=True):
     response_len: int = 0  # tokens
     label: Any = None  # unchanged from the data file
     metadata: dict[str, Any] = {}  # unchanged from the data file
+    sample_metadata: dict[str, Any] = {}  # of this sample alone, set by a generate function
     evaluation: bool = False  # whether this is a sample of an evaluation
+    packed_tokens: bytes | None = None  # `tokens` as int32, `log_probs` as float32, both little-endian
+    packed_log_probs: bytes | None = None
+    turn_spans: tuple[Turn, ...] | None = None  # `turns`
     judge_answer: str = ""  # the text of the judge, for parsers alone
     judge_truncated: bool = False  # the judge's answer reached its token limit
 
@@ -24,3 +37,39 @@ class GradedSample(msgspec.Struct, frozen=True, kw_only=True):
     def truncated(self) -> bool:
         """Whether the response ended without an end of turn."""
         return self.status != "completed"
+
+    @property
+    def tokens(self) -> "array[int]":
+        """Token ids of the response, those between turns included.
+
+        Raises:
+            ValueError: `reward.sample_fields` does not name them.
+        """
+        return array("i", _asked("tokens", self.packed_tokens))
+
+    @property
+    def log_probs(self) -> "array[float]":
+        """Log-probs of the policy that sampled, one per token; 0 for tokens between turns.
+
+        Raises:
+            ValueError: `reward.sample_fields` does not name them.
+        """
+        return array("f", _asked("log_probs", self.packed_log_probs))
+
+    @property
+    def turns(self) -> tuple[Turn, ...]:
+        """The turns of the model, in order.
+
+        Raises:
+            ValueError: `reward.sample_fields` does not name them.
+        """
+        return _asked("turns", self.turn_spans)
+
+
+_T = TypeVar("_T")
+
+
+def _asked(name: str, value: _T | None) -> _T:
+    if value is None:
+        raise ValueError(f'sample.{name}: the sample comes without them; add "{name}" to reward.sample_fields')
+    return value

@@ -293,6 +293,7 @@ class RolloutActor(Actor):
             policy=policy_of(reward),
             reward_keys=self._topology.algorithm.gdpo_reward_keys,
             conversations=self._conversations,
+            sample_fields=reward.sample_fields,
             pools_of=self._pools_of,
         )
 

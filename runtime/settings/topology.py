@@ -433,6 +433,9 @@ class FailuresConfig(Config, frozen=True, kw_only=True):
     raised: FailureAction | None = None
 
 
+SampleField = Literal["tokens", "log_probs", "turns"]
+
+
 class RewardConfig(Config, frozen=True, kw_only=True):
     """Reward workers, and how failed scores are handled."""
 
@@ -457,6 +460,9 @@ class RewardConfig(Config, frozen=True, kw_only=True):
     reward_key: Text | None = None
     # Call the grader once per prompt group, with all of its samples.
     group_rm: bool = False
+    # Further fields of the samples that graders get: token ids, log-probs and turns of the response. Without them score
+    # requests stay small.
+    sample_fields: tuple[SampleField, ...] = ()
     # Your own grader functions by name. Rows, `data.rm_type` and `eval.rm_type` may use these names.
     graders: dict[Name, Text] = {}
     # Names of graders that only external workers run. `data.rm_type`, `eval.rm_type` and rows may use these names.

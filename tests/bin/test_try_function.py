@@ -21,6 +21,10 @@ def raises(sample):
 def hangs(sample):
     time.sleep(99)
 
+def of_tokens(sample):
+    (turn,) = sample.turns
+    return float(0 < len(sample.tokens) == len(sample.log_probs) == turn.end == sample.response_len)
+
 def together(samples):
     return [index for index, sample in enumerate(samples)]
 
@@ -96,6 +100,14 @@ def test_a_filter_on_a_dump(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert code == 0
     assert first.startswith("group 1: rewards 1, 0: keep; in the run ")
     assert second.startswith("group 2: rewards 1, 1: drop (zero_std_1.0); in the run ")
+
+
+def test_a_grader_reads_the_tokens_of_a_dump(
+    functions: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_pair(tmp_path, 0, [group(1, (1.0, 0.0), 0)], (1, 0))
+    code, text = said(capsys, "grader", f"{functions}:of_tokens", "--on", str(tmp_path))
+    assert (code, text.count("reward 1 (in the run ")) == (0, 2)
 
 
 def test_a_source_that_returns_another_row_is_named(functions: str, capsys: pytest.CaptureFixture[str]) -> None:

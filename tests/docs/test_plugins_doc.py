@@ -1,6 +1,7 @@
-"""docs/train/{rewards,filters,multi-turn}.md: functions are found as settings name them, and do what the pages say."""
+"""docs/train/{rewards,own-graders,filters,multi-turn}.md: functions are found by name, and do what the pages say."""
 
 import tomllib
+from array import array
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from actors.filter.filters import KEEP, GroupSummary, find_filter, verdict_of
 from actors.reward.frames import GraderSpec, Hello
 from actors.reward.graders.builtin import BUILT_IN_GRADERS
 from actors.reward.pool import PoolSettings, open_pool
-from actors.reward.samples import GradedSample
+from actors.reward.samples import GradedSample, Turn
 from actors.rollout.samples.conversation import Conversation
 from actors.rollout.samples.generate_function import find_generate_function
 from actors.rollout.samples.sample import OpenSample
@@ -24,7 +25,7 @@ from tests.docs.snippets import snippets
 from tests.support.any_tokens import AnyTokens
 
 TRAIN = Path(__file__).parents[2] / "docs" / "train"
-PAGES = [TRAIN / f"{name}.md" for name in ("rewards", "filters", "multi-turn")]
+PAGES = [TRAIN / f"{name}.md" for name in ("rewards", "own-graders", "filters", "multi-turn")]
 
 
 def blocks(language: str) -> list[str]:
@@ -55,6 +56,10 @@ async def test_the_reward_functions_of_the_pages_work(folder: Path) -> None:
     assert await rewards_of(folder, "my_rewards.py:mentions_label", right, wrong) == [1.0, 0.0]
     brief = GradedSample(response="two words", metadata={"max_words": 2})
     assert await rewards_of(folder, "my_verifier.py:verify", brief, GradedSample(response="a " * 11)) == [1.0, 0.0]
+    turns = (Turn(start=0, end=2), Turn(start=3, end=5))
+    sure, unsure = ((array("f", [-9, -9, 0, -1, number]).tobytes()) for number in (-4.0, -6.0))
+    turned = [GradedSample(packed_log_probs=log_probs, turn_spans=turns) for log_probs in (sure, unsure)]
+    assert await rewards_of(folder, "my_turns.py:short_and_sure", *turned) == [1.0, 0.0]
     group = [GradedSample(response_len=length) for length in (5, 3, 4)]
     assert await rewards_of(folder, "my_ranking.py:shortest_wins", *group, group=True) == [0.0, 1.0, 0.0]
 

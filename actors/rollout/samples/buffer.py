@@ -81,6 +81,11 @@ class SampleBuffer:
         return self._taken.num_tokens
 
     @property
+    def input_end(self) -> int:
+        """End of the newest input between turns; 0 without one."""
+        return self._input_end
+
+    @property
     def ids(self) -> NDArray[np.int32]:
         """[T], all tokens so far, without a copy."""
         return self._ids.view()
@@ -94,6 +99,11 @@ class SampleBuffer:
     def text(self) -> str:
         """The response tokens as text."""
         return self._text.decode(errors="surrogatepass")
+
+    @property
+    def new_text(self) -> str:
+        """The response tokens that were not taken, as text."""
+        return self._text[self._taken.num_bytes :].decode(errors="surrogatepass")
 
     @property
     def mark(self) -> Mark:
@@ -193,7 +203,7 @@ class SampleBuffer:
             loss_mask=UInt8Array(np.ones(self._ids.size - first, np.uint8)),
             rollout_log_probs=Float32Array(self._log_probs.view(first)),
             weight_spans=_versions(self._spans, first),
-            text=self._text[self._taken.num_bytes :].decode(errors="surrogatepass"),
+            text=self.new_text,
             kept_counts=kept_counts,
             kept_ids=kept_ids,
         )

@@ -29,7 +29,13 @@ class GroupRun:
         self.generated_s = 0.0  # seconds from the start to the last token
         self._task = task
         self._running = tools.generator.running
-        self._scoring = SampleScoring(task, tools.scorer, policy=tools.policy, reward_keys=tools.reward_keys)
+        self._scoring = SampleScoring(
+            task,
+            tools.scorer,
+            policy=tools.policy,
+            reward_keys=tools.reward_keys,
+            fields=tools.sample_fields,
+        )
         self._columns = SampleColumns(task, tools.bus, tools.pools_of(task.prompt.data))
         self._store = SegmentStore(task, samples, tools.bus)
         self._generation = Generation(task, tools, self._store)

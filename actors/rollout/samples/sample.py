@@ -8,7 +8,7 @@ from typing import Any
 from actors.rollout.requests.request import GenerateRequest
 from actors.rollout.samples.buffer import NOTHING, SampleBuffer
 from actors.rollout.samples.failures import Action, FailurePolicy
-from messages import Int32Array, SampleKey, SampleStatus, SampleSummary, Score, Segment, SegmentRef
+from messages import Int32Array, SampleKey, SampleStatus, SampleSummary, Score, Segment, SegmentRef, TurnSpan
 
 FINISHED = (SampleStatus.COMPLETED, SampleStatus.TRUNCATED)
 NUM_TURNS = "num_turns"  # metadata key: number of finished turns of a conversation
@@ -18,6 +18,7 @@ NUM_TURNS = "num_turns"  # metadata key: number of finished turns of a conversat
 class Turn:
     """A model turn: tokens generated in one go, in one segment or several."""
 
+    start: int = 0  # its first token in the response
     num_tokens: int = 0
     text: str = ""
 
@@ -88,12 +89,31 @@ class OpenSample:
     def _note(self, segment: Segment) -> None:
         if not self.turns or (len(segment.prompt_ids) and self.turns[-1].num_tokens):
             self.turns.append(Turn())
+        if not self.turns[-1].num_tokens:
+            self.turns[-1].start = self.buffer.num_taken - len(segment.response_ids)
         self.columns = {}  # they were of fewer tokens
         self.turns[-1].num_tokens += len(segment.response_ids)
         self.turns[-1].text += segment.text
         versions = [span.version for span in segment.weight_spans]
         self.first_version = min(versions if self.first_version is None else [self.first_version, *versions])
         self.last_version = max(versions if self.last_version is None else [self.last_version, *versions])
+
+    def turn_spans(self) -> tuple[TurnSpan, ...]:
+        """Return the model's turns, with the tokens that are not taken yet."""
+        spans = [
+            TurnSpan(start=turn.start, end=turn.start + turn.num_tokens, text=turn.text)
+            for turn in self.turns
+            if turn.num_tokens
+        ]
+        buffer = self.buffer
+        start = max(buffer.num_taken, buffer.input_end)
+        if buffer.num_tokens > start:
+            text = buffer.new_text
+            if spans and spans[-1].end == start:
+                before = spans.pop()
+                start, text = before.start, before.text + text
+            spans.append(TurnSpan(start=start, end=buffer.num_tokens, text=text))
+        return tuple(spans)
 
     @property
     def num_turns(self) -> int:

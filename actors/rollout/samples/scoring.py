@@ -9,15 +9,17 @@ import anyio
 import anyio.to_thread
 import structlog
 from anyio.abc import TaskGroup, TaskStatus
+from msgspec import UNSET
 
 from actors.rollout.samples.failures import FailurePolicy
 from actors.rollout.samples.sample import OpenSample
 from actors.rollout.samples.tasks import GroupTask
-from messages import Score, ScoreItem, ScoreRequested, ScoreRequestsLost
+from messages import Float32Array, Int32Array, Score, ScoreItem, ScoreRequested, ScoreRequestsLost
 from messages.subjects import OWN_GRADERS, grader_token
 from runtime.bus.bus import Bus
 from runtime.bus.errors import AlreadyQueued, BusError, MessageTooLarge
 from runtime.bus.scoring import ScoreInbox
+from runtime.settings.topology import SampleField
 from runtime.util.formatting import count_of
 
 log = structlog.get_logger()
@@ -187,12 +189,19 @@ class SampleScoring:
     """Scores of one group, requested once per sample as samples end, or for the whole group at once."""
 
     def __init__(
-        self, task: GroupTask, scorer: Scorer, *, policy: FailurePolicy, reward_keys: Sequence[str] = ()
+        self,
+        task: GroupTask,
+        scorer: Scorer,
+        *,
+        policy: FailurePolicy,
+        reward_keys: Sequence[str] = (),
+        fields: Collection[SampleField] = (),
     ) -> None:
         self.took_s = 0.0  # duration of the longest request in seconds
         self._task = task
         self._scorer = scorer
         self._policy = policy
+        self._fields = fields
         self._reward_keys = () if task.round is None else reward_keys  # evaluations report a single reward
         self._tasks: TaskGroup | None = None
         self._unasked: list[OpenSample] = []  # samples that ended at the same time share a request
@@ -229,7 +238,7 @@ class SampleScoring:
 
     async def _score(self, samples: Sequence[OpenSample]) -> None:
         started, task = time.monotonic(), self._task
-        items = [_item(task, sample) for sample in samples]
+        items = [_item(task, sample, self._fields) for sample in samples]
         try:
             scores = await self._scorer.score(task, items)
         except MessageTooLarge:
@@ -244,17 +253,21 @@ class SampleScoring:
         self.took_s = max(self.took_s, time.monotonic() - started)
 
 
-def _item(task: GroupTask, sample: OpenSample) -> ScoreItem:
+def _item(task: GroupTask, sample: OpenSample, fields: Collection[SampleField]) -> ScoreItem:
     """Return a sample as a grader sees it; prompt fields are empty if the prompt is stored separately."""
-    stored, prompt = bool(task.prompt.keys), task.prompt
+    stored, prompt, buffer = bool(task.prompt.keys), task.prompt, sample.buffer
     return ScoreItem(
         index=sample.index,
         prompt="" if stored else prompt.text,
         response=sample.text,
         status=sample.status,
-        response_len=sample.buffer.num_tokens,
+        response_len=buffer.num_tokens,
         label=None if stored else prompt.label,
         metadata={} if stored else prompt.metadata,
+        sample_metadata=dict(sample.metadata) or UNSET,
+        tokens=Int32Array(buffer.ids) if "tokens" in fields else UNSET,
+        log_probs=Float32Array(buffer.log_probs) if "log_probs" in fields else UNSET,
+        turns=sample.turn_spans() if "turns" in fields else UNSET,
     )
 
 

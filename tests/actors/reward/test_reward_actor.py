@@ -15,10 +15,11 @@ import pytest
 from actors.reward.actor import FIRST_GRADE_KEY, RewardActor, never_worked
 from actors.reward.process import GraderUnusableError
 from messages import MessageDeadLettered
+from messages.arrays import Float32Array, Int32Array
 from messages.base import Plane
 from messages.calls import Score, ScoresGiven
 from messages.samples import SampleStatus
-from messages.work import ScoreItem, ScoreRequested
+from messages.work import ScoreItem, ScoreRequested, TurnSpan
 from runtime.bus.bus import Bus
 from runtime.bus.scoring import ACK_WAIT_S, ScoreInbox
 from runtime.process.actor import InputError
@@ -33,7 +34,7 @@ pytestmark = pytest.mark.anyio
 
 USER_CODE = str(Path(__file__).parent / "user_graders.py")
 NASTY_CODE = str(Path(__file__).parent / "nasty_graders.py")
-OWN = ("everything", "as_told", "length", "slowly", "told")
+OWN = ("everything", "full", "as_told", "length", "slowly", "told")
 
 
 def topology_of(*graders: str, **reward: Any) -> Topology:
@@ -170,6 +171,23 @@ async def test_a_request_to_be_answered_elsewhere_is_dead_lettered(bus: Bus, ask
         assert ["takes no answers of the grader" in received.message.reason async for received in events.so_far()] == [
             True
         ]
+
+
+async def test_a_grader_gets_what_the_generation_of_a_sample_left(bus: Bus, asker: Asker) -> None:
+    given: dict[str, Any] = {
+        "sample_metadata": {"steps": 2},
+        "tokens": Int32Array([5, 6, 7]),
+        "log_probs": Float32Array([-0.5, 0.0, -0.25]),
+        "turns": (TurnSpan(start=0, end=1, text="a"), TurnSpan(start=2, end=3, text="b")),
+    }
+    async with running(bus, reward_key="score"):
+        (full,) = await asker.scores("own-full", "r", evaluation=True, **given)
+        (bare,) = await asker.scores("own-full", "r")
+    assert full.details is not None
+    turns = [[0, 1, "a"], [2, 3, "b"]]
+    assert full.details["seen"] == [[5, 6, 7], [-0.5, 0.0, -0.25], turns, {"steps": 2}, True]
+    assert bare.cause == "raised"
+    assert 'add "log_probs" to reward.sample_fields' in (bare.error or "")
 
 
 async def test_of_an_answer_that_is_too_long_the_rewards_are_sent(bus: Bus, asker: Asker) -> None:

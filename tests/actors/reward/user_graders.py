@@ -23,6 +23,14 @@ def everything(sample: Any) -> dict[str, Any]:
     return {"score": 0.5, "seen": seen}
 
 
+def full(sample: Any) -> dict[str, Any]:
+    """Returns what the generation of a sample left."""
+    log_probs = [round(each, 3) for each in sample.log_probs]
+    turns = [[turn.start, turn.end, turn.text] for turn in sample.turns]
+    seen = [list(sample.tokens), log_probs, turns, sample.sample_metadata, sample.evaluation]
+    return {"score": 0.5, "seen": seen}
+
+
 def as_told(sample: Any) -> Any:
     """Does what the response says."""
     match sample.response:

@@ -40,8 +40,9 @@ pytestmark = pytest.mark.anyio
 FUNCTIONS = Path(__file__).with_name("generate_functions.py")
 
 
-def with_function(name: str) -> Topology:
-    return topology_with(rollout={"custom_generate": f"tests.actors.rollout.samples.generate_functions:{name}"})
+def with_function(name: str, **others: Any) -> Topology:
+    generate = f"tests.actors.rollout.samples.generate_functions:{name}"
+    return topology_with(rollout={"custom_generate": generate}, **others)
 
 
 def one_sample(
@@ -187,15 +188,18 @@ async def test_notes_that_fit_no_event_cost_their_group_and_not_the_actor(bus: B
             failed, _ = await next_event(bus, GroupFailed)
         group.cancel_scope.cancel()
     assert isinstance(evaluated, EvalCompleted)
-    assert [(sample.reward, sample.metadata) for sample in evaluated.samples] == [(1.0, {})]
+    assert [(sample.reward, sample.metadata) for sample in evaluated.samples] == [(None, {})]
     assert isinstance(failed, GroupFailed)
     assert "allowed: at most 8388608" in failed.reason
 
 
-async def test_a_sample_that_waits_for_its_score_alone_is_scored_with_all_its_text(bus: Bus, router_url: str) -> None:
+async def test_a_sample_that_waits_for_its_score_alone_is_scored_with_all_that_it_has(
+    bus: Bus, router_url: str
+) -> None:
+    asked = with_function("uses_a_tool", reward={"sample_fields": ("tokens", "log_probs", "turns")})
     async with (
         serving(ScriptedEngine()) as engine,
-        rollout_actor(bus, router_url, [engine], with_function("uses_a_tool")),
+        rollout_actor(bus, router_url, [engine], asked),
         bus.consume(ScoreRequested, durable="reward") as requests,
     ):
         await bus.publish(announcement(1))
@@ -209,8 +213,31 @@ async def test_a_sample_that_waits_for_its_score_alone_is_scored_with_all_its_te
         second = await requests.next(10)
         assert second is not None
     assert first.message.items[0].response == "1 2 3 4 (sixty) 1 2 3 4"
-    assert second.message.items == first.message.items
     assert len(engine.requests) == 2
+    for request in (first.message, second.message):
+        (item,) = request.items
+        assert isinstance(item.turns, tuple)
+        assert [item.tokens[turn.start : turn.end].tolist() for turn in item.turns] == [[1, 2, 3, 4]] * 2
+        assert [turn.text for turn in item.turns] == ["1 2 3 4"] * 2
+        assert (item.turns[0].start, item.turns[1].end, item.response_len) == (0, len(item.tokens), len(item.tokens))
+        between = item.log_probs[item.turns[0].end : item.turns[1].start]
+        assert (between == 0).all()
+        assert item.sample_metadata == {"num_turns": 2}
+
+
+async def test_a_grader_gets_what_a_generate_function_noted_and_no_more_unless_asked(bus: Bus, router_url: str) -> None:
+    async with (
+        serving(ScriptedEngine()) as engine,
+        rollout_actor(bus, router_url, [engine], with_function("calculator")),
+        bus.consume(ScoreRequested, durable="reward") as requests,
+    ):
+        await bus.publish(announcement(1))
+        await bus.publish(one_sample())
+        request = await requests.next(10)
+        assert request is not None
+    (item,) = request.message.items
+    assert item.sample_metadata == {"last": "1 2 3 4", "label": "1", "num_turns": 3}
+    assert item.tokens is item.log_probs is item.turns is msgspec.UNSET
 
 
 def two_turns() -> OpenSample:
