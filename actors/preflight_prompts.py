@@ -10,8 +10,9 @@ from actors.buffer.prompts.prompts import Reader
 from actors.buffer.prompts.source import eval_reader, read_in_parts, training_reader
 from actors.buffer.prompts.tokenizing import Tokenizing, load_tokenizing
 from actors.reward.grader_check import SampleRow, check_graders
-from actors.reward.graders.builtin import find_grader
+from actors.reward.graders.builtin import INSTRUCTIONS, find_grader
 from actors.reward.graders.calling import grade_of
+from actors.reward.graders.instructions.package import add_data
 from actors.reward.samples import GradedSample
 from actors.rollout.sglang.facts import KEPT_OF_INPUT
 from actors.trainer.models.config import HfConfig
@@ -172,9 +173,13 @@ def _ungraded(
             return Problem.of(source.place_key, source.place, f"row {prompt.row}: the grader {name} {need}")
         if name == REMOTE_RM:
             continue
+        if name in INSTRUCTIONS and reward.nltk_data is not None:
+            add_data(reward.nltk_data)
         try:
             answer = grader(GradedSample(prompt=prompt.text, label=prompt.label, metadata=prompt.metadata))
         except ValueError as error:
+            if name in INSTRUCTIONS:
+                return Problem(key=f"{source.key}.metadata_key", message=f"row {prompt.row} of {source.place}: {error}")
             if prompt.label is None:
                 wrong = f"has no label to compare with, which the grader {name} needs"
             else:

@@ -18,7 +18,7 @@ from runtime.util.secrets import make_private
 ROOT: Final = Path(__file__).resolve().parents[2]  # import path of `actors`
 PASSED_ON: Final = (  # environment variables that every grader gets
     *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ", "VIRTUAL_ENV", "LD_LIBRARY_PATH"),
-    *("PYTHONHASHSEED", "PYTHONUNBUFFERED", "SSL_CERT_FILE", "SSL_CERT_DIR"),
+    *("PYTHONHASHSEED", "PYTHONUNBUFFERED", "SSL_CERT_FILE", "SSL_CERT_DIR", "NLTK_DATA"),
 )
 AGENT_MARK: Final = "PHYSARUM_AGENT"  # lets a node daemon find leftover processes of its run; no secret
 RUN_DIR: Final = "PHYSARUM_RUN_DIR"
@@ -144,6 +144,7 @@ def sandbox_of(topology: Topology) -> Sandbox:
     return Sandbox(
         kind=reward.sandbox,
         env=reward.env,
+        also={} if reward.nltk_data is None else {"NLTK_DATA": os.path.realpath(reward.nltk_data)},
         memory_bytes=reward.memory_bytes,
         max_files=reward.max_files,
         max_processes=reward.max_processes,

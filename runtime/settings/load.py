@@ -212,7 +212,8 @@ def _graders_found(reward: RewardConfig, finder: "_Finder") -> RewardConfig:
         for name, judge in reward.judges.items()
     }
     key_file = finder.optional("reward.rm_api_key_file", reward.rm_api_key_file)
-    return msgspec.structs.replace(reward, graders=found, judges=judges, rm_api_key_file=key_file)
+    nltk_data = finder.optional("reward.nltk_data", reward.nltk_data)
+    return msgspec.structs.replace(reward, graders=found, judges=judges, rm_api_key_file=key_file, nltk_data=nltk_data)
 
 
 def _functions_found(rollout: RolloutConfig, finder: "_Finder") -> RolloutConfig:

@@ -476,6 +476,9 @@ class RewardConfig(Config, frozen=True, kw_only=True):
     rm_api_key_env: Variable | None = None
     # File with the API key of `rm_url`, on each node with a reward actor. Only its owner may be able to read it.
     rm_api_key_file: Text | None = None
+    # Folder with NLTK's data, for rules of the graders `ifeval` and `ifbench` that need it. By default NLTK looks in
+    # its own folders and in the environment variable NLTK_DATA. Nothing is downloaded.
+    nltk_data: Text | None = None
     # Weighted sums of graders by name: the weight of each part. Parts are built-in graders, and names in `graders` and
     # `judges`. They run together. Rows, `data.rm_type` and `eval.rm_type` may use these names.
     sums: dict[Name, dict[Name, float]] = {}

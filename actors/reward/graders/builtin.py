@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from actors.reward.graders.boxed import BOXED_PREFIX, Grader, boxed
 from actors.reward.graders.code.grader import cases_in, code
+from actors.reward.graders.instructions.grader import ifbench, ifeval
 from actors.reward.graders.labels import Label, required_text, required_texts, text_of
 from actors.reward.graders.math.grader import deepscaler, has_answer, math
 from actors.reward.graders.numeric import numeric
@@ -172,6 +173,8 @@ BUILT_IN_GRADERS: Mapping[str, Grader] = MappingProxyType(
         "gpqa": _gpqa,
         "random": drawn,
         "code": _code,
+        "ifeval": lambda sample: ifeval(sample.response, sample.label, sample.metadata),
+        "ifbench": lambda sample: ifbench(sample.response, sample.label, sample.metadata),
         REMOTE: remote_rm,
     }
 )
@@ -179,12 +182,15 @@ BUILT_IN_GRADERS: Mapping[str, Grader] = MappingProxyType(
 FUNCTIONS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
         "exact_match": exact_match, "positional_match": positional_match, "f1": f1, "numeric": numeric, "math": math,
-        "deepscaler": deepscaler, "dapo": dapo, "gpqa": gpqa, "random": drawn, "code": code, REMOTE: remote_rm,
+        "deepscaler": deepscaler, "dapo": dapo, "gpqa": gpqa, "random": drawn, "code": code, "ifeval": ifeval,
+        "ifbench": ifbench, REMOTE: remote_rm,
     }
 )  # fmt: skip
 BOX_READERS: frozenset[str] = frozenset({"math", "deepscaler"})  # they grade the last box by themselves
+INSTRUCTIONS: frozenset[str] = frozenset({"ifeval", "ifbench"})
 NEEDS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {name: ("math_verify", "math") for name in BOX_READERS}
+    | {name: ("if_verifiable", "instructions") for name in INSTRUCTIONS}
 )  # module and extra of a grader
 
 

@@ -186,13 +186,6 @@ def test_an_unknown_grader_is_refused_with_the_nearest_name(name: str, hint: str
     assert hint in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["ifbench", "boxed_ifbench"])
-def test_ifbench_of_slime_is_refused_and_says_so(name: str) -> None:
-    with pytest.raises(ValueError, match=f"no grader '{name}': slime's ifbench is not implemented yet: ") as caught:
-        find_grader(name)
-    assert "did you mean" not in str(caught.value)
-
-
 @pytest.mark.parametrize(
     ("response", "label", "slimes"),
     [

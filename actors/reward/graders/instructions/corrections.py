@@ -1,0 +1,317 @@
+"""Rules that if-verifiable checks wrongly, checked by the words of their instruction. Each says what was wrong."""
+
+import datetime
+import itertools
+import re
+import string
+import unicodedata
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from actors.reward.graders.instructions.package import RuleError, checker_of, language_of, sentences_in
+
+Arguments = Mapping[str, Any]
+_EDGES: Final = string.punctuation + "“”‘’…–— "
+_CAPITALS: Final = (
+    "Reykjavik Helsinki Oslo Tallinn Stockholm Riga Moscow Copenhagen Vilnius Minsk Dublin Berlin Amsterdam Warsaw "
+    "London Brussels Kyiv Prague Luxembourg Paris Vienna Bratislava Budapest Vaduz Chisinau Bern Ljubljana Zagreb"
+).split()  # by latitude
+_CONJUNCTIONS: Final = frozenset({"and", "but", "for", "nor", "or", "so", "yet"})
+_MINOR_WORDS: Final = frozenset(
+    "a an the and but or nor for so yet as at by in of off on out per to up via with from into onto over if".split()
+)
+_NAMES: Final = re.compile(r"from this list of person names: (.*?)\s*\.$")
+
+
+def _words(text: str) -> list[str]:
+    """The words between spaces, without punctuation around them."""
+    return [word for part in text.split() if (word := part.strip(_EDGES))]
+
+
+def _compared(number: int, relation: str, wanted: int) -> bool:
+    return number < wanted if relation == "less than" else number >= wanted
+
+
+def _language(arguments: Arguments, text: str) -> bool:
+    """Package: text without words passes."""
+    return language_of(text) == arguments["language"]
+
+
+def _english_capital(_: Arguments, text: str) -> bool:
+    """Package: its detector takes "THE DOG RUNS FAST" for German, since it learned from texts in lower case."""
+    return text.isupper() and "en" in (language_of(text), language_of(text.lower()))
+
+
+def _keywords(arguments: Arguments, text: str) -> bool:
+    """Package: keywords are patterns, so "C++" raises."""
+    return all(str(word).lower() in text.lower() for word in arguments["keywords"])
+
+
+def _keyword_frequency(arguments: Arguments, text: str) -> bool:
+    """Package: the keyword is a pattern."""
+    number = text.lower().count(str(arguments["keyword"]).strip().lower())
+    return _compared(number, arguments["relation"], arguments["frequency"])
+
+
+def _forbidden_words(arguments: Arguments, text: str) -> bool:
+    """Package: the words are patterns, and a word that ends in a sign is never found."""
+    return not any(
+        re.search(rf"(?<!\w){re.escape(str(word))}(?!\w)", text, re.I) for word in arguments["forbidden_words"]
+    )
+
+
+def _letter_frequency(arguments: Arguments, text: str) -> bool:
+    """Package: in place of a sign such as "!" it draws a letter."""
+    number = text.lower().count(str(arguments["letter"]).lower())
+    return _compared(number, arguments["let_relation"], arguments["let_frequency"])
+
+
+def _paragraph_first_word(arguments: Arguments, text: str) -> bool:
+    """Package: further empty lines between paragraphs shift the count."""
+    checker = checker_of("ifeval", "length_constraints:nth_paragraph_first_word", arguments)
+    return checker.check_following(re.sub(r"\n(?:[ \t]*\n)+", "\n\n", text))
+
+
+def _postscript(arguments: Arguments, text: str) -> bool:
+    """Package: a marker other than P.S. and P.P.S is a pattern: "P.S" is found in "pass"."""
+    marker = str(arguments["postscript_marker"]).strip()
+    if marker in ("P.S.", "P.P.S"):
+        return checker_of("ifeval", "detectable_content:postscript", arguments).check_following(text)
+    return marker.lower() in text.lower()
+
+
+def _sections(arguments: Arguments, text: str) -> bool:
+    """Package: the marker is a pattern."""
+    marker = str(arguments["section_spliter"]).strip()
+    return len(re.findall(re.escape(marker) + r"\s?\d+", text)) >= arguments["num_sections"]
+
+
+def _end(arguments: Arguments, text: str) -> bool:
+    """Package: quotation marks are taken from the end of the response, but not of the phrase."""
+    phrase = str(arguments["end_phrase"]).strip()
+    return text.strip().strip('"').lower().endswith(phrase.strip('"').lower())
+
+
+def _unique_words(arguments: Arguments, text: str) -> bool:
+    """Package: a lone dash counts as a word."""
+    return len({word.lower() for word in _words(text)}) >= arguments["N"]
+
+
+def _sentence_types(_: Arguments, text: str) -> bool:
+    """Package: a response without any question passes if it has no statement either."""
+    ends = [sentence[-1] for sentence in sentences_in(text)]
+    return 0 < ends.count("?") * 2 == ends.count(".")
+
+
+def _sentence_balance(_: Arguments, text: str) -> bool:
+    """Package: a response without sentences passes."""
+    ends = [sentence[-1] for sentence in sentences_in(text)]
+    return 0 < ends.count(".") == ends.count("?") == ends.count("!")
+
+
+def _conjunctions(arguments: Arguments, text: str) -> bool:
+    """Package: "and", "And" and "and," count as three."""
+    return len(_CONJUNCTIONS.intersection(word.lower() for word in _words(text))) >= arguments["small_n"]
+
+
+def _person_names(arguments: Arguments, text: str) -> bool:
+    """Package: Leo is found in Leonardo."""
+    checker = checker_of("ifbench", "count:person_names", arguments)
+    listed = _NAMES.search(checker.build_description(**arguments))
+    names = listed[1].split(", ") if listed is not None else []
+    return sum(bool(re.search(rf"\b{name}\b", text)) for name in names) >= arguments["N"]
+
+
+def _parentheses(_: Arguments, text: str) -> bool:
+    """Package: one bracket closed of five passes."""
+    partners, open_, deepest = {")": "(", "]": "[", "}": "{"}, list[str](), 0
+    for char in text:
+        if char in "([{":
+            open_.append(char)
+            deepest = max(deepest, len(open_))
+        elif char in partners:
+            if not open_ or open_.pop() != partners[char]:
+                open_, deepest = [], 0
+            elif deepest - len(open_) >= 5:
+                return True
+            elif not open_:
+                deepest = 0
+    return False
+
+
+def _options(arguments: Arguments, text: str) -> bool:
+    """Package: the "or" within a word parts options ("more, less")."""
+    given = str(arguments["options"])
+    parted = given.split("/") if "/" in given else re.split(r"\bor\b" if re.search(r"\bor\b", given) else ",", given)
+    options = [option.strip() for option in parted if option.strip()]
+    if re.match(r"\W*[aA]\W*[bB]\W*[cC]\W*", given):
+        return text in options
+    return text.strip(_EDGES).lower() in [option.strip(_EDGES).lower() for option in options]
+
+
+def _different_words(arguments: Arguments, text: str) -> bool:
+    """Package: whether the words differ is not checked."""
+    if not checker_of("ifbench", "ratio:sentence_words", arguments).check_following(text):
+        return False
+    used = [{word.lower() for word in _words(sentence)} for sentence in sentences_in(text)]
+    return not (used[0] & used[1] or used[0] & used[2] or used[1] & used[2])
+
+
+def _paragraph_ends(_: Arguments, text: str) -> bool:
+    """Package: a sign after the first word makes it another word."""
+    paragraphs = [_words(line.lower()) for line in text.split("\n")]
+    return all(words[0] == words[-1] for words in paragraphs if words)
+
+
+def _stairs(_: Arguments, text: str) -> bool:
+    """Package: two empty lines in a row count as one without indent."""
+    depths = [len(line) - len(line.lstrip(" ")) for line in text.split("\n") if line.strip()]
+    return all(lower < deeper for lower, deeper in itertools.pairwise(depths))
+
+
+def _thesis(_: Arguments, text: str) -> bool:
+    """Package: with <em> an empty thesis passes, and one that nothing follows."""
+    found = re.search(r"<(i|em)>(.*?)</\1>(.*)", text, re.S)
+    return found is not None and bool(found[2].strip()) and bool(found[3].strip())
+
+
+def _sub_bullets(_: Arguments, text: str) -> bool:
+    """Package: a response without bullet points passes, and any dash or asterisk counts."""
+    marks = [line.strip()[0] for line in text.split("\n") if re.match(r"\s*[*-]\s", line)]
+    parts = "".join(marks).split("*")
+    return len(parts) > 1 and not parts[0] and all(parts[1:])
+
+
+def _bullets_after_sentences(_: Arguments, text: str) -> bool:
+    """Package: an empty line ends the sentences, or fails the response after the first bullet; any sentence counts."""
+    lines = [line.strip() for line in text.split("\n") if line.strip()]
+    first = next((index for index, line in enumerate(lines) if line.startswith("*")), len(lines))
+    before, bullets = " ".join(lines[:first]), lines[first:]
+    statements = [sentence for sentence in sentences_in(before) if sentence.endswith(".")] if before else []
+    return len(statements) >= 2 and len(bullets) >= 2 and all(line.startswith("*") for line in bullets)
+
+
+def _capitals(_: Arguments, text: str) -> bool:
+    """Package: Kyiv (50.5 degrees) is not on its list. Both lists pass."""
+    plain = unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode()
+    given = ["Kyiv" if name.strip() == "Kiev" else name.strip() for name in plain.split(",") if name.strip()]
+    return given in (_CAPITALS, [name for name in _CAPITALS if name != "Kyiv"])
+
+
+def _dates(_: Arguments, text: str) -> bool:
+    """Package: month 0, day 0 and 29 February of every year pass."""
+    for written in text.split(","):
+        if not re.fullmatch(r"\d{4}-\d{2}-\d{2}", written.strip(), re.A):
+            return False
+        try:
+            date = datetime.date.fromisoformat(written.strip())
+        except ValueError:
+            return False
+        if not 1769 <= date.year <= 1821:  # Napoleon's life
+            return False
+    return True
+
+
+def _keyword_position(arguments: Arguments, text: str) -> bool:
+    """Package: a comma counts as a word."""
+    sentences, n, m = sentences_in(text), int(arguments["n"]), int(arguments["m"])
+    words = _words(sentences[n - 1]) if len(sentences) >= n else []
+    return len(words) >= m and words[m - 1] == str(arguments["keyword"]).strip()
+
+
+def _word_positions(arguments: Arguments, text: str) -> bool:
+    """Package: the full stop counts as the last word."""
+    words, keyword = _words(text), str(arguments["keyword"]).strip()
+    return len(words) >= 2 and words[1] == words[-2] == keyword
+
+
+def _repeat_change(arguments: Arguments, text: str) -> bool:
+    """Package: the unchanged request passes with another space in it."""
+    wanted, given = str(arguments["prompt_to_repeat"]).split(), text.split()
+    return bool(given) and given[1:] == wanted[1:] and given[0] != wanted[0]
+
+
+def _repeat_span(arguments: Arguments, text: str) -> bool:
+    """Package: instruction and check disagree (characters or words, with or without the last), and index 0 is drawn.
+
+    Each of the readings passes.
+    """
+    prompt, start, end = str(arguments["prompt_to_repeat"]).strip(), arguments["n_start"], arguments["n_end"]
+    words, given = prompt.lower().split(), text.lower().split()
+    readings = (words[start:end], words[start : end + 1], prompt.lower()[start : end + 1].split())
+    return bool(given) and given in readings
+
+
+def _title_case(_: Arguments, text: str) -> bool:
+    """Package: "of" and "the" must have capitals, and "Don't" is wrong."""
+    words = [word for word in _words(text) if any(char.isalpha() for char in word)]
+    if not words or text.isupper():
+        return False
+    capital = [not word[0].isalpha() or word[0].isupper() for word in words]
+    return capital[0] and all(ok or word in _MINOR_WORDS for ok, word in zip(capital, words, strict=True))
+
+
+def _template(_: Arguments, text: str) -> bool:
+    """Package: the parts may stand in any order."""
+    return re.search(r"My Answer:.*My Conclusion:.*Future Outlook:", text, re.S) is not None
+
+
+def _whole(arguments: Arguments, name: str, least: int = 0) -> None:
+    value = arguments.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise RuleError(f"{name} must be a whole number of at least {least}, not {value!r}")
+
+
+def _check_letter(arguments: Arguments) -> None:
+    letter, relation = arguments.get("letter"), arguments.get("let_relation")
+    if not isinstance(letter, str) or len(letter) != 1 or letter.isspace():
+        raise RuleError(f"letter must be one character, not {letter!r}")
+    if relation not in ("less than", "at least"):
+        raise RuleError(f"let_relation must be 'less than' or 'at least', not {relation!r}")
+    _whole(arguments, "let_frequency")
+
+
+def _check_span(arguments: Arguments) -> None:
+    if not isinstance(arguments.get("prompt_to_repeat"), str):
+        raise RuleError("prompt_to_repeat is missing")
+    _whole(arguments, "n_start")
+    _whole(arguments, "n_end", least=1)
+
+
+CORRECTED: Final[Mapping[str, Callable[[Arguments, str], bool]]] = {
+    "language:response_language": _language,
+    "change_case:english_capital": _english_capital,
+    "keywords:existence": _keywords,
+    "keywords:frequency": _keyword_frequency,
+    "keywords:forbidden_words": _forbidden_words,
+    "keywords:letter_frequency": _letter_frequency,
+    "length_constraints:nth_paragraph_first_word": _paragraph_first_word,
+    "detectable_content:postscript": _postscript,
+    "detectable_format:multiple_sections": _sections,
+    "startend:end_checker": _end,
+    "count:unique_word_count": _unique_words,
+    "ratio:sentence_type": _sentence_types,
+    "ratio:sentence_balance": _sentence_balance,
+    "count:conjunctions": _conjunctions,
+    "count:person_names": _person_names,
+    "format:parentheses": _parentheses,
+    "format:options": _options,
+    "ratio:sentence_words": _different_words,
+    "words:paragraph_last_first": _paragraph_ends,
+    "format:line_indent": _stairs,
+    "format:thesis": _thesis,
+    "format:sub-bullets": _sub_bullets,
+    "format:no_bullets_bullets": _bullets_after_sentences,
+    "custom:european_capitals_sort": _capitals,
+    "custom:date_format_list": _dates,
+    "words:keywords_specific_position": _keyword_position,
+    "words:words_position": _word_positions,
+    "repeat:repeat_change": _repeat_change,
+    "repeat:repeat_span": _repeat_span,
+    "format:title_case": _title_case,
+    "format:output_template": _template,
+}
+OWN_ARGUMENTS: Final[Mapping[str, Callable[[Arguments], None]]] = {
+    "keywords:letter_frequency": _check_letter,
+    "repeat:repeat_span": _check_span,
+}  # checked by us, since the package would draw values in place of some that are right
