@@ -27,7 +27,7 @@ class PackedArray(np.ndarray[Any, Any]):
             if native is not None:  # the usual case; takes a fifth of the time
                 return np.ndarray.__new__(cls, len(native), cls.wire_dtype, native)
         array: NDArray[Any] = _plain(values)
-        if array.dtype == cls.wire_dtype and array.ndim == 1:
+        if (array.dtype is cls.wire_dtype or array.dtype == cls.wire_dtype) and array.ndim == 1:
             return array.view(cls)
         if array.dtype.kind not in "biuf":
             raise ValueError(f"{cls.__name__} takes numbers of at most 64 bits, got {array.dtype.name}")
@@ -73,6 +73,8 @@ class UInt8Array(PackedArray):
 
 
 def _plain(values: Any) -> NDArray[Any]:
+    if type(values) is np.ndarray:
+        return values  # pyright: ignore[reportUnknownVariableType] - of any dtype
     return np.asarray(values) if isinstance(values, np.ndarray) else np.asarray(list(values))  # pyright: ignore[reportUnknownArgumentType]
 
 
@@ -91,7 +93,8 @@ _by_code: dict[int, type[PackedArray]] = {array_type.extension_code: array_type 
 def to_extension(value: Any) -> msgspec.msgpack.Ext:
     """Encoding hook of msgpack: pack an array as an extension."""
     if isinstance(value, PackedArray) and value.dtype == value.wire_dtype and value.ndim == 1:
-        return msgspec.msgpack.Ext(value.extension_code, np.ascontiguousarray(value).data.cast("B"))
+        packed = value if value.flags.c_contiguous else np.ascontiguousarray(value)
+        return msgspec.msgpack.Ext(value.extension_code, packed.data.cast("B"))
     raise NotImplementedError(f"cannot send {type(value).__name__}")
 
 

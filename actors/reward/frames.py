@@ -7,7 +7,9 @@ import msgspec
 
 from actors.reward.causes import Cause
 from actors.reward.samples import GradedSample
+from runtime.settings.plugins import is_plugin
 
+GATHER_S = 0.002  # grading time of a built-in grader after which the answers so far are written
 LENGTH_BYTES = 4
 MAX_FRAME_BYTES = 256 << 20
 
@@ -18,6 +20,11 @@ class GraderSpec(msgspec.Struct, frozen=True, kw_only=True):
     name: str  # an rm_type: a built-in grader or a plug-in
     group: bool = False  # one call for all samples of a prompt group
     parses: bool = False  # it reads a score from a judge's answer
+
+
+def gathers(grader: GraderSpec) -> bool:
+    """Whether a process writes several answers of a grader at once: a function of a user may end it at any sample."""
+    return not is_plugin(grader.name)
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True):

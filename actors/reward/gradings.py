@@ -59,13 +59,22 @@ class Grading:
     timeout_s: float
     num_tries: int = 0  # processes that ended because of it
     abandoned: bool = False  # the caller no longer waits
+    alone: bool = False  # it is sent without others: one of several ended a process
     grades: list[Graded] = field(default_factory=list[Graded])
-    done: anyio.Event = field(default_factory=anyio.Event)
+    is_done: bool = False
+    _waiting: anyio.Event | None = None  # made only if it is needed: most calls end before the wait for them
+
+    async def wait(self) -> None:
+        """Wait for the grades."""
+        if not self.is_done:
+            self._waiting = self._waiting or anyio.Event()
+            await self._waiting.wait()
 
     def finish(self, grades: Sequence[Graded]) -> None:
         """Set the grades, one per sample."""
-        self.grades = list(grades)
-        self.done.set()
+        self.grades, self.is_done = list(grades), True
+        if self._waiting is not None:
+            self._waiting.set()
 
     def fail(self, reason: str, cause: Cause) -> None:
         """Set an error in place of each grade."""

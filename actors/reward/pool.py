@@ -11,7 +11,17 @@ import msgspec
 import structlog
 
 from actors.reward.causes import CAUSES, Cause
-from actors.reward.frames import MAX_FRAME_BYTES, FrameError, Grade, Graded, GraderSpec, Hello, encode_frame
+from actors.reward.frames import (
+    GATHER_S,
+    MAX_FRAME_BYTES,
+    FrameError,
+    Grade,
+    Graded,
+    GraderSpec,
+    Hello,
+    encode_frame,
+    gathers,
+)
 from actors.reward.gradings import TIMEOUT, CallLimits, Grading, RunningTime
 from actors.reward.process import GraderDiedError, GraderProcess, GraderProcessError
 from actors.reward.samples import GradedSample
@@ -19,7 +29,7 @@ from actors.reward.sandbox import Sandbox
 from actors.reward.together import CallsTogether, halved
 from runtime.util.retrying import Backoff, retried
 
-BATCH_S = 0.002  # expected grading time per frame: cheap graders amortize a frame, expensive ones get one each
+BATCH_S = GATHER_S  # expected grading time per frame: cheap graders amortize a frame, expensive ones get one each
 MAX_BATCH = 32
 CALLS_PER_PROCESS = 4  # of plain functions: enough to keep a process busy, and leaves work for other actors
 
@@ -85,11 +95,10 @@ class GraderPool:
                     await limits.rate.wait()
                 await queue.send(gradings[start : start + size])
             for grading in gradings:
-                if not grading.done.is_set():
-                    await grading.done.wait()
+                await grading.wait()
         finally:
             for grading in gradings:
-                grading.abandoned = not grading.done.is_set()
+                grading.abandoned = not grading.is_done
         return [graded for grading in gradings for graded in grading.grades]
 
     def stats(self) -> dict[str, float]:
@@ -185,12 +194,16 @@ class GraderPool:
                 watch.cancel_scope.cancel()
         finally:
             await process.kill()
-        if hung:
-            self._counts["timeouts"] += 1
+        self._counts["timeouts" if hung else "deaths"] += 1
+        reason = TIMEOUT if hung else death or process.ending()
+        if suspects := _suspects(gradings):
+            log.warning("grader_died", reason=reason, num_calls=len(suspects))
+            for suspect in suspects:
+                suspect.alone = True
+        elif hung:
             self._fail(gradings.pop(0), TIMEOUT, "timeout")
         else:
-            self._counts["deaths"] += 1
-            self._blame(gradings, death or process.ending())
+            self._blame(gradings, reason)
 
     async def _grade_until_stuck(self, process: GraderProcess, gradings: list[Grading]) -> bool:
         """Grade until one grading exceeds its timeout, then return True. Finished gradings leave the list."""
@@ -316,9 +329,18 @@ async def open_pool(settings: PoolSettings) -> AsyncGenerator[GraderPool]:
 def _leading_batch(gradings: Sequence[Grading]) -> list[Grading]:
     """The first gradings that one frame may carry: several samples for one grader, or a single group."""
     first = gradings[0].grader
-    if first.group:
+    if first.group or gradings[0].alone:
         return [gradings[0]]
-    return list(takewhile(lambda grading: grading.grader == first, gradings))
+    return list(takewhile(lambda grading: grading.grader == first and not grading.alone, gradings))
+
+
+def _suspects(gradings: Sequence[Grading]) -> list[Grading]:
+    """The unfinished gradings of which any may have ended a process; none if it is known to be the first.
+
+    Several answers of a built-in grader are written at once, so that some may be lost with the process.
+    """
+    batch = _leading_batch(gradings) if gradings else []
+    return batch if len(batch) > 1 and gathers(batch[0].grader) else []
 
 
 def _leading_frame(gradings: Sequence[Grading], max_bytes: int) -> tuple[list[Grading], bytes]:

@@ -106,7 +106,7 @@ class CallsTogether:
             await self._room.acquire()
             await self._send(suspect)
         for suspect in sent:
-            await suspect.done.wait()
+            await suspect.wait()
 
     async def _send(self, grading: Grading) -> None:
         self._num_sent += 1
@@ -164,7 +164,7 @@ def halved(in_flight: list[Grading], suspects: deque[list[Grading]]) -> deque[li
     Returns:
         The unfinished calls in flight, in two halves, then the other unfinished suspects.
     """
-    rest = [[one for one in group if not one.done.is_set() and one not in in_flight] for group in suspects]
-    again = [one for one in in_flight if not one.done.is_set()]
+    rest = [[one for one in group if not one.is_done and one not in in_flight] for group in suspects]
+    again = [one for one in in_flight if not one.is_done]
     middle = (len(again) + 1) // 2
     return deque(group for group in (again[:middle], again[middle:], *rest) if group)

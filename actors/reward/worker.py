@@ -9,6 +9,7 @@ import os
 import resource
 import signal
 import sys
+import time
 from collections.abc import Awaitable
 from pathlib import Path
 from types import FrameType
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from actors.reward.frames import (
+    GATHER_S,
     FrameBuffer,
     FrameError,
     Grade,
@@ -25,6 +27,7 @@ from actors.reward.frames import (
     Hello,
     WorkerReady,
     encode_frame,
+    gathers,
     read_frame,
     write_all,
 )
@@ -77,7 +80,10 @@ class Worker:
         return WorkerReady(asynchronous=tuple(spec for spec in self._hello.graders if is_async(self._graders[spec])))
 
     def answer(self, grade: Grade) -> None:
-        """Grade samples. Write the frame of each sample as soon as it is graded: the pool measures the time of each."""
+        """Grade samples and write their grades: those of a user's function one by one, since it may end this process.
+
+        Grades of a built-in grader are written together, but no later than GATHER_S after the first of them was begun.
+        """
         try:
             grader = self.grader(grade.grader)
         except ValueError as error:
@@ -90,9 +96,19 @@ class Worker:
                 *grade_group(grader, grade.samples, reward_key=hello.reward_key, wait=self._wait, traces=hello.traces)
             )
             return
+        gathered, until = list[Graded](), 0.0
+        gather_s = GATHER_S if gathers(grade.grader) else 0.0
         for sample in grade.samples:
-            _limit_cpu(cpu_s)
-            self._write(grade_sample(grader, sample, reward_key=hello.reward_key, wait=self._wait, traces=hello.traces))
+            if not gathered:
+                _limit_cpu(cpu_s)
+                until = time.monotonic() + gather_s
+            gathered.append(
+                grade_sample(grader, sample, reward_key=hello.reward_key, wait=self._wait, traces=hello.traces)
+            )
+            if time.monotonic() >= until:
+                self._write(*gathered)
+                gathered.clear()
+        self._write(*gathered)
 
     def grader(self, spec: GraderSpec) -> Call:
         """The function of a grader.

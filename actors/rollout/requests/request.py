@@ -22,6 +22,8 @@ class SampleInput:
 
     def ids(self) -> NDArray[np.int32]:
         """[P + T + N], all tokens that the engine gets."""
+        if not self.buffer.num_tokens and not len(self.new_input):
+            return self.prompt_ids
         return np.concatenate([self.prompt_ids, self.buffer.ids, self.new_input])
 
 

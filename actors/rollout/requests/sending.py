@@ -14,7 +14,7 @@ from actors.rollout.engines.fleet import Fleet
 from actors.rollout.requests.interrupting import RunningRequests
 from actors.rollout.requests.isolation import IsolationRuns
 from actors.rollout.requests.quarantine import DeathRecord, RequestStatus
-from actors.rollout.requests.request import GenerateRequest
+from actors.rollout.requests.request import GenerateRequest, SampleInput
 from actors.rollout.requests.verdict import Asked, End, Isolation, Outcome, end_of, judge
 from actors.rollout.sglang.body import generate_body
 from actors.rollout.sglang.checks import ExpectedAnswer
@@ -395,7 +395,7 @@ class Generator:
         if aborted and not all(reader.num_tokens for reader in aborted) and self._asked(request, this) is Asked.NO:
             label = next((reader.last_label for reader in readers if reader.num_tokens), "")
             raise AbortedUnasked("it aborted a request without a call to abort it", label=label)
-        for label in {label for reader in readers for label in reader.labels}:
+        for label in self._labels_of(request):
             await self._fleet.note_answer(label)
         return End.ABORTED if aborted else End.FINISHED
 
@@ -413,13 +413,16 @@ class Generator:
             TokensUnverified: some were not verified.
             EngineFailed: some are older than the request allows.
         """
-        labels = [label for reader in request.readers for label in reader.labels]
+        labels, tracker = self._labels_of(request), self._fleet.update_tracker
         for label in labels:
             self._fleet.note_token(label, sent_at)
-        if not await self._fleet.update_tracker.settled(set(labels)):
-            raise TokensUnverified(f"sampled by unverified weights: {', '.join(sorted(set(labels)))}")
+        if not all(map(tracker.is_verified, labels)) and not await tracker.settled(labels):
+            raise TokensUnverified(f"sampled by unverified weights: {', '.join(sorted(labels))}")
         if not all(reader.is_recent(request.min_version) for reader in request.readers):
             raise EngineFailed(f"sampled by weights older than the required version {request.min_version}")
+
+    def _labels_of(self, request: GenerateRequest) -> set[str]:
+        return {label for reader in request.readers for label in reader.labels}
 
     def _aborted(self, request: GenerateRequest) -> Sequence[AnswerReader]:
         """Return the answers that were aborted before their end; those that had reached it become complete."""
@@ -451,8 +454,10 @@ class Generator:
     def _check(self, request: GenerateRequest) -> None:
         """Refuse requests that could crash a server, and with it all other requests."""
         try:
-            for each in request.inputs:
-                self._model.check_ids(each.ids())
+            for ids in {
+                id(ids): ids for ids in map(SampleInput.ids, request.inputs)
+            }.values():  # a batch has one prompt
+                self._model.check_ids(ids)
             self._model.check_stop(request.params.stop)
         except ValueError as error:
             raise RequestRefused(f"not sent: {error}") from error

@@ -11,6 +11,7 @@ from messages import Float32Array, Int32Array, SampleKey, Segment, UInt8Array, W
 
 FIRST_CAPACITY: Final = 64  # entries of an array that holds any
 NOTHING: Final = Int32Array()
+EMPTY: Final = {dtype: np.empty(0, dtype) for dtype in ("<i4", "<f4")}  # memory of arrays without entries
 
 
 class Mark(NamedTuple):
@@ -34,7 +35,7 @@ class GrowingArray:
     __slots__ = ("_data", "size")
 
     def __init__(self, dtype: str) -> None:
-        self._data: NDArray[Any] = np.empty(0, dtype)
+        self._data: NDArray[Any] = EMPTY[dtype]
         self.size = 0
 
     def extend(self, values: NDArray[Any]) -> None:
@@ -150,6 +151,8 @@ class SampleBuffer:
 
     def append_input(self, ids: NDArray[Any]) -> None:
         """Append input after a turn. The buffer has no response tokens that were not taken."""
+        if not len(ids):
+            return
         self._ids.extend(ids)
         self._log_probs.extend(np.zeros(len(ids), np.float32))
         self._input_end = self._ids.size

@@ -101,8 +101,11 @@ class GroupRun:
                     group.start_soon(self._run_sample, sample, slots)
             if batch and await slots.take_batch(len(batch)):
                 await self._generation.begin(batch)
+                ended = [sample for sample in batch if sample.finished]
                 for sample in batch:
-                    group.start_soon(self._finish_sample, sample, slots)
+                    if sample not in ended:
+                        group.start_soon(self._finish_sample, sample, slots)
+                await self._finish(ended, slots)
         self.generated_s = time.monotonic() - started
         self._is_generated = True
 
@@ -114,10 +117,15 @@ class GroupRun:
     async def _finish_sample(self, sample: OpenSample, slots: GroupSlots) -> None:
         """One sample from its first token to its score."""
         await self._generation.run(sample)
-        slots.give_back()
-        self._scoring.start_ended([sample])  # while its tokens are stored
+        await self._finish([sample], slots)
+
+    async def _finish(self, samples: Sequence[OpenSample], slots: GroupSlots) -> None:
+        """Store and score samples after their last token."""
+        for _ in samples:
+            slots.give_back()
+        self._scoring.start_ended(samples)  # while their tokens are stored
         await self._store.flush()
-        self._columns.start([sample])
+        self._columns.start(samples)
 
     def _note_ended(self, samples: Sequence[OpenSample]) -> None:
         """Request scores and columns of samples that had all their tokens before."""

@@ -23,7 +23,7 @@ class Turn:
     text: str = ""
 
 
-@dataclass
+@dataclass(eq=False)
 class OpenSample:
     """One sample of a group in progress: its tokens so far, and where they are stored."""
 
@@ -33,7 +33,7 @@ class OpenSample:
     status: SampleStatus = SampleStatus.PENDING
     refs: list[SegmentRef] = field(default_factory=list[SegmentRef])
     buffer: SampleBuffer = field(default_factory=SampleBuffer)  # the response so far, input between turns included
-    pending: Int32Array = field(default_factory=Int32Array)  # input after the last turn, not yet sent to an engine
+    pending: Int32Array = field(default_factory=lambda: NOTHING)  # input after the last turn, not yet sent to an engine
     request: GenerateRequest | None = None  # the running one
     turns: list[Turn] = field(default_factory=list[Turn])
     turn_status: SampleStatus = SampleStatus.PENDING  # status of the last request of the current turn

@@ -1,6 +1,5 @@
 """Decodes responses of /generate. The lists with an entry per token stay JSON until the new entries are known. Pure."""
 
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Annotated, Any, Final, Generic, NamedTuple, TypeVar
@@ -61,13 +60,14 @@ class Refusal(NamedTuple):
 decode_answer = msgspec.json.Decoder(Answer).decode
 decode_answers = msgspec.json.Decoder(list[Answer]).decode
 
+# made once, since that costs more than to decode the list of a short response
+Triple = tuple[float | None, int, str | None]  # log-prob, token id and text; None: SGLang encodes NaN as null
+decode_ids = msgspec.json.Decoder(list[int]).decode
+decode_id_lists = msgspec.json.Decoder(list[list[int]]).decode
+decode_numbers = msgspec.json.Decoder(list[float | None]).decode
+decode_triples = msgspec.json.Decoder(list[Triple]).decode
+
 _STATUS = {"stop": SampleStatus.COMPLETED, "length": SampleStatus.TRUNCATED, "abort": SampleStatus.ABORTED}
-
-
-@functools.cache
-def _decoder(entry_type: Any) -> Callable[[bytes | msgspec.Raw], list[Any]]:
-    """Return the decoder of a list; made once, since that costs more than to decode the list of a short response."""
-    return msgspec.json.Decoder(list[entry_type]).decode
 
 
 class TokenList(Generic[T]):
@@ -78,8 +78,8 @@ class TokenList(Generic[T]):
 
     __slots__ = ("_decode", "_length")
 
-    def __init__(self, entry_type: Any) -> None:
-        self._decode: Callable[[bytes | msgspec.Raw], list[T]] = _decoder(entry_type)
+    def __init__(self, decode: Callable[[bytes | msgspec.Raw], list[T]]) -> None:
+        self._decode = decode
         self._length = 0  # bytes of the last list that repeated entries, without its bracket; 0: it repeated none
 
     def read(self, data: msgspec.Raw, num_before: int, total: int | None) -> tuple[list[T], int]:

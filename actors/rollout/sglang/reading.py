@@ -12,7 +12,20 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from actors.rollout.samples.buffer import NOTHING, LabelSpan, Mark, SampleBuffer
-from actors.rollout.sglang.answers import Answer, MetaInfo, Refusal, TokenList, decode_answer, refusal_in, status_of
+from actors.rollout.sglang.answers import (
+    Answer,
+    MetaInfo,
+    Refusal,
+    TokenList,
+    Triple,
+    decode_answer,
+    decode_id_lists,
+    decode_ids,
+    decode_numbers,
+    decode_triples,
+    refusal_in,
+    status_of,
+)
 from actors.rollout.sglang.checks import (
     ANYTHING,
     ExpectedAnswer,
@@ -25,8 +38,6 @@ from actors.rollout.sglang.checks import (
 from actors.rollout.sglang.errors import PrefixOutdated
 from actors.rollout.sglang.labels import label_of, version_of
 from messages import SampleStatus
-
-Triple = tuple[float | None, int, str | None]  # log-prob, token id and text; None: SGLang encodes NaN as null
 
 
 class _LabelStart(NamedTuple):
@@ -71,10 +82,10 @@ class AnswerReader:
         self._trusts = trusts
         self._begin = buffer.mark  # before the new input
         self._first = buffer.num_tokens + len(new_input)  # position of the first token of the answer
-        self._ids: TokenList[int] = TokenList(int)
-        self._triples: TokenList[Triple] = TokenList(Triple)
-        self._masks: TokenList[list[int]] = TokenList(list[int])
-        self._kept_log_probs: TokenList[float | None] = TokenList(float | None)
+        self._ids: TokenList[int] = TokenList(decode_ids)
+        self._triples: TokenList[Triple] = TokenList(decode_triples)
+        self._masks: TokenList[list[int]] = TokenList(decode_id_lists)
+        self._kept_log_probs: TokenList[float | None] = TokenList(decode_numbers)
         self._num_characters = 0
         self._labels: list[_LabelStart] = []
         self._exact: list[LabelSpan] = []  # of all tokens, as the last chunk reports them; positions in the buffer

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import sys
 import time
 from pathlib import Path
@@ -9,13 +10,15 @@ from typing import Any
 
 import anyio
 import anyio.lowlevel
+import psutil
 import pytest
 
-from actors.reward.frames import Graded, GraderSpec, Hello
+from actors.reward.frames import FrameBuffer, Grade, Graded, GraderSpec, Hello
 from actors.reward.pool import GraderPool, PoolSettings, open_pool
 from actors.reward.process import GraderProcess, GraderStartError, GraderUnusableError
 from actors.reward.samples import GradedSample
 from actors.reward.sandbox import Sandbox
+from actors.reward.worker import Worker
 from runtime.util.retrying import Backoff
 
 pytestmark = pytest.mark.anyio
@@ -233,6 +236,48 @@ async def test_a_process_killed_in_the_middle_costs_a_retry(tmp_path: Path) -> N
             go.touch()
         assert pool.stats()["num_deaths"] == 1
     assert [graded.reward for graded in grades] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+async def test_no_sample_is_blamed_for_a_process_that_ends_with_several_of_a_built_in_grader(number: int) -> None:
+    built_in, pairs = GraderSpec(name="f1"), ["a b", "c d", "e f"]
+    async with pool_of(timeout_s=1, max_tries=1) as pool:
+        samples = [GradedSample(response=text, label=text) for text in pairs]
+        await pool.grade(built_in, samples)  # the first frame has one sample; then it knows that they are cheap
+        *_, worker = psutil.Process().children(recursive=True)
+        worker.send_signal(signal.SIGSTOP)
+        grades = list[Graded]()
+        async with anyio.create_task_group() as group:
+
+            async def ask() -> None:
+                grades.extend(await pool.grade(built_in, samples))
+
+            group.start_soon(ask)
+            await anyio.wait_all_tasks_blocked()
+            worker.send_signal(number)
+    assert [graded.reward for graded in grades] == [1.0, 1.0, 1.0]
+
+
+async def test_grades_of_a_built_in_grader_are_written_together_and_those_of_a_users_function_one_by_one() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # a write is a packet
+    worker = Worker(Hello(), theirs.fileno())
+    samples = tuple(GradedSample(response="a b", label="a b") for _ in range(3))
+    num_writes = []
+    for name in ("f1", f"{USER_CODE}:length"):
+        spec = GraderSpec(name=name)
+        worker.answer(Grade(grader=spec, samples=samples[:1]))  # resolves it
+        ours.recv(1 << 16)
+        worker.answer(Grade(grader=spec, samples=samples))
+        buffer, num_grades = FrameBuffer(), 0
+        num_writes.append(0)
+        while num_grades < 3:
+            buffer.feed(ours.recv(1 << 16))
+            num_writes[-1] += 1
+            while buffer.next_frame() is not None:
+                num_grades += 1
+    ours.close()
+    theirs.close()
+    assert num_writes[0] < num_writes[1] == 3
 
 
 async def test_an_idle_process_that_is_killed_is_replaced() -> None:
