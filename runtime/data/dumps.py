@@ -16,6 +16,7 @@ from messages import (
     Segment,
     SegmentRef,
     SegmentsPublished,
+    with_untrained,
 )
 from runtime.settings.topology import TEACHER_LOG_PROBS
 
@@ -113,7 +114,9 @@ def group_of(
     Raises:
         ValueError: a reference points to another sample's segment.
     """
-    segments = tuple(tuple(_segments(completed, sample, payloads)) for sample in completed.samples)
+    segments = tuple(
+        tuple(with_untrained(_segments(completed, sample, payloads), sample.untrained)) for sample in completed.samples
+    )
     prompt = stored or next(iter(payloads.values()), None)
     text = prompt.text if isinstance(prompt, Prompt) else prompt.prompt if prompt else ""
     lines = [

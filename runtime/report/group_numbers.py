@@ -15,6 +15,7 @@ class GroupNumbers(msgspec.Struct, frozen=True, kw_only=True):
     response_lens: tuple[int, ...]  # tokens
     num_truncated: int
     num_ungraded: int  # samples with a replacement reward after a failed score
+    num_own_rewards: int = 0  # samples whose generate function set their reward
     round_numbers: tuple[float, ...]  # numbers of turns, of the samples that report one
     rollout_time_s: float
     reward_time_s: float
@@ -53,6 +54,7 @@ class CompletedNumbers:
             response_lens=tuple(sample.response_len for sample in samples),
             num_truncated=sum(sample.status is SampleStatus.TRUNCATED for sample in samples),
             num_ungraded=sum(is_ungraded(sample) for sample in samples),
+            num_own_rewards=sum(sample.own_reward for sample in samples),
             round_numbers=tuple(_round_numbers(samples)),
             rollout_time_s=event.rollout_time_s,
             reward_time_s=event.reward_time_s,

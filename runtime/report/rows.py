@@ -46,6 +46,7 @@ def group_metrics(groups: Sequence[GroupNumbers], *, graded: bool) -> MetricRow:
     """
     lengths = [length for group in groups for length in group.response_lens]
     mean, ungraded = mean_of(rewards_of(groups)), sum(group.num_ungraded for group in groups)
+    own_rewards = sum(group.num_own_rewards for group in groups)
     if mean is None or not lengths:
         return {}
     rewards: MetricRow = _reward_metrics(groups, mean) if graded else {}
@@ -57,6 +58,7 @@ def group_metrics(groups: Sequence[GroupNumbers], *, graded: bool) -> MetricRow:
         "rollout/response_len/min": min(lengths),
         "rollout/truncated_ratio": sum(group.num_truncated for group in groups) / len(lengths),
         **({"rollout/no_score_ratio": ungraded / len(lengths)} if ungraded else {}),
+        **({"rollout/own_reward_ratio": own_rewards / len(lengths)} if own_rewards else {}),
         **_round_metrics([turns for group in groups for turns in group.round_numbers]),
         "perf/group_rollout_time": statistics.fmean(group.rollout_time_s for group in groups),
         **_engine_metrics(groups, num_samples=len(lengths)),

@@ -121,6 +121,32 @@ async def test_the_generate_function_of_the_pages_works(folder: Path) -> None:
     assert asked == [[], [2, len("<sum>7</sum>")]]
 
 
+@pytest.mark.anyio
+async def test_the_further_conversations_of_the_pages_work(folder: Path) -> None:
+    async def ask(sample: OpenSample, stop: Sequence[str] | None, limit: int) -> bool:
+        assert limit <= 64
+        sample.buffer.append_input(sample.pending)
+        sample.buffer.append(np.array([2, 3]), np.array([-1.0, -1.0]), "ab", "1@engine")
+        sample.take(SampleKey(group_id=0, attempt=0, index=0), sample.prompt_of(prompt.prompt_ids))
+        sample.turn_status = SampleStatus.COMPLETED
+        return False
+
+    prompt = Prompt(data="d", row=0, text="3 and 4?", prompt_ids=Int32Array([1]))
+    model = AnyTokens(lambda text: [len(text)])
+    sample = OpenSample(index=0, prompt_len=1)
+    conversation = Conversation(prompt, sample, max_tokens=64, ask=ask, model=model)
+    assert (
+        await conversation.run(find_generate_function("my_helper.py:asks_a_helper", [folder])) is SampleStatus.COMPLETED
+    )
+    assert sample.siblings[1].own_score is not None
+    assert sample.siblings[1].own_score.reward == 0.5
+    sample = OpenSample(index=0, prompt_len=1)
+    conversation = Conversation(prompt, sample, max_tokens=66, ask=ask, model=model)
+    assert await conversation.run(find_generate_function("my_helper.py:forgets", [folder])) is SampleStatus.COMPLETED
+    go_on = len("<user>go on<assistant>")
+    assert [sibling.prompt_of(prompt.prompt_ids).tolist() for sibling in sample.parts] == [[1], *[[1, 2, 3, go_on]] * 3]
+
+
 def kept(group_id: int, reward: float, *, response_len: int) -> selection.SelectableGroup:
     return selection.SelectableGroup(
         group_id=group_id,

@@ -16,5 +16,8 @@ class AnyTokens(ServedModel):
     def encode(self, text: str) -> list[int]:
         return self._encode(text)
 
+    def decode(self, ids: Sequence[int]) -> str:
+        return " ".join(map(str, ids))
+
     def check_stop(self, texts: Sequence[str]) -> None:
         return None

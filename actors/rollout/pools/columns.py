@@ -42,7 +42,7 @@ class SampleColumns:
         self._bus = bus
         self._pools: Pools = pools if task.store else {}  # evaluations are not trained
         self._tasks: TaskGroup | None = None
-        self._asked: set[tuple[int, str]] = set()
+        self._asked: set[tuple[int, int, str]] = set()  # index, part and column
         self._halted = False
 
     def begin(self, tasks: TaskGroup) -> None:
@@ -63,17 +63,18 @@ class SampleColumns:
         """Request the missing columns of samples whose tokens are all stored."""
         for sample in samples:
             for column in self.missing(sample) if sample.stored and not self._halted else ():
-                if (sample.index, column) not in self._asked:
+                key = sample.index, sample.part, column
+                if key not in self._asked:
                     assert self._tasks is not None
-                    self._asked.add((sample.index, column))
+                    self._asked.add(key)
                     self._tasks.start_soon(partial(self._compute, sample, column))
 
     async def _compute(self, sample: OpenSample, column: str) -> None:
-        task, prompt = self._task, self._task.prompt.prompt_ids
-        rid = f"{task.lease}-{sample.index}-{column}"
+        task, prompt = self._task, sample.prompt_of(self._task.prompt.prompt_ids)
+        rid = f"{task.lease}-{sample.index}.{sample.part}-{column}"
         token_ids = np.concatenate([prompt, sample.buffer.ids]).tolist()  # for JSON, which has no arrays
         pool, topk = self._pools[column]
         found = await pool.log_probs(rid, token_ids, len(prompt), topk)
-        key = SampleKey(group_id=task.group_id, attempt=task.attempt, index=sample.index)
+        key = SampleKey(group_id=task.group_id, attempt=task.attempt, index=sample.index, part=sample.part)
         seq = await self._bus.publish(ColumnPublished(sample=key, column=column, **found._asdict()))
         sample.columns = {**sample.columns, column: seq}

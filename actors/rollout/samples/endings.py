@@ -49,7 +49,8 @@ class Endings:
             sample for sample in run.samples if sample.status is not SampleStatus.FAILED and not sample.is_baseline
         ]
         if failed and not (trained and all(sample.is_dropped_alone for sample in failed)):
-            return self.failed(f"reward: {failed[0].reason or 'no reward'}")
+            reason = failed[0].reason or "no reward"
+            return self.failed(reason if failed[0].is_given_up else f"reward: {reason}")
         completed = self.completed(
             samples, self.task.prompt, rollout_time_s=run.generated_s, reward_time_s=run.scored_s
         )

@@ -19,3 +19,8 @@ def find_generate_function(name: str, base_dirs: Sequence[Path] = ()) -> Callabl
     if not plugin.is_async:
         raise PluginError(KEY, name, "a plain function cannot wait for the model: write `async def`")
     return plugin.function
+
+
+def is_deterministic(function: Any) -> bool:
+    """Return whether a user marked the function: `function.deterministic = True`."""
+    return bool(getattr(function, "deterministic", False))

@@ -2,18 +2,25 @@
 
 import hashlib
 from collections.abc import Sequence
+from typing import Final
 
 import msgspec
+import structlog
 
 from actors.rollout.requests.request import GenerateRequest, SampleInput
 from actors.rollout.requests.verdict import Outcome
-from actors.rollout.samples.conversation import Conversation
+from actors.rollout.samples.conversation import Conversation, GenerateFunction
+from actors.rollout.samples.generate_function import KEY, is_deterministic
 from actors.rollout.samples.partial import SegmentStore
 from actors.rollout.samples.sample import FINISHED, OpenSample, tokens_left
 from actors.rollout.samples.tasks import GroupTask
 from actors.rollout.samples.tools import GroupDependencies
 from actors.rollout.sglang.answers import numbers_of
 from messages import EngineNumbers, SampleStatus, SamplingParams
+
+log = structlog.get_logger()
+
+MAX_STARTS: Final = 3  # runs of a generate function from the prompt, for one sample of a delivery
 
 
 class Generation:
@@ -65,28 +72,64 @@ class Generation:
     def _reopened(self, sample: OpenSample) -> bool:
         """Reopen an unscored sample with all its turns, so that its user-defined function runs again.
 
-        The function's text between the turns is stored nowhere, but is needed for the score.
+        The function's text between the turns is stored nowhere, but is needed for the score. Siblings may come from
+        different deliveries of a task; a replay shows whether they belong together.
         """
-        if self._tools.custom_generate is None or not sample.unscored:
+        if self._tools.custom_generate is None or not (sample.unscored or (sample.finished and sample.siblings)):
             return False
-        sample.status = SampleStatus.ABORTED
+        for part in sample.parts:
+            part.status, part.reward, part.own_score = SampleStatus.ABORTED, None, None
         return True
 
     async def _converse(self, sample: OpenSample) -> None:
-        """Generate a sample turn by turn with the user-defined function."""
-        assert self._tools.custom_generate is not None
-        max_tokens = self._task.sampling.max_new_tokens
-        conversation = Conversation(
-            self._task.prompt, sample, max_tokens=max_tokens, ask=self._ask_for_turn, model=self._tools.model
-        )
+        """Generate a sample turn by turn with the user-defined function, which may begin again from the prompt."""
+        function = self._tools.custom_generate
+        assert function is not None
+        for num_starts in range(1, MAX_STARTS + 1):
+            conversation = await self._run_function(function, sample)
+            if conversation is None or not conversation.starts_again:
+                return
+            reason = conversation.mismatch or conversation.reason or "the function aborted it"
+            if conversation.mismatch is not None and is_deterministic(function):
+                sample.give_up(f"{KEY}: it is marked deterministic, and did something else when it ran again: {reason}")
+                return
+            if num_starts == MAX_STARTS and conversation.mismatch is None:
+                sample.give_up(f"{KEY}: aborted {MAX_STARTS} times, last: {reason}")
+                return
+            log.warning("sample_starts_again", index=sample.index, reason=reason)
+            await self._store.start_again(sample)
+        sample.give_up(f"{KEY}: it did something else each time it ran again")
+
+    async def _run_function(self, function: GenerateFunction, sample: OpenSample) -> Conversation | None:
+        """Run the function once; return its conversation, None if the round was halted before."""
         if self._halted:
-            return
+            return None
+        conversation = Conversation(
+            self._task.prompt,
+            sample,
+            max_tokens=self._task.sampling.max_new_tokens,
+            ask=self._ask_for_turn,
+            model=self._tools.model,
+            keep=self._keep,
+        )
         self._conversations.append(conversation)
         self._tools.conversations.add(conversation)
         try:
-            sample.status = await conversation.run(self._tools.custom_generate)
+            status = await conversation.run(function)
         finally:
             self._tools.conversations.discard(conversation)
+            self._conversations.remove(conversation)
+        if status is SampleStatus.FAILED:
+            sample.give_up(f"{KEY}: {conversation.reason}")
+        else:
+            sample.status = status
+        return conversation
+
+    async def _keep(self, sample: OpenSample) -> None:
+        """Store the tokens that a service gave as a turn."""
+        self._store.take(sample)
+        sample.end_turn()
+        await self._store.flush()
 
     async def _ask_for_turn(self, sample: OpenSample, stop: Sequence[str] | None, limit: int) -> bool:
         sample.turn_status = SampleStatus.ABORTED
@@ -127,10 +170,10 @@ class Generation:
         self._num_requests += 1
         inputs = [
             SampleInput(
-                task.prompt.prompt_ids,
+                sample.prompt_of(task.prompt.prompt_ids),
                 sample.buffer,
                 sample.pending,
-                sampling_seed(self._tools.seed, task.source, sample.index),
+                sampling_seed(self._tools.seed, task.source, sample.index, sample.part),
             )
             for sample in samples
         ]
@@ -145,7 +188,7 @@ class Generation:
         )
 
 
-def sampling_seed(run_seed: int, source: tuple[object, ...], index: int) -> int:
+def sampling_seed(run_seed: int, source: tuple[object, ...], index: int, part: int = 0) -> int:
     """Return a 63-bit seed, the range that engines accept. It is equal in every run of a recipe.
 
     The attempt is not part of the seed. Engines sample by seed and position, so a sample that continues elsewhere
@@ -155,6 +198,8 @@ def sampling_seed(run_seed: int, source: tuple[object, ...], index: int) -> int:
         run_seed: run.seed.
         source: identifies a prompt group, or an item of an evaluation set.
         index: of the sample in that source.
+        part: of its fan-out siblings.
     """
-    digest = hashlib.blake2b(repr((run_seed, source, index)).encode(), digest_size=8).digest()
+    place = (run_seed, source, index, part) if part else (run_seed, source, index)
+    digest = hashlib.blake2b(repr(place).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

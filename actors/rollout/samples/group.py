@@ -24,7 +24,7 @@ class GroupRun:
     """
 
     def __init__(self, task: GroupTask, samples: Sequence[OpenSample], tools: GroupDependencies) -> None:
-        self.samples = samples
+        self._samples = samples
         self.spilled_at = time.monotonic()  # or started
         self.generated_s = 0.0  # seconds from the start to the last token
         self._task = task
@@ -44,6 +44,11 @@ class GroupRun:
         self._halted = False
         self._until_halt = anyio.CancelScope()
         self._slots: GroupSlots | None = None
+
+    @property
+    def samples(self) -> list[OpenSample]:
+        """All samples, with their fan-out siblings, in order."""
+        return [part for sample in self._samples for part in sample.parts]
 
     @property
     def scored_s(self) -> float:
@@ -85,14 +90,14 @@ class GroupRun:
                     if self._halted:
                         self._until_halt.cancel()
                     elif self._task.group_rm and self.generated:
-                        self._scoring.start(self.samples)
+                        self._scoring.start(self._samples)
             finally:
                 self._tasks = None
 
     async def _generate(self, slots: GroupSlots) -> None:
         """Run all samples that need tokens; return once each has ended and is stored."""
-        started, unfinished = time.monotonic(), self._generation.unfinished(self.samples)
-        self._note_ended(self.samples)
+        started, unfinished = time.monotonic(), self._generation.unfinished(self._samples)
+        self._note_ended([sample for sample in self._samples if sample not in unfinished])
         slots.need(len(unfinished))
         batch = self._generation.batch(unfinished)
         async with anyio.create_task_group() as group:
@@ -125,12 +130,12 @@ class GroupRun:
             slots.give_back()
         self._scoring.start_ended(samples)  # while their tokens are stored
         await self._store.flush()
-        self._columns.start(samples)
+        self._columns.start([part for sample in samples for part in sample.parts])
 
     def _note_ended(self, samples: Sequence[OpenSample]) -> None:
         """Request scores and columns of samples that had all their tokens before."""
         self._scoring.start_ended(samples)
-        self._columns.start(samples)
+        self._columns.start([part for sample in samples for part in sample.parts])
 
     def spill(self) -> None:
         """Start to store and report the current samples. No-op once the group has ended."""

@@ -70,12 +70,14 @@ class SegmentStore:
         self._bus = bus
         self._outbox: list[tuple[OpenSample, Segment]] = []
         self._storing = anyio.Lock()
-        self._told: dict[int, tuple[int, int, bool]] = {}  # of each sample: segments, columns and reward in events
+        # of each sample by index and part: segments, columns and reward in events
+        self._told: dict[tuple[int, int], tuple[int, int, bool]] = {}
 
     def take(self, sample: OpenSample) -> None:
         """Take the new tokens of a sample; `flush` stores them."""
-        key = SampleKey(group_id=self._task.group_id, attempt=self._task.attempt, index=sample.index)
-        segment = sample.take(key, self._task.prompt.prompt_ids)
+        task = self._task
+        key = SampleKey(group_id=task.group_id, attempt=task.attempt, index=sample.index, part=sample.part)
+        segment = sample.take(key, sample.prompt_of(task.prompt.prompt_ids))
         if segment is not None:
             self._outbox.append((sample, segment))
 
@@ -86,9 +88,16 @@ class SegmentStore:
                 taken, self._outbox = self._outbox, []
                 await self._store([sample for sample, _ in taken], [segment for _, segment in taken])
 
+    async def start_again(self, sample: OpenSample) -> None:
+        """Forget the tokens of a sample, which begins again from its prompt and has no request running."""
+        await self.flush()  # afterwards nothing of it is being stored
+        for part in sample.parts:
+            self._told.pop((part.index, part.part), None)
+        sample.start_again()
+
     async def spill(self) -> None:
         """Store and report the current samples, including tokens of running requests."""
-        for sample in self._samples:
+        for sample in self._parts():
             if sample.request is None:
                 continue
             for reader in sample.request.readers:
@@ -100,12 +109,12 @@ class SegmentStore:
 
     async def _tell(self) -> None:
         """Publish what was stored since the last event, if anything was."""
-        task, stored = self._task, [sample for sample in self._samples if sample.refs and sample.stored]
-        facts = {s.index: (len(s.refs), len(s.columns), s.reward is not None) for s in stored}
-        changed = [sample for sample in stored if self._told.get(sample.index) != facts[sample.index]]
+        task, stored = self._task, [sample for sample in self._parts() if sample.refs and sample.stored]
+        facts = {(s.index, s.part): (len(s.refs), len(s.columns), s.reward is not None) for s in stored}
+        changed = [s for s in stored if self._told.get((s.index, s.part)) != facts[s.index, s.part]]
         if not changed or task.round is None:
             return
-        starts = [self._told.get(sample.index, (0, 0, False))[0] for sample in changed]
+        starts = [self._told_segments(sample) for sample in changed]
         spilled = SegmentsSpilled(
             group_id=task.group_id,
             attempt=task.attempt,
@@ -116,7 +125,19 @@ class SegmentStore:
             starts=tuple(starts),
         )
         await self._bus.publish(spilled)
-        self._told |= {sample.index: facts[sample.index] for sample in changed}
+        self._told |= {(s.index, s.part): facts[s.index, s.part] for s in changed}
+
+    def _parts(self) -> list[OpenSample]:
+        return [part for sample in self._samples for part in sample.parts]
+
+    def _told_segments(self, sample: OpenSample) -> int:
+        """Return how many segments of a sample events have. For one that began again, each event lists all.
+
+        Events with fewer tokens than before are not used, so a later one must not refer to them.
+        """
+        if self._samples[sample.index].num_restarts:
+            return 0
+        return self._told.get((sample.index, sample.part), (0, 0, False))[0]
 
     async def _store(self, samples: Sequence[OpenSample], segments: Sequence[Segment]) -> None:
         """Publish segments and record their locations."""
@@ -162,13 +183,20 @@ class Inheritance:
     async def samples(self, task: RolloutRequested, carried: Sequence[SampleSummary]) -> list[OpenSample]:
         """Return the group's samples, restored from earlier attempts where possible."""
         samples = fresh_samples(task.num_samples, task.prompt.prompt_ids, baseline=task.baseline)
-        for summary in carried:
+        for sample in samples:
+            summaries = sorted((one for one in carried if one.index == sample.index), key=lambda one: one.part)
             try:
-                segments = [await self._segment(ref) for ref in summary.segments]
+                segments = [[await self._segment(ref) for ref in summary.segments] for summary in summaries]
             except PayloadLost as error:
-                log.warning("carried_tokens_lost", index=summary.index, error=str(error))
-            else:
-                inherit(samples[summary.index], summary, segments, max_new_tokens=task.sampling.max_new_tokens)
+                log.warning("carried_tokens_lost", index=sample.index, error=str(error))
+                continue
+            for summary, own in zip(summaries, segments, strict=True):
+                part = sample
+                if summary.part and not own:
+                    continue  # it had no tokens, so nothing tells its prompt
+                if summary.part:
+                    part = sample.open_sibling(summary.part, own[0].prompt_ids)
+                inherit(part, summary, own, max_new_tokens=task.sampling.max_new_tokens)
         return samples
 
     async def _segment(self, ref: SegmentRef) -> Segment:

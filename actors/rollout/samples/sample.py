@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from actors.rollout.requests.request import GenerateRequest
 from actors.rollout.samples.buffer import NOTHING, SampleBuffer
 from actors.rollout.samples.failures import Action, FailurePolicy
@@ -21,6 +23,7 @@ class Turn:
     start: int = 0  # its first token in the response
     num_tokens: int = 0
     text: str = ""
+    inputs: Int32Array = field(default_factory=Int32Array)  # input after the turn before
 
 
 @dataclass(eq=False)
@@ -29,6 +32,10 @@ class OpenSample:
 
     index: int
     prompt_len: int
+    part: int = 0  # above 0: a fan-out sibling, which a generate function opened
+    own_prompt: Int32Array | None = None  # of a sibling; None: the task's
+    siblings: dict[int, "OpenSample"] = field(default_factory=dict[int, "OpenSample"])  # by part
+    num_restarts: int = 0  # times that it began again from its prompt
     is_baseline: bool = False  # sampled greedily, scored and not trained
     status: SampleStatus = SampleStatus.PENDING
     refs: list[SegmentRef] = field(default_factory=list[SegmentRef])
@@ -40,6 +47,8 @@ class OpenSample:
     metadata: dict[str, Any] = field(default_factory=dict[str, Any])
     columns: dict[str, int] = field(default_factory=dict[str, int])  # data messages of its columns, by name
     dialogue: str | None = None  # text of a conversation, with the input between its turns
+    untrained: tuple[tuple[int, int], ...] = ()  # response tokens that a generate function excludes from the loss
+    own_score: Score | None = None  # the reward that a generate function set
     reward: float | None = None
     details: dict[str, object] | None = None
     rewards: dict[str, float] = field(default_factory=dict[str, float])  # by name, if the recipe trains several
@@ -48,7 +57,8 @@ class OpenSample:
     reason: str | None = None
     num_stored: int = 0  # number of stored tokens of the response
     score_requested: bool = False  # its score was requested
-    is_dropped_alone: bool = False  # its score failed, and the other samples of its group train
+    is_dropped_alone: bool = False  # it failed, and the other samples of its group train
+    is_given_up: bool = False  # it failed before its score, in its generate function
 
     @property
     def finished(self) -> bool:
@@ -70,6 +80,35 @@ class OpenSample:
         """The response as text."""
         return self.buffer.text if self.dialogue is None else self.dialogue
 
+    @property
+    def parts(self) -> "list[OpenSample]":
+        """The sample and its fan-out siblings, in order."""
+        return [self, *(self.siblings[part] for part in sorted(self.siblings))]
+
+    def prompt_of(self, of_task: Int32Array) -> Int32Array:
+        """Return its prompt: its own, or the task's."""
+        return of_task if self.own_prompt is None else self.own_prompt
+
+    def open_sibling(self, part: int, prompt_ids: Int32Array) -> "OpenSample":
+        """Add a fan-out sibling with a prompt of its own."""
+        sibling = OpenSample(
+            index=self.index, prompt_len=len(prompt_ids), part=part, own_prompt=prompt_ids, is_baseline=self.is_baseline
+        )
+        self.siblings[part] = sibling
+        return sibling
+
+    def start_again(self) -> None:
+        """Forget all tokens, so that the sample begins again from its prompt. Nothing of it is being stored."""
+        fresh = OpenSample(index=self.index, prompt_len=self.prompt_len, is_baseline=self.is_baseline)
+        fresh.num_restarts = self.num_restarts + 1
+        self.__dict__.update(fresh.__dict__)
+
+    def give_up(self, reason: str) -> None:
+        """Fail the sample and its siblings alone: the other samples of its group train."""
+        for part in self.parts:
+            part.status, part.reason = SampleStatus.FAILED, reason
+            part.is_given_up, part.is_dropped_alone = True, not part.is_baseline
+
     def take(self, key: SampleKey, prompt_ids: Int32Array) -> Segment | None:
         """Take the new tokens of the buffer as a segment; call `stored_at` once it is stored. None without tokens."""
         if self.buffer.num_tokens == self.buffer.num_taken:
@@ -88,7 +127,7 @@ class OpenSample:
 
     def _note(self, segment: Segment) -> None:
         if not self.turns or (len(segment.prompt_ids) and self.turns[-1].num_tokens):
-            self.turns.append(Turn())
+            self.turns.append(Turn(inputs=segment.prompt_ids if self.turns else NOTHING))
         if not self.turns[-1].num_tokens:
             self.turns[-1].start = self.buffer.num_taken - len(segment.response_ids)
         self.columns = {}  # they were of fewer tokens
@@ -130,7 +169,7 @@ class OpenSample:
         self.refs.append(ref)
 
     def take_score(self, score: Score, *, policy: FailurePolicy, reward_keys: Sequence[str] = ()) -> None:
-        """Apply a grader's score; without a reward the sample does what the policy says.
+        """Apply a score; without a reward the sample does what the policy says. Siblings without a reward get its.
 
         Args:
             score: the grader's answer.
@@ -149,6 +188,12 @@ class OpenSample:
                 self.reason, self.reward, cause = str(error), None, "bad_answer"
         if self.reward is None:
             self._fail(policy.of(cause), reward_keys)
+        for sibling in self.siblings.values():
+            shared = msgspec.structs.replace(score, part=sibling.part)
+            sibling.own_score = sibling.own_score or (shared if self.own_score else None)
+            sibling.take_score(sibling.own_score or shared, policy=policy, reward_keys=reward_keys)
+            if self.status is SampleStatus.FAILED:
+                sibling.status, sibling.is_dropped_alone = self.status, self.is_dropped_alone
 
     def _fail(self, action: Action, reward_keys: Sequence[str]) -> None:
         if isinstance(action, str):
@@ -161,6 +206,7 @@ class OpenSample:
         """Return the sample's summary, as events carry it; its segments from one on."""
         return SampleSummary(
             index=self.index,
+            part=self.part,
             status=SampleStatus.ABORTED if self.status is SampleStatus.PENDING else self.status,
             segments=tuple(self.refs[from_segment:]),
             prompt_len=self.prompt_len,
@@ -174,6 +220,8 @@ class OpenSample:
             reason=self.reason,
             metadata=dict(self.metadata),
             columns=dict(self.columns),
+            untrained=self.untrained,
+            own_reward=self.own_score is not None and self.reward is not None,
         )
 
 
@@ -206,7 +254,7 @@ def inherit(sample: OpenSample, carried: SampleSummary, segments: Sequence[Segme
     """Restore a fresh sample from an earlier attempt.
 
     Args:
-        sample: fresh, with the same index.
+        sample: fresh, with the same index and part.
         carried: the earlier attempt's summary.
         segments: the segments of that summary, in its order.
         max_new_tokens: of the whole response.
@@ -216,6 +264,10 @@ def inherit(sample: OpenSample, carried: SampleSummary, segments: Sequence[Segme
     sample.status, sample.reward, sample.details = carried.status, carried.reward, carried.score
     sample.rewards = dict(carried.rewards)
     sample.metadata, sample.columns = dict(carried.metadata), dict(carried.columns)
+    sample.untrained = carried.untrained
+    if carried.own_reward:
+        details = carried.score
+        sample.own_score = Score(index=carried.index, part=carried.part, reward=carried.reward, details=details)
     if carried.status is SampleStatus.FAILED:  # its tokens are valid, only its score failed: score it again
         truncated = tokens_left(sample, max_new_tokens) <= 0
         sample.status = SampleStatus.TRUNCATED if truncated else SampleStatus.COMPLETED

@@ -227,6 +227,11 @@ class SampleScoring:
             return
         for sample in unscored:
             sample.score_requested = True
+            if sample.own_score is not None:
+                sample.take_score(sample.own_score, policy=self._policy, reward_keys=self._reward_keys)
+        unscored = [sample for sample in unscored if sample.own_score is None]
+        if not unscored:
+            return
         assert self._tasks is not None
         if not self._unasked:
             self._tasks.start_soon(self._score_unasked)

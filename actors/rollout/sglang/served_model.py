@@ -87,6 +87,14 @@ class ServedModel:
         except Exception as error:
             raise ValueError(f"the model's tokenizer cannot encode {text[:80]!r}: {error}") from error
 
+    def decode(self, ids: Sequence[int]) -> str:
+        """Decode tokens, special tokens included.
+
+        Raises:
+            ValueError: there is no tokenizer.
+        """
+        return self._tokenizer().decode(list(ids), skip_special_tokens=False)
+
     def check_ids(self, ids: Sequence[int] | NDArray[np.int32]) -> None:
         """Check that all token ids are in the vocabulary.
 

@@ -11,7 +11,15 @@ from actors.trainer.data.batch import NOT_KNOWN, ExpertIds, LeftOut, TrainBatch,
 from actors.trainer.data.columns import Columns, column_problem, of_all_tokens, topk_of_all_tokens
 from actors.trainer.data.skipped import SamplePlace
 from actors.trainer.data.staleness import NOT_SAMPLED, Masking, joined, loss_mask_of, staleness_of
-from messages import ColumnPublished, GroupCompleted, SampleStatus, SampleSummary, Segment, SegmentsPublished
+from messages import (
+    ColumnPublished,
+    GroupCompleted,
+    SampleStatus,
+    SampleSummary,
+    Segment,
+    SegmentsPublished,
+    with_untrained,
+)
 from runtime.data.tokens import are_possible, sample_problem
 from runtime.settings.topology import TEACHER_LOG_PROBS
 
@@ -93,11 +101,17 @@ def assemble(
 def segments_of(
     completed: GroupCompleted, payloads: Mapping[int, SegmentsPublished], sample: SampleSummary
 ) -> Iterator[Segment]:
-    """Yield the segments of a sample in order.
+    """Yield the segments of a sample in order, with what its summary excludes from the loss.
 
     Raises:
         ValueError: A reference points to another sample's segment, or to none.
     """
+    return with_untrained(_stored_segments(completed, payloads, sample), sample.untrained)
+
+
+def _stored_segments(
+    completed: GroupCompleted, payloads: Mapping[int, SegmentsPublished], sample: SampleSummary
+) -> Iterator[Segment]:
     for ref in sample.segments:
         segments = payloads[ref.seq].segments
         if not 0 <= ref.position < len(segments):

@@ -97,3 +97,84 @@ async def uses_a_tool(conversation: Conversation) -> None:
 async def notes_too_much(conversation: Conversation) -> None:
     await conversation.generate()
     conversation.sample_metadata["trace"] = "x" * 9_000_000
+
+
+async def decides_alone(conversation: Conversation) -> None:
+    """Three turns, of which the second and a part of the third do not train, and a reward of its own."""
+    await conversation.generate()
+    conversation.append_ids([60])
+    await conversation.generate(train=False)
+    conversation.append_ids([61])
+    await conversation.generate()
+    conversation.do_not_train(2, 1, 3)
+    conversation.reward = 0.25
+    conversation.end("truncated")
+
+
+async def fails_first(conversation: Conversation) -> None:
+    RUNS.append(conversation.prompt)
+    if len(RUNS) == 1:
+        conversation.end("failed", "no such page")
+        return
+    await conversation.generate()
+
+
+async def always_fails(conversation: Conversation) -> None:
+    conversation.end("failed", "no such page")
+
+
+async def aborts(conversation: Conversation) -> None:
+    RUNS.append(conversation.prompt)
+    await conversation.generate()
+    conversation.append_ids([60])
+    await conversation.generate()
+    conversation.end("aborted", "the shop is closed")
+
+
+async def changes_its_mind(conversation: Conversation) -> None:
+    """A tool that answers differently each time."""
+    RUNS.append(conversation.prompt)
+    for _ in range(2):
+        await conversation.generate()
+        conversation.append_ids([60 + len(RUNS)])
+    await conversation.generate()
+
+
+async def promises_too_much(conversation: Conversation) -> None:
+    await changes_its_mind(conversation)
+
+
+promises_too_much.deterministic = True  # type: ignore[attr-defined]
+
+
+async def delegates(conversation: Conversation) -> None:
+    """Two further conversations: one with a prompt of its own and a reward, one that goes on from the first turn."""
+    RUNS.append(conversation.prompt)
+    await conversation.generate()
+    helper = conversation.open([20, 21])
+    helper.sample_metadata["role"] = "helper"
+    helper.reward = 0.5
+    await helper.generate()
+    rest = conversation.open(conversation.prompt_ids[:1], conversation.turns[0].ids[2:])
+    await rest.generate()
+    conversation.append_ids(helper.turns[0].ids[:1])
+    await conversation.generate()
+
+
+async def asks_a_service(conversation: Conversation) -> None:
+    RUNS.append(conversation.prompt)
+
+    async def service(ids: list[int]) -> tuple[list[int], list[float], str]:
+        RUNS.append(f"service {ids}")
+        return [30, 31], [-0.5, -0.25], "ab"
+
+    await conversation.generate_by(service)
+    conversation.append_ids([60])
+    await conversation.generate()
+
+
+async def asks_a_service_without_log_probs(conversation: Conversation) -> None:
+    async def service(ids: list[int]) -> tuple[list[int], None]:
+        return [30], None
+
+    await conversation.generate_by(service)

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from actors.hooks import check_hooks
-from actors.rollout.samples import conversation
+from actors.rollout.samples import context
 from actors.rollout.samples.conversation import Conversation
 from actors.rollout.samples.sample import OpenSample, Turn
 from messages import (
@@ -151,7 +151,7 @@ async def test_a_conversation_without_end_is_truncated_where_there_is_no_more_ro
 async def test_a_function_that_fails_costs_its_group_alone(
     bus: Bus, router_url: str, monkeypatch: pytest.MonkeyPatch, name: str, reason: str
 ) -> None:
-    monkeypatch.setattr(conversation, "BETWEEN_TURNS_S", 0.3)
+    monkeypatch.setattr(context, "BETWEEN_TURNS_S", 0.3)
     async with (
         serving(ScriptedEngine()) as engine,
         rollout_actor(bus, router_url, [engine], with_function(name)),
@@ -178,19 +178,19 @@ async def test_notes_that_fit_no_event_cost_their_group_and_not_the_actor(bus: B
     evaluation = EvalRequested(
         step=0, set="s", item=0, version=1, prompt=training.prompt, num_samples=1, sampling=training.sampling
     )
-    async with serving(ScriptedEngine()) as engine, anyio.create_task_group() as group:
-        group.start_soon(grade, bus)
-        async with rollout_actor(bus, router_url, [engine], with_function("notes_too_much")):
-            await bus.publish(announcement(1))
-            await bus.publish(evaluation)
-            evaluated, _ = await next_event(bus, EvalCompleted)
-            await bus.publish(training)
-            failed, _ = await next_event(bus, GroupFailed)
-        group.cancel_scope.cancel()
+    async with (
+        serving(ScriptedEngine()) as engine,
+        rollout_actor(bus, router_url, [engine], with_function("notes_too_much")),
+    ):
+        await bus.publish(announcement(1))
+        await bus.publish(evaluation)
+        evaluated, _ = await next_event(bus, EvalCompleted)
+        await bus.publish(training)
+        failed, _ = await next_event(bus, GroupFailed)
     assert isinstance(evaluated, EvalCompleted)
-    assert [(sample.reward, sample.metadata) for sample in evaluated.samples] == [(None, {})]
+    assert [sample.reward for sample in evaluated.samples] == [None]
     assert isinstance(failed, GroupFailed)
-    assert "allowed: at most 8388608" in failed.reason
+    assert "sample_metadata has 9000012 bytes as JSON; allowed: at most 65536" in failed.reason
 
 
 async def test_a_sample_that_waits_for_its_score_alone_is_scored_with_all_that_it_has(

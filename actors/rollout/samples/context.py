@@ -1,0 +1,353 @@
+"""One conversation of a sample, as a generate function uses it: turns, input between them, and what is trained."""
+
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import index
+from typing import Any, Final, NamedTuple, Never, cast
+
+import anyio
+import msgspec
+import numpy as np
+
+from actors.rollout.samples.sample import NUM_TURNS, OpenSample, Turn, tokens_left
+from actors.rollout.sglang.served_model import ServedModel
+from messages import Int32Array, Prompt, SampleStatus, Score
+
+BETWEEN_TURNS_S = 300.0  # time limit of a function outside of `generate`
+MAX_METADATA_BYTES: Final = 65_536  # of one sample, as JSON: events carry it
+MAX_RANGES: Final = 1_024  # ranges of tokens that do not train, of one sample
+
+Ask = Callable[[OpenSample, Sequence[str] | None, int], Awaitable[bool]]
+Keep = Callable[[OpenSample], Awaitable[None]]
+Service = Callable[[list[int]], Awaitable[Any]]
+
+
+class TurnTokens(NamedTuple):
+    """The tokens of a finished turn, as the engine gave them."""
+
+    ids: list[int]
+    log_probs: list[float]  # natural log
+    text: str
+
+
+@dataclass(eq=False)
+class FunctionRun:
+    """What the conversations of one sample share, while its function runs."""
+
+    prompt: Prompt
+    max_tokens: int  # of each conversation's response
+    ask: Ask
+    keep: Keep
+    model: ServedModel
+    scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
+    requests: anyio.Lock = field(default_factory=anyio.Lock)  # a sample has one slot, so one request at a time
+    num_asking: int = 0
+    halted: bool = False
+    over: SampleStatus | None = None  # final status, if the sample ended before its function
+    mismatch: str | None = None  # what a replay found to differ
+
+    def let_work(self) -> None:
+        """Give the function its time until the next turn."""
+        self.scope.deadline = math.inf if self.num_asking else anyio.current_time() + BETWEEN_TURNS_S
+
+    async def leave(self, status: SampleStatus | None = None, *, mismatch: str | None = None) -> Never:
+        """End the function, which is waiting in this call."""
+        self.over, self.mismatch = self.over or status, self.mismatch or mismatch
+        self.scope.cancel()
+        await anyio.sleep_forever()
+        raise AssertionError  # never reached
+
+
+class Context:
+    """One conversation. `generate` gets the next model turn; `append` and `append_ids` add input for it.
+
+    Attributes:
+        prompt: of the row, as text.
+        label: of the row.
+        metadata: of the row.
+        sample_metadata: of this conversation; visible to the dynamic filter and in dumps.
+        text: the response so far: model turns and the input between them.
+        reward: set it, and no grader grades the sample.
+        rewards: named rewards beside it, for `algorithm.gdpo_reward_keys`.
+    """
+
+    def __init__(self, run: FunctionRun, sample: OpenSample) -> None:
+        self.prompt = run.prompt.text
+        self.label = run.prompt.label
+        self.metadata: Mapping[str, Any] = run.prompt.metadata
+        self.sample_metadata: dict[str, Any] = {}
+        self.text = ""
+        self.reward: float | None = None
+        self.rewards: dict[str, float] = {}
+        self.asking = False
+        self._run = run
+        self._sample = sample
+        self._inputs: list[int] = []
+        self._num_turns = 0
+        self._num_replayed = sample.num_turns
+        self._untrained: list[tuple[int, int]] = []
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        """The tokens before the response."""
+        return self._prompt_ids.tolist()
+
+    @property
+    def ids(self) -> list[int]:
+        """The tokens of the response so far: finished turns, and the input between and after them."""
+        return [*self._sample.buffer.ids[: self._end_of(self._num_turns)].tolist(), *self._inputs]
+
+    @property
+    def turns(self) -> list[TurnTokens]:
+        """The finished turns of the model."""
+        return [self._tokens_of(number) for number in range(self._num_turns)]
+
+    @property
+    def room(self) -> int:
+        """Tokens that this conversation may still get; without any, `generate` ends the sample as truncated."""
+        return max(0, self._limit - self._end_of(self._num_turns) - len(self._inputs))
+
+    async def generate(
+        self, *, stop: Sequence[str] | None = None, max_new_tokens: int | None = None, train: bool = True
+    ) -> str:
+        """Return the model's next turn as text. Never returns if the sample is halted or has no room for more tokens.
+
+        Args:
+            stop: stop strings of the turn; None: those of the recipe.
+            max_new_tokens: limit of this turn; None: the room left in the conversation.
+            train: whether the turn's tokens train.
+
+        Raises:
+            ValueError: the previous turn is still running, no input was added after it, or an argument is invalid.
+        """
+        if isinstance(stop, str):  # otherwise each letter would be a stop string
+            raise ValueError(f"stop = {stop!r}: write a list of texts")
+        self._run.model.check_stop(stop or ())
+        if max_new_tokens is not None and max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens = {max_new_tokens}: a turn has at least 1 token")
+        turn = await self._next_turn()
+        if self._num_turns >= self._num_replayed:
+            await self._go_on(turn, stop, self._run.max_tokens if max_new_tokens is None else max_new_tokens)
+        return self._end_turn(turn, train=train)
+
+    async def generate_by(self, service: Service, *, train: bool = True) -> str:
+        """Return the next turn, from a service of yours instead of an engine. A replay does not call it again.
+
+        Args:
+            service: async function. Gets all tokens so far; returns (ids, log_probs) or (ids, log_probs, text).
+            train: whether the tokens train; then each needs its log-prob. Without: log_probs may be None.
+
+        Raises:
+            ValueError: the answer is none of these, or a token or a log-prob is impossible.
+        """
+        turn = await self._next_turn()
+        if self._num_turns >= self._num_replayed:
+            sample = self._sample
+            answer = await service([*self.prompt_ids, *self.ids])
+            ids, log_probs, text = self._checked(answer, train=train)
+            sample.buffer.append(ids, log_probs, text, "")
+            await self._run.keep(sample)
+        return self._end_turn(turn, train=train)
+
+    def append(self, text: str) -> None:
+        """Append text after the last turn; it is excluded from the loss."""
+        self.append_ids(self._run.model.encode(checked_text(text, "append")))
+        self.text += text
+
+    def append_ids(self, ids: Sequence[int]) -> None:
+        """Append tokens after the last turn; they are excluded from the loss.
+
+        Raises:
+            ValueError: a token is outside of the vocabulary, or there was no turn yet.
+        """
+        if not self._num_turns:
+            raise ValueError("the first turn must be the model's: put earlier text into the prompt")
+        self._inputs.extend(checked_ids(self._run.model, ids))
+
+    def do_not_train(self, turn: int = -1, start: int = 0, end: int | None = None) -> None:
+        """Exclude tokens [start, end) of a finished turn from the loss; without a range, all of it.
+
+        Raises:
+            ValueError: there is no such turn, or it has no such tokens.
+        """
+        if not -self._num_turns <= turn < self._num_turns:
+            raise ValueError(f"turn = {turn}: there are {self._num_turns} turns")
+        number = turn % self._num_turns
+        size, last = self._sample.turns[number].num_tokens, self._end_of(number + 1)
+        end = size if end is None else end
+        if not 0 <= start <= end <= size:
+            raise ValueError(f"tokens [{start}, {end}): the turn has {size} tokens")
+        self._untrained.append((last - size + start, last - size + end))
+
+    @property
+    def _prompt_ids(self) -> Int32Array:
+        return self._sample.prompt_of(self._run.prompt.prompt_ids)
+
+    @property
+    def _limit(self) -> int:
+        """Most response tokens: a conversation with a longer prompt than the row's has less room."""
+        prompt_len = len(self._run.prompt.prompt_ids)
+        return self._run.max_tokens - max(0, len(self._prompt_ids) - prompt_len)
+
+    def _end_of(self, num_turns: int) -> int:
+        """Return the number of response tokens up to the end of that many turns."""
+        return sum(len(turn.inputs) + turn.num_tokens for turn in self._sample.turns[:num_turns])
+
+    def _tokens_of(self, number: int) -> TurnTokens:
+        turn, end = self._sample.turns[number], self._end_of(number + 1)
+        buffer, start = self._sample.buffer, end - turn.num_tokens
+        return TurnTokens(buffer.ids[start:end].tolist(), buffer.log_probs[start:end].tolist(), turn.text)
+
+    async def _next_turn(self) -> Turn:
+        """Return the next turn: the recorded one during a replay, otherwise a new one."""
+        if self.asking:
+            raise ValueError("two turns at the same time: each begins after the one before has ended")
+        if self._num_turns and not self._inputs:
+            raise ValueError("two turns in a row: append text or token ids between them")
+        sample, inputs = self._sample, Int32Array(self._inputs)
+        if self._num_turns == len(sample.turns):
+            sample.pending = inputs
+            sample.turns.append(Turn(inputs=inputs))
+        turn = sample.turns[self._num_turns]
+        if not np.array_equal(turn.inputs, inputs):
+            where = f"input before turn {self._num_turns + 1}"
+            await self._run.leave(mismatch=f"{where}: {turn.inputs.tolist()!r:.300}, now {inputs.tolist()!r:.300}")
+        return turn
+
+    async def _go_on(self, turn: Turn, stop: Sequence[str] | None, max_new_tokens: int) -> None:
+        """Send requests until the turn has ended."""
+        run = self._run
+        self.asking, run.num_asking = True, run.num_asking + 1
+        run.let_work()
+        async with run.requests:
+            await self._ask(turn, stop, max_new_tokens)
+        self.asking, run.num_asking = False, run.num_asking - 1
+        run.let_work()
+
+    async def _ask(self, turn: Turn, stop: Sequence[str] | None, max_new_tokens: int) -> None:
+        sample, cut_short = self._sample, True
+        while cut_short and turn.num_tokens < max_new_tokens:
+            room = tokens_left(sample, self._limit) - len(sample.pending)
+            if room <= 0:
+                await self._run.leave(SampleStatus.TRUNCATED)
+            cut_short = await self._run.ask(sample, stop, min(room, max_new_tokens - turn.num_tokens))
+            if not cut_short and sample.turn_status is SampleStatus.ABORTED:
+                await self._run.leave(SampleStatus.ABORTED)
+
+    def _end_turn(self, turn: Turn, *, train: bool) -> str:
+        self._num_turns += 1
+        self._inputs = []
+        self.text += turn.text
+        if not train:
+            self.do_not_train()
+        self.note()
+        if self._run.halted:
+            # takes effect at the function's next wait; if it returns first, the sample is complete
+            self._run.scope.cancel()
+        return turn.text
+
+    def _checked(self, answer: Any, *, train: bool) -> tuple[Int32Array, np.ndarray[Any, Any], str]:
+        """Check what a service answered."""
+        parts: list[Any] = list(cast("tuple[Any, ...]", answer)) if isinstance(answer, tuple) else []
+        if len(parts) not in (2, 3):
+            raise ValueError(
+                f"the service returned {answer!r:.200}; expected (ids, log_probs) or (ids, log_probs, text)"
+            )
+        given, log_probs = checked_ids(self._run.model, parts[0]), parts[1]
+        if not 0 < len(given) <= self.room:
+            raise ValueError(f"the service returned {len(given)} tokens; allowed: 1 to {self.room}")
+        if log_probs is None and train:
+            raise ValueError("the service returned no log-probs, which training needs: give them, or set train=False")
+        found = np.zeros(len(given), np.float32) if log_probs is None else np.asarray(log_probs, np.float32)
+        if found.shape != (len(given),) or not (np.isfinite(found) & (found <= 0)).all():
+            raise ValueError(f"the service returned {len(given)} tokens, but not a log-prob of at most 0 for each")
+        text = checked_text(parts[2], "the service's text: ") if len(parts) == 3 else self._run.model.decode(given)
+        return Int32Array(given), found, text
+
+    def note(self) -> None:
+        """Copy the function's metadata to the sample. During a replay it keeps the count of all finished turns.
+
+        Raises:
+            ValueError: no event can carry it.
+        """
+        try:
+            encoded = msgspec.json.encode(self.sample_metadata)
+            noted = msgspec.json.decode(encoded, type=dict[str, Any])
+            msgspec.msgpack.encode(noted)  # a later task carries it as msgpack
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
+            raise ValueError(f"sample_metadata cannot be sent: {error}") from error
+        if len(encoded) > MAX_METADATA_BYTES:
+            raise ValueError(f"sample_metadata has {len(encoded)} bytes as JSON; allowed: at most {MAX_METADATA_BYTES}")
+        self._sample.metadata = {**noted, NUM_TURNS: max(self._num_turns, self._sample.num_turns)}
+
+    def settle(self) -> None:
+        """Copy text, reward and what does not train to the sample, after the function has ended.
+
+        Raises:
+            ValueError: the reward is no finite number, or too many ranges do not train.
+        """
+        self.note()
+        self._sample.dialogue = self.text
+        self._sample.untrained = _merged(self._untrained)
+        self._sample.own_score = self._own_score()
+
+    def _own_score(self) -> Score | None:
+        if self.reward is None:
+            if self.rewards:
+                raise ValueError("rewards without a reward: set both")
+            return None
+        values = {"reward": self.reward, **self.rewards}
+        for name, value in values.items():
+            if isinstance(value, bool | int | float) and math.isfinite(value):  # pyright: ignore[reportUnnecessaryIsInstance] - a user's
+                continue
+            raise ValueError(f"the reward {name!r} is {value!r:.100}, not a finite number")
+        named = {name: float(value) for name, value in self.rewards.items()}
+        sample = self._sample
+        return Score(index=sample.index, part=sample.part, reward=float(self.reward), details=named or None)
+
+    def left_out(self) -> str | None:
+        """Return what this run of the function left out of what it had done before; None: nothing."""
+        recorded = sum(turn.num_tokens > 0 for turn in self._sample.turns)
+        return f"{recorded} turns, now {self._num_turns}" if recorded > self._num_turns else None
+
+    @property
+    def num_turns(self) -> int:
+        """Number of finished turns."""
+        return self._num_turns
+
+
+def checked_text(text: Any, call: str) -> str:
+    """Return a user's text.
+
+    Raises:
+        TypeError: it is none.
+    """
+    if not isinstance(text, str):
+        raise TypeError(f"{call}({text!r:.200}): expected a str")
+    return text
+
+
+def checked_ids(model: ServedModel, ids: Any) -> list[int]:
+    """Return a user's tokens.
+
+    Raises:
+        TypeError: they are no integers.
+        ValueError: one is outside of the vocabulary.
+    """
+    given = [index(token) for token in ids]
+    model.check_ids(given)
+    return given
+
+
+def _merged(ranges: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Return ranges of tokens in order, without overlap."""
+    merged: list[tuple[int, int]] = []
+    for start, end in sorted(ranges):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(end, merged[-1][1])
+        elif end > start:
+            merged.append((start, end))
+    if len(merged) > MAX_RANGES:
+        raise ValueError(f"{len(merged)} ranges of tokens do not train; allowed: at most {MAX_RANGES}")
+    return tuple(merged)
