@@ -157,21 +157,12 @@ class LocalCopyGiven(Message, kw_only=True, tag="local_copy_given"):
     unusable: bool = False  # the published files do not match their announcement
 
 
-class EngineLayout(msgspec.Struct, frozen=True, kw_only=True):
-    """How a CPU engine shards and stores its weights. Not sent any more; older messages have it."""
-
-    tp_size: int
-    dtype: str  # as torch names it
-    is_filled_up: bool  # whether uneven dimensions are padded, as SGLang does
-
-
 class WeightSyncMember(msgspec.Struct, frozen=True, kw_only=True):
     """An engine that takes part in a weight sync."""
 
     engine: str
     key: str  # identifies this engine process to its rollout actor; a restart of either changes it
     num_ranks: int  # ranks that receive tensors: the engine's tensor-parallel ranks
-    wants: EngineLayout | None = None  # unused: the trainer does not predict an engine's tensor checksums
     is_compared: bool = True  # its tensor checksums are compared with those of other engines with equal weights
 
 
@@ -186,11 +177,14 @@ class UpdateGroup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @register
-class WeightSyncOffered(Message, kw_only=True, tag="weight_session_offered"):
-    """Asks a rollout actor which of its engines take a version now. Answered by MembersGiven. Sent by trainer."""
+class WeightSyncPrepared(Message, kw_only=True, tag="weight_sync_prepared"):
+    """Asks a rollout actor to prepare its engines that lack a version: they pause, ready to receive. Sent by trainer.
+
+    Answered by WeightSyncAnswered, with the engines that take part. Sent again while engines are pending.
+    """
 
     plane = Plane.CALL
-    topic = "weight_session.offered"
+    topic = "weight_sync.prepared"
     session: str
     incarnation: int  # of the trainer; weight syncs of an older incarnation are over
     version: int
@@ -200,107 +194,64 @@ class WeightSyncOffered(Message, kw_only=True, tag="weight_session_offered"):
 
 
 @register
-class MembersGiven(Message, kw_only=True, tag="weight_session_members"):
-    """Lists the engines that take part in a weight sync, in order."""
+class BucketSent(Message, kw_only=True, tag="weight_sync_bucket"):
+    """Announces one bucket of tensors, concatenated in one buffer. Answered by WeightSyncAnswered. Sent by trainer.
 
-    plane = Plane.CALL
-    topic = "weight_session.members"
-    answers = True
-    members: tuple[WeightSyncMember, ...]
-    held_back: str = ""  # why no engine takes part although some lack the version; the rollout actor requests it later
-
-
-@register
-class WeightSyncPrepared(Message, kw_only=True, tag="weight_session_prepared"):
-    """Pauses the member engines and prepares them to receive weights. Answered by EnginesAnswered. Sent by trainer."""
-
-    plane = Plane.CALL
-    topic = "weight_session.prepared"
-    session: str
-
-
-@register
-class UpdateGroupsOffered(Message, kw_only=True, tag="weight_session_groups"):
-    """Has members join the trainer in new process groups, one per pipeline stage, which replace the old ones.
-
-    Answered by EnginesAnswered. The trainer waits in the groups until then. Sent by trainer.
+    A bucket is broadcast in the group of its stage. Engines that are not in the groups of all stages first leave their
+    old groups and join these, in order.
     """
 
     plane = Plane.CALL
-    topic = "weight_session.groups"
-    session: str
-    groups: tuple[UpdateGroup, ...]
-    offsets: dict[str, int]  # each engine's first rank in the groups
-
-
-@register
-class BucketSent(Message, kw_only=True, tag="weight_session_bucket"):
-    """Announces one bucket of tensors, concatenated in one buffer. Answered by EnginesAnswered. Sent by trainer."""
-
-    plane = Plane.CALL
-    topic = "weight_session.bucket"
+    topic = "weight_sync.bucket"
     session: str
     stage: int  # pipeline stage of the trainer
     index: int  # from 0 in each pipeline stage
     names: tuple[str, ...]  # Hugging Face tensor names
     dtypes: tuple[str, ...]  # as torch names them
     shapes: tuple[tuple[int, ...], ...]
-    group: str = ""  # process group in which the bucket is broadcast; "": it is in `payloads`
+    groups: tuple[UpdateGroup, ...] = ()  # of all stages; empty: the bucket is in `payloads`
+    offsets: dict[str, int] = {}  # each engine's first rank in the groups
     payloads: dict[str, tuple[str, ...]] = {}  # by engine, one memory handle (GPU IPC or shared memory) per rank
     segments: tuple[str, ...] = ()  # shared-memory segments to remove once they are read
 
 
 @register
-class WeightSyncFinished(Message, kw_only=True, tag="weight_session_finished"):
-    """Has members finish loading and verify their weights. Answered by EnginesAnswered. Sent by trainer."""
+class WeightSyncDecided(Message, kw_only=True, tag="weight_sync_decided"):
+    """Commits or aborts a weight sync. Answered by WeightSyncAnswered. Sent by trainer.
+
+    On a commit, engines finish loading and verify their weights, and the call is sent again while some are pending. On
+    an abort they leave the weight sync.
+    """
 
     plane = Plane.CALL
-    topic = "weight_session.finished"
+    topic = "weight_sync.decided"
     session: str
-    checksum: str  # identity of all tensors sent: equal weights have equal checksums; "": not compared
-    num_buckets: int
-    expected: dict[str, list[dict[str, str]]] = {}  # unused: engines of one version are compared with each other
+    is_commit: bool
+    reason: str = ""  # of an abort
+    checksum: str = ""  # identity of all tensors sent: equal weights have equal checksums; "": not compared
+    num_buckets: int = 0
 
 
 @register
-class WeightSyncClosed(Message, kw_only=True, tag="weight_session_closed"):
-    """Aborts a weight sync that cannot finish. Answered by EnginesAnswered. Sent by trainer."""
-
-    plane = Plane.CALL
-    topic = "weight_session.closed"
-    session: str
-    reason: str
-
-
-@register
-class EnginesAnswered(Message, kw_only=True, tag="weight_session_answered"):
-    """Reports the result of one weight-sync step on the engines of a rollout actor."""
-
-    plane = Plane.CALL
-    topic = "weight_session.answered"
-    answers = True
-    failed: dict[str, str]  # reason by engine; the step succeeded on all other engines that are not pending
-    pending: dict[str, str] = {}  # what each engine does that has not finished the step; the trainer calls again
-
-
-@register
-class WeightSyncRequested(Message, kw_only=True, tag="weight_session_requested"):
-    """Asks the trainer for a weight sync for engines that became ready late. Answered by WeightSyncGranted.
+class WeightSyncRequested(Message, kw_only=True, tag="weight_sync_requested"):
+    """Asks the trainer for a weight sync for engines that became ready late. Answered by WeightSyncAnswered.
 
     Sent by rollout.
     """
 
     plane = Plane.CALL
-    topic = "weight_session.requested"
+    topic = "weight_sync.requested"
     version: int
     engines: tuple[str, ...]
 
 
 @register
-class WeightSyncGranted(Message, kw_only=True, tag="weight_session_granted"):
-    """Reports whether the weight sync will happen. If not, the trainer announces newer weights instead."""
+class WeightSyncAnswered(Message, kw_only=True, tag="weight_sync_answered"):
+    """Answers each call of a weight sync. The call succeeded for all engines that neither failed nor are pending."""
 
     plane = Plane.CALL
-    topic = "weight_session.granted"
+    topic = "weight_sync.answered"
     answers = True
-    granted: bool
+    failed: dict[str, str] = {}  # reason by engine; of a request: why there will be no weight sync for it
+    pending: dict[str, str] = {}  # what each engine does that has not finished the step; the trainer calls again
+    members: tuple[WeightSyncMember, ...] = ()  # of a prepare: the engines that take part, in order

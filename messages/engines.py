@@ -85,11 +85,11 @@ class WeightsLost(Message, kw_only=True, tag="weights_lost"):
 
 
 @register
-class WeightSyncEnded(Message, kw_only=True, tag="weight_session_ended"):
+class WeightSyncEnded(Message, kw_only=True, tag="weight_sync_ended"):
     """A weight sync ended. Written by trainer."""
 
     plane = Plane.EVENT
-    topic = "weights.session_ended"
+    topic = "weights.sync_ended"
     session: str
     incarnation: int
     version: int

@@ -20,7 +20,7 @@ from actors.rollout.engines.pressure import Bounds, EngineLimits
 from actors.rollout.engines.rate_limited_events import RateLimitedEvents
 from actors.rollout.engines.router import ThroughRouter
 from actors.rollout.engines.target import TargetWeights
-from actors.rollout.engines.weight_sync_calls import SESSION_CALLS, take_part
+from actors.rollout.engines.weight_sync_calls import SYNC_CALLS, take_part
 from actors.rollout.engines.weights.copies import FileSource, NodeCopies, PublishedFiles
 from actors.rollout.engines.weights.files import FileChecks
 from actors.rollout.engines.weights.pauses import Pauses
@@ -44,7 +44,6 @@ from messages import (
     ActorExited,
     ColumnPublished,
     EngineRequestsFailed,
-    EnginesAnswered,
     EngineStateChanged,
     EvalCompleted,
     EvalEnded,
@@ -57,7 +56,6 @@ from messages import (
     KillRequested,
     LocalCopyGiven,
     LocalCopyRequested,
-    MembersGiven,
     PhaseChanged,
     PhaseReached,
     PhaseRequested,
@@ -77,7 +75,7 @@ from messages import (
     WeightsLost,
     WeightsProgressed,
     WeightsRefused,
-    WeightSyncGranted,
+    WeightSyncAnswered,
     WeightSyncRequested,
 )
 from runtime.bus.addresses import Address, engine_key
@@ -129,8 +127,8 @@ class RolloutActor(Actor):
         ActorExited,
         PhaseChanged,
         PhaseRequested,
-        *SESSION_CALLS,
-        WeightSyncGranted,
+        *SYNC_CALLS,
+        WeightSyncAnswered,
     )
     writes = (
         SegmentsPublished,
@@ -153,8 +151,7 @@ class RolloutActor(Actor):
         LocalCopyRequested,
         PhaseReached,
         WeightSyncRequested,
-        MembersGiven,
-        EnginesAnswered,
+        WeightSyncAnswered,
     )
 
     def __init__(self, topology: Topology, bus: Bus, *, pool: str = "policy", ack_wait_s: float = ACK_WAIT_S) -> None:

@@ -380,6 +380,36 @@ def test_a_run_of_another_recipe_is_not_said_to_resume(tmp_path: Path, capsys: p
     assert capsys.readouterr().err == told
 
 
+@pytest.mark.parametrize(
+    ("content", "able"),
+    [(None, "the last release that continues it is 0.1.0"), ("3\n", "only the version that began it does")],
+)
+def test_a_run_of_another_format_is_neither_resumed_nor_said_to(
+    content: str | None, able: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from runtime.node.claims.rundir import FORMAT_FILE, prepare
+    from runtime.settings.load import load_topology
+
+    command = arguments(Case(()), tmp_path, tmp_path, {})
+    run_dir = tmp_path / "checked"
+    with Claim.take(run_dir) as claim:
+        prepare(claim, load_topology(LAPTOP, tuple(command[2::2])).topology)
+    assert main([*command, "--check"]) == 0
+    if content is None:
+        (run_dir / FORMAT_FILE).unlink()
+    else:
+        (run_dir / FORMAT_FILE).write_text(content)
+    capsys.readouterr()
+    for each in ([*command, "--check"], command):
+        assert main(each) == 2
+        told = capsys.readouterr().err
+        assert (
+            f"holds a run of format '{(content or '1').strip()}', and this version continues format 2; {able}" in told
+        )
+        assert told.count("\n") == 1
+    assert main([*command, "--check", "--fresh", "checked"]) == 0
+
+
 def test_a_checkpoint_of_an_earlier_version_is_not_said_to_resume(
     things: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -33,9 +33,9 @@ Step = Literal["prepare", "bucket", "commit"]
 
 SENT_S: Final = 0.02  # for a call to leave the process
 CALLS: Final = {  # of the trainer to rollout actors, by the message's tag
-    "weight_session_prepared": "prepare",
-    "weight_session_bucket": "bucket",
-    "weight_session_finished": "commit",
+    "weight_sync_prepared": "prepare",
+    "weight_sync_bucket": "bucket",
+    "weight_sync_decided": "commit",
 }
 PATHS: Final = {  # of an engine
     "/begin_weight_update": "prepare",
@@ -123,7 +123,7 @@ def install_calls() -> None:
         if hasattr(request, "version") and hasattr(request, "session"):
             versions[request.session] = request.version
         step = CALLS.get(request.__struct_config__.tag)
-        if step is None:
+        if step is None or not getattr(request, "is_commit", True):
             return await call(bus, instance, request, *args, **options)
         return await struck(
             lambda: call(bus, instance, request, *args, **options),

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from messages import (
+    BucketSent,
     BufferStarted,
     ColumnPublished,
     DeadLetter,
@@ -28,8 +29,15 @@ from messages import (
     SegmentsPublished,
     SnapshotTaken,
     UInt8Array,
+    UpdateGroup,
     VerdictGiven,
     WeightSpan,
+    WeightSyncAnswered,
+    WeightSyncDecided,
+    WeightSyncEnded,
+    WeightSyncMember,
+    WeightSyncPrepared,
+    WeightSyncRequested,
     decode,
     encode,
     message_types,
@@ -260,6 +268,62 @@ GOLDEN = [
         b'{"type":"eval_ended","incarnation":1,"step":2,"version":3,"metrics":{"eval/s":0.5},"not_finite":[],'
         b'"newest_version":0,"not_finite_values":[]}',
         EvalEnded(incarnation=1, step=2, version=3, metrics={"eval/s": 0.5}),
+    ),
+    (
+        JSON,
+        b'{"type":"weight_sync_prepared","session":"1.2","incarnation":1,"version":3,"deadline_s":5.0,"part":0,'
+        b'"num_parts":1}',
+        WeightSyncPrepared(session="1.2", incarnation=1, version=3, deadline_s=5.0),
+    ),
+    (
+        JSON,
+        b'{"type":"weight_sync_bucket","session":"1.2","stage":0,"index":4,"names":["a"],"dtypes":["float32"],'
+        b'"shapes":[[2,3]],"groups":[{"name":"g","address":"10.0.0.1","port":9,"world_size":2,"backend":"gloo"}],'
+        b'"offsets":{"e":1},"payloads":{},"segments":[]}',
+        BucketSent(
+            session="1.2",
+            stage=0,
+            index=4,
+            names=("a",),
+            dtypes=("float32",),
+            shapes=((2, 3),),
+            groups=(UpdateGroup(name="g", address="10.0.0.1", port=9, world_size=2, backend="gloo"),),
+            offsets={"e": 1},
+        ),
+    ),
+    (
+        JSON,
+        b'{"type":"weight_sync_decided","session":"1.2","is_commit":true,"reason":"","checksum":"c","num_buckets":5}',
+        WeightSyncDecided(session="1.2", is_commit=True, checksum="c", num_buckets=5),
+    ),
+    (
+        JSON,
+        b'{"type":"weight_sync_requested","version":3,"engines":["e"]}',
+        WeightSyncRequested(version=3, engines=("e",)),
+    ),
+    (
+        JSON,
+        b'{"type":"weight_sync_answered","failed":{"e":"r"},"pending":{"f":"d"},'
+        b'"members":[{"engine":"e","key":"e.1","num_ranks":2,"is_compared":true}]}',
+        WeightSyncAnswered(
+            failed={"e": "r"}, pending={"f": "d"}, members=(WeightSyncMember(engine="e", key="e.1", num_ranks=2),)
+        ),
+    ),
+    (
+        JSON,
+        b'{"type":"weight_sync_ended","session":"1.2","incarnation":1,"version":3,"transport":"ipc","holds":["e"],'
+        b'"out":{},"num_buckets":5,"sent_bytes":6,"took_s":0.5,"part":0}',
+        WeightSyncEnded(
+            session="1.2",
+            incarnation=1,
+            version=3,
+            transport="ipc",
+            holds=("e",),
+            out={},
+            num_buckets=5,
+            sent_bytes=6,
+            took_s=0.5,
+        ),
     ),
     (
         JSON,

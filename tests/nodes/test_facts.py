@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from runtime.bus.nats.server import server_binary
+from runtime.node.claims.rundir import FORMAT, FORMAT_FILE
 from runtime.settings.load import load_topology
 from runtime.settings.topology import encode_topology
 from tests.nodes.two_machines import REFUSED_S, RUN_S, apart, check_books, copy_join, ends, finishes, start
@@ -82,6 +83,7 @@ def test_a_changed_recipe_that_home_refuses_ends_the_start_on_both(tmp_path: Pat
     run_dir.mkdir(mode=0o700)
     before = load_topology(file, ("rollout.n_samples_per_prompt=4",)).topology
     (run_dir / "topology.json").write_bytes(encode_topology(before))
+    (run_dir / FORMAT_FILE).write_text(f"{FORMAT}\n")
     with machines(shared=[tmp_path]) as lan:
         other, home = start(lan.add("n1"), file, "n1"), start(lan.add("n0"), file, "local")
         ends(home, other, within_s=REFUSED_S, code=2)

@@ -82,7 +82,7 @@ JOURNEYS: Final = {
             "messages/calls.py",
         ),
         field=r"^(?!_?(device|spec)\b).*: .*(\bTensor\b|\bBucket\b|\bPart\b)",
-        messages=r"^(?!WeightSyncEnded|Weights[A-Z])(Weight|Bucket|UpdateGroups|Members|EnginesAnswered)",
+        messages=r"^(?!WeightSyncEnded|Weights[A-Z])(Weight|Bucket|UpdateGroups|Members|Engines)",
         threads=(
             "actors/trainer/*.py",
             "actors/trainer/weights/*.py",

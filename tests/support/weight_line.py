@@ -27,7 +27,7 @@ from actors.rollout.sglang.errors import EngineError, EngineUnavailable
 from actors.rollout.sglang.updates import WeightUpdates
 from actors.trainer.models.config import read_hf_config
 from actors.trainer.models.shapes import hf_shapes
-from actors.trainer.weights.broadcast import Broadcast, StageGroup
+from actors.trainer.weights.broadcast import JOIN_TIMEOUT_S, Broadcast, StageGroup
 from actors.trainer.weights.calls import Ask
 from actors.trainer.weights.engines import BucketTransport, EngineSink, Sent
 from actors.trainer.weights.export import BucketWriter, Sink, weight_thread
@@ -36,12 +36,9 @@ from actors.trainer.weights.shared_memory import Segments
 from messages import (
     BucketSent,
     Message,
-    UpdateGroupsOffered,
     WeightProbe,
     WeightsAnnounced,
-    WeightSyncClosed,
-    WeightSyncFinished,
-    WeightSyncOffered,
+    WeightSyncDecided,
     WeightSyncPrepared,
 )
 from runtime.settings.placement import UpdateLimits
@@ -222,7 +219,7 @@ class Halves:
         shape = await self._verifier.shape(self._url, told, first=False)
         try:
             async with self._syncs.member(ENGINE, new_key(ENGINE), shape, told.version) as member:
-                while not member.session:  # noqa: ASYNC110 - set by `offered`, without an event
+                while not member.session:  # noqa: ASYNC110 - set by `prepared`, without an event
                     await anyio.sleep(0.001)
                 self.label, self.pause_s = await self._verifier.update(
                     ENGINE, self._url, told, first=False, member=member
@@ -234,45 +231,43 @@ class Halves:
         self, tensors: Tensors, corrupt: Corruption, send: Callable[[Sink, Tensors], Sent]
     ) -> dict[str, str]:
         session = f"1.{self._version}"
-        offer = WeightSyncOffered(session=session, incarnation=1, version=self._version, deadline_s=self._timeout_s)
-        membership = Membership.of({"rollout.0": await self._syncs.offered(offer)})
+        step = WeightSyncPrepared(session=session, incarnation=1, version=self._version, deadline_s=self._timeout_s)
+        while (answer := await self._syncs.prepared(step)).pending:
+            pass
+        assert answer.failed == {}
+        membership = Membership.of({"rollout.0": answer})
         assert membership.engines == (ENGINE,)
-        assert await self._ask(WeightSyncPrepared(session=session)) == {}
         loop = asyncio.get_running_loop()
 
         def ask(step: Message, timeout_s: float) -> "Future[dict[str, str]]":
-            assert timeout_s == self._timeout_s
+            assert timeout_s in (self._timeout_s, self._timeout_s + JOIN_TIMEOUT_S)
             return asyncio.run_coroutine_threadsafe(self._ask(step), loop)
 
-        line = Line(await self._way(session, membership), corrupt)
+        line = Line(self._way(session, membership), corrupt)
         wanted = membership.is_compared
         sink = EngineSink(session, 0, line, ask, fingerprints=wanted, timeout_s=self._timeout_s)
         sent = await anyio.to_thread.run_sync(send, sink, tensors)
         self.sent = sent
         return await self._end(session, sent)
 
-    async def _way(self, session: str, membership: Membership) -> BucketTransport:
+    def _way(self, session: str, membership: Membership) -> BucketTransport:
         if self._transport == "ipc":
             return Segments(f"physarum-test-{uuid.uuid4().hex}-{session}", membership.readers)
         if self._group is None:
-            await self._meet(session, membership)
-        assert self._group is not None
-        return Broadcast(self._group)
+            world_size = membership.world_size
+            self._group = StageGroup(uuid.uuid4().hex, "127.0.0.1", world_size, CPU, timeout_s=self._timeout_s)
+        return Broadcast(self._group, (self._group.spec,), membership.offsets)
 
     async def _end(self, session: str, sent: Sent) -> dict[str, str]:
         if sent.failed:
-            await self._syncs.closed(WeightSyncClosed(session=session, reason="; ".join(sent.failed.values())))
+            reason = "; ".join(sent.failed.values())
+            await self._syncs.decided(WeightSyncDecided(session=session, is_commit=False, reason=reason))
             return sent.failed
-        finish = WeightSyncFinished(session=session, checksum=str(sent.fingerprints), num_buckets=sent.num_buckets)
-        return await self._ask(finish)
-
-    async def _meet(self, session: str, membership: Membership) -> None:
-        group = StageGroup(uuid.uuid4().hex, "127.0.0.1", membership.world_size, CPU, timeout_s=self._timeout_s)
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(anyio.to_thread.run_sync, group.join)
-            offer = UpdateGroupsOffered(session=session, groups=(group.spec,), offsets=membership.offsets)
-            assert await self._ask(offer) == {}
-        self._group = group
+        return await self._ask(
+            WeightSyncDecided(
+                session=session, is_commit=True, checksum=str(sent.fingerprints), num_buckets=sent.num_buckets
+            )
+        )
 
     async def _ask(self, step: Any) -> dict[str, str]:
         while (answer := await self._syncs.step(step)).pending:

@@ -7,25 +7,13 @@ import anyio
 import structlog
 
 from actors.rollout.engines.fleet import Fleet
-from messages import (
-    BucketSent,
-    Message,
-    UpdateGroupsOffered,
-    WeightSyncClosed,
-    WeightSyncFinished,
-    WeightSyncGranted,
-    WeightSyncOffered,
-    WeightSyncPrepared,
-    WeightSyncRequested,
-)
+from messages import BucketSent, WeightSyncAnswered, WeightSyncDecided, WeightSyncPrepared, WeightSyncRequested
 from runtime.bus.bus import Bus
-from runtime.bus.calls import Handler
 from runtime.bus.errors import BusError
 
 log = structlog.get_logger()
 
-STEPS: Final = (WeightSyncPrepared, UpdateGroupsOffered, BucketSent, WeightSyncFinished)
-SESSION_CALLS: Final = (WeightSyncOffered, *STEPS, WeightSyncClosed)
+SYNC_CALLS: Final = (WeightSyncPrepared, BucketSent, WeightSyncDecided)
 ASK_EVERY_S: Final = 1.0  # interval of weight-sync requests while engines wait for one
 ASK_TIMEOUT_S: Final = 10.0
 
@@ -37,8 +25,9 @@ async def take_part(bus: Bus, fleet: Fleet, is_given_up: Callable[[], Awaitable[
         is_given_up: whether engines move on to newer weights because no process has the target's any more.
     """
     syncs = fleet.syncs
-    handlers: dict[type[Message], Handler] = {WeightSyncOffered: syncs.offered, WeightSyncClosed: syncs.closed}
-    async with bus.serve(handlers | dict.fromkeys(STEPS, syncs.step)):
+    async with bus.serve(
+        {WeightSyncPrepared: syncs.prepared, BucketSent: syncs.step, WeightSyncDecided: syncs.decided}
+    ):
         while True:
             await anyio.sleep(ASK_EVERY_S)
             await _ask(bus, fleet, is_given_up)
@@ -53,8 +42,8 @@ async def _ask(bus: Bus, fleet: Fleet, is_given_up: Callable[[], Awaitable[bool]
     try:
         if await is_given_up():
             return
-        answer = await bus.call(announced.sender, request, WeightSyncGranted, timeout_s=ASK_TIMEOUT_S)
+        answer = await bus.call(announced.sender, request, WeightSyncAnswered, timeout_s=ASK_TIMEOUT_S)
     except BusError as error:
-        log.debug("weight_session_not_asked_for", weight_version=announced.version, error=str(error))
+        log.debug("weight_sync_not_requested", weight_version=announced.version, error=str(error))
     else:
-        log.debug("weight_session_asked_for", weight_version=announced.version, granted=answer.granted)
+        log.debug("weight_sync_requested", weight_version=announced.version, refused=answer.failed)

@@ -5,7 +5,7 @@ for a second process group from a store. This module uses the same private helpe
 join in the same way.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from datetime import timedelta
 from typing import Any, Final, cast
@@ -58,6 +58,11 @@ class StageGroup:
             backend="nccl" if device.type == "cuda" else "gloo",
         )
         self._group: Any = None
+
+    @property
+    def is_joined(self) -> bool:
+        """Whether this rank and all engines have joined."""
+        return self._group is not None
 
     def join(self) -> None:
         """Wait until all engines have joined.
@@ -114,15 +119,32 @@ def _complete(sent: "Future[None]", done: Any, tensor: Tensor) -> None:
 class Broadcast:
     """Sends buckets by broadcast in a torch process group."""
 
-    def __init__(self, group: StageGroup) -> None:
-        """Send in `group`, which the engines have joined."""
+    def __init__(self, group: StageGroup, groups: Sequence[UpdateGroup], offsets: Mapping[str, int]) -> None:
+        """Send in a group, which the engines join with the first bucket.
+
+        Args:
+            group: group of this stage.
+            groups: groups of all stages.
+            offsets: each engine's first rank in the groups.
+        """
         self._group = group
+        self._groups = tuple(groups)
+        self._offsets = dict(offsets)
 
     def carry(
         self, step: BucketSent, flat: Tensor, ask: Ask, timeout_s: float, meanwhile: Callable[[], None]
     ) -> Mapping[str, str]:
         """Broadcast a bucket while the engines receive it."""
-        taken = ask(msgspec.structs.replace(step, group=self._group.spec.name), timeout_s)
+        is_first = not self._group.is_joined
+        addressed = msgspec.structs.replace(step, groups=self._groups, offsets=self._offsets)
+        taken = ask(addressed, timeout_s + JOIN_TIMEOUT_S if is_first else timeout_s)
+        if is_first:
+            try:
+                self._group.join()
+            except RuntimeError as error:
+                if taken.done() and (failed := taken.result()):
+                    return failed  # says more than the error of the group
+                raise RuntimeError(f"the update groups could not be joined: {error}") from error
         sent = self._group.broadcast(flat)
         meanwhile()
         both: list[Future[Any]] = [taken, sent]

@@ -8,7 +8,7 @@ from typing import Final
 
 import anyio
 
-from messages import EnginesAnswered, Message
+from messages import Message, WeightSyncAnswered
 from runtime.bus.background import in_background
 from runtime.bus.bus import Bus
 from runtime.bus.errors import BusError, CallTimeout
@@ -53,7 +53,7 @@ async def ask_all(
     async def ask(instance: str) -> None:
         try:
             answer = await retried(
-                lambda: bus.call(instance, request, EnginesAnswered, timeout_s=timeout_s + BEYOND_S),
+                lambda: bus.call(instance, request, WeightSyncAnswered, timeout_s=timeout_s + BEYOND_S),
                 on=CallTimeout,
                 times=times,
             )

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from messages import MembersGiven, WeightSyncMember
+from messages import WeightSyncAnswered, WeightSyncMember
 
 
 @dataclass(frozen=True)
@@ -14,7 +14,7 @@ class Membership:
     part: int = 0  # index of the update group
 
     @classmethod
-    def of(cls, given: Mapping[str, MembersGiven], part: int = 0) -> "Membership":
+    def of(cls, given: Mapping[str, WeightSyncAnswered], part: int = 0) -> "Membership":
         """Collect the members from the rollout actors' answers, by instance."""
         members = ((instance, member) for instance in sorted(given) for member in given[instance].members)
         return cls(tuple(members), part)

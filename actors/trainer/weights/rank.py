@@ -20,7 +20,7 @@ from actors.trainer.rendezvous import own_address
 from actors.trainer.weights.broadcast import Broadcast, StageGroup
 from actors.trainer.weights.calls import POOL, AskOf
 from actors.trainer.weights.cast import FORMS
-from actors.trainer.weights.engines import EngineSink, Sent
+from actors.trainer.weights.engines import BucketTransport, EngineSink, Sent
 from actors.trainer.weights.export import (
     AS_TRAINED,
     HostCopy,
@@ -59,6 +59,7 @@ class RankSender:
         self._ask_of = ask_of
         self._is_first = dist.get_rank() == first_rank()
         self._groups: dict[int, StageGroup] = {}  # by update group
+        self._specs: dict[int, list[UpdateGroup]] = {}  # groups of all stages, by update group
         self._prefix = segment_prefix(run_directory)
         self._thread = thread
         self._copying: tuple[int, WeightExport[list[Sent]], HostCopy] | None = (
@@ -70,8 +71,10 @@ class RankSender:
             remove_segments(self._prefix)
 
     @on_all_ranks
-    def open_groups(self, name: str, part: int, world_size: int, timeout_s: float) -> list[UpdateGroup]:
+    def open_groups(self, name: str, part: int, world_size: int, timeout_s: float) -> None:
         """Open a process group for each pipeline stage, in place of the update group's old ones.
+
+        This rank and the engines join it with the first bucket.
 
         Args:
             name: a name that was never used before.
@@ -86,18 +89,7 @@ class RankSender:
             group = StageGroup(f"{name}-{stage}", own_address(), world_size, self._replica.device, timeout_s=timeout_s)
             self._groups[part] = group
         specs = all_gather_objects(None if group is None else group.spec)
-        return [spec for spec in specs if spec is not None]
-
-    @on_all_ranks
-    def join_groups(self, part: int) -> list[str]:
-        """Wait until engines have joined the process groups. Returns the errors of ranks where they did not."""
-        error, group = "", self._groups.get(part)
-        if group is not None:
-            try:
-                group.join()
-            except RuntimeError as failure:  # raised by torch for every backend
-                error = str(failure)
-        return [each for each in all_gather_objects(error) if each]
+        self._specs[part] = [spec for spec in specs if spec is not None]
 
     @on_all_ranks
     def leave_groups(self, part: int) -> None:
@@ -236,7 +228,10 @@ class RankSender:
             return []
         assert self._ask_of is not None
         group = self._groups.get(membership.part)
-        transport = Segments(f"{self._prefix}-{session}", membership.readers) if group is None else Broadcast(group)
+        if group is None:
+            transport: BucketTransport = Segments(f"{self._prefix}-{session}", membership.readers)
+        else:
+            transport = Broadcast(group, self._specs[membership.part], membership.offsets)
         return [
             EngineSink(
                 session,

@@ -27,19 +27,9 @@ import structlog
 from actors.trainer.torch_thread import TorchThread
 from actors.trainer.weights.calls import POOL, ROLE, TRIES, ask_all
 from actors.trainer.weights.members import Membership, Outcome, joined
-from messages import (
-    MembersGiven,
-    Message,
-    UpdateGroupsOffered,
-    WeightSyncClosed,
-    WeightSyncEnded,
-    WeightSyncFinished,
-    WeightSyncGranted,
-    WeightSyncOffered,
-    WeightSyncPrepared,
-    WeightSyncRequested,
-)
+from messages import WeightSyncAnswered, WeightSyncDecided, WeightSyncEnded, WeightSyncPrepared, WeightSyncRequested
 from runtime.bus.bus import Bus
+from runtime.bus.errors import BusError
 from runtime.bus.roster import Roster
 from runtime.models.checksums import combined
 from runtime.settings.topology import Topology, answers_are_recorded
@@ -51,8 +41,8 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-OFFER_TIMEOUT_S: Final = 20.0  # rollout actors wait a while for their engines
-CLOSE_TIMEOUT_S: Final = 5.0
+PREPARE_TIMEOUT_S: Final = 20.0  # of one call: rollout actors wait a while for their engines
+ABORT_TIMEOUT_S: Final = 5.0
 MAX_TRIES: Final = 5  # weight syncs of a version in a row; then engines request one
 RETRY: Final = Backoff(first_s=0.2, max_s=2.0)
 
@@ -113,12 +103,13 @@ class WeightSessions:
         """Set the version of the current weights; 0: they are no announced version."""
         self._version = version
 
-    async def requested(self, request: WeightSyncRequested) -> WeightSyncGranted:
-        """Answer a rollout actor's request for a weight sync."""
-        granted = self.are_needed and request.version == self._version
-        if granted:
-            await self.ask()
-        return WeightSyncGranted(granted=granted)
+    async def requested(self, request: WeightSyncRequested) -> WeightSyncAnswered:
+        """Answer a rollout actor's request for a weight sync. Without one, newer weights are announced."""
+        if not self.are_needed or request.version != self._version:
+            reason = f"the trainer has no weights {request.version} to send"
+            return WeightSyncAnswered(failed=dict.fromkeys(request.engines, reason))
+        await self.ask()
+        return WeightSyncAnswered()
 
     async def ask(self) -> None:
         """Request a weight sync."""
@@ -160,7 +151,24 @@ class WeightSessions:
         """Run one weight sync with an update group. Returns None if none of its engines takes part."""
         self._num_sessions += 1
         session = f"{self._incarnation}.{self._num_sessions}"
-        offer = WeightSyncOffered(
+        outcome = await self._prepare(session, part)
+        if not outcome.membership.members:
+            return None
+        try:
+            if not outcome.failed:
+                await self._lead(session, outcome)
+        finally:
+            if not outcome.is_finished:
+                await self._abort(session, outcome)
+        return outcome
+
+    async def _prepare(self, session: str, part: int) -> Outcome:
+        """Have all rollout actors prepare their engines, and wait for engines at work. Their last answers count.
+
+        A rollout actor that restarts meanwhile answers with the engines that it found. Engines of one that does not
+        answer take no part.
+        """
+        step = WeightSyncPrepared(
             session=session,
             incarnation=self._incarnation,
             version=self._version,
@@ -168,26 +176,25 @@ class WeightSessions:
             part=part,
             num_parts=self._num_parts,
         )
-        offered = await self._roster.call_all(ROLE, offer, MembersGiven, timeout_s=OFFER_TIMEOUT_S)
-        for instance, reason in offered.refused.items():
-            log.warning("weight_session_not_taken", instance=instance, reason=reason)
-        outcome = Outcome(Membership.of(offered.answers, part))
-        if not outcome.membership.members:
-            return None
-        try:
-            await self._lead(session, outcome)
-        finally:
-            if not outcome.is_finished:
-                await self._abandon(session, outcome)
-        return outcome
+        while True:
+            try:
+                asked = await self._roster.call_all(ROLE, step, WeightSyncAnswered, timeout_s=PREPARE_TIMEOUT_S)
+            except BusError as error:  # engines request a weight sync once the bus is back
+                log.warning("weight_sync_not_prepared", error=str(error))
+                self._note_at_work({})
+                return Outcome(Membership((), part))
+            for instance, reason in asked.refused.items():
+                log.warning("weight_sync_not_prepared", instance=instance, reason=reason)
+            answers = asked.answers.values()
+            self._note_at_work({engine: doing for answer in answers for engine, doing in answer.pending.items()})
+            if not self._at_work:
+                failed = joined([answer.failed for answer in answers])
+                return Outcome(Membership.of(asked.answers, part), failed)
 
     async def _lead(self, session: str, outcome: Outcome) -> None:
         membership = outcome.membership
-        if not await self._all_do(outcome, WeightSyncPrepared(session=session)):
-            return
-        has_groups = self.transport != "collective" or membership.epoch == self._epochs.get(membership.part)
-        if not has_groups and not await self._meet(session, outcome):
-            return
+        if self.transport == "collective" and membership.epoch != self._epochs.get(membership.part):
+            await self._open_groups(session, membership)
         sent = await self._send(session, membership)
         outcome.num_buckets = sum(each.num_buckets for each in sent)
         outcome.sent_bytes = sum(each.size_bytes for each in sent)
@@ -196,9 +203,11 @@ class WeightSessions:
             return
         fingerprints = {name: each for share in sent for name, each in share.fingerprints.items()}
         identity = combined(fingerprints).total if membership.is_compared else ""
-        finish = WeightSyncFinished(session=session, checksum=identity, num_buckets=outcome.num_buckets)
+        commit = WeightSyncDecided(session=session, is_commit=True, checksum=identity, num_buckets=outcome.num_buckets)
         outcome.is_finished = True
-        await self._all_do(outcome, finish, times=TRIES)
+        outcome.failed |= await ask_all(
+            self._bus, membership.instances, commit, self._timeout_s, times=TRIES, at_work=self._note_at_work
+        )
 
     async def _send(self, session: str, membership: Membership) -> "list[Sent]":
         run, to = self._torch_thread.run, (session, membership, self._timeout_s)
@@ -208,45 +217,25 @@ class WeightSessions:
         await asyncio.wrap_future(sending)
         return await run(self._sending.finish_send)
 
-    async def _all_do(self, outcome: Outcome, step: Message, *, times: int = 1) -> bool:
-        """Have all members do a step. Returns whether all did."""
-        outcome.failed |= await ask_all(
-            self._bus, outcome.membership.instances, step, self._timeout_s, times=times, at_work=self._note_at_work
-        )
-        return not outcome.failed
-
     def _note_at_work(self, engines: dict[str, str]) -> None:
         self._at_work = dict(engines)
 
-    async def _meet(self, session: str, outcome: Outcome) -> bool:
-        """Create process groups with the members, in place of the old ones. Returns whether all members joined."""
-        membership = outcome.membership
-        self._epochs.pop(membership.part, None)
+    async def _open_groups(self, session: str, membership: Membership) -> None:
+        """Open process groups for the members, in place of the old ones. They join with the first bucket."""
         name = f"physarum-{self._bus.run}-{session}"
-        groups = await self._torch_thread.run(
+        await self._torch_thread.run(
             self._sending.open_groups, name, membership.part, membership.world_size, self._timeout_s
         )
-        offer = UpdateGroupsOffered(session=session, groups=tuple(groups), offsets=membership.offsets)
-        async with anyio.create_task_group() as group:
-            group.start_soon(self._all_do, outcome, offer)
-            failed = await self._torch_thread.run(self._sending.join_groups, membership.part)
-            if failed:
-                outcome.failed.setdefault("", f"the update groups could not be joined: {'; '.join(failed)}")
-                await self._torch_thread.run(
-                    self._sending.leave_groups, membership.part
-                )  # waiting engines get an error
-        if not outcome.failed:
-            self._epochs[membership.part] = membership.epoch
-        return not outcome.failed
+        self._epochs[membership.part] = membership.epoch
 
-    async def _abandon(self, session: str, outcome: Outcome) -> None:
+    async def _abort(self, session: str, outcome: Outcome) -> None:
         """End a weight sync that cannot finish, and its process groups: an engine may be waiting in a broadcast."""
         part = outcome.membership.part
         self._epochs.pop(part, None)
         await self._torch_thread.run(self._sending.leave_groups, part)
         reason = "; ".join(dict.fromkeys(outcome.failed.values())) or "the trainer ended it"
-        close = WeightSyncClosed(session=session, reason=reason)
-        await ask_all(self._bus, outcome.membership.instances, close, CLOSE_TIMEOUT_S)
+        abort = WeightSyncDecided(session=session, is_commit=False, reason=reason)
+        await ask_all(self._bus, outcome.membership.instances, abort, ABORT_TIMEOUT_S)
 
     async def _tell(self, outcome: Outcome, took_s: float) -> None:
         ended = WeightSyncEnded(
@@ -261,5 +250,5 @@ class WeightSessions:
             took_s=took_s,
             part=outcome.membership.part,
         )
-        log.info("weight_session_ended", weight_version=self._version, holds=len(ended.holds), out=ended.out)
+        log.info("weight_sync_ended", weight_version=self._version, holds=len(ended.holds), out=ended.out)
         await self._bus.publish(ended)

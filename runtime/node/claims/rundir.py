@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -18,6 +18,10 @@ NODE_TOPOLOGY_FILE = "topology-{}.json"  # of such a node
 RESULT_FILE = "result.json"
 METRICS_FILE = "metrics.jsonl"
 BUS_FILE = "bus.url"  # URL of the run's bus, for users and tools
+
+FORMAT_FILE = "format"
+FORMAT: Final = 2  # of what a run stores; raised when a version cannot continue the runs of earlier ones
+LAST_RELEASE: Final = {"1": "0.1.0 (2026-11-23)"}  # that continues a run of an earlier format; 1 had no file
 
 # Settings that a resumed run may change, in addition to those of where it runs.
 HARMLESS = frozenset(
@@ -132,9 +136,11 @@ def prepare(claim: Claim, topology: Topology) -> list[str]:
     """Prepare a claimed directory for a start of this topology; return the changes since the last start.
 
     Raises:
-        RunRefused: the run began with another recipe.
+        RunRefused: the run began with another recipe, or with a version whose runs this one does not continue.
     """
     changes = changes_since(claim.run_dir, topology)
+    if topology_in(claim.run_dir) is None:
+        write_atomically(claim.run_dir / FORMAT_FILE, f"{FORMAT}\n".encode())
     write_atomically(claim.run_dir / TOPOLOGY_FILE, encode_topology(topology))
     return changes
 
@@ -143,10 +149,26 @@ def changes_since(run_dir: Path, topology: Topology) -> list[str]:
     """Return the settings that differ from those of the last start.
 
     Raises:
-        RunRefused: the run began with another recipe.
+        RunRefused: the run began with another recipe, or with a version whose runs this one does not continue.
     """
     path = run_dir / TOPOLOGY_FILE
-    return _accepted_changes(run_dir, _stored(path), topology) if path.exists() else []
+    if not path.exists():
+        return []
+    _refuse_other_format(run_dir)
+    return _accepted_changes(run_dir, _stored(path), topology)
+
+
+def _refuse_other_format(run_dir: Path) -> None:
+    path = run_dir / FORMAT_FILE
+    found = path.read_text(errors="replace").strip() if path.exists() else "1"
+    if found == str(FORMAT):
+        return
+    release = LAST_RELEASE.get(found)
+    able = f"the last release that continues it is {release}" if release else "only the version that began it does"
+    raise RunRefused(
+        f"{run_dir} holds a run of format {found!r}, and this version continues format {FORMAT}; {able}; "
+        f"choose another run.name, or start over with --fresh {run_dir.name}"
+    )
 
 
 def topology_in(run_dir: Path) -> bytes | None:

@@ -16,14 +16,14 @@ from actors.trainer.critic_rank import CriticRank
 from actors.trainer.megatron.groups import Ranks
 from actors.trainer.ranks import RankCalls, UnknownCall, decode_batch, encode_batch, methods_of, on_all_ranks
 from actors.trainer.weights.members import Membership
-from messages import MembersGiven, WeightSyncMember
+from messages import WeightSyncAnswered, WeightSyncMember
 from tests.actors.trainer.tiny import random_batch
 from tests.build.topology import MakeTopology
 
 ROOT = Path(__file__).parents[3]
 CPU = torch.device("cpu")
 MEMBERS = Membership.of(
-    {"rollout": MembersGiven(members=(WeightSyncMember(engine="e", key="e.1", num_ranks=2),))}, part=1
+    {"rollout": WeightSyncAnswered(members=(WeightSyncMember(engine="e", key="e.1", num_ranks=2),))}, part=1
 )
 
 

@@ -4,7 +4,7 @@ import structlog
 
 from actors.rollout.sglang.errors import RequestRefused
 from actors.rollout.sglang.updates import BucketLayout, GroupAddress, WeightUpdates
-from messages import BucketSent, UpdateGroupsOffered
+from messages import BucketSent
 
 log = structlog.get_logger()
 
@@ -18,12 +18,25 @@ class UpdateGroups:
         self._timeout_s = timeout_s
         self._joined: dict[str, tuple[str, ...]] = {}  # by engine URL; may belong to an earlier process of the engine
 
-    async def join(self, url: str, step: UpdateGroupsOffered, offset: int) -> None:
-        """Make an engine join the offered update groups, after leaving its earlier ones.
+    async def take(self, url: str, step: BucketSent, offset: int) -> None:
+        """Make an engine receive a broadcast bucket, in its groups: before the first one it joins them.
+
+        Args:
+            url: of the engine.
+            step: the bucket.
+            offset: the engine's first rank in the groups.
 
         Raises:
-            EngineError: it did not join.
+            EngineError: it did not join or receive.
         """
+        if self._joined.get(url) != tuple(group.name for group in step.groups):
+            await self._join(url, step, offset)
+        layout = BucketLayout(step.names, step.dtypes, step.shapes)
+        group = step.groups[step.stage].name
+        await self._updates.update_from_distributed(url, group, layout, timeout_s=self._timeout_s)
+
+    async def _join(self, url: str, step: BucketSent, offset: int) -> None:
+        """Make an engine join the groups of all stages, after leaving its earlier ones."""
         for name in self._joined.pop(url, ()):
             try:
                 await self._updates.destroy_group(url, name, timeout_s=self._timeout_s)
@@ -33,12 +46,3 @@ class UpdateGroups:
         for group in step.groups:
             address = GroupAddress(group.name, group.address, group.port, group.world_size, group.backend)
             await self._updates.init_group(url, address, rank_offset=offset, timeout_s=self._timeout_s)
-
-    async def take(self, url: str, step: BucketSent) -> None:
-        """Make an engine receive a broadcast bucket.
-
-        Raises:
-            EngineError: it did not receive it.
-        """
-        layout = BucketLayout(step.names, step.dtypes, step.shapes)
-        await self._updates.update_from_distributed(url, step.group, layout, timeout_s=self._timeout_s)

@@ -19,7 +19,7 @@ from actors.rollout.engines.weights.sync import SyncMember
 from actors.rollout.sglang.client import SglangClient
 from actors.rollout.sglang.errors import EngineError, EngineFailed, EngineSilent, RequestRefused
 from actors.rollout.sglang.updates import WeightUpdates
-from messages import BucketSent, UpdateGroupsOffered, WeightSyncFinished, WeightSyncPrepared
+from messages import BucketSent, WeightSyncDecided, WeightSyncPrepared
 from runtime.bus.background import in_background
 
 log = structlog.get_logger()
@@ -46,7 +46,7 @@ class Receiver:
         self._timeout_s = timeout_s
         self._groups = UpdateGroups(self._updates, timeout_s)
 
-    async def receive(self, url: str, member: SyncMember, label: str) -> WeightSyncFinished:
+    async def receive(self, url: str, member: SyncMember, label: str) -> WeightSyncDecided:
         """Receive all tensors of a weight sync. The engine is paused meanwhile.
 
         The label is set first: from the first bucket on the engine holds neither the old nor the new weights.
@@ -63,13 +63,14 @@ class Receiver:
         await self._open(url)
         try:
             received: dict[int, int] = {}  # buckets received, by pipeline stage
-            while not isinstance(step := await member.next(), WeightSyncFinished):
+            while not isinstance(step := await member.next(), WeightSyncDecided):
+                if isinstance(step, WeightSyncPrepared):
+                    raise EngineFailed(f"{url}: weight sync {member.session} was prepared twice")
                 await self._take(url, member, step)
-                if isinstance(step, BucketSent):  # only after success: the trainer takes part in the same broadcast
-                    _count(member, received, step)
-                    member.received_bytes += bytes_in(step)
-                    num_buckets = sum(received.values())
-                    self._note(url, f"received {num_buckets} buckets, {member.received_bytes / 1e9:,.1f} GB")
+                _count(member, received, step)  # only after success: the trainer takes part in the same broadcast
+                member.received_bytes += bytes_in(step)
+                num_buckets = sum(received.values())
+                self._note(url, f"received {num_buckets} buckets, {member.received_bytes / 1e9:,.1f} GB")
             if sum(received.values()) != step.num_buckets:
                 raise EngineFailed(
                     f"{member.engine}: received {sum(received.values())} of {step.num_buckets} buckets"
@@ -87,43 +88,31 @@ class Receiver:
         try:
             await self._updates.end_update(url, timeout_s=CLOSE_S)
         except EngineError as error:
-            log.warning("weight_session_left_open", url=url, error=str(error))
+            log.warning("weight_sync_left_open", url=url, error=str(error))
 
     async def _open(self, url: str) -> None:
         """Open an update on the engine, closing one that a crash has left open."""
         try:
             await self._updates.begin_update(url, timeout_s=self._timeout_s)
         except RequestRefused as error:
-            log.warning("weight_session_found_open", url=url, error=str(error))
+            log.warning("weight_sync_found_open", url=url, error=str(error))
             await self._updates.end_update(url, timeout_s=self._timeout_s)
             await self._updates.begin_update(url, timeout_s=self._timeout_s)
 
-    async def _take(
-        self, url: str, member: SyncMember, step: UpdateGroupsOffered | BucketSent | WeightSyncPrepared
-    ) -> None:
-        """Run a step, which may wait for the trainer.
+    async def _take(self, url: str, member: SyncMember, step: BucketSent) -> None:
+        """Receive a bucket, which may wait for the trainer.
 
         Raises:
             EngineSilent: the weight sync was closed, and the engine still waits.
         """
         with anyio.CancelScope() as scope:
             async with in_background(lambda: _cut_when_over(member, scope)):
-                await self._do(url, member, step)
+                if step.payloads:
+                    await read_segments(self._updates, url, step, step.payloads[member.engine], self._timeout_s)
+                else:
+                    await self._groups.take(url, step, step.offsets[member.engine])
         if scope.cancelled_caught:
             raise EngineSilent(f"{url}: is still in weight sync {member.session}, which was closed")
-
-    async def _do(
-        self, url: str, member: SyncMember, step: UpdateGroupsOffered | BucketSent | WeightSyncPrepared
-    ) -> None:
-        match step:
-            case UpdateGroupsOffered():
-                await self._groups.join(url, step, step.offsets[member.engine])
-            case BucketSent() if step.payloads:
-                await read_segments(self._updates, url, step, step.payloads[member.engine], self._timeout_s)
-            case BucketSent():
-                await self._groups.take(url, step)
-            case WeightSyncPrepared():
-                raise EngineFailed(f"{url}: weight sync {member.session} was prepared twice")
 
 
 def _count(member: SyncMember, received: dict[int, int], step: BucketSent) -> None:

@@ -11,27 +11,18 @@ from contextlib import asynccontextmanager
 from typing import Final, NamedTuple, Protocol
 
 import anyio
+import msgspec
 import structlog
 
 from actors.rollout.sglang.errors import EngineUnavailable
-from messages import (
-    BucketSent,
-    EnginesAnswered,
-    MembersGiven,
-    UpdateGroupsOffered,
-    WeightSyncClosed,
-    WeightSyncFinished,
-    WeightSyncMember,
-    WeightSyncOffered,
-    WeightSyncPrepared,
-)
+from messages import BucketSent, WeightSyncAnswered, WeightSyncDecided, WeightSyncMember, WeightSyncPrepared
 
 log = structlog.get_logger()
 
 ANSWER_S: Final = 5.0  # after which a call about a long step is answered with what its engines do
 GATHER_S: Final = 5.0  # for engines that are not ready yet; the weight sync starts without them
-LONG: Final = (WeightSyncPrepared, WeightSyncFinished)  # steps whose calls are answered before they end
-Step = WeightSyncPrepared | UpdateGroupsOffered | BucketSent | WeightSyncFinished
+LONG: Final = (WeightSyncPrepared, WeightSyncDecided)  # steps whose calls are answered before they end
+Step = WeightSyncPrepared | BucketSent | WeightSyncDecided
 
 
 class Goal(Protocol):
@@ -65,7 +56,7 @@ class MemberShape(NamedTuple):
 class _RequestedStep:
     """A requested step of one engine."""
 
-    def __init__(self, step: Step | WeightSyncClosed) -> None:
+    def __init__(self, step: Step) -> None:
         self.step = step
         self.error = ""
         self.done = anyio.Event()
@@ -95,9 +86,12 @@ class SyncMember:
         self._current: _RequestedStep | None = None
         self._changed = anyio.Event()
 
-    def enter(self, session: str, deadline_s: float) -> WeightSyncMember:
+    def enter(self, session: str, deadline_s: float) -> None:
         """Join a weight sync."""
         self.session, self._deadline_s, self._called_at = session, deadline_s, anyio.current_time()
+
+    def described(self) -> WeightSyncMember:
+        """Describe the member to the trainer."""
         return WeightSyncMember(engine=self.engine, key=self.key, **self.shape._asdict())
 
     async def ask(self, step: Step) -> str:
@@ -107,7 +101,7 @@ class SyncMember:
         """
         self._called_at = anyio.current_time()
         self._changed.set()
-        if self.holds and isinstance(step, WeightSyncFinished):
+        if self.holds and isinstance(step, WeightSyncDecided):
             return ""
         if self._failure:
             return self._failure
@@ -139,21 +133,22 @@ class SyncMember:
             with anyio.move_on_after(left_s):
                 await self._changed.wait()
         self._current = self._queue.pop(0)
-        if isinstance(self._current.step, WeightSyncClosed):
-            raise SyncClosed(f"{self.engine}: weight sync {self.session} was closed: {self._current.step.reason}")
-        return self._current.step
+        step = self._current.step
+        if isinstance(step, WeightSyncDecided) and not step.is_commit:
+            raise SyncClosed(f"{self.engine}: weight sync {self.session} was closed: {step.reason}")
+        return step
 
     def close(self, reason: str) -> None:
         """Make the engine leave once its current step has ended."""
         self.over.set()
-        self._queue.append(_RequestedStep(WeightSyncClosed(session=self.session, reason=reason)))
+        self._queue.append(_RequestedStep(WeightSyncDecided(session=self.session, is_commit=False, reason=reason)))
         self._changed.set()
 
     def step_done(self) -> None:
         """Report success of the current step."""
         if self._current is not None:
             self._current.answer()
-            self._last_done = None if isinstance(self._current.step, WeightSyncClosed) else self._current.step
+            self._last_done = self._current.step
             self._called_at = anyio.current_time()
             self._current = None
 
@@ -194,7 +189,8 @@ class WeightSyncs:
         self._group_of = group_of or _only_group
         self._waiting: dict[str, SyncMember] = {}  # engines that wait for a version, by name
         self._members: list[SyncMember] = []
-        self._session = ""
+        self._session = ""  # the open weight sync
+        self._newest = ""  # the last one that was opened
         self._incarnation = 0
         self._changed = anyio.Event()
 
@@ -224,34 +220,45 @@ class WeightSyncs:
                 del self._waiting[engine]
             self._changed.set()
 
-    async def offered(self, offer: WeightSyncOffered) -> MembersGiven:
-        """Return the members for an offered weight sync, after closing an open one.
+    async def prepared(self, step: WeightSyncPrepared) -> WeightSyncAnswered:
+        """Prepare engines for a weight sync; the answer names them. Repeated calls go on with the same engines.
 
         Raises:
-            ValueError: the offer comes from a trainer that was replaced.
+            ValueError: the call comes from a trainer that was replaced, or this weight sync was closed.
         """
-        if offer.incarnation < self._incarnation:
-            raise ValueError(f"trainer {offer.incarnation} was replaced by trainer {self._incarnation}")
-        self._incarnation = offer.incarnation
+        if step.session != self._session:
+            await self._open(step)
+        answer = await self.step(step)
+        return msgspec.structs.replace(answer, members=tuple(member.described() for member in self._members))
+
+    async def _open(self, step: WeightSyncPrepared) -> None:
+        """Choose the members of a new weight sync, after closing an open one."""
+        if step.incarnation < self._incarnation:
+            raise ValueError(f"trainer {step.incarnation} was replaced by trainer {self._incarnation}")
+        _refuse_unless(step.session != self._newest, step.session)  # it was closed
+        self._incarnation, self._newest = step.incarnation, step.session
         self.end("another weight sync began")
         with anyio.move_on_after(GATHER_S):
-            await self._goal.reached(offer.version)
-            while not {name for name in self._lacking() if self._is_meant(name, offer)} <= set(self.wanted()):
+            await self._goal.reached(step.version)
+            while not {name for name in self._lacking() if self._is_meant(name, step)} <= set(self.wanted()):
                 self._changed = anyio.Event()
                 await self._changed.wait()
-        if self._goal.version != offer.version:
-            return MembersGiven(members=(), held_back=f"the target version is {self._goal.version} now")
-        ready = [member for member in self._waiting.values() if not member.session and member.version == offer.version]
-        meant = (member for member in ready if self._is_meant(member.engine, offer))
-        self._session, self._members = offer.session, sorted(meant, key=lambda member: member.engine)
-        members = tuple(member.enter(offer.session, offer.deadline_s) for member in self._members)
+        _refuse_unless(step.session == self._newest, step.session)  # another one began meanwhile
+        self._session, self._members = step.session, []
+        if self._goal.version != step.version:
+            log.info("weight_sync_held_back", weight_version=step.version, target=self._goal.version)
+            return
+        ready = [member for member in self._waiting.values() if not member.session and member.version == step.version]
+        meant = (member for member in ready if self._is_meant(member.engine, step))
+        self._members = sorted(meant, key=lambda member: member.engine)
+        for member in self._members:
+            member.enter(step.session, step.deadline_s)
         await self._goal.notify()
-        return MembersGiven(members=members)
 
-    def _is_meant(self, engine: str, offer: WeightSyncOffered) -> bool:
-        return offer.num_parts == 1 or self._group_of(engine, offer.num_parts) == offer.part
+    def _is_meant(self, engine: str, step: WeightSyncPrepared) -> bool:
+        return step.num_parts == 1 or self._group_of(engine, step.num_parts) == step.part
 
-    async def step(self, step: Step) -> EnginesAnswered:
+    async def step(self, step: Step) -> WeightSyncAnswered:
         """Run a step on each member.
 
         A step that pauses or verifies engines may take long. Its call is answered after ANSWER_S, with the engines that
@@ -260,8 +267,7 @@ class WeightSyncs:
         Raises:
             ValueError: this weight sync is not open here.
         """
-        if step.session != self._session:
-            raise ValueError(f"weight sync {step.session} is not open here")
+        _refuse_unless(step.session == self._session, step.session)
         failed: dict[str, str] = {}
         pending = {member.engine for member in self._members}
 
@@ -274,19 +280,30 @@ class WeightSyncs:
             async with anyio.create_task_group() as group:
                 for member in self._members:
                     group.start_soon(ask, member)
-        return EnginesAnswered(failed=failed, pending={engine: self._doing(engine) for engine in pending})
+        return WeightSyncAnswered(failed=failed, pending={engine: self._doing(engine) for engine in pending})
 
-    async def closed(self, step: WeightSyncClosed) -> EnginesAnswered:
-        """Make all members leave the weight sync, if it is open."""
+    async def decided(self, step: WeightSyncDecided) -> WeightSyncAnswered:
+        """Commit a weight sync on each member, or make all members leave it, if it is open.
+
+        Raises:
+            ValueError: the weight sync to commit is not open here.
+        """
+        if step.is_commit:
+            return await self.step(step)
         if step.session == self._session:
             self.end(step.reason)
-        return EnginesAnswered(failed={})
+        return WeightSyncAnswered()
 
     def end(self, reason: str) -> None:
         """Close the open weight sync, if there is one: all members leave."""
         for member in self._members:
             member.close(reason)
         self._members, self._session = [], ""
+
+
+def _refuse_unless(is_open: bool, session: str) -> None:
+    if not is_open:
+        raise ValueError(f"weight sync {session} is not open here")
 
 
 def _only_group(_engine: str, _num_parts: int) -> int:

@@ -1,9 +1,19 @@
 """Weights of an evaluation that no engine holds any more and nobody can bring: it goes on with newer ones."""
 
+from itertools import count
+
 import anyio
 import pytest
 
-from messages import EvalEnded, EvalIssued, EvalSetSize, MembersGiven, WeightsAnnounced, WeightsLost, WeightSyncOffered
+from messages import (
+    EvalEnded,
+    EvalIssued,
+    EvalSetSize,
+    WeightsAnnounced,
+    WeightsLost,
+    WeightSyncAnswered,
+    WeightSyncPrepared,
+)
 from runtime.bus.bus import Bus
 from tests.build.topology import topology_with
 from tests.support.rollout import announcement, next_event, rollout_actor
@@ -20,10 +30,12 @@ def unwritten(version: int) -> WeightsAnnounced:
 
 
 async def takes_part(bus: Bus, version: int) -> None:
-    """Offer sessions that bring a version, until the engine takes part in one."""
-    offer = WeightSyncOffered(session=f"1.{version}", incarnation=1, version=version, deadline_s=5.0)
+    """Begin weight syncs of a version, until the engine takes part in one."""
     with anyio.fail_after(15):
-        while not (await bus.call("rollout", offer, MembersGiven, timeout_s=15)).members:  # noqa: ASYNC110 - see below
+        for number in count():
+            step = WeightSyncPrepared(session=f"{version}.{number}", incarnation=1, version=version, deadline_s=5.0)
+            if (await bus.call("rollout", step, WeightSyncAnswered, timeout_s=15)).members:
+                return
             await anyio.sleep(0.01)  # it is still on its way
 
 

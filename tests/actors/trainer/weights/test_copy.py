@@ -15,12 +15,12 @@ from actors.trainer.commands import TrainerRank
 from actors.trainer.weights.calls import Ask
 from actors.trainer.weights.members import Membership
 from actors.trainer.weights.shared_memory import HEADER_BYTES, SEGMENTS
-from messages import BucketSent, MembersGiven, Message, WeightSyncMember
+from messages import BucketSent, Message, WeightSyncAnswered, WeightSyncMember
 from tests.actors.trainer.tiny import random_batch
 from tests.build.topology import MakeTopology
 
 ENGINE: Final = WeightSyncMember(engine="e", key="e.1", num_ranks=1)
-MEMBERS: Final = Membership.of({"rollout": MembersGiven(members=(ENGINE,))})
+MEMBERS: Final = Membership.of({"rollout": WeightSyncAnswered(members=(ENGINE,))})
 LIMIT_S: Final = 30.0
 
 

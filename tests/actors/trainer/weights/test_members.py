@@ -1,15 +1,15 @@
 """Members of a weight session, their places, and how it ended."""
 
 from actors.trainer.weights.members import Membership, Outcome, joined
-from messages import MembersGiven, WeightSyncMember
+from messages import WeightSyncAnswered, WeightSyncMember
 
 
 def member(engine: str, num_ranks: int = 1, life: str = "a", *, is_compared: bool = False) -> WeightSyncMember:
     return WeightSyncMember(engine=engine, key=f"{engine}.{life}", num_ranks=num_ranks, is_compared=is_compared)
 
 
-def given(*members: WeightSyncMember) -> MembersGiven:
-    return MembersGiven(members=members)
+def given(*members: WeightSyncMember) -> WeightSyncAnswered:
+    return WeightSyncAnswered(members=members)
 
 
 TWO = Membership.of({"rollout.1": given(member("c", 2)), "rollout.0": given(member("a"), member("b", 4))})

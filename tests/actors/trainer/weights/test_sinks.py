@@ -48,6 +48,7 @@ class Receiver:
     """Stands for the engines: what arrives by a transport."""
 
     spec = UpdateGroup(name="g", address="127.0.0.1", port=1, world_size=2, backend="gloo")
+    is_joined = True
 
     def __init__(self) -> None:
         self.found: Found = {}
@@ -85,7 +86,7 @@ def to_engines(transport: BucketTransport, receiver: Receiver) -> tuple[list[Sin
 
 def broadcast(_: Path) -> tuple[list[Sink], Callable[[], Found]]:
     receiver = Receiver()
-    return to_engines(Broadcast(cast(StageGroup, receiver)), receiver)
+    return to_engines(Broadcast(cast(StageGroup, receiver), [receiver.spec], {}), receiver)
 
 
 def shared_memory(directory: Path) -> tuple[list[Sink], Callable[[], Found]]:

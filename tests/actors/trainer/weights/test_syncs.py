@@ -9,12 +9,10 @@ import pytest
 from actors.trainer.torch_thread import TorchThread
 from actors.trainer.weights.syncs import WeightSessions
 from messages import (
-    EnginesAnswered,
-    MembersGiven,
-    WeightSyncClosed,
+    WeightSyncAnswered,
+    WeightSyncDecided,
     WeightSyncEnded,
     WeightSyncMember,
-    WeightSyncOffered,
     WeightSyncPrepared,
     WeightSyncRequested,
 )
@@ -47,23 +45,20 @@ class Rank:
 class RolloutActor:
     """A rollout actor whose only engine takes part, is at work for two answers, and refuses to be prepared."""
 
-    num_prepared: int = 0
-    offered: list[WeightSyncOffered] = field(default_factory=list[WeightSyncOffered])
-    closed: list[str] = field(default_factory=list[str])
+    prepared: list[WeightSyncPrepared] = field(default_factory=list[WeightSyncPrepared])
+    aborted: list[str] = field(default_factory=list[str])
 
-    async def offer(self, request: WeightSyncOffered) -> MembersGiven:
-        self.offered.append(request)
-        return MembersGiven(members=(WeightSyncMember(engine=ENGINE, key="1", num_ranks=1),))
+    async def prepare(self, request: WeightSyncPrepared) -> WeightSyncAnswered:
+        self.prepared.append(request)
+        members = (WeightSyncMember(engine=ENGINE, key="1", num_ranks=1),)
+        if len(self.prepared) % 3:
+            return WeightSyncAnswered(pending={ENGINE: "waits for 2 requests"}, members=members)
+        return WeightSyncAnswered(failed={ENGINE: "no pause"}, members=members)
 
-    async def prepare(self, _request: WeightSyncPrepared) -> EnginesAnswered:
-        self.num_prepared += 1
-        if self.num_prepared % 3:
-            return EnginesAnswered(failed={}, pending={ENGINE: "waits for 2 requests"})
-        return EnginesAnswered(failed={ENGINE: "no pause"})
-
-    async def close(self, request: WeightSyncClosed) -> EnginesAnswered:
-        self.closed.append(request.reason)
-        return EnginesAnswered(failed={})
+    async def decide(self, request: WeightSyncDecided) -> WeightSyncAnswered:
+        assert not request.is_commit
+        self.aborted.append(request.reason)
+        return WeightSyncAnswered()
 
 
 async def wake() -> None:
@@ -74,23 +69,23 @@ async def wake() -> None:
 async def test_a_sync_that_keeps_failing_is_tried_five_times_and_again_when_an_engine_requests_one(bus: Bus) -> None:
     topology = load_topology(ROOT / "topologies" / "laptop-colocated.toml").topology
     actor, rank = RolloutActor(), Rank()
-    handlers: Any = {WeightSyncOffered: actor.offer, WeightSyncPrepared: actor.prepare, WeightSyncClosed: actor.close}
+    handlers: Any = {WeightSyncPrepared: actor.prepare, WeightSyncDecided: actor.decide}
     with TorchThread("cpu") as torch_thread:
         syncs = WeightSessions(topology, bus, torch_thread, rank, incarnation=2, wake=wake)  # pyright: ignore[reportArgumentType]
         syncs.weights_are(7)
         await Roster(bus).join("rollout", Member(instance="rollout.0", incarnation=1, node="n0"))
         async with bus.serve(handlers, instance="rollout.0"):
             await syncs.bring()
-    assert [offer.version for offer in actor.offered] == [7] * 5
-    assert len({offer.session for offer in actor.offered}) == 5
-    assert actor.closed == ["no pause"] * 5
+    assert [step.version for step in actor.prepared] == [7] * 15
+    assert len({step.session for step in actor.prepared}) == 5
+    assert actor.aborted == ["no pause"] * 5
     assert rank.sending.left == 5
-    assert actor.num_prepared == 15
     assert syncs.waits_for() == ""
     async with bus.read(WeightSyncEnded) as events:
         ended = [event.message async for event in events.so_far()]
     assert [each.out for each in ended] == [{ENGINE: "no pause"}] * 5
     assert not syncs.is_requested
-    assert (await syncs.requested(WeightSyncRequested(version=7, engines=(ENGINE,)))).granted
+    assert await syncs.requested(WeightSyncRequested(version=7, engines=(ENGINE,))) == WeightSyncAnswered()
     assert syncs.is_requested
-    assert not (await syncs.requested(WeightSyncRequested(version=6, engines=(ENGINE,)))).granted
+    refused = await syncs.requested(WeightSyncRequested(version=6, engines=(ENGINE,)))
+    assert refused.failed == {ENGINE: "the trainer has no weights 6 to send"}

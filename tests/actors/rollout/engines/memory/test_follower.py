@@ -18,7 +18,7 @@ from messages import (
     PhaseReached,
     PhaseRequested,
     WeightsApplied,
-    WeightSyncGranted,
+    WeightSyncAnswered,
     WeightSyncRequested,
 )
 from runtime.bus.addresses import Address, address_key
@@ -116,9 +116,9 @@ async def test_an_engine_that_stands_ready_for_a_session_gives_its_memory_back(b
     """A trainer that died before it brought weights brings none; the next one wants the memory first."""
     asked = anyio.Event()
 
-    async def note(_: Message) -> WeightSyncGranted:
+    async def note(_: Message) -> WeightSyncAnswered:
         asked.set()
-        return WeightSyncGranted(granted=False)
+        return WeightSyncAnswered(failed={"engine": "no"})
 
     async with (
         serving(ScriptedEngine()) as engine,

@@ -9,26 +9,35 @@ import pytest
 from actors.rollout.engines.target import FleetTarget
 from actors.rollout.engines.weights import sync as sync_module
 from actors.rollout.engines.weights.sync import MemberShape, SyncClosed, SyncMember, WeightSyncs
-from messages import (
-    BucketSent,
-    EnginesAnswered,
-    WeightSyncClosed,
-    WeightSyncFinished,
-    WeightSyncOffered,
-    WeightSyncPrepared,
-)
+from messages import BucketSent, WeightSyncAnswered, WeightSyncDecided, WeightSyncPrepared
 from tests.support.rollout import announcement
 
 pytestmark = pytest.mark.anyio
 
 BUCKET = BucketSent(session="1.1", stage=0, index=0, names=("a",), dtypes=("float32",), shapes=((1,),))
-STEPS = (WeightSyncPrepared(session="1.1"), BUCKET, WeightSyncFinished(session="1.1", checksum="c", num_buckets=1))
+ABORT = WeightSyncDecided(session="1.1", is_commit=False, reason="the trainer ended it")
+COMMIT = WeightSyncDecided(session="1.1", is_commit=True, checksum="c", num_buckets=1)
 
 
-def offer(
-    session: str = "1.1", *, incarnation: int = 1, version: int = 1, deadline_s: float = 5.0
-) -> WeightSyncOffered:
-    return WeightSyncOffered(session=session, incarnation=incarnation, version=version, deadline_s=deadline_s)
+def prepare(
+    session: str = "1.1",
+    *,
+    incarnation: int = 1,
+    version: int = 1,
+    deadline_s: float = 5.0,
+    part: int = 0,
+    parts: int = 1,
+) -> WeightSyncPrepared:
+    return WeightSyncPrepared(
+        session=session, incarnation=incarnation, version=version, deadline_s=deadline_s, part=part, num_parts=parts
+    )
+
+
+async def call(of: WeightSyncs, step: WeightSyncPrepared | BucketSent | WeightSyncDecided) -> WeightSyncAnswered:
+    """As the bus does."""
+    if isinstance(step, WeightSyncPrepared):
+        return await of.prepared(step)
+    return await (of.decided(step) if isinstance(step, WeightSyncDecided) else of.step(step))
 
 
 def syncs(*lacking: str) -> WeightSyncs:
@@ -62,7 +71,7 @@ class Engine:
     async def _take(self, member: SyncMember) -> None:
         while not member.session:  # noqa: ASYNC110 - as the engine's target tells it
             await anyio.sleep(0.001)
-        while not self.did or self.did[-1] is not WeightSyncFinished:
+        while not self.did or self.did[-1] is not WeightSyncDecided:
             step = type(await member.next())
             if step is self._fails_at:
                 raise RuntimeError(f"{self._name} cannot")
@@ -76,16 +85,17 @@ async def test_each_step_is_answered_when_all_members_did_it() -> None:
         async with anyio.create_task_group() as group:
             group.start_soon(a.run)
             group.start_soon(b.run)
-            members = (await of.offered(offer())).members
-            assert [(each.engine, each.key, each.num_ranks) for each in members] == [("a", "a.x", 2), ("b", "b.x", 2)]
-            for step in STEPS:
-                assert (await of.step(step)).failed == {}
-            again = await of.step(STEPS[-1])  # its answer was lost
-            assert again.failed == {}
-    assert a.did == b.did == [WeightSyncPrepared, BucketSent, WeightSyncFinished]
+            for _ in range(2):  # the second time its answer was lost
+                answer = await of.prepared(prepare())
+                members = [(each.engine, each.key, each.num_ranks) for each in answer.members]
+                assert (members, answer.failed) == ([("a", "a.x", 2), ("b", "b.x", 2)], {})
+            assert (await of.step(BUCKET)).failed == {}
+            for _ in range(2):
+                assert (await of.decided(COMMIT)).failed == {}
+    assert a.did == b.did == [WeightSyncPrepared, BucketSent, WeightSyncDecided]
 
 
-@pytest.mark.parametrize("fails_at", [WeightSyncPrepared, BucketSent, WeightSyncFinished])
+@pytest.mark.parametrize("fails_at", [WeightSyncPrepared, BucketSent, WeightSyncDecided])
 async def test_one_that_fails_says_why_and_goes_on_saying_so(fails_at: type) -> None:
     of = syncs("a", "b")
     a, b = Engine(of, "a", fails_at=fails_at), Engine(of, "b")
@@ -93,9 +103,8 @@ async def test_one_that_fails_says_why_and_goes_on_saying_so(fails_at: type) -> 
         async with anyio.create_task_group() as group:
             group.start_soon(a.run)
             group.start_soon(b.run)
-            await of.offered(offer())
-            said = [(await of.step(step)).failed for step in STEPS]
-    failed = [WeightSyncPrepared, BucketSent, WeightSyncFinished].index(fails_at)
+            said = [(await call(of, step)).failed for step in (prepare(), BUCKET, COMMIT)]
+    failed = [WeightSyncPrepared, BucketSent, WeightSyncDecided].index(fails_at)
     assert said == [{}] * failed + [{"a": "a cannot"}] * (3 - failed)
     assert b.error == ""
 
@@ -118,15 +127,14 @@ async def test_a_long_step_is_answered_while_its_engine_works_and_done_once(monk
     with anyio.fail_after(5):
         async with anyio.create_task_group() as group:
             group.start_soon(run)
-            await of.offered(offer())
-            assert [(await of.step(STEPS[0])).pending for _ in range(3)] == [{"a": "a works"}] * 3
+            assert [(await of.prepared(prepare())).pending for _ in range(3)] == [{"a": "a works"}] * 3
             may_go_on.set()
             for _ in range(2):  # the second time its answer was lost
-                while (answer := await of.step(STEPS[0])).pending:
+                while (answer := await of.prepared(prepare())).pending:
                     pass
-                assert answer == EnginesAnswered(failed={})
-            assert (await of.step(STEPS[2])) == EnginesAnswered(failed={})
-    assert taken == [WeightSyncPrepared, WeightSyncFinished]
+                assert (answer.failed, [each.engine for each in answer.members]) == ({}, ["a"])
+            assert (await of.decided(COMMIT)) == WeightSyncAnswered()
+    assert taken == [WeightSyncPrepared, WeightSyncDecided]
 
 
 async def test_an_engine_waits_for_its_next_step_as_long_as_the_trainer_calls() -> None:
@@ -135,9 +143,8 @@ async def test_an_engine_waits_for_its_next_step_as_long_as_the_trainer_calls() 
     with anyio.fail_after(10):
         async with anyio.create_task_group() as group:
             group.start_soon(a.run)
-            await of.offered(offer(deadline_s=0.5))
             for _ in range(5):  # another engine takes its time; each call is of the same step
-                assert (await of.step(STEPS[0])).failed == {}
+                assert (await of.prepared(prepare(deadline_s=0.5))).failed == {}
                 await anyio.sleep(0.2)
             assert (await of.step(BUCKET)).failed == {}
     assert "no step of weight sync 1.1 arrived within 0.5 s" in a.error
@@ -147,7 +154,7 @@ async def test_engines_that_may_be_asked_and_are_not_ready_yet_are_waited_for() 
     of, found = syncs("a"), []
 
     async def ask() -> None:
-        found.extend((await of.offered(offer())).members)
+        found.extend((await of.prepared(prepare())).members)
 
     with anyio.fail_after(5):
         async with anyio.create_task_group() as group:
@@ -158,7 +165,7 @@ async def test_engines_that_may_be_asked_and_are_not_ready_yet_are_waited_for() 
             with anyio.fail_after(5):
                 while not found:  # noqa: ASYNC110 - by the task above
                     await anyio.sleep(0.001)
-            await of.closed(WeightSyncClosed(session="1.1", reason="enough"))
+            await of.decided(ABORT)
 
 
 async def test_an_offer_to_a_part_of_the_engines_takes_and_waits_for_those_alone() -> None:
@@ -173,34 +180,30 @@ async def test_an_offer_to_a_part_of_the_engines_takes_and_waits_for_those_alone
                 if part == 0:
                     group.start_soon(a.run)
                 session = f"1.{part + 1}"
-                asked = WeightSyncOffered(
-                    session=session, incarnation=1, version=1, deadline_s=5.0, part=part, num_parts=2
-                )
-                members = (await of.offered(asked)).members
+                members = (await of.prepared(prepare(session, part=part, parts=2))).members
                 assert [member.engine for member in members] == [engine._name]
-                for step in STEPS:
-                    assert (await of.step(msgspec.structs.replace(step, session=session))).failed == {}
-    assert a.did == b.did == [WeightSyncPrepared, BucketSent, WeightSyncFinished]
+                for step in (BUCKET, COMMIT):
+                    assert (await call(of, msgspec.structs.replace(step, session=session))).failed == {}
+    assert a.did == b.did == [WeightSyncPrepared, BucketSent, WeightSyncDecided]
 
 
 async def test_without_them_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sync_module, "GATHER_S", 0.05)
     with anyio.fail_after(5):
-        assert (await syncs("a").offered(offer())).members == ()
+        assert (await syncs("a").prepared(prepare())).members == ()
 
 
 async def test_while_an_evaluation_holds_engines_back_nobody_takes_part(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sync_module, "GATHER_S", 0.05)
-    answer = await syncs().offered(offer(version=2))
-    assert (answer.members, answer.held_back) == ((), "the target version is 1 now")
+    assert await syncs().prepared(prepare(version=2)) == WeightSyncAnswered()
 
 
 async def close_by_call(of: WeightSyncs) -> None:
-    await of.closed(WeightSyncClosed(session="1.1", reason="the trainer ended it"))
+    await of.decided(ABORT)
 
 
 async def close_by_another(of: WeightSyncs) -> None:
-    assert (await of.offered(offer("2.1", incarnation=2))).members == ()
+    assert (await of.prepared(prepare("2.1", incarnation=2))).members == ()
 
 
 async def close_for_the_trainer_s_turn(of: WeightSyncs) -> None:
@@ -225,12 +228,20 @@ async def test_a_session_that_is_closed_ends_for_its_members(
         async with anyio.create_task_group() as group:
             group.start_soon(engine.run)
             await anyio.wait_all_tasks_blocked()
-            await of.offered(offer())
-            await of.step(WeightSyncPrepared(session="1.1"))
+            await of.prepared(prepare())
             await close(of)  # type: ignore[misc]
     assert engine.error == reason
+    for step in (BUCKET, COMMIT):
+        with pytest.raises(ValueError, match=r"weight sync 1\.1 is not open here"):
+            await call(of, step)
+
+
+async def test_a_weight_sync_that_was_closed_is_not_opened_by_a_repeated_call() -> None:
+    of = syncs()
+    await of.prepared(prepare())
+    await of.decided(ABORT)
     with pytest.raises(ValueError, match=r"weight sync 1\.1 is not open here"):
-        await of.step(BUCKET)
+        await of.prepared(prepare())
 
 
 async def test_a_trainer_that_died_leaves_nobody_waiting() -> None:
@@ -240,12 +251,12 @@ async def test_a_trainer_that_died_leaves_nobody_waiting() -> None:
         async with anyio.create_task_group() as group:
             group.start_soon(engine.run)
             await anyio.wait_all_tasks_blocked()
-            await of.offered(offer(deadline_s=0.05))
+            await of.prepared(prepare(deadline_s=0.05))
     assert engine.error == "a: no step of weight sync 1.1 arrived within 0.05 s"
 
 
 async def test_an_older_trainer_leads_nobody() -> None:
     of = syncs()
-    await of.offered(offer("2.1", incarnation=2))
+    await of.prepared(prepare("2.1", incarnation=2))
     with pytest.raises(ValueError, match="trainer 1 was replaced by trainer 2"):
-        await of.offered(offer("1.9", incarnation=1))
+        await of.prepared(prepare("1.9", incarnation=1))
