@@ -18,6 +18,7 @@ RUN_COMMANDS: Final = (
     "replay",
     "start_topology",
     "try_function",
+    "watch",
 )  # need the extra `run`
 
 
@@ -29,6 +30,11 @@ def start_topology() -> None:
 def ledger() -> None:
     """Print a run's ledger."""
     _run("ledger")
+
+
+def watch() -> None:
+    """Show where the time of a run went."""
+    _run("watch")
 
 
 def credentials() -> None:

@@ -85,6 +85,7 @@ from messages.ledger import (
 from messages.phases import EnginePhase, Phase, PhaseChanged, PhaseReached, PhaseRequested
 from messages.samples import (
     EngineNumbers,
+    LastSample,
     SampleKey,
     SampleStatus,
     SampleSummary,
@@ -137,6 +138,7 @@ __all__ = [
     "IssuedGroup",
     "KillAnswered",
     "KillRequested",
+    "LastSample",
     "LocalCopyGiven",
     "LocalCopyRequested",
     "LogTrimmed",

@@ -7,7 +7,7 @@ import msgspec
 
 from messages.base import FileSum, Message, Plane, register
 from messages.ledger import GroupRef, leave_out_not_finite
-from messages.samples import EngineNumbers, SampleSummary
+from messages.samples import EngineNumbers, LastSample, SampleSummary
 
 
 @register
@@ -30,6 +30,7 @@ class GroupCompleted(Message, kw_only=True, tag="group_completed"):
     rollout_time_s: float = 0.0  # from the pull of the task to the last token
     reward_time_s: float = 0.0  # from the last token to the last score
     engine: EngineNumbers = EngineNumbers()
+    last_sample: LastSample = LastSample()
 
     def key(self) -> str:
         return f"{self.group_id}.{self.attempt}"

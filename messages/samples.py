@@ -164,6 +164,14 @@ class EngineNumbers(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         return EngineNumbers(**sums)
 
 
+class LastSample(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The sample of an attempt that had its last token after all others: what the attempt waited for."""
+
+    queue_time_s: float = 0.0  # from the start of the attempt until it had a slot for generation
+    engine: str = ""  # that answered its last request; empty: unknown, as behind a router
+    grader: str = ""  # of the attempt's samples
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """Sampling parameters, with SGLang's names."""
 

@@ -369,7 +369,10 @@ for module in {modules}:
 
 
 LIFE_CYCLE = {"PayloadsMissing", "GroupsClosed", "VerdictGiven"}  # events that change groups: fold says what they did
-ONLY_SAYS = {"runtime.report.lines"}  # matches on them for the words of a failure
+ONLY_SAYS = {
+    "runtime.report.lines",  # matches on them for the words of a failure
+    "runtime.report.breakdown",  # notes their times, whatever they change
+}
 
 
 def life_cycle_matches(source: Source) -> Iterator[tuple[int, str]]:

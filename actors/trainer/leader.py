@@ -206,7 +206,7 @@ class Leader:
         async with self._feed.prefetching(self.step + 1):
             trained = await self._train_batch(fed)
         self.step += 1
-        published, begun, copied = None, None, None
+        published, begun, copied, trained_at = None, None, None, time.perf_counter()
         if self.step >= self._frontier:
             if self.sessions.keeps:
                 copied = await self._copy()
@@ -216,9 +216,8 @@ class Leader:
                 published = await self._publish()
         metrics = (trained.metrics if trained else {}) | precompute_metrics
         metrics["perf/train_wait_time"], metrics["perf/fetch_time"] = waited_s, self._fetch_s
-        pauses_s = (published and published.took_s, begun and begun.pause_s, copied and copied.took_s)
-        metrics["perf/update_weights_time"] = next(filter(None, pauses_s), 0.0)
-        metrics["perf/step_time"] = time.perf_counter() - begin
+        now = time.perf_counter()
+        metrics["perf/update_weights_time"], metrics["perf/step_time"] = now - trained_at, now - begin
         await self._bus.publish(self._trained_event(fed, trained, metrics, replay=replay))
         await self._evaluate()
         saves = self._checkpoint_is_due()

@@ -18,7 +18,7 @@ PAGES: Final = [
     *sorted((ROOT / "docs").glob("*/*.md")),
 ]
 LINE: Final = re.compile(
-    r"^ *(bin/(?:start-topology|ledger|credentials|reward-worker|export-hf|replay)) ([^#>\n]*)", re.MULTILINE
+    r"^ *(bin/(?:start-topology|ledger|credentials|reward-worker|export-hf|replay|watch)) ([^#>\n]*)", re.MULTILINE
 )
 NOT_HERE: Final = re.compile(r"\bFILE\b|\bNAME\b|\bDUMP\b")  # stands for the reader's own
 
@@ -51,4 +51,5 @@ def test_pages_show_each_command() -> None:
         "bin/export-hf",
         "bin/replay",
         "bin/reward-worker",
+        "bin/watch",
     }

@@ -214,6 +214,13 @@ OLD = [
         b'"rollout_time_s":0.0,"reward_time_s":0.0,"engine":{}}',
     ),
     (
+        "group_completed",
+        b'{"type":"group_completed","group_id":4,"attempt":1,"lease":"a","round":2,"instance":"rollout","data":"d",'
+        b'"samples":[{"index":0,"status":"completed","segments":[{"seq":9,"position":0}],"prompt_len":4,'
+        b'"response_len":3,"reward":0.5,"first_version":2,"last_version":3}],"baseline":null,"metadata":{},'
+        b'"prompt_parts":[],"rollout_time_s":0.0,"reward_time_s":0.0,"engine":{}}',
+    ),
+    (
         "eval_ended",
         b'{"type":"eval_ended","incarnation":1,"step":2,"version":3,"metrics":{"eval/s":0.5},"not_finite":[]}',
     ),
@@ -241,7 +248,7 @@ GOLDEN = [
         b'{"type":"group_completed","group_id":4,"attempt":1,"lease":"a","round":2,"instance":"rollout","data":"d",'
         b'"samples":[{"index":0,"status":"completed","segments":[{"seq":9,"position":0}],"prompt_len":4,'
         b'"response_len":3,"reward":0.5,"first_version":2,"last_version":3}],"baseline":null,"metadata":{},'
-        b'"prompt_parts":[],"rollout_time_s":0.0,"reward_time_s":0.0,"engine":{}}',
+        b'"prompt_parts":[],"rollout_time_s":0.0,"reward_time_s":0.0,"engine":{},"last_sample":{}}',
         GroupCompleted(
             group_id=4,
             attempt=1,

@@ -10,6 +10,8 @@ PAGE = ROOT / "docs" / "reference" / "metrics.md"
 WRITERS = {"trainer": "actors/trainer", "buffer": "actors/buffer", "report": "runtime/report"}
 ROW_KEYS = {"report": ("step", "time")}  # names without a family, which a search of the source cannot find
 READ = {  # metrics that the report reads from the trainer
+    ("report", "perf/<>_time"),
+    ("report", "perf/fetch_time"),
     ("report", "rollout/staleness_max"),
     ("report", "rollout/staleness_mean"),
     ("report", "train/num_response_tokens"),

@@ -39,6 +39,7 @@ class GenerateRequest:
     round: int | None  # None: an evaluation, which no halt affects
     may_stream: bool = False  # for one sample whose tokens are stored while it generates
     readers: Sequence[AnswerReader] = ()  # of the answers to its newest try, one per input
+    engine: str = ""  # name of the engine that got its newest try; empty: the router chose
 
     def engine_rids(self, rid: str) -> list[str]:
         """Return the ids of a try on the engine: those of a batch are <rid>_0, <rid>_1, ..."""

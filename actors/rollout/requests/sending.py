@@ -160,6 +160,7 @@ class Generator:
         streamed = request.may_stream and request.max_new_tokens > STREAM_ABOVE
         kept = request.params.top_k if request.params.return_sampling_mask else None
         version = self._version_at(place)
+        request.engine = "" if place.engine is None else place.engine.name
         request.readers = [
             AnswerReader(
                 each.buffer,

@@ -54,7 +54,7 @@ class Endings:
         completed = self.completed(
             samples, self.task.prompt, rollout_time_s=run.generated_s, reward_time_s=run.scored_s
         )
-        return msgspec.structs.replace(completed, engine=run.engine)
+        return msgspec.structs.replace(completed, engine=run.engine, last_sample=run.last_sample)
 
     def completed(
         self, samples: Sequence[SampleSummary], prompt: Prompt, *, rollout_time_s: float, reward_time_s: float = 0.0

@@ -29,6 +29,7 @@ class Generation:
     def __init__(self, task: GroupTask, tools: GroupDependencies, store: SegmentStore) -> None:
         """Generate for a task; segments go to the store, which the caller flushes after the last one of a sample."""
         self.engine = EngineNumbers()
+        self.last_engine = ""  # that answered the newest request; empty: unknown
         self._task = task
         self._tools = tools
         self._store = store
@@ -146,6 +147,7 @@ class Generation:
         for sample in samples:
             sample.request = request
         outcome = await self._tools.generator.generate(request)
+        self.last_engine = request.engine
         self.engine = self.engine.plus(numbers_of(reader.meta for reader in request.readers))
         in_turns = self._tools.custom_generate is not None
         for sample, reader in zip(samples, request.readers, strict=False):  # no readers: it was never sent

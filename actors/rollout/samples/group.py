@@ -14,7 +14,7 @@ from actors.rollout.samples.scoring import SampleScoring
 from actors.rollout.samples.slots import GroupSlots
 from actors.rollout.samples.tasks import GroupTask
 from actors.rollout.samples.tools import GroupDependencies
-from messages import EngineNumbers, SampleStatus
+from messages import EngineNumbers, LastSample, SampleStatus
 
 
 class GroupRun:
@@ -27,6 +27,7 @@ class GroupRun:
         self._samples = samples
         self.spilled_at = time.monotonic()  # or started
         self.generated_s = 0.0  # seconds from the start to the last token
+        self.last_sample = LastSample()
         self._task = task
         self._running = tools.generator.running
         self._scoring = SampleScoring(
@@ -41,6 +42,7 @@ class GroupRun:
         self._generation = Generation(task, tools, self._store)
         self._tasks: TaskGroup | None = None  # runs scoring, columns and spilling
         self._is_generated = False
+        self._queued_s = 0.0
         self._halted = False
         self._until_halt = anyio.CancelScope()
         self._slots: GroupSlots | None = None
@@ -105,23 +107,30 @@ class GroupRun:
                 if sample not in batch:
                     group.start_soon(self._run_sample, sample, slots)
             if batch and await slots.take_batch(len(batch)):
+                queued_s = time.monotonic() - started
                 await self._generation.begin(batch)
                 ended = [sample for sample in batch if sample.finished]
                 for sample in batch:
                     if sample not in ended:
-                        group.start_soon(self._finish_sample, sample, slots)
+                        group.start_soon(self._finish_sample, sample, slots, queued_s)
+                self._queued_s = queued_s
                 await self._finish(ended, slots)
         self.generated_s = time.monotonic() - started
+        self.last_sample = LastSample(
+            queue_time_s=self._queued_s, engine=self._generation.last_engine, grader=self._task.prompt.rm_type or ""
+        )
         self._is_generated = True
 
     async def _run_sample(self, sample: OpenSample, slots: GroupSlots) -> None:
         """One sample from its slot to its score."""
+        started = time.monotonic()
         if await slots.take():
-            await self._finish_sample(sample, slots)
+            await self._finish_sample(sample, slots, time.monotonic() - started)
 
-    async def _finish_sample(self, sample: OpenSample, slots: GroupSlots) -> None:
+    async def _finish_sample(self, sample: OpenSample, slots: GroupSlots, queued_s: float) -> None:
         """One sample from its first token to its score."""
         await self._generation.run(sample)
+        self._queued_s = queued_s  # that of the last sample remains
         await self._finish([sample], slots)
 
     async def _finish(self, samples: Sequence[OpenSample], slots: GroupSlots) -> None:

@@ -1,0 +1,121 @@
+"""Show where the time of a run went, during the run or after it: by step, split into parts that add up."""
+
+import argparse
+import signal
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    from bin.interrupt import handle_ctrl_c
+
+    handle_ctrl_c()
+
+from bin.entry import Screen, ended, parser_of, run
+from runtime.util.exit_codes import EXIT_FAILED, EXIT_INPUT_ERROR, EXIT_INTERRUPTED, EXIT_OK
+from runtime.util.formatting import printable_json
+
+if TYPE_CHECKING:
+    from anyio.abc import TaskStatus
+
+    from runtime.node.reopen import FoundRun
+
+PROGRESS_EVERY = 50_000  # events
+EPILOG = """While a node daemon runs the run, the command reads its log as a viewer, with a credential of its own named
+observer. Otherwise it reads a copy of the stored events. It writes no event, and the run does not notice it.
+
+exit codes: 0 printed; 1 the log cannot be read; 2 the run does not exist; 130 stopped by Ctrl-C"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command and return its exit code."""
+    args = _parser().parse_args(argv)
+    return ended(lambda: _watch(args))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = parser_of("watch", __doc__, EPILOG)
+    parser.add_argument("run", metavar="RUN", help="Name of a run under ./runs, or a run directory.")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument(
+        "--time", action="store_true", help="Print the time of all steps so far by part, each with its worst step."
+    )
+    parser.add_argument("--json", action="store_true", help="Print one JSON object, with the parts of each step.")
+    return parser
+
+
+def _watch(args: argparse.Namespace) -> int:
+    import anyio  # this and the imports below bring in the bus, which --help does not need
+
+    from runtime.bus.errors import BusError
+    from runtime.node.external_clients import ClientsUnreadable
+    from runtime.node.reopen import NoLog, NoSuchRun, find_run
+    from runtime.process.logs import silenced
+    from runtime.util.errors import flatten
+
+    try:
+        found = find_run(args.run)
+    except NoSuchRun as error:
+        Screen(sys.stderr).show(str(error))
+        return EXIT_INPUT_ERROR
+    problems: list[BaseException] = []
+    try:
+        with silenced():
+            return anyio.run(_unless_stopped, lambda: _print_times(found, as_json=args.json))
+    except* (NoLog, BusError, ClientsUnreadable, OSError, ValueError) as errors:
+        problems = flatten(errors)
+    Screen(sys.stderr).show(str(problems[0]))
+    return EXIT_FAILED
+
+
+async def _unless_stopped(tell: Callable[[], Awaitable[int]]) -> int:
+    """Run `tell` and return its exit code. A signal cancels it cleanly: no server or temporary files remain."""
+    import anyio
+
+    async with anyio.create_task_group() as tasks:
+
+        async def obey_signals(*, task_status: "TaskStatus[None]") -> None:
+            with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM, signal.SIGHUP) as received:
+                task_status.started()
+                async for _ in received:
+                    tasks.cancel_scope.cancel()
+
+        await tasks.start(obey_signals)
+        exit_code = await tell()
+        tasks.cancel_scope.cancel()
+        return exit_code
+    return EXIT_INTERRUPTED
+
+
+async def _print_times(found: "FoundRun", *, as_json: bool) -> int:
+    import msgspec
+
+    from runtime.node.following import followed
+    from runtime.report.breakdown import Breakdown
+
+    breakdown, notes, num_events = Breakdown(), Screen(sys.stderr), 0
+    async with followed(found, waits=False) as events:
+        async for batch in events.batches():
+            for received in batch:
+                breakdown.apply(received.message, received.time.timestamp())
+            if (num_events + len(batch)) // PROGRESS_EVERY > num_events // PROGRESS_EVERY:
+                notes.show(f"{num_events + len(batch):,} events read, up to step {breakdown.num_steps}")
+            num_events += len(batch)
+    notes.show_all(events.problems)
+    if events.first_seq > 1:
+        notes.show(
+            f"the log begins at event {events.first_seq}, and {found.directory} has no archive of earlier events"
+        )
+    if as_json:
+        steps = [msgspec.to_builtins(step) for step in breakdown.steps]
+        shown = {"run": found.name, "seconds": breakdown.totals, "stopped_s": breakdown.stopped_s, "steps": steps}
+        Screen(sys.stdout).show(printable_json(msgspec.json.encode(shown).decode()))
+    else:
+        Screen(sys.stdout).show_all(breakdown.lines())
+    return EXIT_OK
+
+
+if __name__ == "__main__":
+    run(main)

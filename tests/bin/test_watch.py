@@ -1,0 +1,35 @@
+"""bin/watch on the store of a small run, called in this process."""
+
+import json
+from pathlib import Path
+
+import anyio
+import pytest
+
+from bin.watch import main
+from tests.bin.test_ledger import RUN, content_of, make
+from tests.support.commands import called
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a run that is over; tests only read it."""
+    return anyio.run(make, tmp_path_factory.mktemp("runs") / RUN)
+
+
+def test_the_times_of_a_run_that_ended_are_printed_and_nothing_is_written(ended: Path) -> None:
+    before = content_of(ended)
+    done = called(main, str(ended), "--time")
+    assert done.returncode == 0, done.stderr
+    assert " in 1 step, " in done.stdout.splitlines()[0]
+    told = json.loads(called(main, str(ended), "--time", "--json").stdout)
+    assert (told["run"], [step["step"] for step in told["steps"]]) == (RUN, [1])
+    assert sum(told["seconds"].values()) == pytest.approx(sum(sum(step["parts"].values()) for step in told["steps"]))
+    assert content_of(ended) == before
+
+
+def test_a_run_that_does_not_exist_or_has_no_log_is_named(tmp_path: Path) -> None:
+    assert called(main, "nobody", "--time", cwd=tmp_path).returncode == 2
+    (tmp_path / "bus.url").write_text("")
+    done = called(main, str(tmp_path), "--time")
+    assert (done.returncode, "has no log" in done.stderr) == (1, True)
