@@ -19,12 +19,16 @@ from runtime.util.exit_codes import EXIT_FAILED, EXIT_OK
 if TYPE_CHECKING:
     from actors.reward.frames import Graded
     from actors.reward.samples import GradedSample
+    from actors.rollout.trial import GenerateTrial
     from runtime.data.dumps import DumpedGroup
 
 SHOWN: Final = 200  # characters of a text
+BLOCKED_S: Final = 0.5  # seconds without the event loop that are reported
 EPILOG = """grader   Grade samples in a grader process, with the sandbox and the limits of a run. FILE has one JSON
          object per line: response, and optionally prompt, label and metadata. DUMP is a directory that
          run.dump_details wrote. The reward of the run is printed too.
+generate Generate one sample for each line of FILE, against a tiny engine with the model of --topology. A line is a JSON
+         object: prompt (as the model reads it), and optionally label and metadata.
 filter   Judge the groups of a DUMP. The verdict of the run is printed too.
 source   Call the function with the numbers 0, 1, 2 and so on.
 
@@ -37,25 +41,27 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit code."""
     args = _parser().parse_args(argv)
     from actors.reward.process import GraderProcessError
+    from actors.rollout.sglang.errors import EngineError
     from runtime.data.data_files import DataError
     from runtime.data.dump_files import DumpError
     from runtime.settings.plugins import PluginError
     from runtime.settings.reading.config import TopologyError
 
-    work = {"grader": _try_grader, "filter": _try_filter, "source": _try_source}[args.kind]
-    return ended(
-        lambda: _show(work(args)), TopologyError, DumpError, DataError, PluginError, GraderProcessError, ValueError
-    )
+    work = {"grader": _try_grader, "generate": _try_generate, "filter": _try_filter, "source": _try_source}[args.kind]
+    expected = (TopologyError, DumpError, DataError, PluginError, GraderProcessError, EngineError, ValueError)
+    return ended(lambda: _show(work(args)), *expected)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = parser_of("try", __doc__, EPILOG)
-    parser.add_argument("kind", choices=["grader", "filter", "source"], help="What the function is.")
+    parser.add_argument("kind", choices=["grader", "generate", "filter", "source"], help="What the function is.")
     parser.add_argument("function", help="MODULE:FUNCTION or FILE.py:FUNCTION; a grader may be a built-in one.")
     parser.add_argument("--on", type=Path, metavar="FILE|DUMP", help="Samples. Not for source.")
     parser.add_argument("--limit", type=int, default=8, metavar="N", help="Most samples, groups or rows; 8 by default.")
     parser.add_argument("--group", action="store_true", help="grader: one call per prompt group; a FILE is one group.")
-    parser.add_argument("--topology", type=Path, metavar="FILE", help="grader: take sandbox and limits from [reward].")
+    parser.add_argument(
+        "--topology", type=Path, metavar="FILE", help="grader: its [reward]; generate: model and sampling."
+    )
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="Override a key of it.")
     return parser
 
@@ -144,6 +150,58 @@ def _graded(
         return
     yield f"  failed, {graded.cause}: {graded.error}{was}", False
     yield from ((f"  {line}", False) for line in (graded.trace or "" if trace else "").splitlines())
+
+
+def _try_generate(args: argparse.Namespace) -> Iterator[tuple[str, bool]]:
+    import anyio
+
+    from actors.rollout.trial import GenerateRow, try_generate
+    from runtime.settings.load import load_topology
+
+    if args.topology is None or args.on is None or args.on.is_dir():
+        raise WrongInput("--topology FILE and --on FILE are needed: the model, and a file of prompts")
+    topology = load_topology(args.topology, args.set).topology
+    rows = [
+        _decoded(args.on, number, line, GenerateRow)
+        for number, line in enumerate(args.on.read_text("utf-8").splitlines(), 1)
+        if line
+    ][: args.limit]
+
+    async def trials() -> "list[GenerateTrial]":
+        return [trial async for trial in try_generate(args.function, rows, topology)]
+
+    for number, (row, trial) in enumerate(zip(rows, anyio.run(trials), strict=True)):
+        yield f"prompt {number}: {_short(row.prompt)}", True
+        yield from _generated(trial)
+
+
+def _generated(trial: "GenerateTrial") -> Iterator[tuple[str, bool]]:
+    for number, (talk, sample) in enumerate(zip(trial.conversations, trial.samples, strict=False)):
+        name = "" if len(trial.conversations) == 1 else f"conversation {number}: "
+        masked = sum(end - start for start, end in sample.untrained)
+        yield f"  {name}{_short(talk.text)}", True
+        yield f"    {talk.num_turns} turns, {sample.buffer.num_tokens} tokens; do_not_train: {masked}", True
+        if talk.reward is not None:
+            yield f"    reward {talk.reward:g}{f' {_short(talk.rewards)}' if talk.rewards else ''}", True
+        if talk.sample_metadata:
+            yield f"    sample_metadata {_short(talk.sample_metadata)}", True
+    good = trial.error is None and trial.status != "failed"
+    reason = trial.error or trial.reason
+    yield f"  {trial.status}{f': {reason}' if reason else ''}", good
+    yield from ((f"  {line}", False) for line in (trial.trace or "").splitlines())
+    own_s = trial.took_s - trial.engine_s
+    blocked = f"; it blocked the actor for {trial.blocked_s:.1f} s at a time" if trial.blocked_s >= BLOCKED_S else ""
+    yield f"  {trial.took_s:.3f} s, {own_s:.3f} s outside of generate; {trial.peak_bytes >> 20} MiB{blocked}", True
+
+
+def _decoded(path: Path, number: int, line: str, kind: Any) -> Any:
+    """Read a line of a file."""
+    import msgspec
+
+    try:
+        return msgspec.json.decode(line, type=kind)
+    except msgspec.DecodeError as error:
+        raise WrongInput(f"{path}:{number}: {error}") from None
 
 
 def _try_filter(args: argparse.Namespace) -> Iterator[tuple[str, bool]]:

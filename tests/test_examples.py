@@ -119,6 +119,20 @@ def tool_use(done: Done) -> None:
     assert called > 0
 
 
+def environment(done: Done) -> None:
+    """Two conversations a sample, each with its own context and a reward that no grader gave."""
+    samples = list(with_segments(done))
+    firsts = [(sample, segments) for sample, segments in samples if sample["part"] == 0]
+    helpers = [(sample, segments) for sample, segments in samples if sample["part"] == 1]
+    assert len(firsts) == len(helpers) == NUM_STEPS * 8 * 16
+    tokenizer = Tokenizer.from_file(str(TOKENIZER))
+    for sample, segments in helpers:
+        (prompt, _), shown = segments[0], sample["sample_metadata"]["asked"]
+        assert tokenizer.decode(prompt, skip_special_tokens=False).replace(" ", "") == f"<user>{shown}<assistant>"
+    assert {sample["score"] is None for sample, _ in samples} == {True}
+    assert [row["rollout/own_reward_ratio"] for row in done.metrics if row.get("step")] == [1.0] * NUM_STEPS
+
+
 def with_segments(done: Done) -> Iterator[tuple[dict[str, Any], list[tuple[list[int], list[int]]]]]:
     """Each dumped sample with its segments, as (prompt ids, response ids)."""
     for step in range(NUM_STEPS):
@@ -150,6 +164,7 @@ def sft(done: Done) -> None:
 CHECKS: dict[str, Callable[[Done], None]] = {
     "own-filter": own_filter,
     "dpo": dpo,
+    "environment": environment,
     "own-recipe": own_recipe,
     "own-reward": own_reward,
     "rm": rm,

@@ -35,6 +35,21 @@ counted = iter(range(99))
 
 def changes(number):
     return {"input": str(next(counted))}
+
+async def plays(conversation):
+    await conversation.generate(max_new_tokens=4)
+    if conversation.label == "decides":
+        helper = conversation.open("<user>", conversation.turns[0].ids, "<assistant>")
+        await helper.generate(max_new_tokens=1)
+        helper.do_not_train()
+        conversation.reward = 0.5
+        conversation.sample_metadata["turns"] = len(conversation.turns)
+    if conversation.label == "raises":
+        {}["nothing"]
+    if conversation.label == "fails":
+        conversation.end("failed", "no such page")
+    if conversation.label == "blocks":
+        time.sleep(0.7)
 """
 
 
@@ -139,3 +154,24 @@ def test_a_row_without_a_response_is_named(functions: str, tmp_path: Path, capsy
     (tmp_path / "bad.jsonl").write_text('{"response": "4"}\n{"answer": "4"}\n')
     code, text = said(capsys, "grader", f"{functions}:equal", "--on", str(tmp_path / "bad.jsonl"))
     assert (code, "bad.jsonl:2: expected an object with the text `response`" in text) == (2, True)
+
+
+def test_a_generate_function_on_a_tiny_engine(
+    functions: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One engine for four prompts, on each of which the function does something else."""
+    prompts = tmp_path / "prompts.jsonl"
+    rows = [{"prompt": "<user>47<assistant>", "label": what} for what in ("decides", "raises", "fails", "blocks")]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = ("--on", str(prompts), "--topology", "topologies/laptop.toml", "--set", "rollout.max_response_len=8")
+    code, text = said(capsys, "generate", f"{functions}:plays", *given)
+    decides, raises, fails, blocks = text.split("prompt ")[1:]
+    assert code == 1
+    assert decides.startswith('0: "<user>47<assistant>"\n  conversation 0: ')
+    assert "reward 0.5" in decides
+    assert 'sample_metadata {"turns": 1}' in decides
+    assert "  completed\n" in decides
+    assert "  failed: rollout.custom_generate: KeyError('nothing')\n" in raises
+    assert '    {}["nothing"]' in raises
+    assert "  failed: no such page\n" in fails
+    assert "it blocked the actor for 0." in blocks

@@ -54,6 +54,11 @@ class Conversation(Context):
         self._opened: list[Context] = []
 
     @property
+    def all(self) -> tuple[Context, ...]:
+        """This conversation, and those that it opened."""
+        return (self, *self._opened)
+
+    @property
     def waits_for_engine(self) -> bool:
         """Whether the function waits for an engine."""
         return self._run.num_asking > 0
@@ -127,7 +132,7 @@ class Conversation(Context):
                 raise
             except Exception as error:  # noqa: BLE001 - a user's function may raise anything; the group fails
                 failed = error
-        conversations = (self, *self._opened)
+        conversations = self.all
         try:
             for each in conversations:
                 each.settle()

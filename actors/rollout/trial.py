@@ -1,0 +1,182 @@
+"""Runs a user's generate function without a run, against a tiny engine of its own. For bin/try."""
+
+import resource
+import sys
+import time
+import traceback
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Any, Final
+
+import aiohttp
+import anyio
+import msgspec
+
+from actors.rollout.requests.request import SampleInput
+from actors.rollout.samples.context import Context
+from actors.rollout.samples.conversation import Conversation, GenerateFunction
+from actors.rollout.samples.generate_function import find_generate_function
+from actors.rollout.samples.generating import sampling_seed
+from actors.rollout.samples.sample import OpenSample
+from actors.rollout.sglang.body import generate_body
+from actors.rollout.sglang.client import SglangClient
+from actors.rollout.sglang.errors import EngineError
+from actors.rollout.sglang.reading import AnswerReader
+from actors.rollout.sglang.served_model import ServedModel
+from messages import Int32Array, Prompt, SampleKey, SamplingParams
+from runtime.bus.background import in_background
+from runtime.node.supervisor.ports import free_port
+from runtime.settings.derived import rollout_sampling
+from runtime.settings.topology import Topology
+
+START_S: Final = 60.0  # until the engine serves
+STOP_S: Final = 10.0
+POLL_S: Final = 0.1
+BEAT_S: Final = 0.05  # between looks at the event loop
+
+
+class EngineNotStartedError(ValueError):
+    """The tiny engine does not serve the model of the topology."""
+
+
+class GenerateRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A prompt to try the function on."""
+
+    prompt: str  # as the model reads it, with the chat template
+    label: Any = None
+    metadata: dict[str, Any] = {}
+
+
+@dataclass(frozen=True)
+class GenerateTrial:
+    """What one call of the function did."""
+
+    conversations: Sequence[Context]
+    samples: Sequence[OpenSample]
+    status: str
+    reason: str = ""  # that the function gave for it
+    error: str | None = None
+    trace: str | None = None  # of the function's own exception
+    took_s: float = 0.0  # all of it
+    engine_s: float = 0.0  # of that, in requests to the engine
+    blocked_s: float = 0.0  # longest time in which nothing else could run
+    peak_bytes: int = 0  # of this process
+
+
+async def try_generate(name: str, rows: Sequence[GenerateRow], topology: Topology) -> AsyncGenerator[GenerateTrial]:
+    """Call the function for one sample of each row, with the sampling settings of the topology.
+
+    Raises:
+        PluginError: the function cannot be used.
+        EngineNotStartedError: the engine does not serve.
+        OSError, ValueError: the model cannot be read.
+    """
+    function = find_generate_function(name, (Path.cwd(),))
+    model = ServedModel.read(Path(topology.model.hf_checkpoint))
+    async with aiohttp.ClientSession() as session, _tiny_engine(topology, SglangClient(session)) as (client, url):
+        for number, row in enumerate(rows):
+            yield await _Trial(topology, model, client, url).of(function, number, row)
+
+
+class _Trial:
+    def __init__(self, topology: Topology, model: ServedModel, client: SglangClient, url: str) -> None:
+        self._model = model
+        self._client = client
+        self._url = url
+        self._seed = topology.run.seed
+        sampling, rollout = rollout_sampling(topology), topology.rollout
+        self._params = SamplingParams(
+            max_new_tokens=sampling.max_response_len,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            stop=rollout.stop,
+            stop_token_ids=rollout.stop_token_ids,
+            skip_special_tokens=rollout.skip_special_tokens,
+        )
+        self._prompt_ids = Int32Array()
+        self._num_requests = 0
+        self._engine_s = self._blocked_s = 0.0
+
+    async def of(self, function: GenerateFunction, number: int, row: GenerateRow) -> GenerateTrial:
+        ids = self._prompt_ids = Int32Array(self._model.encode(row.prompt))
+        prompt = Prompt(data="try", row=number, text=row.prompt, prompt_ids=ids, label=row.label, metadata=row.metadata)
+        sample = OpenSample(index=number, prompt_len=len(ids))
+        max_tokens = self._params.max_new_tokens
+        talk = Conversation(prompt, sample, max_tokens=max_tokens, ask=self._ask, model=self._model, keep=self._keep)
+        started, error, trace, status = time.monotonic(), None, None, "failed"
+        async with in_background(self._watch_loop):
+            try:
+                status = str(await talk.run(function))
+            except (ValueError, EngineError) as raised:
+                error, cause = str(raised), raised.__cause__
+                trace = None if cause is None else "".join(traceback.format_exception(cause)).strip()
+        return GenerateTrial(
+            conversations=talk.all,
+            samples=sample.parts,
+            status=status,
+            reason=talk.reason,
+            error=error,
+            trace=trace,
+            took_s=time.monotonic() - started,
+            engine_s=self._engine_s,
+            blocked_s=self._blocked_s,
+            peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
+        )
+
+    async def _ask(self, sample: OpenSample, stop: Sequence[str] | None, limit: int) -> bool:
+        self._num_requests += 1
+        params = self._params if stop is None else msgspec.structs.replace(self._params, stop=tuple(stop))
+        ids = SampleInput(sample.prompt_of(self._prompt_ids), sample.buffer, sample.pending).ids()
+        seed = sampling_seed(self._seed, ("try",), sample.index, sample.part)
+        body = generate_body(f"try-{self._num_requests}", [ids], params, max_new_tokens=limit, seeds=[seed])
+        reader, started = AnswerReader(sample.buffer, new_input=sample.pending), time.monotonic()
+        await self._client.generate(self._url, body, [reader])
+        self._engine_s += time.monotonic() - started
+        sample.turn_status = reader.status
+        await self._keep(sample)
+        return False
+
+    async def _keep(self, sample: OpenSample) -> None:
+        key = SampleKey(group_id=0, attempt=0, index=sample.index, part=sample.part)
+        sample.take(key, sample.prompt_of(self._prompt_ids))
+        sample.end_turn()
+
+    async def _watch_loop(self) -> None:
+        """Measure how late this task wakes up: while the function blocks, nothing else runs. Never returns."""
+        while True:
+            before = time.monotonic()
+            try:
+                await anyio.sleep(BEAT_S)
+            finally:
+                self._blocked_s = max(self._blocked_s, time.monotonic() - before - BEAT_S)
+
+
+@asynccontextmanager
+async def _tiny_engine(topology: Topology, client: SglangClient) -> AsyncGenerator[tuple[SglangClient, str]]:
+    """Run a tiny engine with the model of the topology."""
+    port = free_port()
+    command = [sys.executable, "-P", "-m", "actors.tiny_engine", "--model-path", topology.model.hf_checkpoint]
+    command += ["--port", str(port), "--random-seed", str(topology.run.seed)]
+    command += ["--load-format", "dummy" if topology.model.random_init else "auto"]
+    url = f"http://127.0.0.1:{port}"
+    with TemporaryFile() as printed:
+        process = await anyio.open_process(command, stdout=printed, stderr=printed)
+        try:
+            with anyio.move_on_after(START_S):
+                while process.returncode is None and not await client.ready(url):  # noqa: ASYNC110 - no event tells
+                    await anyio.sleep(POLL_S)
+            if process.returncode is not None or not await client.ready(url):
+                printed.seek(0)
+                last = printed.read().decode(errors="replace").strip().splitlines()[-1:]
+                raise EngineNotStartedError(f"the tiny engine did not start: {' '.join(last) or 'no message'}")
+            yield client, url
+        finally:
+            with suppress(ProcessLookupError), anyio.CancelScope(shield=True):
+                process.terminate()
+                with anyio.move_on_after(STOP_S):
+                    await process.wait()
+                process.kill()
