@@ -3,7 +3,9 @@
 from typing import Any
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
+from messages.arrays import Float32Array
 from messages.base import FileSum, Message, Plane, register
 from messages.samples import SampleSummary
 
@@ -17,6 +19,7 @@ class Score(msgspec.Struct, frozen=True, kw_only=True):
     details: dict[str, Any] | None = None  # the full answer if the grader returned a dict
     error: str | None = None  # "timeout", "nan", the exception's text, ...
     cause: str | None = None  # kind of the error, such as "timeout" or "bad_answer"
+    token_rewards: Float32Array | UnsetType = UNSET  # [T], of the response; the reward is their sum. Not sent: none
 
 
 @register

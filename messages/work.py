@@ -1,6 +1,6 @@
 """The work plane: tasks, each for one of many workers."""
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -119,6 +119,7 @@ class ScoreRequested(Message, kw_only=True, tag="score_requested"):
     prompt_keys: tuple[str, ...] = ()  # PromptStored messages with prompt, label and metadata; the items omit these
     timeout_s: float = 0.0  # seconds from the delivery until the caller no longer waits; 0: unlimited
     evaluation: bool = False  # whether the items are samples of an evaluation
+    per: Literal["turn", "token"] | UnsetType = UNSET  # what a list of rewards of one sample is for; not sent: nothing
     items: tuple[ScoreItem, ...]
 
     def key(self) -> str:

@@ -289,7 +289,7 @@ class RewardActor(Actor):
                 items = await self._prompts.items_of(request)
             except PayloadLost as error:
                 return [Graded(error=f"prompt: {error}", cause="worker_lost") for _ in request.items]
-            samples = [sample_of(item, evaluation=request.evaluation) for item in items]
+            samples = [sample_of(item, request) for item in items]
             weights = self._sums.get(name)
             if weights is None:
                 grades = await self._grade_by(name, pool, samples, group=group)

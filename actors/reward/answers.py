@@ -7,9 +7,9 @@ import msgspec
 import structlog
 from msgspec import UNSET
 
-from actors.reward.frames import Graded
+from actors.reward.frames import Graded, unpacked
 from actors.reward.samples import GradedSample, Turn
-from messages import Prompt, Score, ScoreItem, ScoreRequested, ScoresGiven, TurnSpan
+from messages import Float32Array, Prompt, Score, ScoreItem, ScoreRequested, ScoresGiven, TurnSpan
 from messages.plain import clipped
 from runtime.data.stored_prompts import FetchesByKey, fetch_prompt_by_keys
 
@@ -45,7 +45,7 @@ class StoredPrompts:
         return [msgspec.structs.replace(item, **added) for item in request.items]
 
 
-def sample_of(item: ScoreItem, *, evaluation: bool) -> GradedSample:
+def sample_of(item: ScoreItem, request: ScoreRequested) -> GradedSample:
     """One item of a score request, as graders see it."""
     return GradedSample(
         index=item.index,
@@ -57,9 +57,10 @@ def sample_of(item: ScoreItem, *, evaluation: bool) -> GradedSample:
         label=item.label,
         metadata=item.metadata,
         sample_metadata=item.sample_metadata or {},
-        evaluation=evaluation,
+        evaluation=request.evaluation,
         packed_tokens=None if item.tokens is UNSET else item.tokens.tobytes(),
         packed_log_probs=None if item.log_probs is UNSET else item.log_probs.tobytes(),
+        per="sample" if request.per is UNSET else request.per,
         turn_spans=None if item.turns is UNSET else tuple(map(_turn, item.turns)),
     )
 
@@ -87,6 +88,7 @@ def _answer_of(request: ScoreRequested, grades: Sequence[Graded]) -> ScoresGiven
             details=graded.details,
             error=error,
             cause=graded.cause,
+            token_rewards=UNSET if graded.token_rewards is None else Float32Array(unpacked(graded.token_rewards)),
         )
         for item, graded in zip(request.items, grades, strict=True)
         for error in [graded.error and clipped(graded.error, MAX_ERROR_CHARS)]

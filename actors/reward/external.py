@@ -159,7 +159,7 @@ class ExternalWorker:
                 items = await prompts.items_of(request)
             except PayloadLost as error:
                 return [Graded(error=f"prompt: {error}", cause="worker_lost") for _ in request.items]
-            grades = await pool.grade(spec, [sample_of(item, evaluation=request.evaluation) for item in items])
+            grades = await pool.grade(spec, [sample_of(item, request) for item in items])
             self._note(grades)
             return grades
         self._counts["late"] += 1

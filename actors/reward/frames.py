@@ -1,6 +1,7 @@
 """Protocol between pool and grader process: length-prefixed msgpack frames over two pipes."""
 
 import os
+from array import array
 from typing import Any
 
 import msgspec
@@ -54,7 +55,7 @@ class Grade(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: float = 0.0  # of the call, if calls run together
 
 
-class Graded(msgspec.Struct, frozen=True, kw_only=True):
+class Graded(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The grade of the next sample in order: a reward or an error."""
 
     reward: float | None = None
@@ -63,6 +64,12 @@ class Graded(msgspec.Struct, frozen=True, kw_only=True):
     took_s: float = 0.0
     trace: str | None = None  # traceback of the error, if Hello requests them
     cause: Cause | None = None  # of the error
+    token_rewards: bytes | None = None  # [T] float32, of the response, if the grader gave a reward per token or turn
+
+
+def unpacked(rewards: bytes) -> "array[float]":
+    """Return the rewards per token of a grade."""
+    return array("f", rewards)
 
 
 class CallEnded(msgspec.Struct, frozen=True, kw_only=True):

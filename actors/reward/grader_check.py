@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import anyio
+import msgspec
 
 from actors.reward.frames import FrameError, Grade, Graded, GraderSpec, Hello, encode_frame
 from actors.reward.pool import PoolSettings, open_pool
@@ -19,7 +20,7 @@ from runtime.data.dumps import DumpedGroup
 from runtime.node.checks.apart import Doing
 from runtime.settings.plugins import is_plugin
 from runtime.settings.reading.config import Problem
-from runtime.settings.topology import RewardConfig, SampleField, Topology, own_graders
+from runtime.settings.topology import RewardConfig, SampleField, Topology, own_graders, sample_fields
 
 SLACK_S = 10.0  # time for a process to end
 EMPTY: Final[Mapping[SampleField, tuple[str, Any]]] = {  # fields of an empty answer
@@ -80,11 +81,9 @@ async def _error_of(topology: Topology, spec: GraderSpec, row: SampleRow) -> str
         graders=graders_of(topology), reward_key=config.reward_key, cpu_s=config.cpu_s or 2 * config.timeout_s
     )
     number = topology.rollout.n_samples_per_prompt if spec.group else 1
-    fields: dict[str, Any] = {EMPTY[field][0]: EMPTY[field][1] for field in config.sample_fields}
-    samples = tuple(
-        GradedSample(index=index, prompt=prompt.text, label=prompt.label, metadata=prompt.metadata, **fields)
-        for index in range(number)
-    )
+    fields: dict[str, Any] = {EMPTY[field][0]: EMPTY[field][1] for field in sample_fields(config)}
+    fields |= {"prompt": prompt.text, "label": prompt.label, "metadata": prompt.metadata, "per": config.per}
+    samples = tuple(GradedSample(index=index, **fields) for index in range(number))
     process = await GraderProcess.start(hello, sandbox_of(topology))
     try:
         with anyio.move_on_after(config.timeout_s):
@@ -167,6 +166,6 @@ async def try_grader(
         max_tries=1,
     )
     async with open_pool(settings) as pool:
-        grades = await pool.grade(spec, samples)
+        grades = await pool.grade(spec, [msgspec.structs.replace(sample, per=config.per) for sample in samples])
     peak_kib = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
     return Trial(grades=tuple(grades), peak_bytes=peak_kib << 10)

@@ -1,6 +1,7 @@
 """Calls of graders: those that a pool has in hand, their limits, tries and sums, and the time that the pool ran."""
 
 import math
+from array import array
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -8,7 +9,7 @@ from typing import Any, Final
 import anyio
 
 from actors.reward.causes import Cause
-from actors.reward.frames import Graded, GraderSpec
+from actors.reward.frames import Graded, GraderSpec, unpacked
 from actors.reward.samples import GradedSample
 from runtime.util.retrying import Backoff
 
@@ -176,4 +177,19 @@ def sum_of(name: str, weights: Mapping[str, float], parts: Mapping[str, Graded])
     reward = sum(weight * (parts[part].reward or 0.0) for part, weight in weights.items())
     if not math.isfinite(reward):
         return Graded(error=f"reward.sums.{name} is {reward}", cause="bad_answer", details=details, took_s=took_s)
-    return Graded(reward=reward, details=details, took_s=took_s)
+    return Graded(reward=reward, details=details, took_s=took_s, token_rewards=_summed_tokens(weights, parts))
+
+
+def _summed_tokens(weights: Mapping[str, float], parts: Mapping[str, Graded]) -> bytes | None:
+    """Return the weighted sum of the parts' rewards per token. A part with one reward has it at the last token."""
+    lists = {part: unpacked(found) for part in weights if (found := parts[part].token_rewards) is not None}
+    size = max(map(len, lists.values()), default=0)
+    if not size:
+        return None
+    total = array("f", bytes(4 * size))
+    for part, weight in weights.items():
+        if part in lists:
+            total = array("f", (before + weight * reward for before, reward in zip(total, lists[part], strict=True)))
+        else:
+            total[-1] += weight * (parts[part].reward or 0.0)
+    return total.tobytes()

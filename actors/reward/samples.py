@@ -1,7 +1,7 @@
 """A sample as graders see it. Grader processes import this module, so it does not import NumPy."""
 
 from array import array
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -30,6 +30,7 @@ class GradedSample(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     packed_tokens: bytes | None = None  # `tokens` as int32, `log_probs` as float32, both little-endian
     packed_log_probs: bytes | None = None
     turn_spans: tuple[Turn, ...] | None = None  # `turns`
+    per: Literal["sample", "turn", "token"] = "sample"  # what a list of rewards is for
     judge_answer: str = ""  # the text of the judge, for parsers alone
     judge_truncated: bool = False  # the judge's answer reached its token limit
 

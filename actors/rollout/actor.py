@@ -93,6 +93,7 @@ from runtime.settings.topology import (
     min_concurrency,
     pools_of_columns,
     reads_copies,
+    sample_fields,
     scoring_time_s,
     topk_of_column,
 )
@@ -290,7 +291,8 @@ class RolloutActor(Actor):
             policy=policy_of(reward),
             reward_keys=self._topology.algorithm.gdpo_reward_keys,
             conversations=self._conversations,
-            sample_fields=reward.sample_fields,
+            reward_per=reward.per,
+            sample_fields=sample_fields(reward),
             pools_of=self._pools_of,
         )
 

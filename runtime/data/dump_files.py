@@ -12,6 +12,7 @@ atomically, the lines last. Line i and row i of the columns are the same sample.
     routed_experts, routed_offsets [s + 1]      experts of all layers for each token; optional
     kept_counts, kept_ids, kept_offsets [s + 1] tokens that top-p and top-k kept for each response token; optional
     teacher_log_probs, teacher_log_probs_offsets [n + 1]   of all tokens after the first prompt; optional
+    token_rewards, token_rewards_offsets [n + 1]           of a grader, of the same tokens; optional
     teacher_topk_ids, teacher_topk_log_probs   the teacher's likeliest tokens, K for each of these; optional, each with
                                                its offsets as above
     told_by [2]                          log sequence and Unix microseconds of the event that closed the pair
@@ -31,7 +32,7 @@ from numpy.typing import NDArray
 from messages import Float32Array, Int32Array, PackedArray, SampleKey, SampleStatus, Segment, UInt8Array, WeightSpan
 from runtime.data.dumps import TOPK_COLUMNS, DumpedGroup, DumpedSample
 from runtime.data.tokens import sample_problem
-from runtime.settings.topology import TEACHER_LOG_PROBS
+from runtime.settings.topology import TEACHER_LOG_PROBS, TOKEN_REWARDS
 from runtime.util.disk import writing
 from runtime.util.files import atomic_file
 
@@ -199,11 +200,12 @@ _ARRAYS: Final = ("prompt_ids", "response_ids", "loss_mask", "rollout_log_probs"
 _OFFSETS: Final = ("prompt_offsets", "response_offsets", "span_offsets")
 _KEPT: Final = ("kept_counts", "kept_ids", "kept_offsets")
 _ROUTED: Final = ("routed_experts", "routed_offsets")
-_OF_POOLS: Final[Mapping[str, type[PackedArray]]] = {  # computed by engine pools, of tokens after the first prompt
+_PER_TOKEN: Final[Mapping[str, type[PackedArray]]] = {  # of engine pools and graders, of tokens after the first prompt
     TEACHER_LOG_PROBS: Float32Array,
+    TOKEN_REWARDS: Float32Array,
     **dict(zip(TOPK_COLUMNS, (Int32Array, Float32Array), strict=True)),
 }
-_COMPUTED: Final = tuple(name for column in _OF_POOLS for name in (column, f"{column}_offsets"))
+_COMPUTED: Final = tuple(name for column in _PER_TOKEN for name in (column, f"{column}_offsets"))
 
 
 def _columns(groups: Sequence[DumpedGroup]) -> dict[str, NDArray[Any]]:
@@ -232,7 +234,7 @@ def _columns(groups: Sequence[DumpedGroup]) -> dict[str, NDArray[Any]]:
 def _computed(groups: Sequence[DumpedGroup]) -> dict[str, NDArray[Any]]:
     per_sample = [own for group in groups for own in group.columns_of_samples]
     found: dict[str, NDArray[Any]] = {}
-    for name, kind in _OF_POOLS.items():
+    for name, kind in _PER_TOKEN.items():
         values = [own.get(name, kind()) for own in per_sample]
         if any(map(len, values)):
             found |= {name: _joined(values, kind.wire_dtype), f"{name}_offsets": _offsets([*map(len, values)])}
@@ -241,7 +243,7 @@ def _computed(groups: Sequence[DumpedGroup]) -> dict[str, NDArray[Any]]:
 
 def _computed_of(sample: int, columns: Columns) -> dict[str, PackedArray]:
     found: dict[str, PackedArray] = {}
-    for name, kind in _OF_POOLS.items():
+    for name, kind in _PER_TOKEN.items():
         if name in columns and f"{name}_offsets" in columns:
             begin, end = (int(bound) for bound in columns[f"{name}_offsets"][sample : sample + 2])
             found |= {name: kind(columns[name][begin:end])} if end > begin else {}

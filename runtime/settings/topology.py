@@ -26,6 +26,7 @@ SOLE_NODE: Final = "local"  # the node of a topology that names none
 POLICY: Final = "policy"  # the pool that generates samples; all other pools serve models that do not change
 TEACHER_LOG_PROBS: Final = "teacher_log_probs"  # columns of a sample
 REF_LOG_PROBS: Final = "ref_log_probs"
+TOKEN_REWARDS: Final = "token_rewards"  # a column, too, of samples whose grader gave a reward per token or per turn
 REFERENCE: Final = "ref"  # the pool of the reference model, if engines serve it
 TEACHER: Final = "teacher"  # the pool of a data source that names no teacher
 JUDGE: Final = "judge"  # the pool of a judge that names none
@@ -434,6 +435,7 @@ class FailuresConfig(Config, frozen=True, kw_only=True):
 
 
 SampleField = Literal["tokens", "log_probs", "turns"]
+RewardPer = Literal["sample", "turn", "token"]
 
 
 class RewardConfig(Config, frozen=True, kw_only=True):
@@ -458,6 +460,9 @@ class RewardConfig(Config, frozen=True, kw_only=True):
     failures: FailuresConfig = FailuresConfig()
     # Key of the reward in a dict that a grader returns.
     reward_key: Text | None = None
+    # What a list holds that a grader returns for one sample: "turn", a reward for each turn of the model, or "token",
+    # one for each token of the response. The sample's reward is their sum. By default a list is no reward.
+    per: RewardPer = "sample"
     # Call the grader once per prompt group, with all of its samples.
     group_rm: bool = False
     # Further fields of the samples that graders get: token ids, log-probs and turns of the response. Without them score
@@ -629,8 +634,9 @@ def pools_of_columns(topology: Topology, data: str) -> dict[str, str]:
 
 
 def column_names(topology: Topology) -> tuple[str, ...]:
-    """Return the columns that engine pools compute of each trained sample."""
-    return tuple(dict.fromkeys(name for data in topology.data for name in pools_of_columns(topology, data.name)))
+    """Return the columns of trained samples: those that engine pools compute, and rewards per token."""
+    of_pools = dict.fromkeys(name for data in topology.data for name in pools_of_columns(topology, data.name))
+    return (*of_pools, *(() if topology.reward.per == "sample" else (TOKEN_REWARDS,)))
 
 
 def topk_of_column(topology: Topology, column: str) -> int:
@@ -673,6 +679,11 @@ def reads_copies(topology: Topology, engine: EngineConfig) -> bool:
     """Return whether engines read weights from their node's local copy."""
     in_files = engine.weight_transport == "disk"
     return in_files and (engine.local_copy or topology.trainer.full_export_interval > 1)
+
+
+def sample_fields(reward: RewardConfig) -> tuple[SampleField, ...]:
+    """Return the further fields of samples that graders get. With a reward per turn they get the turns."""
+    return (*reward.sample_fields, "turns") if reward.per == "turn" else reward.sample_fields
 
 
 def own_graders(topology: Topology) -> dict[str, str]:

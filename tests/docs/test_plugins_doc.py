@@ -60,6 +60,10 @@ async def test_the_reward_functions_of_the_pages_work(folder: Path) -> None:
     sure, unsure = ((array("f", [-9, -9, 0, -1, number]).tobytes()) for number in (-4.0, -6.0))
     turned = [GradedSample(packed_log_probs=log_probs, turn_spans=turns) for log_probs in (sure, unsure)]
     assert await rewards_of(folder, "my_turns.py:short_and_sure", *turned) == [1.0, 0.0]
+    texts = ("ask </tool>", "it is 74")
+    spoken = tuple(Turn(start=4 * place, end=4 * place + 2, text=text) for place, text in enumerate(texts))
+    stepped = GradedSample(per="turn", label=74, response_len=6, turn_spans=spoken)
+    assert await rewards_of(folder, "my_steps.py:per_turn", stepped) == [1.5]
     group = [GradedSample(response_len=length) for length in (5, 3, 4)]
     assert await rewards_of(folder, "my_ranking.py:shortest_wins", *group, group=True) == [0.0, 1.0, 0.0]
 

@@ -84,6 +84,8 @@ def example(kind: Any) -> Any:
         return [example(parts[0])]
     if origin is tuple:
         return (example(parts[0]), example(parts[0]))
+    if origin is typing.Literal:
+        return parts[0]
     if parts:  # a union
         return example(parts[0])
     if issubclass(kind, msgspec.Struct):

@@ -4,10 +4,11 @@ import inspect
 import math
 import time
 import traceback
+from array import array
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import msgspec
 
@@ -68,7 +69,7 @@ def grade_sample(
     """
     start = time.perf_counter()
     answer, failure = _call(grader, sample, wait, traces)
-    graded = failure or grade_of(answer, reward_key)
+    graded = failure or grade_of(answer, reward_key, sample)
     return msgspec.structs.replace(graded, took_s=time.perf_counter() - start)
 
 
@@ -78,7 +79,7 @@ def grade_group(
     """Grade all samples of a prompt group in one call; an invalid answer fails all of them."""
     start = time.perf_counter()
     answer, failure = _call(grader, list(samples), wait, traces)
-    return _grades_of(answer, failure, len(samples), reward_key, time.perf_counter() - start)
+    return _grades_of(answer, failure, samples, reward_key, time.perf_counter() - start)
 
 
 async def grade_together(
@@ -96,8 +97,8 @@ async def grade_together(
         failure = _raised(error, traces)
     took_s = time.perf_counter() - start
     if group:
-        return _grades_of(answer, failure, len(samples), reward_key, took_s)
-    return (msgspec.structs.replace(failure or grade_of(answer, reward_key), took_s=took_s),)
+        return _grades_of(answer, failure, samples, reward_key, took_s)
+    return (msgspec.structs.replace(failure or grade_of(answer, reward_key, samples[0]), took_s=took_s),)
 
 
 def is_async(grader: Call) -> bool:
@@ -106,10 +107,10 @@ def is_async(grader: Call) -> bool:
 
 
 def _grades_of(
-    answer: Any, failure: Graded | None, number: int, reward_key: str | None, took_s: float
+    answer: Any, failure: Graded | None, samples: Sequence[GradedSample], reward_key: str | None, took_s: float
 ) -> tuple[Graded, ...]:
     """The grades of a group from one answer for all of its samples."""
-    rewards = _as_list(answer)
+    rewards, number = _as_list(answer), len(samples)
     if failure is None and rewards is None:
         failure = _bad(f"returned {_shown(answer)}, not a list of {number} rewards")
     elif failure is None and len(rewards or ()) != number:
@@ -117,20 +118,50 @@ def _grades_of(
     took_s /= max(number, 1)
     if failure is not None or rewards is None:
         return tuple(msgspec.structs.replace(failure or Graded(), took_s=took_s) for _ in range(number))
-    return tuple(msgspec.structs.replace(grade_of(reward, reward_key), took_s=took_s) for reward in rewards)
+    return tuple(
+        msgspec.structs.replace(grade_of(reward, reward_key, sample), took_s=took_s)
+        for reward, sample in zip(rewards, samples, strict=True)
+    )
 
 
-def grade_of(answer: Any, reward_key: str | None) -> Graded:
-    """Parse a grader's answer: a finite number, or a dict with one under `reward_key`."""
+ANY_SAMPLE: Final = GradedSample()
+
+
+def grade_of(answer: Any, reward_key: str | None, sample: GradedSample = ANY_SAMPLE) -> Graded:
+    """Parse a grader's answer: a finite number, or a dict with one under `reward_key`.
+
+    In place of the number it may be a list, if `sample.per` says what it is for.
+    """
     if not isinstance(answer, Mapping):
-        return _grade_of_number(answer, details=None)
+        return _grade_of_value(answer, None, sample)
     by_key = cast("Mapping[Any, Any]", answer)
     if reward_key is None:
         return _bad(f"returned {_shown(by_key)}; set reward_key to say which value is the reward")
     if reward_key not in by_key:
         keys = ", ".join(repr(key) for key in by_key)
         return _bad(f"the dict it returned has no {reward_key!r}, only {_cut(keys) or 'nothing'}")
-    return _grade_of_number(by_key[reward_key], details=_plain(by_key))
+    return _grade_of_value(by_key[reward_key], _plain(by_key), sample)
+
+
+def _grade_of_value(value: Any, details: dict[str, Any] | None, sample: GradedSample) -> Graded:
+    rewards = None if sample.per == "sample" else _as_list(value)
+    if rewards is None:
+        return _grade_of_number(value, details)
+    number = sample.response_len if sample.per == "token" else len(sample.turns)
+    if len(rewards) != number:
+        return _bad(f"returned {len(rewards)} rewards for {number} {sample.per}s")
+    try:
+        found = array("f", rewards)
+    except Exception as error:  # noqa: BLE001 - a third-party number type may raise anything
+        return _bad(f"returned a list of rewards that are not all numbers: {_cut(str(error))}")
+    for place, reward in enumerate(found):
+        if not math.isfinite(reward):
+            return _bad(f"the reward of {sample.per} {place} is {_shown(rewards[place])}, not a finite number")
+    if sample.per == "turn":
+        of_turns, found = found, array("f", bytes(4 * sample.response_len))
+        for turn, reward in zip(sample.turns, of_turns, strict=True):
+            found[turn.end - 1] += reward
+    return Graded(reward=math.fsum(found), details=details, token_rewards=found.tobytes())
 
 
 def _grade_of_number(number: Any, details: dict[str, Any] | None) -> Graded:

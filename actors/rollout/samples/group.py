@@ -36,6 +36,7 @@ class GroupRun:
             policy=tools.policy,
             reward_keys=tools.reward_keys,
             fields=tools.sample_fields,
+            per=tools.reward_per,
         )
         self._columns = SampleColumns(task, tools.bus, tools.pools_of(task.prompt.data))
         self._store = SegmentStore(task, samples, tools.bus)

@@ -6,11 +6,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from actors.rollout.requests.request import GenerateRequest
 from actors.rollout.samples.buffer import NOTHING, SampleBuffer
 from actors.rollout.samples.failures import Action, FailurePolicy
 from messages import Int32Array, SampleKey, SampleStatus, SampleSummary, Score, Segment, SegmentRef, TurnSpan
+from runtime.settings.topology import TOKEN_REWARDS
 
 FINISHED = (SampleStatus.COMPLETED, SampleStatus.TRUNCATED)
 NUM_TURNS = "num_turns"  # metadata key: number of finished turns of a conversation
@@ -130,7 +132,7 @@ class OpenSample:
             self.turns.append(Turn(inputs=segment.prompt_ids if self.turns else NOTHING))
         if not self.turns[-1].num_tokens:
             self.turns[-1].start = self.buffer.num_taken - len(segment.response_ids)
-        self.columns = {}  # they were of fewer tokens
+        self.columns = {name: seq for name, seq in self.columns.items() if name == TOKEN_REWARDS}  # of fewer tokens
         self.turns[-1].num_tokens += len(segment.response_ids)
         self.turns[-1].text += segment.text
         versions = [span.version for span in segment.weight_spans]
@@ -223,6 +225,26 @@ class OpenSample:
             untrained=self.untrained,
             own_reward=self.own_score is not None and self.reward is not None,
         )
+
+
+def with_sum(score: Score, num_tokens: int, *, allowed: bool) -> Score:
+    """Check the rewards per token of a score. Return it with their sum as the reward, or with the error.
+
+    Args:
+        score: a grader's answer that has rewards per token.
+        num_tokens: of the response.
+        allowed: whether the recipe takes rewards per token.
+    """
+    rewards, problem = np.asarray(score.token_rewards), ""
+    if not allowed:
+        problem = 'rewards per token, and reward.per is "sample"'
+    elif len(rewards) != num_tokens:
+        problem = f"{len(rewards)} rewards for {num_tokens} tokens"
+    elif not np.isfinite(rewards).all():
+        problem = f"the reward of token {int(np.argmin(np.isfinite(rewards)))} is not a finite number"
+    if problem:
+        return Score(index=score.index, part=score.part, details=score.details, error=problem, cause="bad_answer")
+    return msgspec.structs.replace(score, reward=float(rewards.sum(dtype=np.float64)))
 
 
 def named_rewards(details: Mapping[str, object] | None, keys: Sequence[str]) -> dict[str, float]:

@@ -12,14 +12,23 @@ from anyio.abc import TaskGroup, TaskStatus
 from msgspec import UNSET
 
 from actors.rollout.samples.failures import FailurePolicy
-from actors.rollout.samples.sample import OpenSample
+from actors.rollout.samples.sample import OpenSample, with_sum
 from actors.rollout.samples.tasks import GroupTask
-from messages import Float32Array, Int32Array, Score, ScoreItem, ScoreRequested, ScoreRequestsLost
+from messages import (
+    ColumnPublished,
+    Float32Array,
+    Int32Array,
+    SampleKey,
+    Score,
+    ScoreItem,
+    ScoreRequested,
+    ScoreRequestsLost,
+)
 from messages.subjects import OWN_GRADERS, grader_token
 from runtime.bus.bus import Bus
 from runtime.bus.errors import AlreadyQueued, BusError, MessageTooLarge
 from runtime.bus.scoring import ScoreInbox
-from runtime.settings.topology import SampleField
+from runtime.settings.topology import TOKEN_REWARDS, RewardPer, SampleField
 from runtime.util.formatting import count_of
 
 log = structlog.get_logger()
@@ -61,7 +70,7 @@ class Scorer:
             repeat_s: seconds after which an unanswered request is published again.
             patience_s: seconds to wait for an answer, in addition to the grading time.
         """
-        self._bus = bus
+        self.bus = bus
         self._repeat_s = repeat_s
         self._wait_s = timeout_s * max_tries + patience_s
         self._max_tries = max_tries
@@ -80,7 +89,7 @@ class Scorer:
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         """Receive answers. Never returns."""
-        async with self._bus.score_inbox(self._token_of) as self._inbox:
+        async with self.bus.score_inbox(self._token_of) as self._inbox:
             task_status.started()
             async for given in self._inbox:
                 answer = self._waiting.get(given.request_id)
@@ -88,14 +97,14 @@ class Scorer:
                     answer.scores = given.scores
                     answer.arrived.set()
 
-    async def score(self, task: GroupTask, items: Sequence[ScoreItem]) -> Sequence[Score]:
+    async def score(self, task: GroupTask, items: Sequence[ScoreItem], *, per: RewardPer = "sample") -> Sequence[Score]:
         """Return the scores of the items in order; after the last try, errors in place of rewards."""
         rm_type = task.prompt.rm_type
         if rm_type is None:  # pure distillation
             return [Score(index=item.index, part=item.part, reward=0.0) for item in items]
         own, num_tries = rm_type not in self._graders, 0
         while num_tries < self._max_tries:
-            answer = await self._ask(task, items, rm_type, own=own)
+            answer = await self._ask(task, items, rm_type, own=own, per=per)
             if answer.scores is not None and _parts(answer.scores) == _parts(items):
                 return answer.scores
             log.warning("scores_missing", group_id=task.group_id, attempt=task.attempt)
@@ -106,7 +115,9 @@ class Scorer:
                 own, num_tries = True, 0
         return _failures(items, "no answer from a reward worker")
 
-    async def _ask(self, task: GroupTask, items: Sequence[ScoreItem], rm_type: str, *, own: bool) -> "_Answer":
+    async def _ask(
+        self, task: GroupTask, items: Sequence[ScoreItem], rm_type: str, *, own: bool, per: RewardPer
+    ) -> "_Answer":
         assert self._inbox is not None, "run() has started"
         request_id = uuid.uuid4().hex
         token = OWN_GRADERS if own else grader_token(rm_type)
@@ -122,6 +133,7 @@ class Scorer:
             prompt_keys=task.prompt.keys,
             timeout_s=self._wait_s,
             evaluation=task.round is None,
+            per=UNSET if per == "sample" else per,
             items=tuple(items),
         )
         try:
@@ -146,14 +158,14 @@ class Scorer:
         """Publish a request, unless it is still queued. If it was published before, its answer is lost."""
         before, answer.put_at = answer.put_at, time.monotonic()
         try:
-            seq = await self._bus.publish(request)
+            seq = await self.bus.publish(request)
         except AlreadyQueued:
             log.debug("scores_awaited", request_id=request.request_id)
             return
         is_again, answer.seq = answer.seq > 0, seq
         if not is_again or answer.arrived.is_set():
             return
-        if self._bus.away_s > 0 or self._bus.back_s < time.monotonic() - before:
+        if self.bus.away_s > 0 or self.bus.back_s < time.monotonic() - before:
             return  # the answer may have been lost with the connection
         answer.num_lost += 1
         await self._note_loss(request)
@@ -167,20 +179,20 @@ class Scorer:
         if rest or times.bit_count() != 1:
             return
         event = ScoreRequestsLost(
-            instance=self._bus.name,
+            instance=self.bus.name,
             grader=grader,
             num_lost=self._num_lost[grader],
             credentials=() if request.own else await anyio.to_thread.run_sync(self._clients_of, grader),
         )
         try:
-            await self._bus.publish(event)
+            await self.bus.publish(event)
         except BusError as error:
             log.warning("lost_score_requests_not_published", grader=grader, reason=str(error))
 
     async def _withdraw(self, request: ScoreRequested, seq: int) -> None:
         """Remove an unanswered request from the queue, so that no worker grades it for nothing."""
         try:
-            await self._bus.withdraw(seq)
+            await self.bus.withdraw(seq)
         except BusError as error:
             log.warning("score_request_not_withdrawn", request_id=request.request_id, reason=str(error))
 
@@ -196,12 +208,24 @@ class SampleScoring:
         policy: FailurePolicy,
         reward_keys: Sequence[str] = (),
         fields: Collection[SampleField] = (),
+        per: RewardPer = "sample",
     ) -> None:
+        """Start without requests.
+
+        Args:
+            task: the task of the group.
+            scorer: requests the scores.
+            policy: what a sample does whose score failed.
+            reward_keys: names of the rewards that a training sample's score must hold.
+            fields: further fields of a sample that graders get.
+            per: what a list of rewards of one sample is for.
+        """
         self.took_s = 0.0  # duration of the longest request in seconds
         self._task = task
         self._scorer = scorer
         self._policy = policy
         self._fields = fields
+        self._per: RewardPer = per
         self._reward_keys = () if task.round is None else reward_keys  # evaluations report a single reward
         self._tasks: TaskGroup | None = None
         self._unasked: list[OpenSample] = []  # samples that ended at the same time share a request
@@ -245,7 +269,7 @@ class SampleScoring:
         started, task = time.monotonic(), self._task
         items = [_item(task, sample, self._fields) for sample in samples]
         try:
-            scores = await self._scorer.score(task, items)
+            scores = await self._scorer.score(task, items, per=self._per)
         except MessageTooLarge:
             if task.group_rm or len(samples) == 1:
                 raise
@@ -254,8 +278,23 @@ class SampleScoring:
             await self._score(samples[half:])
             return
         for sample, score in zip(samples, scores, strict=True):
-            sample.take_score(score, policy=self._policy, reward_keys=self._reward_keys)
+            await self._take(sample, score)
         self.took_s = max(self.took_s, time.monotonic() - started)
+
+    async def _take(self, sample: OpenSample, score: Score) -> None:
+        """Give a sample its score. Rewards per token are stored first, so that no scored sample lacks them."""
+        column: dict[str, int] = {}
+        if score.token_rewards is not UNSET:
+            score = with_sum(score, sample.buffer.num_tokens, allowed=self._per != "sample")
+        if score.token_rewards is not UNSET and self._task.store and not sample.is_baseline:
+            key = SampleKey(
+                group_id=self._task.group_id, attempt=self._task.attempt, index=sample.index, part=sample.part
+            )
+            message = ColumnPublished(sample=key, column=TOKEN_REWARDS, values=score.token_rewards)
+            column[TOKEN_REWARDS] = await self._scorer.bus.publish(message)
+        sample.take_score(score, policy=self._policy, reward_keys=self._reward_keys)
+        if sample.finished:
+            sample.columns = {**sample.columns, **column}
 
 
 def _item(task: GroupTask, sample: OpenSample, fields: Collection[SampleField]) -> ScoreItem:

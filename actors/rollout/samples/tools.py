@@ -9,7 +9,7 @@ from actors.rollout.samples.failures import FailurePolicy
 from actors.rollout.samples.scoring import Scorer
 from actors.rollout.sglang.served_model import ServedModel
 from runtime.bus.bus import Bus
-from runtime.settings.topology import SampleField
+from runtime.settings.topology import RewardPer, SampleField
 
 
 @dataclass
@@ -26,5 +26,6 @@ class GroupDependencies:
     policy: FailurePolicy  # what a sample does whose score failed
     reward_keys: tuple[str, ...]  # names of the rewards that a training sample's score must hold
     conversations: set[Conversation]  # conversations with a running function
+    reward_per: RewardPer = "sample"  # what a list of rewards of one sample is for
     sample_fields: tuple[SampleField, ...] = ()  # of a sample, that graders get in addition
     pools_of: PoolsOf = no_pools  # the pools that compute columns of the samples of a data source

@@ -41,6 +41,7 @@ _DTYPES: Final = {
     "loss_mask": np.bool_,
     "response_mask": np.bool_,
     "baseline_rewards": np.float64,
+    "rewards_per_token": np.float64,
     "kl": np.float64,
     "values": np.float64,
     "old_log_probs": np.float64,
@@ -65,6 +66,7 @@ class AdvantageInputs:
     response_mask: Flags  # [N], true from a sample's first sampled token to its end, tool output included
     named_rewards: Mapping[str, Floats] = field(default_factory=dict[str, Floats])  # [B] each, by the grader's name
     baseline_rewards: Floats | None = None  # [B], of the greedy response to the same prompt
+    rewards_per_token: Floats | None = None  # [N], of the grader; the rest of a sample's reward is on its last token
     kl: Floats | None = None  # [N], divergence of the old policy from the reference, nats; 0 where no token trains
     values: Floats | None = None  # [N], of the critic, before the token
     old_log_probs: Floats | None = None  # [N], nats; 0 where the token does not train
@@ -80,6 +82,7 @@ class AdvantageInputs:
         num_samples, num_tokens = len(self.lengths), int(self.lengths.sum())
         sizes = {"rewards": num_samples, "groups": num_samples, "rollouts": num_samples, "loss_mask": num_tokens}
         sizes |= {"response_mask": num_tokens, "baseline_rewards": num_samples, "kl": num_tokens, "values": num_tokens}
+        sizes |= {"rewards_per_token": num_tokens}
         sizes |= {"old_log_probs": num_tokens, "ref_log_probs": num_tokens, "teacher_log_probs": num_tokens}
         for name, size in sizes.items():
             values = getattr(self, name)

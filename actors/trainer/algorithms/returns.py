@@ -38,17 +38,24 @@ BLOCK: Final = 256 * CHUNK  # tokens at once: they stay in the cache, and BLAS s
 
 
 def token_rewards(
-    rewards: ArrayLike, lengths: ArrayLike, mask: ArrayLike, kl: ArrayLike | None = None, *, kl_coef: float = 0.0
+    rewards: ArrayLike,
+    lengths: ArrayLike,
+    mask: ArrayLike,
+    kl: ArrayLike | None = None,
+    rewards_per_token: ArrayLike | None = None,
+    *,
+    kl_coef: float = 0.0,
 ) -> Floats:
-    """Put a sample's reward on its last token, and subtract the KL divergence of each token.
+    """Put a sample's reward on its last token, or on the tokens that earned it, and subtract the KL divergence of each.
 
-    r_t = -kl_coef * kl_t, + the sample's reward at its last token of the mask.
+    r_t = g_t - kl_coef * kl_t, + the sample's reward less the sum of its g at its last token of the mask.
 
     Args:
-        rewards: [B], reward units.
+        rewards: [B], reward units: all that a sample earned, its g included.
         lengths: [B], tokens of each sample.
         mask: [N], true for tokens that count.
         kl: [N], divergence from the reference, nats. None: 0.
+        rewards_per_token: [N], g, rewards of single tokens. None: 0.
         kl_coef: Reward units per nat.
 
     Returns:
@@ -59,7 +66,8 @@ def token_rewards(
 
     Edges:
         A sample without tokens in the mask has no reward anywhere. A reward that is not finite stays one. Only the
-        divergence of tokens in the mask is read.
+        divergence of tokens in the mask is read. The g of a token outside of the mask counts at the last token of the
+        mask before it, or at the sample's first one.
 
     Source:
         PPO of InstructGPT, arXiv 2203.02155. In slime the reward is on the last response token for "ppo", and on the
@@ -67,13 +75,31 @@ def token_rewards(
     """
     sizes = column("lengths", lengths).astype(np.int64)
     num_samples, num_tokens = len(sizes), int(sizes.sum())
-    given, counted = floats("rewards", rewards, num_samples), column("mask", mask, num_tokens).astype(bool)
+    of_samples, counted = floats("rewards", rewards, num_samples), column("mask", mask, num_tokens).astype(bool)
     found = np.zeros(num_tokens)
     if kl_coef:
         found[counted] = -kl_coef * _divergence(kl, kl_coef, num_tokens)[counted]
     last = np.cumsum(sample_sums(counted.astype(np.int64), sizes))
     has_tokens = np.diff(last, prepend=0) > 0
-    found[np.flatnonzero(counted)[last[has_tokens] - 1]] += given[has_tokens]
+    if rewards_per_token is not None:
+        of_tokens = floats("rewards_per_token", rewards_per_token, num_tokens)
+        found += _moved_to(counted, of_tokens, sizes)
+        of_samples = of_samples - sample_sums(of_tokens, sizes)
+    found[np.flatnonzero(counted)[last[has_tokens] - 1]] += of_samples[has_tokens]
+    return found
+
+
+def _moved_to(counted: Flags, values: Floats, sizes: Ints) -> Floats:
+    """Add the value of each token to that of the last counted one up to it, or of the sample's first counted one."""
+    places = np.flatnonzero(counted)
+    if not len(places):
+        return np.zeros(len(values))
+    ends = np.cumsum(sizes)
+    before, until = np.searchsorted(places, ends - sizes), np.searchsorted(places, ends)  # of each sample
+    nearest = np.maximum(np.cumsum(counted) - 1, np.repeat(before, sizes))
+    kept = np.repeat(until > before, sizes)  # the sample has counted tokens
+    found = np.zeros(len(values))
+    np.add.at(found, places[nearest[kept]], values[kept])
     return found
 
 
@@ -178,6 +204,7 @@ def ppo_advantages(
     lengths: ArrayLike,
     response_mask: ArrayLike,
     kl: ArrayLike | None = None,
+    rewards_per_token: ArrayLike | None = None,
     *,
     kl_coef: float = 0.0,
     gamma: float = 1.0,
@@ -196,6 +223,7 @@ def ppo_advantages(
         lengths: [B], tokens of prompt and response.
         response_mask: [N], true from a sample's first sampled token to its end, tool output included.
         kl: [N], divergence from the reference, nats, 0 where the token does not train. None: 0.
+        rewards_per_token: [N], rewards of single tokens, part of `rewards`. None: it is on the last response token.
         kl_coef: Reward units per nat.
         gamma: Discount per token, 0 to 1.
         lambd: Lambda of the advantages, 0 to 1.
@@ -215,7 +243,7 @@ def ppo_advantages(
         slime, for "ppo". There the divergence of tool output counts, too, and the critic sees rewards without the
         divergence.
     """
-    tokens = token_rewards(rewards, lengths, response_mask, kl, kl_coef=kl_coef)
+    tokens = token_rewards(rewards, lengths, response_mask, kl, rewards_per_token, kl_coef=kl_coef)
     found = gae(
         tokens,
         values,
@@ -236,6 +264,7 @@ def reinforce_plus_plus_advantages(
     loss_mask: ArrayLike,
     response_mask: ArrayLike,
     kl: ArrayLike | None = None,
+    rewards_per_token: ArrayLike | None = None,
     *,
     kl_coef: float = 0.0,
     gamma: float = 1.0,
@@ -251,6 +280,7 @@ def reinforce_plus_plus_advantages(
         loss_mask: [N], true where the token trains.
         response_mask: [N], true from a sample's first sampled token to its end, tool output included.
         kl: [N], divergence from the reference, nats. None: 0.
+        rewards_per_token: [N], rewards of single tokens, part of `rewards`. None: it is on the last trained token.
         kl_coef: Reward units per nat.
         gamma: Discount per token, 0 to 1. A token of tool output discounts, too.
 
@@ -268,7 +298,7 @@ def reinforce_plus_plus_advantages(
         REINFORCE++, arXiv 2501.03262, as in slime. verl does not discount at tokens that do not train: that is
         response_mask = loss_mask.
     """
-    tokens = token_rewards(rewards, lengths, loss_mask, kl, kl_coef=kl_coef)
+    tokens = token_rewards(rewards, lengths, loss_mask, kl, rewards_per_token, kl_coef=kl_coef)
     found = _without_unusable(discounted_returns(tokens, lengths, response_mask, gamma=gamma), rewards, lengths)
     return Advantages(found, found)
 

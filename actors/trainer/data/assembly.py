@@ -21,7 +21,7 @@ from messages import (
     with_untrained,
 )
 from runtime.data.tokens import are_possible, sample_problem
-from runtime.settings.topology import TEACHER_LOG_PROBS
+from runtime.settings.topology import TEACHER_LOG_PROBS, TOKEN_REWARDS
 
 
 @dataclass(frozen=True)
@@ -294,7 +294,10 @@ class _Builder:
             if self._kept_ids
             else None,
             kept_ids_K=np.concatenate(self._kept_ids) if self._kept_ids else None,
-            **{f"{name}_N": np.concatenate(parts) * mask for name, parts in self._columns.items()},
+            **{
+                f"{name}_N": np.concatenate(parts) * (1 if name == TOKEN_REWARDS else mask)
+                for name, parts in self._columns.items()
+            },
             teacher_topk_ids_N=np.concatenate([ids for ids, _ in self._topk]) if self._topk else None,
             teacher_topk_log_probs_N=np.concatenate([found for _, found in self._topk]) if self._topk else None,
         )

@@ -89,6 +89,7 @@ class TrainBatch:
     teacher_log_probs_N: Floats32 | None = None  # of teachers in engine pools; 0 where the token does not train
     teacher_topk_ids_N: NDArray[np.int32] | None = None  # [N, K], the teacher's likeliest tokens; 0 as above
     teacher_topk_log_probs_N: Floats32 | None = None  # [N, K], by the teacher
+    token_rewards_N: Floats32 | None = None  # of the grader, also where no token trains; 0 with one reward per sample
     old_log_probs_N: Floats32 | None = None  # of the weights that this step starts from; NaN as above
 
     def __post_init__(self) -> None:

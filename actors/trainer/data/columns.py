@@ -1,4 +1,4 @@
-"""Columns that engine pools computed of samples: checks, and their join to the tokens of a batch."""
+"""Columns of samples, of engine pools and graders: checks, and their join to the tokens of a batch."""
 
 from collections.abc import Collection, Mapping, Sequence
 
@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from actors.trainer.data.skipped import SamplePlace
 from messages import ColumnPublished, GroupCompleted, SampleSummary, Segment
 from runtime.data.tokens import given_log_prob_problem, topk_problem
-from runtime.settings.topology import TEACHER_LOG_PROBS
+from runtime.settings.topology import TEACHER_LOG_PROBS, TOKEN_REWARDS
 
 Columns = Mapping[int, ColumnPublished]  # by sequence in the data stream
 
@@ -36,12 +36,14 @@ def column_problem(
         sample: The sample.
         segments: Its segments in order.
         columns: Fetched columns.
-        names: Names of the columns that it needs.
+        names: Names of the columns that it needs; it may have one reward instead of rewards per token.
         topk: Number of likeliest tokens that a teacher's column needs at each place.
         vocab_size: Vocabulary size of the trained model. None: unknown.
     """
     for name in names:
         if name not in sample.columns:
+            if name == TOKEN_REWARDS:  # its grader gave one reward
+                continue
             return f"it has no {name}"
         found = columns[sample.columns[name]]
         key = found.sample
@@ -49,6 +51,10 @@ def column_problem(
             return f"its {name} in message {sample.columns[name]} are {found.column} of {key}"
         if len(found.values) != (length := column_length(segments)):
             return f"it has {len(found.values)} {name} for {length} tokens"
+        if name == TOKEN_REWARDS:
+            if not np.isfinite(found.values).all():
+                return f"{name}: one is not a finite number"
+            continue
         if (problem := given_log_prob_problem(np.asarray(found.values))) is not None:
             return f"{name}: {problem}"
         if topk and name == TEACHER_LOG_PROBS and (problem := _topk_problem(found, topk, vocab_size)) is not None:
@@ -73,9 +79,11 @@ def column_length(segments: Sequence[Segment]) -> int:
 
 def of_all_tokens(column: ColumnPublished | None, segments: Sequence[Segment]) -> NDArray[np.float32]:
     """Return a column over all tokens of a sample: 0 for its first prompt. Without segments: of the token left in."""
-    if column is None or not segments:
+    if not segments:
         return np.zeros(1, dtype=np.float32)
-    return np.concatenate([np.zeros(len(segments[0].prompt_ids), dtype=np.float32), np.asarray(column.values)])
+    length = column_length(segments)
+    values = np.zeros(length, dtype=np.float32) if column is None else np.asarray(column.values)
+    return np.concatenate([np.zeros(len(segments[0].prompt_ids), dtype=np.float32), values])
 
 
 def topk_of_all_tokens(

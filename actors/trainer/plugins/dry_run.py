@@ -31,7 +31,7 @@ from actors.trainer.plugins.rollout_data import KEY as POSTPROCESS
 from actors.trainer.plugins.rollout_data import Postprocess, RolloutData
 from runtime.process.actor import InputError
 from runtime.settings.derived import reads_reference, trainer_functions
-from runtime.settings.topology import Topology
+from runtime.settings.topology import RewardPer, Topology
 
 CPU: Final = torch.device("cpu")
 LENGTHS: Final = (3, 5)  # trained tokens of the two samples
@@ -72,7 +72,8 @@ def try_plugin(
     with_ref = reads_reference(topology.algorithm)
     match key:
         case "algorithm.custom_advantage":
-            try_advantage(custom_advantage(value, base_dirs), with_kl=topology.algorithm.kl_coef > 0)
+            with_kl, per = topology.algorithm.kl_coef > 0, topology.reward.per
+            try_advantage(custom_advantage(value, base_dirs), with_kl=with_kl, per=per)
         case "algorithm.custom_loss":
             try_loss(custom_loss(value, base_dirs), with_ref=with_ref, device=device)
         case "algorithm.custom_tis":
@@ -86,12 +87,13 @@ def try_plugin(
             try_postprocess(Postprocess(value, base_dirs), with_ref=with_ref)
 
 
-def try_advantage(advantage: CustomAdvantage, *, with_kl: bool = False) -> None:
+def try_advantage(advantage: CustomAdvantage, *, with_kl: bool = False, per: RewardPer = "sample") -> None:
     """Try an estimator on two samples of one prompt: different rewards, equal rewards, and one of them fully masked.
 
     Args:
         advantage: The user's function.
         with_kl: Whether the run computes the divergence from a reference model for it.
+        per: Whether graders give rewards per turn or per token.
 
     Raises:
         InputError: The estimator cannot be used; names its key, the function, and what is allowed.
@@ -104,6 +106,8 @@ def try_advantage(advantage: CustomAdvantage, *, with_kl: bool = False) -> None:
         if with_kl:
             trains = inputs.loss_mask.astype(np.float64)
             inputs = replace(inputs, kl=0.1 * trains, old_log_probs=-trains, ref_log_probs=-1.1 * trains)
+        if per != "sample":
+            inputs = replace(inputs, rewards_per_token=0.1 * inputs.response_mask)
         with _explained(advantage, where), same_random_numbers(CPU):
             before = {name: np.copy(value) for name, value in _arrays(inputs).items()}
             found = advantage(inputs)

@@ -102,7 +102,7 @@ def _none(algorithm: AlgorithmConfig, alone: GroupOfOne) -> Options:
     return {}
 
 
-OPTIONAL: Final = ("kl",)  # inputs that may be None without algorithm.kl_coef
+OPTIONAL: Final = ("rewards_per_token",)  # inputs that may be None; "kl" too, without algorithm.kl_coef
 GROUPED: Final = ("rewards", "groups", "rollouts")
 
 ESTIMATORS: Final[Mapping[Estimator, Estimate]] = {
@@ -111,7 +111,7 @@ ESTIMATORS: Final[Mapping[Estimator, Estimate]] = {
     "cispo": Estimate(grpo_advantages, GROUPED, _grpo),
     "reinforce_plus_plus": Estimate(
         reinforce_plus_plus_advantages,
-        ("rewards", "lengths", "loss_mask", "response_mask", "kl"),
+        ("rewards", "lengths", "loss_mask", "response_mask", "kl", "rewards_per_token"),
         _reinforce_plus_plus,
     ),
     "reinforce_plus_plus_baseline": Estimate(
@@ -125,7 +125,7 @@ ESTIMATORS: Final[Mapping[Estimator, Estimate]] = {
     "gdpo": Estimate(gdpo_advantages, ("named_rewards", "groups", "rollouts"), _gdpo),
     "remax": Estimate(remax_advantages, ("rewards", "baseline_rewards"), _none),
     "reinforce": Estimate(reinforce_advantages, ("rewards", "rollouts"), _reinforce),
-    "ppo": Estimate(ppo_advantages, ("rewards", "values", "lengths", "response_mask", "kl"), _ppo),
+    "ppo": Estimate(ppo_advantages, ("rewards", "values", "lengths", "response_mask", "kl", "rewards_per_token"), _ppo),
 }
 
 
@@ -157,6 +157,7 @@ def advantage_inputs(batch: TrainBatch, reward_keys: Sequence[str] = (), **colum
         response_mask=response_mask(batch),
         named_rewards=_named_rewards(batch, reward_keys),
         baseline_rewards=batch.baseline_rewards_B,
+        rewards_per_token=None if batch.token_rewards_N is None else batch.token_rewards_N.astype(np.float64),
     )
     return replace(inputs, **cast(dict[str, Any], columns))
 
@@ -220,9 +221,8 @@ def _estimated(inputs: AdvantageInputs, algorithm: AlgorithmConfig, alone: Group
         divergence = sample_sums(_divergence(inputs), inputs.lengths)
         inputs = replace(inputs, rewards=inputs.rewards - algorithm.kl_coef * divergence)
     given = {name: getattr(inputs, name) for name in estimate.inputs}
-    if missing := [
-        name for name, values in given.items() if values is None and (name not in OPTIONAL or algorithm.kl_coef)
-    ]:
+    optional = OPTIONAL if algorithm.kl_coef else (*OPTIONAL, "kl")
+    if missing := [name for name, values in given.items() if values is None and name not in optional]:
         raise ValueError(f'the estimator "{algorithm.advantage_estimator}" needs {", ".join(missing)}')
     found = estimate.function(*given.values(), **estimate.options(algorithm, alone))
     if not algorithm.kl_coef or algorithm.kl_before_normalization or estimate.needs("kl"):

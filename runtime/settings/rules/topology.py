@@ -9,6 +9,7 @@ import msgspec
 
 from runtime.settings.derived import (
     asks_teachers,
+    estimator,
     eval_data,
     needs_baseline,
     precomputes_old_log_probs,
@@ -63,6 +64,7 @@ FOR_UPDATES = (  # settings of pools whose weights change
 OWN_FIELDS = ("max_tokens", "messages", "model", "n", "stream", "temperature")  # of a request to a judge
 REMOTE_RM = "remote_rm"  # the grader of reward.rm_url
 PARSERS = ("number", "boxed")  # of the answers of judges: actors/reward/graders/parsers.py
+TAKES_TOKEN_REWARDS = ("ppo", "reinforce_plus_plus", "custom")  # estimators that read a reward per token
 TINY_ENGINE_CONCURRENCY = 4096  # the maximum that the tiny engine accepts
 
 
@@ -72,6 +74,7 @@ def topology_problems(topology: Topology) -> Iterator[Problem]:
         _group_graders,
         _named_rewards,
         _external_graders,
+        _rewards_per_token,
         _failures,
         _judges,
         _needs_of_graders,
@@ -137,6 +140,16 @@ def _named_rewards(topology: Topology) -> Iterator[Problem]:
             needed = "a function of yours that returns a dict, or a sum with these parts"
             message = f"gives no rewards of these names; algorithm.gdpo_reward_keys needs {needed}"
             yield Problem.of(f"data[{index}].rm_type", name, message)
+
+
+def _rewards_per_token(topology: Topology) -> Iterator[Problem]:
+    """Refuse rewards per turn or token for estimators that read one reward per sample."""
+    per, chosen = topology.reward.per, estimator(topology.algorithm)
+    if per == "sample" or trains_demonstrations(topology) or chosen in TAKES_TOKEN_REWARDS:
+        return
+    message = f'"{chosen}" reads one reward per sample: let the grader return the sum, or set '
+    message += 'algorithm.advantage_estimator = "ppo" or "reinforce_plus_plus", or algorithm.custom_advantage'
+    yield Problem.of("reward.per", per, message)
 
 
 def _failures(topology: Topology) -> Iterator[Problem]:

@@ -1,5 +1,6 @@
 """Weighted sums of graders: values, details and failures of parts, and sums of a reward actor on a real bus."""
 
+from array import array
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -8,7 +9,7 @@ import anyio
 import pytest
 
 from actors.reward.actor import RewardActor
-from actors.reward.frames import Graded, GraderSpec
+from actors.reward.frames import Graded, GraderSpec, unpacked
 from actors.reward.gradings import sum_of, summed
 from actors.reward.recipe import graders_of
 from runtime.bus.bus import Bus
@@ -20,6 +21,13 @@ from tests.support.judging import ScriptedJudge, serving
 pytestmark = pytest.mark.anyio
 
 WEIGHTS = {"f1": 0.25, "digits": -2.0}
+
+
+def test_a_sum_adds_rewards_per_token_and_puts_a_single_reward_on_the_last_token() -> None:
+    per_token = Graded(reward=3.0, token_rewards=array("f", [1, 2, 0]).tobytes())
+    found = sum_of("total", WEIGHTS, {"f1": per_token, "digits": Graded(reward=0.5)})
+    assert found.reward == -0.25
+    assert list(unpacked(found.token_rewards or b"")) == [0.25, 0.5, -1.0]
 
 
 @pytest.fixture

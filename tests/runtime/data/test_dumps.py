@@ -85,9 +85,9 @@ def groups(draw: st.DrawFn, group_id: int) -> DumpedGroup:
             refs.append(SegmentRef(seq=seq, position=0))
         values = draw(st.lists(st.floats(-50, 0, width=32), max_size=5))
         key = SampleKey(group_id=group_id, attempt=attempt, index=index, part=index % 2)
+        name = draw(st.sampled_from(("teacher_log_probs", "token_rewards")))
         if values:
-            name = "teacher_log_probs"
-            width = draw(st.integers(0, 3))  # likeliest tokens at each place
+            width = draw(st.integers(0, 3)) if name == "teacher_log_probs" else 0  # likeliest tokens at each place
             num = width * len(values)
             topk: dict[str, Any] = {}
             if width:
@@ -97,7 +97,7 @@ def groups(draw: st.DrawFn, group_id: int) -> DumpedGroup:
             SampleSummary(
                 index=index,
                 part=index % 2,
-                columns={"teacher_log_probs": 200 + index} if values else {},
+                columns={name: 200 + index} if values else {},
                 status=draw(st.sampled_from(SampleStatus)),
                 segments=tuple(refs),
                 reward=draw(st.none() | st.floats(allow_nan=False, allow_infinity=False)),

@@ -142,6 +142,7 @@ def test_external_graders_of_a_run_that_listens_are_no_problem() -> None:
         (("optimizer.min_lr=1",), "optimizer.min_lr", "is above optimizer.lr"),
         (("optimizer.lr_decay_style=cosine", "optimizer.lr_decay_iters=20"), "optimizer.lr_warmup_iters", "must end"),
         (("reward.group_rm=true", "data.0.rm_type=my:rank", "eval.0.rm_type=none"), "eval.0.rm_type", "single samples"),
+        (("reward.per=token",), "reward.per", '"grpo" reads one reward per sample: let the grader return the sum'),
         (
             (*IN_PLACE, ROUTED),
             "rollout.on_weight_update",

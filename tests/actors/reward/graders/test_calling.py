@@ -1,6 +1,7 @@
 """One grader on one sample or group: whatever it says becomes a reward or a reason."""
 
 import asyncio
+import math
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
@@ -11,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.reward.frames import Graded, GraderSpec
+from actors.reward.frames import Graded, GraderSpec, unpacked
 from actors.reward.graders.calling import grade_group, grade_of, grade_sample, resolve_grader
-from actors.reward.samples import GradedSample
+from actors.reward.samples import GradedSample, Turn
 
 
 async def _await(awaitable: Any) -> Any:
@@ -49,6 +50,48 @@ def test_anything_else_is_a_reason(answer: Any, reason: str) -> None:
     graded = grade_of(answer, None)
     assert graded.reward is None
     assert reason in str(graded.error)
+
+
+PER_TOKEN = GradedSample(response_len=4, per="token")
+PER_TURN = GradedSample(response_len=4, per="turn", turn_spans=(Turn(start=0, end=1), Turn(start=2, end=4)))
+
+
+@pytest.mark.parametrize(
+    ("answer", "sample", "rewards"),
+    [
+        ([1, 0, 0.5, -1], PER_TOKEN, [1, 0, 0.5, -1]),
+        (np.array([1, 0, 0.5, -1]), PER_TOKEN, [1, 0, 0.5, -1]),
+        ({"score": (1, 0, 0.5, -1)}, PER_TOKEN, [1, 0, 0.5, -1]),
+        ([2, 0.5], PER_TURN, [2, 0, 0, 0.5]),
+        ([], GradedSample(per="token"), []),
+    ],
+)
+def test_a_list_is_a_reward_per_token_or_turn(answer: Any, sample: GradedSample, rewards: list[float]) -> None:
+    graded = grade_of(answer, "score", sample)
+    assert list(unpacked(graded.token_rewards or b"")) == rewards
+    assert graded.reward == sum(rewards)
+
+
+@pytest.mark.parametrize(
+    ("answer", "sample", "reason"),
+    [
+        ([1.0, 2.0], PER_TOKEN, "returned 2 rewards for 4 tokens"),
+        ([1.0] * 4, PER_TURN, "returned 4 rewards for 2 turns"),
+        ([1.0, math.nan, 0, 0], PER_TOKEN, "the reward of token 1 is nan (float), not a finite number"),
+        ([1.0, 1e39, 0, 0], PER_TOKEN, "the reward of token 1 is 1e+39 (float), not a finite number"),
+        ([1.0, None], PER_TURN, "a list of rewards that are not all numbers"),
+        ("abcd", PER_TOKEN, "not a number"),
+        ({"score": "abcd"}, PER_TOKEN, "not a number"),
+    ],
+)
+def test_a_list_that_does_not_fit_is_a_bad_answer(answer: Any, sample: GradedSample, reason: str) -> None:
+    graded = grade_of(answer, "score", sample)
+    assert (graded.cause, graded.reward, graded.token_rewards) == ("bad_answer", None, None)
+    assert reason in str(graded.error)
+
+
+def test_one_reward_is_allowed_where_lists_are() -> None:
+    assert grade_of(0.5, None, PER_TOKEN) == Graded(reward=0.5)
 
 
 def test_a_dict_gives_its_reward_key_and_travels_along() -> None:

@@ -14,6 +14,7 @@ from actors.rollout.actor import RolloutActor
 from actors.rollout.samples import partial
 from actors.rollout.samples.generating import sampling_seed
 from messages import (
+    ColumnPublished,
     EvalCompleted,
     EvalRequested,
     Float32Array,
@@ -87,6 +88,37 @@ async def test_a_score_is_asked_for_while_another_member_still_generates(bus: Bu
         event = await completed(bus)
     assert sorted(sample.reward or 0.0 for sample in event.samples) == [0.25, 0.5]
     assert first.message.items[0].index != second.message.items[0].index
+
+
+async def test_rewards_per_token_are_stored_and_their_sum_is_the_reward(bus: Bus, router_url: str) -> None:
+    """Those that do not fit the tokens fail their sample, whoever graded it."""
+    asked = topology_with(reward={"per": "token"}, algorithm={"advantage_estimator": "reinforce_plus_plus"})
+    async with (
+        serving(ScriptedEngine()) as engine,
+        rollout_actor(bus, router_url, [engine], asked),
+        bus.consume(ScoreRequested, durable="reward") as requests,
+    ):
+        await bus.publish(announcement(1))
+        for group_id, size in enumerate((4, 3)):
+            await bus.publish(task(group_id))
+            num_left = 2
+            while num_left:  # samples that end together share a request
+                delivery = await requests.next(10)
+                assert delivery is not None
+                request = delivery.message
+                assert request.per == "token"
+                rewards = Float32Array([0.5] + [0.0] * (size - 2) + [0.25])
+                scores = tuple(Score(index=item.index, reward=9.0, token_rewards=rewards) for item in request.items)
+                await bus.notify(ScoresGiven(request_id=request.request_id, scores=scores), to=request.reply_to)
+                await delivery.ack()
+                num_left -= len(request.items)
+        event = await completed(bus)
+        failed, _ = await next_event(bus, GroupFailed)
+        columns = [await bus.fetch(ColumnPublished, sample.columns["token_rewards"]) for sample in event.samples]
+    assert [sample.reward for sample in event.samples] == [0.75, 0.75]
+    assert [column.values.tolist() for column in columns] == [[0.5, 0, 0, 0.25]] * 2
+    assert isinstance(failed, GroupFailed)
+    assert "3 rewards for 4 tokens" in failed.reason
 
 
 async def test_a_slot_that_one_sample_leaves_goes_to_a_sample_of_the_next_group(bus: Bus, router_url: str) -> None:

@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from actors.trainer.algorithms.returns import (
     BLOCK,
@@ -43,6 +45,33 @@ def test_a_reward_is_on_the_last_token_of_the_mask_and_the_divergence_on_each() 
     found = token_rewards([2.0, 4.0], [4, 2], mask, [9.0, 1.0, 2.0, 9.0, 4.0, 8.0], kl_coef=0.5)
     assert found.tolist() == [0.0, -0.5, 1.0, 0.0, -2.0, 0.0]
     assert token_rewards([2.0, 4.0], [4, 2], mask).tolist() == [0.0, 0.0, 2.0, 0.0, 0.0, 4.0]
+
+
+def test_rewards_per_token_are_on_their_tokens_and_the_rest_on_the_last() -> None:
+    mask = np.array([False, True, True, False, True, False, False, True])
+    earned = [0.0, 1.0, 0.0, 2.0, 0.0, 4.0, 0.0, 8.0]  # 2 is of a token that does not count, 4 comes before the first
+    found = token_rewards([3.5, 12.0], [5, 3], mask, rewards_per_token=earned)
+    assert found.tolist() == [0.0, 1.0, 2.0, 0.0, 0.5, 0.0, 0.0, 12.0]
+    assert token_rewards([3.0, 5.0], [2, 1], [False, False, True], None, [1.0, 2.0, 5.0]).tolist() == [0.0, 0.0, 5.0]
+    every = np.ones(3, dtype=bool)
+    found = ppo_advantages([3.0], np.zeros(3), [3], every, None, [2.0, 0.0, 1.0], gamma=0.5)
+    assert found.advantages.tolist() == [2.25, 0.5, 1.0]
+    found = reinforce_plus_plus_advantages([3.0], [3], every, every, None, [2.0, 0.0, 1.0], gamma=0.5)
+    assert found.advantages.tolist() == [2.25, 0.5, 1.0]
+
+
+@given(st.lists(st.lists(st.tuples(st.booleans(), st.integers(-8, 8)), max_size=6), min_size=1, max_size=5))
+def test_no_reward_per_token_is_lost(samples: list[list[tuple[bool, int]]]) -> None:
+    tokens = [token for sample in samples for token in sample]
+    rewards = [sum(reward for _, reward in sample) + 1.0 for sample in samples]
+    mask, earned = [counts for counts, _ in tokens], [float(reward) for _, reward in tokens]
+    found = token_rewards(rewards, [len(sample) for sample in samples], np.array(mask, dtype=bool), None, earned)
+    assert not found[~np.array(mask, dtype=bool)].any()
+    at = 0
+    for sample, reward in zip(samples, rewards, strict=True):
+        counts = any(counts for counts, _ in sample)
+        assert found[at : at + len(sample)].sum() == (reward if counts else 0)
+        at += len(sample)
 
 
 def test_a_sample_without_tokens_in_the_mask_has_no_reward() -> None:

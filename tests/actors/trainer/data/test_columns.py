@@ -85,6 +85,32 @@ def test_a_sample_needs_the_likeliest_tokens_of_its_teacher(column: ColumnPublis
     assert problem is None or found[0, 0].startswith(f"teacher_log_probs: {problem}")
 
 
+def test_rewards_per_token_join_all_tokens_and_a_sample_may_have_one_reward_instead() -> None:
+    rewarded = msgspec.structs.replace(COLUMN, column="token_rewards")
+    sample = msgspec.structs.replace(SAMPLE, columns={"token_rewards": 12})
+    alone = msgspec.structs.replace(summary(1, [(10, 0)], reward=0.5))
+    message = replace_key(MESSAGE, index=1)
+    columns, names = {12: rewarded}, ("token_rewards",)
+    group = CollectedGroup(group_of(5, (sample, alone)), {9: MESSAGE, 10: message}, columns=columns)
+    batch = assemble(0, [group], {1: 0}, column_names=names)
+    assert batch is not None
+    assert batch.token_rewards_N is not None
+    assert batch.token_rewards_N.tolist() == [0, 0, -1, -2, -3, -4, -5, -6, *[0] * 4]
+    of_group = group_of(5, (sample, alone))
+    payloads = {9: MESSAGE, 10: message}
+    assert problems_of(of_group, payloads, None, columns=columns, column_names=names) == {}
+    broken = {12: msgspec.structs.replace(rewarded, values=Float32Array([0, 0, 0, 0, 0, np.nan]))}
+    found = problems_of(of_group, payloads, None, columns=broken, column_names=names)
+    assert found == {(0, 0): "token_rewards: one is not a finite number"}
+
+
+def replace_key(message: SegmentsPublished, *, index: int) -> SegmentsPublished:
+    """The first segment of a message, as that of another sample."""
+    first = message.segments[0]
+    key = msgspec.structs.replace(first.sample, index=index)
+    return msgspec.structs.replace(message, segments=(msgspec.structs.replace(first, sample=key),))
+
+
 def test_without_column_names_a_batch_has_no_column() -> None:
     batch = assemble(0, [CollectedGroup(group_of(5, (SAMPLE,)), {9: MESSAGE}, columns={12: COLUMN})], {1: 0})
     assert batch is not None

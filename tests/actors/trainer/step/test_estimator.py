@@ -11,6 +11,7 @@ from actors.trainer.algorithms.advantage_inputs import AdvantageInputs
 from actors.trainer.step import estimator
 from actors.trainer.step.estimator import ESTIMATORS, Estimate, advantage_inputs, token_advantages
 from runtime.settings.recipe import AlgorithmConfig, Estimator
+from runtime.settings.rules.topology import TAKES_TOKEN_REWARDS
 from tests.actors.trainer.tiny import REWARD_KEYS, random_batch
 
 BY_SAMPLE = ("rewards", "groups", "rollouts", "lengths", "baseline_rewards")
@@ -47,6 +48,11 @@ def test_samples_that_are_reordered_keep_their_advantages(name: Estimator) -> No
     )
     expected = token_advantages(inputs, algorithm, "zero").advantages
     np.testing.assert_allclose(token_advantages(moved, algorithm, "zero").advantages, expected[where], atol=1e-12)
+
+
+def test_the_estimators_that_the_rules_allow_read_rewards_per_token() -> None:
+    reads = {name for name, estimate in ESTIMATORS.items() if estimate.needs("rewards_per_token")}
+    assert {*reads, "custom"} == set(TAKES_TOKEN_REWARDS)
 
 
 def test_the_response_begins_with_the_first_sampled_token() -> None:
