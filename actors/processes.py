@@ -1,5 +1,6 @@
 """Process specs of a run on one node. Pure."""
 
+import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -24,6 +25,7 @@ from actors.rollout.sglang.command_lines import (
 from actors.rollout.sglang.facts import CRASH_WORDS
 from runtime.bus.addresses import INSTANCE_VARIABLE, START_VARIABLE, address_key
 from runtime.settings.devices import HIDDEN, NVIDIA
+from runtime.settings.observe import python_of
 from runtime.settings.placement import ProcessPlace, engine_places, home_node, trainer_places
 from runtime.settings.processes import (
     AnswersHttp,
@@ -44,15 +46,16 @@ OURS: Final = {
 }
 TINY_READY_TIMEOUT_S = 120.0
 NO_OP_TRAINER = "no-op-trainer"  # process name; it runs when run.only = "rollout"
+TRACKER_RESTARTS = 20  # with pauses of up to 10 s; W&B itself tries for 90 s to reach its server
 LIGHT_ACTORS = ("rollout", "reward", "filter", "buffer")
 
 
 def process_specs(topology: Topology, node: str, run_dir: Path) -> list[ProcessSpec]:
     """Process specs of a node, without its node daemon and the NATS server.
 
-    Light actors and routers run on the node that has the bus. So do reward actors and engines without GPUs, unless
-    `reward.nodes` and `engines.<pool>.nodes` name others. Trainer ranks and engines with GPUs run where these are;
-    ranks on the CPU on `trainer.nodes`.
+    Light actors, routers and trackers run on the node that has the bus. So do reward actors and engines without GPUs,
+    unless `reward.nodes` and `engines.<pool>.nodes` name others. Trainer ranks and engines with GPUs run where these
+    are; ranks on the CPU on `trainer.nodes`.
     """
     specs: list[ProcessSpec] = []
     home = node == home_node(topology)
@@ -77,7 +80,7 @@ def process_specs(topology: Topology, node: str, run_dir: Path) -> list[ProcessS
         number = placed.index(node)
         env = OURS | {INSTANCE_VARIABLE: str(number)}
         specs.append(_host(topology, run_dir, f"reward.{number}", ["reward"], env))
-    return specs
+    return [*specs, *_trackers(topology)] if home else specs
 
 
 def _engines(topology: Topology, pool: str, engine: EngineConfig, node: str) -> list[ProcessSpec]:
@@ -153,6 +156,29 @@ def _host(topology: Topology, run_dir: Path, name: str, roles: Sequence[str], en
         probe=SendsHeartbeats(),
         unresponsive_after_s=topology.run.unresponsive_after_s,
     )
+
+
+def _trackers(topology: Topology) -> list[ProcessSpec]:
+    """Specs of the processes that log the run's metrics to trackers."""
+    known = {
+        "run": topology.run.name,
+        "optimizer_steps": topology.algorithm.num_steps_per_rollout,
+    }
+    return [
+        ProcessSpec(
+            name=f"tracker.{name}",
+            command=(
+                *(python_of(name, tracker), "-P", "-m", "actors.trackers", name),
+                json.dumps(known | msgspec.structs.asdict(tracker)),
+            ),
+            env=OURS,
+            tier=Tier.OBSERVER,
+            critical=False,
+            max_restarts=TRACKER_RESTARTS,
+            stop_timeout_s=topology.observe.stop_timeout_s,
+        )
+        for name, tracker in topology.observe.trackers().items()
+    ]
 
 
 def _router(topology: Topology, pool: str, engine: EngineConfig) -> ProcessSpec:

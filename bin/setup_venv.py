@@ -1,8 +1,8 @@
-"""Create .venv or .venv-sglang from the lock files. bin/setup runs it with any Python: standard library only.
+"""Create .venv or another environment from the lock files. bin/setup runs it with any Python: standard library only.
 
 The stamp in .venv is written last: a .venv without a stamp is incomplete and is rebuilt. Earlier downloads remain in
 pip's cache. A lock on .venv.lock serializes concurrent calls. pip inherits the lock and dies with this process, so
-that even after kill -9 nothing writes into .venv. .venv-sglang has its own stamp, lock and log.
+that even after kill -9 nothing writes into .venv. The other environments have their own stamp, lock and log.
 """
 
 import ctypes
@@ -92,6 +92,8 @@ class Environment(NamedTuple):
 ENVIRONMENTS = {
     ".venv": Environment(".venv", "laptop.lock", imports_us=True),
     ".venv-sglang": Environment(".venv-sglang", "sglang.lock", imports_us=False, foreign="sglang"),
+    ".venv-tensorboard": Environment(".venv-tensorboard", "tensorboard.lock", imports_us=False),
+    ".venv-wandb": Environment(".venv-wandb", "wandb.lock", imports_us=False),
 }
 
 

@@ -45,7 +45,7 @@ from runtime.node.outage import Outage, explains_silence, watch_bus
 from runtime.node.reporting import Reporting
 from runtime.node.run_log import Follower, Publisher, begin_of_home, forget_addresses, note_begin_of_home
 from runtime.node.stalls import StallWatch
-from runtime.node.supervisor.state_changes import Change, GivenUp, Ready
+from runtime.node.supervisor.state_changes import STOPPED, Change, Exited, GivenUp, Ready
 from runtime.node.supervisor.supervisor import Supervision
 from runtime.settings.placement import LOOPBACK
 from runtime.settings.processes import ProcessSpec, Tier
@@ -65,6 +65,7 @@ STORE = "nats"  # store of the bus in the run directory
 STOP_DEADLINE_S = 9.5  # from the stop signal until everything is killed
 PUBLISH_TIMEOUT_S = 1.0  # for publishing the last process changes
 RELEASE_TIMEOUT_S = 1.0
+SHOW_WAIT_AFTER_S = 2.0  # of the end of trackers
 BUS_LIMITS = BusLimits(drain_timeout_s=1.0)  # at the end the server may already be gone
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # else gloo takes the address of the host's name
 HOST_VARIABLE = "SGLANG_HOST_IP"
@@ -117,6 +118,7 @@ class NodeDaemon:
         self._all_published = anyio.Event()
         self._ending = anyio.Event()
         self._disk_threads = BoundedThreads(1)
+        self._failed_observers: set[str] = set()
         self._outcome: RunEnd | None = None
         self._bus_url = None if plan.bus_url is None else Secret(with_login(plan.bus_url, plan.bus_login))
         self._bus_ready = anyio.Event()
@@ -147,7 +149,22 @@ class NodeDaemon:
                 except* OSError as errors:  # such as a full disk
                     self._end(RunEnd(finished=False, error=self._failure_of(flatten(errors)[0])))
                 await self._supervision.stop()
+                await self._stop_observers()
                 tasks.cancel_scope.cancel()
+
+    async def _stop_observers(self) -> None:
+        """Write the last row of metrics and let the trackers log it. A signal's deadline ends the wait too."""
+        if not (names := self._supervision.observers()):
+            return
+        self.reporting.close()
+        waiting = f"waiting for {', '.join(names)} to send the rest"
+        async with in_background(partial(self._show_after, SHOW_WAIT_AFTER_S, waiting)):
+            await self._supervision.stop_observers()
+
+    async def _show_after(self, seconds: float, line: str) -> None:
+        await anyio.sleep(seconds)
+        self._show(line)
+        await anyio.sleep_forever()
 
     def _failure_of(self, error: BaseException) -> str:
         return str(no_space_of(error, self._plan.run_dir)) if is_full(error) else f"the node daemon failed: {error}"
@@ -358,11 +375,13 @@ class NodeDaemon:
         wanted = [signal.SIGINT, signal.SIGTERM]
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup keeps running
             wanted.append(signal.SIGHUP)
+        is_stopping = False
         with anyio.open_signal_receiver(*wanted) as received:
             async for number in received:
-                if self._ending.is_set() and self._outcome is not None and self._outcome.stopped_by is not None:
+                if is_stopping:
                     everything.cancel()
                     return
+                is_stopping = True
                 self._show(f"{number.name}: stopping; send it again to stop at once")
                 self._end(RunEnd(finished=False, stopped_by=number))
                 everything.deadline = anyio.current_time() + STOP_DEADLINE_S
@@ -375,6 +394,9 @@ class NodeDaemon:
 
     def _on_change(self, change: Change) -> None:
         self._log_change(change)
+        if change.spec.tier is Tier.OBSERVER:
+            self._show_observer(change)
+            return
         match change:
             case GivenUp():
                 if change.exit_code == EXIT_FENCED:
@@ -395,6 +417,23 @@ class NodeDaemon:
             return
         except (anyio.WouldBlock, anyio.BrokenResourceError):
             log.warning("change_not_published", process=change.spec.name)
+
+    def _show_observer(self, change: Change) -> None:
+        """Show a tracker's first failure and its end. The run's log has neither: the run goes on without it."""
+        name = change.spec.name
+        match change:
+            case Exited(reason=reason, exit_code=code) if reason == STOPPED and code == -signal.SIGKILL:
+                limit_s = change.spec.stop_timeout_s
+                self._show(
+                    f"{name} was killed after {limit_s:g} s (observe.stop_timeout_s); the next start sends the rest"
+                )
+            case Exited(restart_in_s=float()) if name not in self._failed_observers:
+                self._failed_observers.add(name)
+                self._show(f"{name} ended and is started again: {change.reason}; the run goes on")
+            case GivenUp():
+                self._show(f"{name} is off until the next start: {change.reason}; the run goes on ({change.log})")
+            case _:
+                pass
 
     def _found_bus(self, url: Secret) -> None:
         """Store the URL of the bus, which is up, in the run directory, readable by its owner only."""

@@ -9,6 +9,7 @@ import msgspec
 
 from runtime.settings.derived import TRAINER_FUNCTIONS, trainer_functions
 from runtime.settings.halves import half_of
+from runtime.settings.observe import ObserveConfig
 from runtime.settings.plugins import PluginError, find_file
 from runtime.settings.reading.config import Problem, TopologyError
 from runtime.settings.reading.toml import SET, Loaded, convert, load_tables
@@ -183,6 +184,7 @@ def _find_paths(topology: Topology, loaded: Loaded) -> Topology:
         train=_trainer_functions_found("train", topology.train, finder),
         trainer=msgspec.structs.replace(topology.trainer, load=finder.optional("trainer.load", topology.trainer.load)),
         reward=_graders_found(topology.reward, finder),
+        observe=_trackers_found(topology.observe, finder),
         run=msgspec.structs.replace(
             run,
             dir=os.path.realpath(run.dir),
@@ -214,6 +216,24 @@ def _graders_found(reward: RewardConfig, finder: "_Finder") -> RewardConfig:
     key_file = finder.optional("reward.rm_api_key_file", reward.rm_api_key_file)
     nltk_data = finder.optional("reward.nltk_data", reward.nltk_data)
     return msgspec.structs.replace(reward, graders=found, judges=judges, rm_api_key_file=key_file, nltk_data=nltk_data)
+
+
+def _trackers_found(observe: ObserveConfig, finder: "_Finder") -> ObserveConfig:
+    wandb, tensorboard = observe.wandb, observe.tensorboard
+    return msgspec.structs.replace(
+        observe,
+        wandb=msgspec.structs.replace(
+            wandb,
+            python=finder.interpreter("observe.wandb.python", wandb.python),
+            key_file=finder.optional("observe.wandb.key_file", wandb.key_file),
+            dir=None if wandb.dir is None else os.path.realpath(wandb.dir),
+        ),
+        tensorboard=msgspec.structs.replace(
+            tensorboard,
+            python=finder.interpreter("observe.tensorboard.python", tensorboard.python),
+            dir=None if tensorboard.dir is None else os.path.realpath(tensorboard.dir),
+        ),
+    )
 
 
 def _functions_found(rollout: RolloutConfig, finder: "_Finder") -> RolloutConfig:

@@ -9,6 +9,7 @@ import msgspec
 class Tier(IntEnum):
     """Stop order of processes: a tier stops after all later tiers, which depend on it."""
 
+    OBSERVER = -1  # trackers: nothing depends on them, and the run goes on without them
     BUS = 0
     SERVICE = 1  # engines, router
     ACTOR = 2
@@ -101,7 +102,7 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
     address_key: str | None = None  # KV key that receives its URL each time it is ready
     tier: Tier = Tier.ACTOR
     critical: bool = True  # the run fails when the process is given up; otherwise if too few of its kind are left
-    max_restarts: int = 10  # without progress of the run between them
+    max_restarts: int = 10  # without progress of the run between them; of an observer, from the start of the run on
     stop_timeout_s: float = 4.0  # from SIGTERM to SIGKILL
 
 

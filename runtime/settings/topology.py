@@ -12,6 +12,7 @@ from runtime.settings.derived import (
     reads_reference,
     trains_demonstrations,
 )
+from runtime.settings.observe import ObserveConfig
 from runtime.settings.reading.config import Config
 from runtime.settings.recipe import Count, Name, NonNegative, Positive, Recipe, Text
 
@@ -528,6 +529,7 @@ class Topology(Recipe, frozen=True, kw_only=True):
     engines: dict[Name, EngineConfig] = {}
     reward: RewardConfig = RewardConfig()
     buffer: BufferConfig = BufferConfig()
+    observe: ObserveConfig = ObserveConfig()
     # Groups of actors that share one process. By default each actor has its own process.
     share: tuple[Annotated[tuple[LightActor, ...], msgspec.Meta(min_length=1)], ...] = ()
 

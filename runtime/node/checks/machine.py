@@ -14,9 +14,11 @@ from urllib.parse import urlsplit
 
 from runtime.node.checks.findings import Findings
 from runtime.settings.devices import gpus_here, handed_out
+from runtime.settings.observe import python_of
 from runtime.settings.placement import NodeRoles, num_trainer_processes, roles_of
 from runtime.settings.reading.config import Problem
 from runtime.settings.topology import POLICY, EngineConfig, Topology, answers_are_recorded
+from runtime.util.secrets import read_private
 
 TRAINER: Final = ("torch", "megatron.core", "safetensors")
 TINY_ENGINE: Final = ("torch", "safetensors")
@@ -24,6 +26,9 @@ ROUTER: Final = ("sglang_router",)
 CONNECT_TIMEOUT_S: Final = 3.0
 ASK_TIMEOUT_S: Final = 60.0  # an interpreter may import torch for the first time
 HAS_SGLANG: Final = "import importlib.util as u, sys; sys.exit(u.find_spec('sglang') is None)"
+HAS_PACKAGE: Final = (  # a folder of that name, such as W&B's own, has no origin
+    "import importlib.util as u, sys; found = u.find_spec('{}'); sys.exit(found is None or found.origin is None)"
+)
 HAS_GPU: Final = "import torch, sys; sys.exit(not torch.cuda.is_available())"
 
 FILES: Final = 128  # open files of one process, besides those below
@@ -107,6 +112,26 @@ def check_machine(findings: Findings, node: str) -> None:
             continue  # other nodes start these engines
         findings.doing(f"engines.{name}", engine.kind, "querying its interpreter or servers", limit_s=2 * ASK_TIMEOUT_S)
         _check_engine(findings, f"engines.{name}", engine)
+    if roles.is_home:
+        _check_trackers(findings)
+
+
+def _check_trackers(findings: Findings) -> None:
+    """Check that trackers have their packages and keys. No server is contacted."""
+    observe = findings.topology.observe
+    for name, tracker in observe.trackers().items():
+        python, key = python_of(name, tracker), f"observe.{name}"
+        findings.doing(key, python, "looking for its package", limit_s=2 * ASK_TIMEOUT_S)
+        if shutil.which(python) is None:
+            findings.missing(f"{key}.python", python, "no such interpreter")
+        elif not _answers(python, HAS_PACKAGE.format(name)):
+            message = f"needs {name}, not installed in {python}: run bin/setup --with {name}"
+            findings.problem(f"{key}.enabled", True, message)
+    if observe.wandb.enabled and (path := observe.wandb.key_file) is not None:
+        try:
+            read_private(Path(path))
+        except (OSError, ValueError) as error:
+            findings.problem("observe.wandb.key_file", path, str(error))
 
 
 def _check_gpus(findings: Findings, node: str, *, trains: bool) -> None:

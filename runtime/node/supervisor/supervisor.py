@@ -29,6 +29,7 @@ from runtime.util.secrets import Secret, split_login
 DRAIN_S = 1.0  # for the last output of a process that ended
 STOP_WITHIN_S = 8.0
 TIER_RESERVE_S = 1.5  # reserved for each tier that is still to be stopped
+TIERS_OF_RUN = (Tier.BUS, Tier.SERVICE, Tier.ACTOR)
 
 _LASTING = {
     EXIT_INPUT_ERROR: "input error",
@@ -91,6 +92,11 @@ class Supervisor:
                 self._heartbeats.close()
             self._log.close()
             self._ended.set()
+
+    @property
+    def runs(self) -> bool:
+        """Whether the process runs, or is started again."""
+        return not self._ended.is_set()
 
     def progress(self) -> None:
         """Refill the restart budget, because the run made progress."""
@@ -381,9 +387,10 @@ class Supervision:
         self._tasks.start_soon(supervisor.run)
 
     def progress(self) -> None:
-        """Refill all restart budgets, because the run made progress."""
+        """Refill the restart budgets of all processes but observers, because the run made progress."""
         for supervisor in self._supervisors.values():
-            supervisor.progress()
+            if supervisor.spec.tier is not Tier.OBSERVER:
+                supervisor.progress()
 
     def kill_process(self, name: str, pid: int, reason: str) -> bool:
         """Kill a hanging server and restart it. Return False, without a kill, if its process id is no longer `pid`.
@@ -403,14 +410,25 @@ class Supervision:
         return supervisor is not None and supervisor.reload()
 
     async def stop(self, *tiers: Tier) -> None:
-        """Stop tiers, by default all, within STOP_WITHIN_S. Later tiers stop first."""
+        """Stop tiers, by default all but observers, within STOP_WITHIN_S. Later tiers stop first."""
         ends = anyio.current_time() + STOP_WITHIN_S
-        for tier in sorted(tiers or Tier, reverse=True):
+        for tier in sorted(tiers or TIERS_OF_RUN, reverse=True):
             within_s = ends - anyio.current_time() - TIER_RESERVE_S * tier
             async with anyio.create_task_group() as tasks:
                 for supervisor in self._supervisors.values():
                     if supervisor.spec.tier == tier:
                         tasks.start_soon(supervisor.stop, max(0.1, within_s))
+
+    def observers(self) -> list[str]:
+        """Return the names of the observers that run."""
+        return [name for name, one in self._supervisors.items() if one.spec.tier is Tier.OBSERVER and one.runs]
+
+    async def stop_observers(self) -> None:
+        """Stop the observers, each within its own limit: they may still have to send what the run wrote."""
+        async with anyio.create_task_group() as tasks:
+            for name in self.observers():
+                supervisor = self._supervisors[name]
+                tasks.start_soon(supervisor.stop, supervisor.spec.stop_timeout_s)
 
     def kill(self) -> None:
         """Kill all processes at once."""

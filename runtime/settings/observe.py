@@ -1,0 +1,73 @@
+"""Settings of the processes that copy a run's metrics elsewhere. They only read; nothing of the run waits for them."""
+
+import sys
+from typing import Annotated, Literal
+
+import msgspec
+
+from runtime.settings.reading.config import Config
+from runtime.settings.recipe import Text
+from runtime.util.import_path import ROOT
+
+
+class TrackerConfig(Config, frozen=True, kw_only=True):
+    """What all trackers have."""
+
+    # Start this tracker with the run.
+    enabled: bool = False
+    # Python interpreter that has the tracker's package. By default that of the environment that `bin/setup --with` made
+    # in this checkout, or else the run's own.
+    python: Text | None = None
+    # Count all step axes in optimizer steps, as `train/step` is. By default `rollout/step` counts batches.
+    always_use_train_step: bool = False
+
+
+class WandbConfig(TrackerConfig, frozen=True, kw_only=True):
+    """Weights & Biases. Its own variables, `WANDB_*`, apply where a key is left out."""
+
+    # Project of the run.
+    project: Text | None = None
+    # Team or user that owns the project.
+    team: Text | None = None
+    # Group of the run.
+    group: Text | None = None
+    # Name of the run. By default `run.name`.
+    name: Text | None = None
+    # Id of the run in W&B. By default `run.name` and the start of this run's own id, which `--fresh` changes.
+    run_id: Text | None = None
+    # URL of a W&B server of your own.
+    host: Annotated[str, msgspec.Meta(pattern=r"^https?://[^@\s]+$")] | None = None
+    # With "offline" W&B writes directories that `wandb sync` uploads later; with "disabled" nothing is logged.
+    mode: Literal["online", "offline", "disabled"] | None = None
+    # Directory in which W&B makes its directory `wandb`. By default the run directory.
+    dir: Text | None = None
+    # File that holds the API key. By default W&B takes the variable `WANDB_API_KEY`, or what `wandb login` stored.
+    key_file: Text | None = None
+
+
+class TensorboardConfig(TrackerConfig, frozen=True, kw_only=True):
+    """TensorBoard event files."""
+
+    # Directory in which the run's event files get a directory of their own. By default they are in `tensorboard` in the
+    # run directory.
+    dir: Text | None = None
+
+
+class ObserveConfig(Config, frozen=True, kw_only=True):
+    """Processes that show the run elsewhere. Their end or hang never ends or slows the run."""
+
+    # Seconds that trackers get after the end of the run to send the rest. Then they are killed.
+    stop_timeout_s: Annotated[float, msgspec.Meta(ge=1, le=3600)] = 30.0
+    wandb: WandbConfig = WandbConfig()
+    tensorboard: TensorboardConfig = TensorboardConfig()
+
+    def trackers(self) -> dict[str, TrackerConfig]:
+        """Return the enabled trackers by name."""
+        known: dict[str, TrackerConfig] = {"wandb": self.wandb, "tensorboard": self.tensorboard}
+        return {name: tracker for name, tracker in known.items() if tracker.enabled}
+
+
+def python_of(name: str, tracker: TrackerConfig) -> str:
+    """Return the interpreter that runs a tracker on this machine."""
+    own = ROOT / f".venv-{name}" / "bin" / "python"
+    return tracker.python or (str(own) if own.exists() else sys.executable)

@@ -1,0 +1,97 @@
+"""Observers of a run, such as trackers: they may crash or hang; they get the last row; the run's log has none of it."""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import anyio
+import pytest
+
+from messages import ActorExited, ActorStarted
+from runtime.settings.processes import ProcessSpec, Tier
+from tests.runtime.node.daemons import Running, plan, player
+from tests.runtime.node.test_daemon import events_of
+
+pytestmark = pytest.mark.anyio
+
+COUNTS_ROWS = """
+import pathlib, signal, sys
+def count(*_):
+    pathlib.Path(sys.argv[2]).write_text(str(len(pathlib.Path(sys.argv[1]).read_bytes().splitlines())))
+    sys.exit()
+signal.signal(signal.SIGTERM, count)
+while True:
+    signal.pause()
+"""
+HANGS = """
+import pathlib, signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+pathlib.Path(sys.argv[1]).touch()
+time.sleep(60)
+"""
+
+
+def observer(name: str, code: str, *arguments: Path, stop_timeout_s: float = 5.0) -> ProcessSpec:
+    return ProcessSpec(
+        name=name,
+        command=(sys.executable, "-c", code, *map(str, arguments)),
+        tier=Tier.OBSERVER,
+        critical=False,
+        max_restarts=1,
+        stop_timeout_s=stop_timeout_s,
+    )
+
+
+async def test_a_run_does_not_notice_observers_and_gives_them_its_last_row(tmp_path: Path) -> None:
+    """One always fails, one logs rows, one hangs."""
+    given_up, counted, hangs = (tmp_path / name for name in ("given-up", "counted", "hangs"))
+    observers = (
+        observer("tracker.broken", "raise ValueError('no server')"),
+        observer("tracker.well", COUNTS_ROWS, tmp_path / "r" / "metrics.jsonl", counted),
+        observer("tracker.hangs", HANGS, hangs, stop_timeout_s=0.3),
+    )
+    running = Running(plan(tmp_path / "r", player("3", "--wait", str(given_up)), *observers))
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(running.run)
+        line = await running.shown("tracker.broken is off")
+        given_up.touch()
+    assert running.outcome is not None
+    assert running.outcome.finished
+    why = "ValueError: no server (exit code 1)"
+    assert line.startswith(
+        f"tracker.broken is off until the next start: {why}; restarted 1 times without progress; the"
+    )
+    ended = [line for line in running.lines if "is started again" in line]
+    assert ended == [f"tracker.broken ended and is started again: {why}; the run goes on"]
+    assert counted.read_text() == "3"
+    killed = "tracker.hangs was killed after 0.3 s (observe.stop_timeout_s); the next start sends the rest"
+    assert killed in running.lines
+    exits = [event for event in await events_of(tmp_path / "r") if isinstance(event, ActorStarted | ActorExited)]
+    assert {event.actor for event in exits} == {"nats-server", "player"}
+
+
+@pytest.mark.slow
+async def test_after_a_failed_run_they_get_the_last_row_too(tmp_path: Path) -> None:
+    counted = tmp_path / "counted"
+    tracker = observer("tracker.well", COUNTS_ROWS, tmp_path / "r" / "metrics.jsonl", counted)
+    running = Running(plan(tmp_path / "r", player("3", "--then", "fail"), tracker))
+    assert not (await running.run()).finished
+    assert counted.read_text() == "3"
+
+
+@pytest.mark.slow
+async def test_a_second_signal_ends_the_wait_for_them(tmp_path: Path) -> None:
+    ready = tmp_path / "ready"
+    hanging = observer("tracker.hangs", HANGS, ready, stop_timeout_s=300.0)
+    running = Running(plan(tmp_path / "r", player("3", "--wait", str(ready)), hanging))
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(running.run)
+        await running.shown("waiting for tracker.hangs to send the rest")
+        began = anyio.current_time()
+        os.kill(os.getpid(), signal.SIGINT)
+        await running.shown("SIGINT: stopping; send it again to stop at once")
+        os.kill(os.getpid(), signal.SIGINT)
+    assert running.outcome is not None
+    assert running.outcome.finished
+    assert anyio.current_time() - began < 9
