@@ -1,0 +1,4 @@
+"""Endless tasks of reasoning-gym: a data function and its grader, which ask a process of another interpreter.
+
+Open tasks.py first.
+"""

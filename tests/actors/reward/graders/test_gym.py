@@ -1,0 +1,140 @@
+"""Tasks of reasoning-gym, from the package itself in an interpreter of its own."""
+
+import json
+import os
+import subprocess
+import sys
+import tomllib
+import venv
+from collections.abc import Iterator
+from contextlib import chdir
+from pathlib import Path
+
+import anyio
+import pytest
+from filelock import FileLock
+
+from actors.buffer.prompts.generated import find_source
+from actors.reward.frames import GraderSpec, Hello
+from actors.reward.graders.gym.tasks import Gym, GymError
+from actors.reward.pool import PoolSettings, open_pool
+from actors.reward.samples import GradedSample
+from tests.docs.snippets import snippets
+from tests.support.extra_packages import FOLDER
+
+REQUIREMENT = "reasoning-gym==0.1.25"
+PAGE = Path(__file__).parents[4] / "docs" / "train" / "reasoning-gym.md"
+
+
+@pytest.fixture(scope="module")
+def python() -> Path:
+    """An interpreter with reasoning-gym, made once."""
+    folder, stamp = FOLDER / "gym", FOLDER / "gym" / "made"
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    with FileLock(FOLDER / "gym.lock"):
+        if not stamp.exists():
+            venv.create(folder, with_pip=True, clear=True)
+            command = [str(folder / "bin" / "python"), "-m", "pip", "install", "-q", "--no-compile", REQUIREMENT]
+            subprocess.run(command, check=True, timeout=300)
+            stamp.touch()
+    return folder / "bin" / "python"
+
+
+@pytest.fixture
+def gym(python: Path) -> Iterator[Gym]:
+    gym = Gym({"chain_sum": {"max_terms": 3, "weight": 2}, "word_ladder": {}}, seed=3, python=python)
+    yield gym
+    gym.close()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_task_is_a_function_of_seed_and_number(gym: Gym, python: Path) -> None:
+    """Also in another process and another order; word_ladder depends on the order of a set."""
+    rows = [gym.row(number) for number in range(12)]
+    again = Gym({"chain_sum": {"max_terms": 3, "weight": 2}, "word_ladder": {}}, seed=3, python=python)
+    assert [again.row(number) for number in reversed(range(12))] == rows[::-1]
+    again.close()
+    assert {row["metadata"]["task"] for row in rows} == {"chain_sum", "word_ladder"}
+    other = Gym({"chain_sum": {"max_terms": 3, "weight": 2}, "word_ladder": {}}, seed=4, python=python)
+    assert other.row(0) != rows[0]
+    other.close()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_answers_are_scored_by_the_task(gym: Gym) -> None:
+    row = next(row for number in range(12) if (row := gym.row(number))["metadata"]["task"] == "chain_sum")
+    expression = row["input"].split(":")[1].split("=")[0]
+    right = sum(int(term) for term in expression.replace("- ", "-").replace("+ ", "").split())
+    assert row["label"] == str(right)  # by hand, without the package
+
+    def score(response: str) -> float:
+        return gym.grade(GradedSample(response=response, metadata=row["metadata"]))
+
+    assert score(f"<answer>1</answer> no: <answer> {right} </answer>") == 1.0
+    assert score(f"<answer>{right + 1}</answer>") == 0.0
+    assert score(f"<think><answer>{right}</answer></think> none") == 0.0
+    assert score(str(right)) == 0.0  # without the tags
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_task_that_cannot_be_made_is_an_error_and_the_next_one_works(gym: Gym, python: Path) -> None:
+    for tasks, reason in (({"chain_sums": {}}, "not registered"), ({"chain_sum": {"terms": 1}}, "terms")):
+        wrong = Gym(tasks, python=python)
+        with pytest.raises(GymError, match=reason):
+            wrong.row(0)
+        wrong.close()
+    with pytest.raises(GymError, match="no task 'leg_counting' here; there are: chain_sum, word_ladder"):
+        gym.grade(GradedSample(response="<answer>1</answer>", metadata={"task": "leg_counting", "seed": 1}))
+    slow = Gym({"chain_sum": {}}, python=python, timeout_s=1e-6)
+    with pytest.raises(GymError, match="gave no answer"):
+        slow.row(0)
+    slow.close()
+    gym.close()  # as if the process had died
+    assert gym.row(0)["input"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_the_files_of_the_page_feed_and_grade_a_run(
+    python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows are made as in the buffer actor, and graded in the process set-up of a run."""
+    (tmp_path / "puzzles.py").write_text(snippets(PAGE, "python")[0].replace(".venv-gym/bin/python", str(python)))
+    (topology,) = (tomllib.loads(block) for block in snippets(PAGE, "toml"))
+    data = topology["data"][0]
+    monkeypatch.syspath_prepend(tmp_path)  # held_out.py imports puzzles.py
+    make = find_source("source", data["source"], [tmp_path])
+    row = make(5)
+    samples = [
+        GradedSample(response=f"<answer>{row['label']}</answer>", metadata=row["metadata"]),
+        GradedSample(response="<answer>no</answer>", metadata=row["metadata"]),
+    ]
+
+    async def graded() -> list[float | None]:
+        settings = PoolSettings(hello=Hello(base_dirs=(str(tmp_path),)), num_processes=1, timeout_s=60.0)
+        with anyio.fail_after(120):
+            async with open_pool(settings) as pool:
+                grades = await pool.grade(GraderSpec(name=data["rm_type"]), samples)
+        assert [grade.error for grade in grades] == [None, None]
+        return [grade.reward for grade in grades]
+
+    assert anyio.run(graded) == [1.0, 0.0]
+    with chdir(tmp_path):
+        exec(snippets(PAGE, "python")[1].replace("+ 200", "+ 2"), {"__name__": "held_out"})
+    held_out = [json.loads(line) for line in (tmp_path / "held_out.jsonl").read_text().splitlines()]
+    assert [sorted(line) for line in held_out] == [["input", "label", "metadata"]] * 2
+    make.__self__.close()  # type: ignore[attr-defined] - the method of a Gym
+
+
+def test_an_interpreter_without_the_package_is_refused_with_the_extra() -> None:
+    gym = Gym({"chain_sum": {}}, python=sys.executable)
+    with pytest.raises(GymError, match=r'has no reasoning-gym: pip install "physarum\[gym\]"'):
+        gym.row(0)
+    gym.close()
+    with pytest.raises(GymError, match="cannot be started"):
+        Gym({"chain_sum": {}}, python=f"{os.sep}no{os.sep}python").row(0)
+    with pytest.raises(ValueError, match="at least one task"):
+        Gym({})
