@@ -22,6 +22,7 @@ from runtime.util.exit_codes import EXIT_OK
 if TYPE_CHECKING:
     from actors.filter.filters import ReplayedFilter
     from runtime.data.dumped_run import DumpedGroups
+    from runtime.data.dumps import DumpedGroup
     from runtime.settings.load import LoadedTopology
     from runtime.settings.topology import Topology
 
@@ -120,7 +121,7 @@ def _filter(args: argparse.Namespace) -> Iterator[str]:
     _, groups, judge = _opened(args)
     verdicts, reasons, changed = Counter[str](), Counter[tuple[str, str]](), list[dict[str, Any]]()
     for group in groups:
-        verdict, before = judge.judge(group.completed()), group.samples[0].verdict
+        verdict, before = judge.judge(group.completed(), group), group.samples[0].verdict
         verdicts[verdict.outcome] += 1
         if verdict.reason is not None:
             reasons[verdict.outcome, verdict.reason] += 1
@@ -152,11 +153,18 @@ def _batches(args: argparse.Namespace) -> Iterator[str]:
 
     topology, groups, judge = _opened(args)
 
+    unjudged: dict[int, DumpedGroup] = {}
+
+    def completed() -> Iterator[GroupCompleted]:
+        for group in groups:
+            unjudged[group.group_id] = group
+            yield group.completed()
+
     def verdict_of(group: GroupCompleted) -> tuple[str, str | None]:
-        verdict = judge.judge(group)
+        verdict = judge.judge(group, unjudged.pop(group.group_id, None))
         return str(verdict.outcome), verdict.reason
 
-    buffer = ReplayedBuffer(topology, (group.completed() for group in groups), verdict_of)
+    buffer = ReplayedBuffer(topology, completed(), verdict_of)
     for batch in buffer.batches():
         ids, rewards = [group.group_id for group in batch.groups], batch.rewards
         mean = statistics.fmean(rewards) if rewards else None

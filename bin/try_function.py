@@ -213,7 +213,7 @@ def _try_filter(args: argparse.Namespace) -> Iterator[tuple[str, bool]]:
     for group in _groups(args):
         start = time.perf_counter()
         try:
-            verdict = judge.judge(group.completed())
+            verdict = judge.judge(group.completed(), group)
         except FilterError as error:
             yield f"group {group.group_id}: failed: {error}", False
             continue

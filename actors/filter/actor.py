@@ -1,26 +1,37 @@
 """The filter actor: judges completed prompt groups."""
 
-import inspect
 import time
 from collections import Counter
-from functools import partial
 
 import anyio
 import msgspec
 import structlog
 from anyio.abc import TaskStatus
 
-from actors.filter.filters import BUILT_IN_FILTERS, Filter, Verdict, find_filter, keep_all, summary_of, verdict_of
-from messages.data import PromptStored
+from actors.filter.filters import (
+    FilterError,
+    GroupSummary,
+    Verdict,
+    answering,
+    find_filter,
+    keep_all,
+    summary_of,
+    trained_samples,
+    verdict_of,
+    with_contents,
+)
+from messages.data import PromptStored, SegmentsPublished
 from messages.events import GroupCompleted, Outcome, VerdictGiven
 from messages.plain import clipped
 from runtime.bus.bus import Bus
 from runtime.bus.consumer import Deliveries, Delivery
+from runtime.bus.errors import BusError
 from runtime.data.stored_prompts import fetch_prompt
 from runtime.process.actor import Actor
+from runtime.process.user_process import UserFunctionError, UserLimits, UserProcess, UserProcessError
+from runtime.settings.plugins import is_plugin
 from runtime.settings.topology import Topology
 from runtime.util.formatting import duration
-from runtime.util.threads import BoundedThreads
 
 DURABLE = "filter"
 ACK_WAIT_S = 5.0  # redelivery delay for the groups that a killed filter held
@@ -39,7 +50,7 @@ class FilterActor(Actor):
     A crash before ack only repeats work: of two verdicts on a group, the first in log order wins.
     """
 
-    reads = (GroupCompleted, PromptStored)
+    reads = (GroupCompleted, PromptStored, SegmentsPublished)
     writes = (VerdictGiven,)
 
     def __init__(self, topology: Topology, bus: Bus, *, timeout_s: float = FILTER_TIMEOUT_S) -> None:
@@ -52,20 +63,37 @@ class FilterActor(Actor):
 
         Raises:
             ValueError: the filter is unknown.
-            PluginError: a user's filter cannot be used.
         """
         self._bus = bus
         self._timeout_s = timeout_s
         self._name = topology.rollout.dynamic_filter or "none"
         self._keeps_spares = topology.rollout.keep_when_insufficient
-        self._filter = find_filter(self._name)
-        self._num_tasks = MAX_CONCURRENT_VERDICTS if self._name in BUILT_IN_FILTERS else 1
-        self._threads = BoundedThreads(2)  # a filter that hangs occupies a thread
+        self._fields = topology.rollout.filter_fields
+        self._own: UserProcess | None = None  # of a user's filter
+        if is_plugin(self._name):
+            limits = UserLimits(memory_bytes=topology.reward.memory_bytes, env=topology.reward.env)
+            self._own = UserProcess(f"{answering.__module__}:{answering.__name__}", self._name, limits)
+        else:
+            self._filter = find_filter(self._name)
+        self._num_tasks = MAX_CONCURRENT_VERDICTS if self._own is None else 1
         self._counts: Counter[Outcome] = Counter()
         self._judging: dict[int, float] = {}  # start time, by group
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
-        """Judge groups until cancelled."""
+        """Judge groups until cancelled.
+
+        Raises:
+            ValueError: a user's filter cannot be used.
+        """
+        try:
+            if self._own is not None:
+                await self._own.start()
+            await self._consume(task_status)
+        finally:
+            if self._own is not None:
+                await self._own.kill()
+
+    async def _consume(self, task_status: TaskStatus[None]) -> None:
         async with (
             self._bus.consume(
                 GroupCompleted,
@@ -114,17 +142,54 @@ class FilterActor(Actor):
 
     async def _verdict_on(self, group: GroupCompleted) -> Verdict:
         try:
-            with anyio.fail_after(self._timeout_s):
-                if group.prompt_parts and self._name not in BUILT_IN_FILTERS:  # built-in filters do not read metadata
-                    metadata = (await fetch_prompt(self._bus, group.prompt_parts)).metadata
-                    group = msgspec.structs.replace(group, metadata=metadata)
-                verdict = await _call_filter(self._filter, self._name, group, self._threads)
-        except Exception as error:  # noqa: BLE001 - a user's filter may raise anything; the group fails, the run continues
-            reason = f"no verdict within {self._timeout_s:g} s" if isinstance(error, TimeoutError) else repr(error)
-            return Verdict(outcome=Outcome.FAILED, reason=reason[:MAX_REASON_CHARS])
+            verdict = self._built_in(group) if self._own is None else await self._call(self._own, group)
+        except TimeoutError:
+            return _failed(f"no verdict within {self._timeout_s:g} s")
+        except UserFunctionError as error:
+            return _failed(str(error))
+        except (BusError, FilterError, UserProcessError, ValueError) as error:
+            return _failed(repr(error))
         if self._keeps_spares and verdict.outcome is Outcome.DROP:
             return Verdict(outcome=Outcome.SPARE, reason=verdict.reason)
         return verdict
+
+    def _built_in(self, group: GroupCompleted) -> Verdict:
+        if self._filter is keep_all:
+            return verdict_of(True, self._name)
+        return verdict_of(self._filter(summary_of(group)), self._name)
+
+    async def _call(self, own: UserProcess, group: GroupCompleted) -> Verdict:
+        """Call a user's filter.
+
+        Raises:
+            BusError: data of the group cannot be read.
+            FilterError: a sample has no reward.
+            TimeoutError: it took too long; its process is killed.
+            UserFunctionError, UserProcessError: it raised, or its process ended.
+        """
+        await own.start()  # again, if an earlier call has cost its process; not a part of the time limit
+        with anyio.fail_after(self._timeout_s):
+            payload = msgspec.msgpack.encode(await self._summary(group))
+            return msgspec.msgpack.decode(await own.call(payload), type=Verdict)
+
+    async def _summary(self, group: GroupCompleted) -> GroupSummary:
+        stored = await fetch_prompt(self._bus, group.prompt_parts) if group.prompt_parts else None
+        summary = summary_of(group if stored is None else msgspec.structs.replace(group, metadata=stored.metadata))
+        if not self._fields:
+            return summary
+        samples = trained_samples(group)
+        seqs = {ref.seq for sample in samples for ref in sample.segments}
+        payloads = {seq: await self._bus.fetch(SegmentsPublished, seq) for seq in sorted(seqs)}
+        segments = [[payloads[ref.seq].segments[ref.position] for ref in sample.segments] for sample in samples]
+        first = next(iter(payloads.values()), None)
+        prompt, label = ("", None) if first is None else (first.prompt, first.label)
+        if stored is not None:
+            prompt, label = stored.text, stored.label
+        return with_contents(summary, segments, self._fields, prompt=prompt, label=label)
+
+
+def _failed(reason: str) -> Verdict:
+    return Verdict(outcome=Outcome.FAILED, reason=reason[:MAX_REASON_CHARS])
 
 
 def _verdict_given(delivery: Delivery[GroupCompleted], verdict: Verdict) -> VerdictGiven:
@@ -135,13 +200,3 @@ def _verdict_given(delivery: Delivery[GroupCompleted], verdict: Verdict) -> Verd
         outcome=verdict.outcome,
         reason=verdict.reason and clipped(verdict.reason, MAX_REASON_CHARS),
     )
-
-
-async def _call_filter(filter_: Filter, name: str, group: GroupCompleted, threads: BoundedThreads) -> Verdict:
-    if filter_ is keep_all:
-        return verdict_of(True, name)
-    summary = summary_of(group)
-    if name in BUILT_IN_FILTERS:
-        return verdict_of(filter_(summary), name)
-    answer = await threads.run(partial(filter_, summary))
-    return verdict_of(await answer if inspect.isawaitable(answer) else answer, name)

@@ -2,18 +2,22 @@
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import anyio
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
-from messages import SampleStatus
+from messages import SampleStatus, SampleSummary, Segment
 from messages.events import GroupCompleted, Outcome
+from runtime.data.dumps import DumpedGroup
 from runtime.settings.plugins import OWN, is_plugin, load_plugin
+from runtime.settings.recipe import FilterField
 
 FILTER_KEY = "rollout.dynamic_filter"
 MIN_STD = 1e-6  # in units of reward; smaller differences count as rounding
@@ -33,6 +37,13 @@ class GroupSummary(msgspec.Struct, frozen=True, kw_only=True):
     statuses: list[str]  # "completed", "truncated"
     metadata: dict[str, Any] = {}  # metadata of the prompt
     sample_metadata: list[dict[str, Any]] = []  # metadata from a generate function, and the number of turns
+
+    # With `rollout.filter_fields`:
+    tokens: list[list[int]] = []  # of the responses, input between turns included
+    log_probs: list[list[float]] = []  # of the same tokens, natural log; 0 for input between turns
+    prompt: str = ""
+    label: Any = None
+    responses: list[str] = []  # the model's turns as text
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,7 +67,7 @@ def summary_of(group: GroupCompleted) -> GroupSummary:
     Raises:
         FilterError: a sample has no reward and is not left out.
     """
-    samples = [sample for sample in group.samples if sample.status is not SampleStatus.FAILED]
+    samples = trained_samples(group)
     rewards = [sample.reward for sample in samples if sample.reward is not None]
     if len(rewards) < len(samples):
         unscored = [sample.index for sample in samples if sample.reward is None]
@@ -74,6 +85,58 @@ def summary_of(group: GroupCompleted) -> GroupSummary:
         metadata=group.metadata,
         sample_metadata=[sample.metadata for sample in samples],
     )
+
+
+def trained_samples(group: GroupCompleted) -> list[SampleSummary]:
+    """Return the samples that a filter sees: those that did not fail."""
+    return [sample for sample in group.samples if sample.status is not SampleStatus.FAILED]
+
+
+def with_contents(
+    summary: GroupSummary,
+    segments: Sequence[Sequence[Segment]],
+    fields: Collection[FilterField],
+    *,
+    prompt: str,
+    label: Any,
+) -> GroupSummary:
+    """Add the fields that a recipe asks for.
+
+    Args:
+        summary: of the group.
+        segments: of each of its samples, in order.
+        fields: which fields to add.
+        prompt: of the group, as text.
+        label: of the prompt.
+    """
+    added: dict[str, Any] = {}
+    if "tokens" in fields:
+        added["tokens"] = [
+            _joined(own, lambda part: part.prompt_ids, lambda part: part.response_ids) for own in segments
+        ]
+    if "log_probs" in fields:
+        zeros = [
+            _joined(own, lambda part: np.zeros(len(part.prompt_ids)), lambda part: part.rollout_log_probs)
+            for own in segments
+        ]
+        added["log_probs"] = zeros
+    if "texts" in fields:
+        added |= {"prompt": prompt, "label": label, "responses": ["".join(s.text for s in own) for own in segments]}
+    return msgspec.structs.replace(summary, **added)
+
+
+def _joined(
+    segments: Sequence[Segment],
+    given: Callable[[Segment], NDArray[Any]],
+    sampled: Callable[[Segment], NDArray[Any]],
+) -> list[Any]:
+    """Return numbers of all response tokens; the input of the first segment is the prompt."""
+    return [
+        number
+        for place, segment in enumerate(segments)
+        for part in ((given(segment) if place else ()), sampled(segment))
+        for number in np.asarray(part).tolist()
+    ]
 
 
 def keep_all(_group: GroupSummary) -> Verdict:
@@ -141,6 +204,23 @@ def find_filter(name: str | None, base_dirs: Sequence[Path] = ()) -> Filter:
     return found
 
 
+def answering(name: str) -> Callable[[bytes], bytes]:
+    """Return a user's filter as its process calls it: from a packed GroupSummary to a packed Verdict.
+
+    Raises:
+        PluginError: the filter cannot be used.
+    """
+    judge, decoder = find_filter(name, (Path.cwd(),)), msgspec.msgpack.Decoder(GroupSummary)
+
+    def answer(payload: bytes) -> bytes:
+        verdict = judge(decoder.decode(payload))
+        if inspect.isawaitable(verdict):
+            verdict = anyio.run(_awaited, verdict)
+        return msgspec.msgpack.encode(verdict_of(verdict, name))
+
+    return answer
+
+
 def _votes(group: GroupSummary) -> list[float]:
     parts: dict[int, list[float]] = {}
     for index, reward in zip(group.indices, group.rewards, strict=True):
@@ -161,10 +241,18 @@ class ReplayedFilter:
         self.name = name or "none"
         self._filter: Filter = find_filter(name)
 
-    def judge(self, group: GroupCompleted) -> Verdict:
-        """Judge a group; a filter that raises gives a failed verdict."""
+    def judge(self, group: GroupCompleted, contents: DumpedGroup | None = None) -> Verdict:
+        """Judge a group, with all fields that its dump has; a filter that raises gives a failed verdict."""
         try:
-            answer = self._filter(summary_of(group))
+            summary = summary_of(group)
+            if contents is not None:
+                pairs = zip(contents.samples, contents.segments, strict=True)
+                segments = [own for sample, own in pairs if sample.status is not SampleStatus.FAILED]
+                first = contents.samples[0]
+                summary = with_contents(
+                    summary, segments, get_args(FilterField), prompt=first.prompt, label=first.label
+                )
+            answer = self._filter(summary)
             if inspect.isawaitable(answer):
                 answer = anyio.run(_awaited, answer)
             return verdict_of(answer, self.name)

@@ -10,16 +10,13 @@ from typing import Final, Literal
 
 import msgspec
 
+from runtime.process.user_process import PASSED_ON
 from runtime.settings.plugins import is_plugin
 from runtime.settings.slices import split_slice
 from runtime.settings.topology import Topology
 from runtime.util.secrets import make_private
 
 ROOT: Final = Path(__file__).resolve().parents[2]  # import path of `actors`
-PASSED_ON: Final = (  # environment variables that every grader gets
-    *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ", "VIRTUAL_ENV", "LD_LIBRARY_PATH"),
-    *("PYTHONHASHSEED", "PYTHONUNBUFFERED", "SSL_CERT_FILE", "SSL_CERT_DIR", "NLTK_DATA"),
-)
 AGENT_MARK: Final = "PHYSARUM_AGENT"  # lets a node daemon find leftover processes of its run; no secret
 RUN_DIR: Final = "PHYSARUM_RUN_DIR"
 

@@ -117,6 +117,9 @@ class DataConfig(Config, frozen=True, kw_only=True):
     max_row_bytes: RowBytes = 16 << 20  # expert
 
 
+FilterField = Literal["tokens", "log_probs", "texts"]
+
+
 class RolloutConfig(Config, frozen=True, kw_only=True):
     """How samples are generated and collected."""
 
@@ -159,6 +162,9 @@ class RolloutConfig(Config, frozen=True, kw_only=True):
     # Filter that judges each completed group: a built-in, "module:function" or "path/file.py:function". By default all
     # groups are kept.
     dynamic_filter: Text | None = None
+    # What a filter of yours gets in addition to the summary of a group: token ids and log-probs of the responses, and
+    # the texts of prompt, label and responses. They are read from the bus for each group.
+    filter_fields: tuple[FilterField, ...] = ()
     # Function that selects the batch from `over_sampling_batch_size` completed groups. By default the first ones to
     # complete.
     over_sampling_filter: Text | None = None

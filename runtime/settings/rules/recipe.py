@@ -14,6 +14,7 @@ from runtime.settings.derived import (
     trains_reward_model,
     truncates,
 )
+from runtime.settings.plugins import is_plugin
 from runtime.settings.reading.config import Problem
 from runtime.settings.recipe import PAIR_LOSSES, EvalConfig, Recipe
 from runtime.settings.rules.algorithm import algorithm_problems
@@ -78,6 +79,9 @@ def _collection(recipe: Recipe) -> Iterator[Problem]:
         yield Problem.of("rollout.over_sampling_filter", rollout.over_sampling_filter, message)
     if rollout.keep_when_insufficient and rollout.dynamic_filter is None:
         yield Problem.of("rollout.keep_when_insufficient", True, "has no effect without rollout.dynamic_filter")
+    if rollout.filter_fields and not is_plugin(rollout.dynamic_filter or ""):
+        message = "has no effect without a function of yours as rollout.dynamic_filter"
+        yield Problem.of("rollout.filter_fields", list(rollout.filter_fields), message)
     barren = rollout.dynamic_filter == "nonzero_std" and rollout.n_samples_per_prompt == 1
     if barren and not rollout.keep_when_insufficient:
         message = "drops every group of one sample, whose rewards do not differ: use at least 2"

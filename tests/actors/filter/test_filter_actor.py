@@ -3,15 +3,20 @@
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import anyio
+import msgspec
 import pytest
 
 from actors.filter.actor import FILTER_TIMEOUT_S, FilterActor
+from actors.filter.filters import Verdict, answering, summary_of
+from messages import SegmentsPublished
 from messages.events import GroupCompleted, Outcome, VerdictGiven
-from messages.samples import SampleStatus, SampleSummary
+from messages.samples import SampleStatus, SampleSummary, SegmentRef
 from runtime.bus.bus import Bus
 from runtime.bus.events import Events
+from tests.build.samples import segment
 from tests.build.topology import topology_with
 from tests.fixtures.nats import eventually
 
@@ -20,7 +25,7 @@ pytestmark = pytest.mark.anyio
 
 @asynccontextmanager
 async def running(
-    bus: Bus, dynamic_filter: str | None, *, timeout_s: float = FILTER_TIMEOUT_S, **rollout: bool
+    bus: Bus, dynamic_filter: str | None, *, timeout_s: float = FILTER_TIMEOUT_S, **rollout: Any
 ) -> AsyncGenerator[FilterActor]:
     topology = topology_with(rollout={"dynamic_filter": dynamic_filter, **rollout})
     actor = FilterActor(topology, bus, timeout_s=timeout_s)
@@ -81,43 +86,102 @@ async def test_a_restarted_filter_reads_on(bus: Bus) -> None:
 
 
 USER_FILTERS = """
+import os
 import time
-def raises(group): raise RuntimeError(f"group {group.group_id}")
-def says_maybe(group): return "maybe"
-def hangs(group): time.sleep(1.0)
-def first_is_right(group): return group.rewards[0] == 1, "first is wrong"
+def all_sorts(group):
+    match group.group_id:
+        case 1: raise RuntimeError("group 1")
+        case 2: return "maybe"
+        case 3: os.kill(os.getpid(), 9)
+        case 4: return bool(bytearray(1 << 50))
+        case 5: return "PHYSARUM_SECRET" in os.environ, "no secret"
+        case _: return group.rewards[0] == 1, "first is wrong"
 async def later(group): return len(group.response_lens) == 2
+def hangs(group): time.sleep(60)
+def hangs_first(group):
+    if group.group_id == 1: time.sleep(60)
+    return False, "after that"
+def reads(group):
+    seen = (group.tokens, group.log_probs, group.prompt, group.label, group.responses)
+    return False, repr(seen)
 """
+VERDICTS: list[tuple[list[float | None], Outcome, str | None]] = [
+    ([1.0], Outcome.FAILED, "RuntimeError('group 1')"),
+    ([1.0], Outcome.FAILED, "FilterError(\"the filter returned 'maybe'; expected a bool, or (keep, reason)\")"),
+    ([1.0], Outcome.FAILED, "UserProcessError('its process ended: SIGKILL')"),
+    ([1.0], Outcome.FAILED, "MemoryError()"),
+    ([1.0], Outcome.DROP, "no secret"),
+    ([1.0, 0.0], Outcome.KEEP, None),
+    ([0.0, 1.0], Outcome.DROP, "first is wrong"),
+    ([None], Outcome.FAILED, "FilterError('samples [0] have no reward')"),
+]
 
 
-@pytest.mark.parametrize(
-    ("name", "rewards", "outcome", "reason"),
-    [
-        ("raises", [1.0], Outcome.FAILED, "RuntimeError('group 1')"),
-        ("says_maybe", [1.0], Outcome.FAILED, "the filter returned 'maybe'; expected a bool"),
-        ("hangs", [1.0], Outcome.FAILED, "no verdict within 0.2 s"),
-        ("first_is_right", [1.0, 0.0], Outcome.KEEP, None),
-        ("first_is_right", [0.0, 1.0], Outcome.DROP, "first is wrong"),
-        ("first_is_right", [None], Outcome.FAILED, "samples [0] have no reward"),
-        ("later", [0.0, 1.0], Outcome.KEEP, None),
-        ("later", [0.0], Outcome.DROP, "later"),
-    ],
-)
 async def test_a_users_filter_decides_or_fails_its_group(
-    bus: Bus,
-    tmp_path: Path,
-    name: str,
-    rewards: list[float | None],
-    outcome: Outcome,
-    reason: str | None,
+    bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "mine.py").write_text(USER_FILTERS)
-    async with running(bus, f"{tmp_path}/mine.py:{name}", timeout_s=0.2) as actor, bus.read(VerdictGiven) as verdicts:
-        await complete(bus, 1, rewards)
+    monkeypatch.setenv("PHYSARUM_SECRET", "token")
+    async with running(bus, f"{tmp_path}/mine.py:all_sorts") as actor, bus.read(VerdictGiven) as verdicts:
+        for group_id, (rewards, outcome, reason) in enumerate(VERDICTS, 1):
+            await complete(bus, group_id, rewards)
+            verdict = await next_verdict(verdicts)
+            assert (verdict.outcome, verdict.reason) == (outcome, reason)
+        assert actor.stats() == {"num_keep": 1, "num_drop": 2, "num_failed": 5, "num_spare": 0}
+
+
+@pytest.mark.parametrize(("rewards", "outcome"), [([0.0, 1.0], Outcome.KEEP), ([0.0], Outcome.DROP)])
+def test_an_async_filter_is_awaited(tmp_path: Path, rewards: list[float], outcome: Outcome) -> None:
+    (tmp_path / "mine.py").write_text(USER_FILTERS)
+    samples = [
+        SampleSummary(index=index, status=SampleStatus.COMPLETED, reward=reward) for index, reward in enumerate(rewards)
+    ]
+    summary = summary_of(
+        GroupCompleted(
+            group_id=1, attempt=1, lease="l", round=0, instance="rollout.0", data="d", samples=tuple(samples)
+        )
+    )
+    answer = answering(f"{tmp_path}/mine.py:later")(msgspec.msgpack.encode(summary))
+    assert msgspec.msgpack.decode(answer, type=Verdict).outcome is outcome
+
+
+async def test_a_filter_that_hangs_costs_its_group_alone(bus: Bus, tmp_path: Path) -> None:
+    """Its process is killed, and another one judges the next group."""
+    (tmp_path / "mine.py").write_text(USER_FILTERS)
+    async with (
+        running(bus, f"{tmp_path}/mine.py:hangs_first", timeout_s=1.0),
+        bus.read(VerdictGiven) as verdicts,
+    ):
+        for group_id, expected in ((1, (Outcome.FAILED, "no verdict within 1 s")), (2, (Outcome.DROP, "after that"))):
+            await complete(bus, group_id, [1.0])
+            verdict = await next_verdict(verdicts)
+            assert (verdict.outcome, verdict.reason) == expected
+
+
+async def test_a_filter_that_cannot_be_used_ends_its_actor_before_it_has_started(bus: Bus, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def other(group): return True")
+    with pytest.RaisesGroup(pytest.RaisesExc(ValueError, match="there is no 'filter' in it")):
+        async with running(bus, f"{tmp_path}/mine.py:filter"):
+            pass
+
+
+async def test_a_filter_reads_tokens_and_texts_on_request(bus: Bus, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(USER_FILTERS)
+    segments = (segment([6, 7], prompt=[5]), segment([9], prompt=[8]))
+    segments = tuple(msgspec.structs.replace(each, text="ab") for each in segments)
+    stored = SegmentsPublished(group_id=1, attempt=1, lease="l", segments=segments, prompt="p", label="4")
+    seq = await bus.publish(stored)
+    refs = tuple(SegmentRef(seq=seq, position=position) for position in range(2))
+    sample = SampleSummary(index=0, status=SampleStatus.COMPLETED, reward=1.0, segments=refs)
+    event = GroupCompleted(group_id=1, attempt=1, lease="l", round=0, instance="rollout.0", data="d", samples=(sample,))
+    fields = ("tokens", "log_probs", "texts")
+    async with (
+        running(bus, f"{tmp_path}/mine.py:reads", filter_fields=fields),
+        bus.read(VerdictGiven) as verdicts,
+    ):
+        await bus.publish(event)
         verdict = await next_verdict(verdicts)
-        assert actor.stats()[f"num_{outcome}"] == 1
-    assert verdict.outcome is outcome
-    assert (reason in str(verdict.reason)) if reason else (verdict.reason is None)
+    assert verdict.reason == "([[6, 7, 8, 9]], [[-1.0, -1.0, 0.0, -1.0]], 'p', '4', ['abab'])"
 
 
 async def test_a_filter_that_takes_its_time_is_named(bus: Bus, tmp_path: Path) -> None:

@@ -158,6 +158,7 @@ def test_external_graders_of_a_run_that_listens_are_no_problem() -> None:
         (("rollout.mask_off_policy=true", "rollout.on_halt=restart"), "rollout.mask_off_policy", "one weight version"),
         (("rollout.over_sampling_filter=sort_by_reward_std",), "rollout.over_sampling_filter", "nothing to choose"),
         (("rollout.keep_when_insufficient=true",), "rollout.keep_when_insufficient", "without rollout.dynamic_filter"),
+        (("rollout.filter_fields=[\"texts\"]",), "rollout.filter_fields", "without a function of yours"),
         (("rollout.buffer_filter=newest", "rollout.on_halt=drop"), "rollout.buffer_filter", "has no effect with"),
         (("rollout.max_token_staleness=1", "rollout.max_staleness=2"), "rollout.max_token_staleness", "is below"),
         (("rollout.on_weight_update=abort",), "rollout.on_weight_update", "has no effect with rollout.max_staleness"),

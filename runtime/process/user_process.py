@@ -1,0 +1,219 @@
+"""A user's function in a process of its own, which can be killed: filters.
+
+The process dies with its parent. A call that takes too long costs its process, and the next call starts another one.
+Graders have processes of their own kind (actors/reward), which can also be isolated.
+"""
+
+import ctypes
+import importlib
+import os
+import resource
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import BinaryIO, Final
+
+import anyio
+from anyio.abc import Process
+from anyio.streams.buffered import BufferedByteReceiveStream
+
+from runtime.util.exit_codes import EXIT_OK, EXIT_ORPHANED
+from runtime.util.formatting import signal_name
+from runtime.util.import_path import ROOT, user_folder_last
+
+Answer = Callable[[bytes], bytes]
+
+START_S: Final = 30.0  # users' modules may be slow to import
+KILL_S: Final = 5.0
+MAX_BYTES: Final = 256 << 20  # of one call or answer
+MAX_FILES: Final = 1024  # open files
+LENGTH_BYTES: Final = 4
+PR_SET_PDEATHSIG: Final = 1
+PASSED_ON: Final = (  # environment variables that users' functions get
+    *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ", "VIRTUAL_ENV", "LD_LIBRARY_PATH"),
+    *("PYTHONHASHSEED", "PYTHONUNBUFFERED", "SSL_CERT_FILE", "SSL_CERT_DIR", "NLTK_DATA"),
+)
+
+
+class UserProcessError(Exception):
+    """The process cannot start, or ended during a call."""
+
+
+class UserFunctionError(Exception):
+    """The function raised. The message is the repr of its exception; the process has printed its traceback."""
+
+
+@dataclass(frozen=True)
+class UserLimits:
+    """Limits of a user's process."""
+
+    memory_bytes: int  # of its data
+    env: tuple[str, ...] = ()  # further environment variables that it gets
+
+
+class UserProcess:
+    """A user's function, called with bytes in another process, one call at a time."""
+
+    def __init__(self, adapter: str, name: str, limits: UserLimits) -> None:
+        """Describe the process; `start` or the first call starts it.
+
+        Args:
+            adapter: "module:function" of this project, called there with the name; returns the function on bytes.
+            name: of the user's function.
+            limits: of the process.
+        """
+        self._adapter, self._name, self._limits = adapter, name, limits
+        self._running: _Running | None = None
+        self._one_call = anyio.Lock()
+
+    async def start(self) -> None:
+        """Start the process, unless it runs.
+
+        Raises:
+            ValueError: the function cannot be used.
+            UserProcessError: the process did not start.
+        """
+        if self._running is not None:
+            return
+        words = (self._adapter, self._name, str(os.getpid()), str(self._limits.memory_bytes))
+        process = await anyio.open_process(
+            [sys.executable, "-P", "-m", "runtime.process.user_process", *words],
+            stderr=None,
+            env=self._environment(),
+            start_new_session=True,
+        )
+        running = self._running = _Running(process)
+        try:
+            with anyio.fail_after(START_S):
+                problem = (await running.receive()).decode()
+        except TimeoutError as error:
+            await self.kill()
+            raise UserProcessError(f"the process of {self._name} was not ready after {START_S:g} s") from error
+        except BaseException:
+            await self.kill()
+            raise
+        if problem:
+            await self.kill()
+            raise ValueError(problem)
+
+    async def call(self, payload: bytes) -> bytes:
+        """Call the function. A cancelled call kills the process.
+
+        Raises:
+            UserFunctionError: the function raised.
+            UserProcessError: the process ended.
+            ValueError: the function cannot be used any more.
+        """
+        async with self._one_call:
+            await self.start()
+            assert self._running is not None
+            try:
+                await self._running.send(payload)
+                return await self._running.receive()
+            except UserFunctionError:
+                raise
+            except BaseException:
+                await self.kill()
+                raise
+
+    async def kill(self) -> None:
+        """Kill the process and what it started, if it runs."""
+        running, self._running = self._running, None
+        if running is not None:
+            await running.kill()
+
+    def _environment(self) -> dict[str, str]:
+        wanted = {*PASSED_ON, *self._limits.env}
+        kept = {name: value for name, value in os.environ.items() if name in wanted or name.startswith("LC_")}
+        places = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        return {"OMP_NUM_THREADS": "1", **kept, "PYTHONPATH": os.pathsep.join(places)}
+
+
+class _Running:
+    """The pipes of a process."""
+
+    def __init__(self, process: Process) -> None:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self._process, self._stdin = process, process.stdin
+        self._stdout = BufferedByteReceiveStream(process.stdout)
+
+    async def send(self, payload: bytes) -> None:
+        try:
+            await self._stdin.send(len(payload).to_bytes(LENGTH_BYTES, "big") + payload)
+        except (anyio.BrokenResourceError, anyio.ClosedResourceError) as error:
+            raise await self._died() from error
+
+    async def receive(self) -> bytes:
+        """Receive an answer: a byte, 0 if the function raised, its length and its content."""
+        try:
+            head = await self._stdout.receive_exactly(1 + LENGTH_BYTES)
+            length = int.from_bytes(head[1:], "big")
+            if head[0] > 1 or length > MAX_BYTES:
+                raise UserProcessError("it wrote to the pipe of its process, or its answer is too large")
+            content = await self._stdout.receive_exactly(length) if length else b""
+        except (anyio.IncompleteRead, anyio.EndOfStream, anyio.BrokenResourceError) as error:
+            raise await self._died() from error
+        if not head[0]:
+            raise UserFunctionError(content.decode(errors="replace"))
+        return content
+
+    async def kill(self) -> None:
+        with anyio.CancelScope(shield=True), anyio.move_on_after(KILL_S, shield=True):
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            await self._process.wait()
+            await self._process.aclose()
+
+    async def _died(self) -> UserProcessError:
+        with anyio.move_on_after(KILL_S):
+            await self._process.wait()
+        code = self._process.returncode
+        how = "closed its pipe" if code is None else signal_name(-code) if code < 0 else f"exit code {code}"
+        return UserProcessError(f"its process ended: {how}")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Answer calls on standard input until it ends."""
+    adapter, name, parent, memory_bytes = arguments
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(parent):
+        return EXIT_ORPHANED
+    calls, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)  # the function may print
+    for kind, limit in {
+        resource.RLIMIT_DATA: int(memory_bytes),
+        resource.RLIMIT_NOFILE: MAX_FILES,
+        resource.RLIMIT_CORE: 0,
+    }.items():
+        _, hard = resource.getrlimit(kind)
+        resource.setrlimit(kind, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
+    user_folder_last()
+    module, _, function = adapter.partition(":")
+    try:
+        answer: Answer = getattr(importlib.import_module(module), function)(name)
+    except ValueError as error:
+        _write(answers, 1, str(error).encode())
+        return EXIT_OK
+    _write(answers, 1, b"")
+    while len(head := calls.read(LENGTH_BYTES)) == LENGTH_BYTES:
+        payload = calls.read(int.from_bytes(head, "big"))
+        try:
+            _write(answers, 1, answer(payload))
+        except Exception as error:  # noqa: BLE001 - a user's function may raise anything; the caller hears of it
+            traceback.print_exc()
+            _write(answers, 0, repr(error).encode(errors="replace")[: 1 << 16])
+    return EXIT_OK
+
+
+def _write(answers: BinaryIO, kind: int, content: bytes) -> None:
+    answers.write(bytes([kind]) + len(content).to_bytes(LENGTH_BYTES, "big") + content)
+    answers.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
