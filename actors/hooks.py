@@ -9,6 +9,7 @@ import msgspec
 
 from actors.buffer.deciding.selection import Kind, find_selection
 from actors.buffer.prompts.generated import find_source
+from actors.buffer.prompts.source_worker import METHODS
 from actors.filter.filters import find_filter
 from actors.reward import isolation
 from actors.reward.frames import GraderSpec
@@ -20,7 +21,7 @@ from runtime.node.checks.apart import Doing, unlimited
 from runtime.process.actor import InputError
 from runtime.settings.derived import trainer_functions
 from runtime.settings.load import places
-from runtime.settings.plugins import PluginError, is_plugin
+from runtime.settings.plugins import PluginError, is_plugin, load_class
 from runtime.settings.reading.config import Problem
 from runtime.settings.reading.toml import Loaded
 from runtime.settings.rules.topology import unmet_need
@@ -56,6 +57,9 @@ def _hooks(topology: Topology) -> Iterator[tuple[str, str, Find]]:
         if item.source is not None:
             key = f"data.{index}.source"
             yield key, item.source, partial(find_source, key, item.source)
+        if item.source_class is not None:
+            key = f"data.{index}.source_class"
+            yield key, item.source_class, partial(_find_class, key, item.source_class)
     name = topology.rollout.dynamic_filter
     if name is not None:
         yield "rollout.dynamic_filter", name, partial(find_filter, name)
@@ -69,6 +73,10 @@ def _hooks(topology: Topology) -> Iterator[tuple[str, str, Find]]:
     for kind, selection in selections.items():
         if selection is not None:
             yield f"rollout.{kind}", selection, partial(find_selection, kind, selection)
+
+
+def _find_class(key: str, value: str, base_dirs: Sequence[Path]) -> object:
+    return load_class(key, value, methods=METHODS, base_dirs=base_dirs)
 
 
 def _try_in_trainer(topology: Topology, key: str, value: str, base_dirs: Sequence[Path]) -> None:

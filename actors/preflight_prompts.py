@@ -5,9 +5,11 @@ from typing import NamedTuple
 
 import msgspec
 
+from actors.buffer.prompts.drawn import prompt_of
 from actors.buffer.prompts.generated import GeneratedPrompts, find_source
 from actors.buffer.prompts.prompts import Reader
 from actors.buffer.prompts.source import eval_reader, read_in_parts, training_reader
+from actors.buffer.prompts.source_process import START_TIMEOUT_S, SourceSettings, drawn_twice, source_settings
 from actors.buffer.prompts.tokenizing import Tokenizing, load_tokenizing
 from actors.reward.grader_check import SampleRow, check_graders
 from actors.reward.graders.builtin import INSTRUCTIONS, find_grader
@@ -46,13 +48,14 @@ class Source(NamedTuple):
 
     @property
     def place(self) -> str:
-        """The file or function that supplies its rows."""
-        return self.data.path or self.data.source or ""
+        """The file, function or class that supplies its rows."""
+        return self.data.path or self.data.source or self.data.source_class or ""
 
     @property
     def place_key(self) -> str:
-        """The settings key that names the file or function."""
-        return f"{self.key}.{'source' if self.data.path is None else 'path'}"
+        """The settings key that names the file, function or class."""
+        names = {"path": self.data.path, "source": self.data.source, "source_class": self.data.source_class}
+        return f"{self.key}.{next((name for name, value in names.items() if value is not None), 'path')}"
 
 
 class SourceSummary(msgspec.Struct):
@@ -110,12 +113,13 @@ def prompt_problems(topology: Topology, shape: HfConfig, broken: set[str], outpu
     graded: dict[str, SampleRow] = {}
     reward = topology.reward
     known = {*reward.graders, *reward.external, *reward.judges, *reward.sums}
+    settings = source_settings(topology)
     for source in _sources(topology, tokenizing):
         if source.place_key in broken:
             continue
         found = SourceSummary()
         try:
-            for prompts in _parts(source, output.doing):
+            for prompts in _parts(source, output.doing, settings):
                 usable = found.add(prompts, source)
                 if found.problem is None and not trains_demonstrations(topology):
                     found.problem = _ungraded(source, usable, known, topology.reward)
@@ -136,8 +140,17 @@ def prompt_problems(topology: Topology, shape: HfConfig, broken: set[str], outpu
         yield from check_graders(topology, graded, output.doing, output.notes)
 
 
-def _parts(source: Source, doing: Doing) -> Iterator[list[Prompt]]:
-    """Yield a source's prompts in parts; of a function, the first prompts, which a start generates too."""
+def _parts(source: Source, doing: Doing, settings: SourceSettings | None) -> Iterator[list[Prompt]]:
+    """Yield a source's prompts in parts; of a function or a class, the first prompts."""
+    if source.data.source_class is not None and settings is not None:
+        limit_s = START_TIMEOUT_S + settings.timeout_s
+
+        def drawing(first: int) -> None:
+            doing(source.place_key, source.place, f"drawing rows from {first} on", limit_s=limit_s)
+
+        rows = drawn_twice(settings, doing=drawing)
+        yield [prompt_of(number, row, source.data, source.reader) for number, row in enumerate(rows)]
+        return
     if source.data.source is not None:
         doing(source.place_key, source.place, "calling it for its first rows")
         yield list(

@@ -30,7 +30,8 @@ EPILOG = """grader   Grade samples in a grader process, with the sandbox and the
 generate Generate one sample for each line of FILE, against a tiny engine with the model of --topology. A line is a JSON
          object: prompt (as the model reads it), and optionally label and metadata.
 filter   Judge the groups of a DUMP. The verdict of the run is printed too.
-source   Call the function with the numbers 0, 1, 2 and so on.
+source   Call the function with the numbers 0, 1, 2 and so on. A class draws its rows in the process of a
+         run, gets outcomes, and draws 100 rows twice, with a kill between, which must be the same.
 
 The command reads only the samples of a dump, and imports no function that the dump names.
 
@@ -59,6 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--on", type=Path, metavar="FILE|DUMP", help="Samples. Not for source.")
     parser.add_argument("--limit", type=int, default=8, metavar="N", help="Most samples, groups or rows; 8 by default.")
     parser.add_argument("--group", action="store_true", help="grader: one call per prompt group; a FILE is one group.")
+    parser.add_argument("--file", action="append", default=[], metavar="NAME=FILE", help="source: rows for a class.")
     parser.add_argument(
         "--topology", type=Path, metavar="FILE", help="grader: its [reward]; generate: model and sampling."
     )
@@ -230,6 +232,9 @@ def _try_source(args: argparse.Namespace) -> Iterator[tuple[str, bool]]:
 
     from actors.buffer.prompts.generated import find_source
 
+    if _is_class(args.function):
+        yield from _try_class(args)
+        return
     make = find_source("source", args.function, [Path.cwd()])
     for number in range(args.limit):
         start = time.perf_counter()
@@ -242,6 +247,49 @@ def _try_source(args: argparse.Namespace) -> Iterator[tuple[str, bool]]:
         yield f"row {number}: {_short(row)}, {took_s:.4f} s", True
         if row != again:
             yield f"  a second call returned another row: {_short(again)}", False
+
+
+def _is_class(function: str) -> bool:
+    from runtime.settings.plugins import PluginError, load_class
+
+    try:
+        load_class("source", function, methods=(), base_dirs=[Path.cwd()])
+    except PluginError:
+        return False
+    return True
+
+
+def _try_class(args: argparse.Namespace) -> Iterator[tuple[str, bool]]:
+    """Draw rows in the process of a run, and then 100 rows twice, with a kill between."""
+    import time
+
+    from actors.buffer.prompts.source_process import SourceProcess, SourceSettings, drawn_twice
+    from actors.buffer.prompts.source_worker import Hello, SavedState
+    from runtime.data.data_files import DataError
+    from runtime.settings.recipe import DataConfig
+
+    files = dict(pair.partition("=")[::2] for pair in args.file)
+    settings = SourceSettings(
+        hello=Hello(key="source", value=args.function, base_dirs=(str(Path.cwd()),), files=files),
+        timeout_s=DataConfig(name="tried").timeout_s,
+    )
+    state: SavedState | None = None
+    with SourceProcess(settings) as source:
+        for number in range(args.limit):
+            start = time.perf_counter()
+            drawn = source.draw(number, 1, state=state)
+            took_s, state = time.perf_counter() - start, drawn.state
+            assert state is not None
+            size = f"{len(state.content)} bytes of state"
+            yield f"row {number}: {_short(drawn.rows[0].decode())}, {size}, {took_s:.4f} s", True
+    if state is not None and state.is_json:
+        yield f"state: {_short(state.content.decode())}", True
+    try:
+        drawn_twice(settings)
+    except DataError as error:
+        yield str(error), False
+    else:
+        yield "100 rows are the same after a kill", True
 
 
 def _short(value: Any) -> str:

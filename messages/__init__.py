@@ -25,7 +25,7 @@ from messages.calls import (
     WeightSyncRequested,
 )
 from messages.codec import DecodeError, EncodeError, decode, encode
-from messages.data import ColumnPublished, PromptStored, SegmentsPublished, SnapshotChunk
+from messages.data import ColumnPublished, DrawsStored, PromptStored, SegmentsPublished, SnapshotChunk
 from messages.engines import (
     EngineRequestsFailed,
     EngineState,
@@ -114,6 +114,7 @@ __all__ = [
     "DecodeError",
     "Demonstration",
     "DescribeRequested",
+    "DrawsStored",
     "EncodeError",
     "EngineNumbers",
     "EnginePhase",

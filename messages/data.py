@@ -60,6 +60,22 @@ class SnapshotChunk(Message, kw_only=True, tag="snapshot_chunk", eq=False):
 
 
 @register
+class DrawsStored(Message, kw_only=True, tag="draws_stored", eq=False):
+    """A chunk of rows that a data source with a state drew, and of its state after them. Written and read by buffer."""
+
+    plane = Plane.DATA
+    topic = "draws"
+    keyed = True
+    first: int  # number of the first drawn prompt
+    part: int  # from 0
+    num_parts: int
+    content: bytes  # all chunks concatenated are msgpack: rows and state
+
+    def key(self) -> str:
+        return f"{self.first}.{self.part}"
+
+
+@register
 class ColumnPublished(Message, kw_only=True, tag="column_published", eq=False):
     """A named per-token column of one sample, such as teacher_log_probs. Written by rollout, read by the trainer.
 

@@ -16,6 +16,7 @@ class BufferStarted(Message, kw_only=True, tag="buffer_started"):
     topic = "ledger.buffer_started"
     incarnation: int
     verdicts: bool = True  # whether completed groups wait for a filter's verdict; False: they are kept at once
+    tells_source: bool = False  # whether a data source with a state gets the outcomes of groups
 
 
 class IssuedGroup(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,6 +40,9 @@ class GroupsIssued(Message, kw_only=True, tag="groups_issued"):
     groups: tuple[IssuedGroup, ...]
     num_samples: int = 0  # of each group; 0: unknown
     verdicts: bool = True  # as in the buffer's BufferStarted, for readers that start in the middle of the log
+    draws: tuple[int, ...] = ()  # data messages DrawsStored: rows of the new groups, and the source's state after them
+    draws_digest: str = ""  # hex SHA-256 of these chunks together
+    num_told: int = 0  # outcomes that the source got before it drew: the oldest ones that it did not have
 
 
 @register

@@ -16,6 +16,7 @@ from actors.buffer.deciding.selecting import Selector
 from actors.buffer.deciding.selection import Selection
 from actors.buffer.deciding.tasks import eval_tasks, failed_ending, rollout_task, schedule_of, tasks_in_flight
 from actors.buffer.ledger_log import LedgerLog
+from actors.buffer.prompts.drawn import DrawnPrompts
 from actors.buffer.prompts.generated import GeneratedPrompts
 from actors.buffer.prompts.source import PromptSet, load_prompts
 from actors.buffer.prompts.storing import AvailablePrompts, PromptStore
@@ -30,6 +31,7 @@ from messages import (
     CheckpointRequested,
     CheckpointSaved,
     ColumnPublished,
+    DrawsStored,
     EvalCompleted,
     EvalEnded,
     EvalIssued,
@@ -61,7 +63,7 @@ from messages import (
 from messages.subjects import key_of
 from runtime.bus.background import in_background
 from runtime.bus.bus import Bus
-from runtime.bus.errors import AlreadyQueued, Fenced, MessageRefused, StreamFull
+from runtime.bus.errors import AlreadyQueued, Fenced, MessageRefused, PayloadLost, StreamFull
 from runtime.bus.events import Events
 from runtime.data.data_files import DataError
 from runtime.ledger.archive import first_archived
@@ -74,6 +76,7 @@ from runtime.settings.topology import Topology, has_filter
 log = structlog.get_logger()
 
 T = TypeVar("T")
+TrainingPrompts = PromptSet | GeneratedPrompts | DrawnPrompts
 
 MAX_CONCURRENT_PUBLISHES = 64  # tasks published concurrently
 EVAL_TASKS_QUEUED = 512  # tasks of one evaluation that are queued at a time
@@ -97,6 +100,7 @@ class BufferActor(Actor):
         SegmentsPublished,
         ColumnPublished,
         PromptStored,
+        DrawsStored,
         SnapshotChunk,
     )
     writes = (
@@ -119,6 +123,7 @@ class BufferActor(Actor):
         LogTrimmed,
         SelectionFailed,
         PromptStored,
+        DrawsStored,
         GroupFailed,
         EvalCompleted,
     )
@@ -144,7 +149,13 @@ class BufferActor(Actor):
         self._topology = topology
         self._bus = bus
         self._run_dir = run_dir
-        self._log = LedgerLog(bus, run_dir, stream_limits(topology).event_bytes, verdicts=has_filter(topology))
+        self._log = LedgerLog(
+            bus,
+            run_dir,
+            stream_limits(topology).event_bytes,
+            verdicts=has_filter(topology),
+            tells_source=any(item.source_class is not None for item in topology.data),
+        )
         self._left_out_step = 0  # newest checkpoint step whose snapshot fits neither into an event nor into chunks
         self._snapshot_lost = False  # the newest snapshot cannot be read: another one is due
         self._selector = Selector(topology, bus.publish)
@@ -161,6 +172,13 @@ class BufferActor(Actor):
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         with self._activity(describe_source(self._topology.data)):
             prompts = await _in_thread(lambda: load_prompts(self._topology))
+        try:
+            await self._run_on(prompts, task_status)
+        finally:
+            if isinstance(prompts, DrawnPrompts):
+                prompts.close()
+
+    async def _run_on(self, prompts: TrainingPrompts, task_status: TaskStatus[None]) -> None:
         await self._refuse_other_data(prompts)
         await self._recorder.prepare()
         sizes = {name: len(items) for name, items in prompts.evals.items()}
@@ -176,6 +194,7 @@ class BufferActor(Actor):
             self._bus.read(*LEDGER_EVENTS, from_seq=self._state.last_seq + 1) as events,
         ):
             await self._log.take_over(events, lambda: self._fold_next(events))  # the trimmer empties a full log
+            await self._resume_source(prompts)
             for loaded in prompts.loaded:
                 await self._bus.publish(loaded)
             task_status.started()
@@ -201,7 +220,7 @@ class BufferActor(Actor):
         samples = spills_of(self._state, request.group_id, request.attempt)
         return SpillsGiven(group_id=request.group_id, attempt=request.attempt, samples=samples)
 
-    async def _refuse_other_data(self, prompts: PromptSet | GeneratedPrompts) -> None:
+    async def _refuse_other_data(self, prompts: TrainingPrompts) -> None:
         """Refuse data that differs from the data of the run's start.
 
         The ledger refers to prompts by number: with other data, a resumed run would repeat some and skip others.
@@ -223,6 +242,28 @@ class BufferActor(Actor):
                     f"choose another run.name, or start over with --fresh {self._topology.run.name}"
                 )
 
+    async def _resume_source(self, prompts: TrainingPrompts) -> None:
+        """Go on from the state of a data source in the ledger.
+
+        Raises:
+            InputError: the run began with another kind of data, or the state is lost.
+        """
+        drawn, name = isinstance(prompts, DrawnPrompts), self._topology.run.name
+        if self._state.next_prompt and drawn != bool(self._state.draws):
+            before, now = ("without", "with") if drawn else ("with", "without")
+            raise InputError(
+                f"this run began {before} data.source_class, and would go on {now} it: restore the recipe, choose "
+                f"another run.name, or start over with --fresh {name}"
+            )
+        if isinstance(prompts, DrawnPrompts):
+            try:
+                await prompts.resume(self._bus, self._state)
+            except PayloadLost as error:
+                raise InputError(
+                    f"the state of the data source is lost, so its prompts cannot go on: {error}. Choose another "
+                    f"run.name, or start over with --fresh {name}"
+                ) from error
+
     async def _fold_next(self, events: Events[Message]) -> Message | None:
         """Wait for an event, fold it and return it.
 
@@ -241,14 +282,14 @@ class BufferActor(Actor):
             self._trimmer.snapshot_taken(self._state, event.covers, keep_from=self._recorder.needed_seq())
         return event
 
-    async def _keep_deciding(
-        self, events: Events[Message], schedule: Schedule, prompts: PromptSet | GeneratedPrompts
-    ) -> None:
+    async def _keep_deciding(self, events: Events[Message], schedule: Schedule, prompts: TrainingPrompts) -> None:
         """Decide in a loop, one decision at a time: append it, read it back, fold it, then carry out its effects."""
         state, incarnation, outstanding = self._state, self._state.incarnation, 0
         while True:
             if outstanding <= state.last_seq and not events.pending:
                 self._store.settled()
+                if isinstance(prompts, DrawnPrompts):
+                    prompts.settled()
                 self._snapshots.settled()
                 outstanding = await self._decide(schedule, prompts)
             event = await self._fold_next(events)
@@ -257,7 +298,7 @@ class BufferActor(Actor):
             if event is not None:
                 await self._effects(event, prompts)
 
-    async def _decide(self, schedule: Schedule, prompts: PromptSet | GeneratedPrompts) -> int:
+    async def _decide(self, schedule: Schedule, prompts: TrainingPrompts) -> int:
         """Append the next decision; return its sequence, or 0 without a decision or after another writer's append."""
         while (decision := await self._next_decision(schedule)) is not None:
             if isinstance(decision, GroupsIssued) and not await self._may_issue(decision, prompts):
@@ -265,7 +306,7 @@ class BufferActor(Actor):
             if isinstance(decision, RunFinished | RunFailed):  # the node daemon stops all processes after it
                 await self._recorder.write_rest(self._state.last_seq)
             try:
-                return await self._log.append(await self._citing(decision))
+                return await self._log.append(await self._citing(decision, prompts))
             except MessageRefused as error:
                 if not isinstance(decision, SnapshotTaken):
                     raise
@@ -273,22 +314,29 @@ class BufferActor(Actor):
                 self._left_out_step = self._state.checkpoint_step
         return 0
 
-    async def _may_issue(self, decision: GroupsIssued, prompts: PromptSet | GeneratedPrompts) -> bool:
+    async def _may_issue(self, decision: GroupsIssued, prompts: TrainingPrompts) -> bool:
         """Whether the streams have room for these groups and for prompts that must be stored first."""
         numbers = [issued.prompt for issued in decision.groups]
+        if isinstance(prompts, DrawnPrompts) and not prompts.is_drawn(decision, self._state):
+            with self._activity(describe_source(self._topology.data)):
+                await _in_thread(lambda: prompts.draw(decision, self._state))
+            self._issue_prompts = {}
         if any(number not in self._issue_prompts for number in numbers):
             with self._activity(describe_source(self._topology.data)):
                 self._issue_prompts = await _in_thread(lambda: {number: prompts.prompt(number) for number in numbers})
         adding = await to_thread.run_sync(
             self._store.bytes_to_store, decision, self._state, self._issue_prompts, abandon_on_cancel=True
         )
+        adding += prompts.pending_bytes if isinstance(prompts, DrawnPrompts) else 0
         return not await self._pressure.holds(self._state, adding=adding)
 
-    async def _citing(self, decision: Message) -> Message:
+    async def _citing(self, decision: Message, prompts: TrainingPrompts) -> Message:
         """Store prompts that are too large for tasks, and states; return the decision, citing them."""
         if isinstance(decision, SnapshotTaken):
             return await self._snapshots.with_state(decision, self._state)
         try:
+            if isinstance(decision, GroupsIssued) and isinstance(prompts, DrawnPrompts):
+                decision = await prompts.citing(self._bus, decision, self._state)
             return await self._store.citing(decision, self._state, self._issue_prompts)
         except StreamFull as error:
             raise InputError(NO_ROOM_FOR_PROMPTS) from error
@@ -306,10 +354,12 @@ class BufferActor(Actor):
             decision = decide(state, schedule, await self._selector.choose(decision), snapshots=snapshots)
         return decision
 
-    async def _effects(self, event: Message, prompts: PromptSet | GeneratedPrompts) -> None:
+    async def _effects(self, event: Message, prompts: TrainingPrompts) -> None:
         state = self._state
         match event:
             case GroupsIssued():
+                if isinstance(prompts, DrawnPrompts):
+                    prompts.folded(event, state)
                 groups = [state.groups[issued.group_id] for issued in event.groups if issued.group_id in state.groups]
                 available = AvailablePrompts(self._issue_prompts, prompts)
                 await self._publish_tasks(
@@ -324,18 +374,20 @@ class BufferActor(Actor):
                 await self._publish_tasks(islice(self._eval_tasks, 1))  # it may be the end of an evaluation item
                 await self._requeue(event.subject, prompts)
             case CheckpointSaved() | SnapshotTaken():
-                await self._purge_payloads()
+                await self._purge_payloads(prompts)
             case _:
                 pass
 
-    async def _purge_payloads(self) -> None:
+    async def _purge_payloads(self, prompts: TrainingPrompts) -> None:
         """Purge the data messages that no group, batch, dump, prompt or protected snapshot needs."""
         of_snapshots = self._snapshots.needed_from(short=self._pressure.is_high(Plane.DATA))
         elsewhere = min(self._recorder.low_water(), self._store.needed_from, of_snapshots)
+        if isinstance(prompts, DrawnPrompts):
+            elsewhere = min(elsewhere, prompts.needed_from)
         needed = min(elsewhere, await to_thread.run_sync(self._state.low_water))
         await self._bus.purge(Plane.DATA, below_seq=needed)
 
-    async def _requeue(self, subject: str, prompts: PromptSet | GeneratedPrompts) -> None:
+    async def _requeue(self, subject: str, prompts: TrainingPrompts) -> None:
         """Republish the task whose final message was dead-lettered."""
         keys = [key_of(subject, ending) for ending in (GroupCompleted, GroupAborted, GroupFailed)]
         lost = [group for key in keys if key is not None and (group := in_flight(self._state, key)) is not None]
@@ -345,12 +397,12 @@ class BufferActor(Actor):
         if key_of(subject, EvalCompleted) is not None:
             await self._begin_evaluation(prompts)
 
-    async def _publish_open_tasks(self, prompts: PromptSet | GeneratedPrompts) -> None:
+    async def _publish_open_tasks(self, prompts: TrainingPrompts) -> None:
         """Republish all open tasks after a start. The bus refuses duplicates of tasks that are queued or leased."""
         await self._publish_tasks(tasks_in_flight(self._topology, self._state, prompts))
         await self._begin_evaluation(prompts)
 
-    async def _begin_evaluation(self, prompts: PromptSet | GeneratedPrompts) -> None:
+    async def _begin_evaluation(self, prompts: TrainingPrompts) -> None:
         """Publish the first tasks of the running evaluation. Each item that ends adds the next, to bound the queue."""
         evaluation = self._state.evaluation
         if evaluation is not None:

@@ -32,16 +32,19 @@ class LedgerLog:
         run_dir: run directory, with the archive.
         planned_bytes: size of the log according to the run's topology.
         verdicts: whether a filter judges completed groups.
+        tells_source: whether a data source gets the outcomes of groups.
     """
 
-    def __init__(self, bus: Bus, run_dir: Path, planned_bytes: int, *, verdicts: bool = True) -> None:
+    def __init__(
+        self, bus: Bus, run_dir: Path, planned_bytes: int, *, verdicts: bool = True, tells_source: bool = False
+    ) -> None:
         self.state = LedgerState()
         self.unreadable: frozenset[int] = frozenset()  # log sequences covered by snapshots whose chunks are lost
         self.earlier: tuple[SnapshotTaken, ...] = ()  # snapshots before the loaded one, oldest first
         self._bus = bus
         self._run_dir = run_dir
         self._planned_bytes = planned_bytes
-        self._verdicts = verdicts
+        self._verdicts, self._tells_source = verdicts, tells_source
         self._own_seq = 0  # log sequence of the newest ledger event that was read or skipped
 
     async def load(self) -> None:
@@ -90,7 +93,8 @@ class LedgerLog:
             if (first_seq := (await self._bus.state(Plane.EVENT)).first_seq) > known + 1:
                 raise RuntimeError(f"an older buffer trimmed the log to {first_seq} while it was read from {known + 1}")
             incarnation = state.incarnation + 1
-            seq = await self._enter(BufferStarted(incarnation=incarnation, verdicts=self._verdicts))
+            started = BufferStarted(incarnation=incarnation, verdicts=self._verdicts, tells_source=self._tells_source)
+            seq = await self._enter(started)
             if not seq:  # an older buffer appended first; fold its event
                 await fold_next()
                 continue

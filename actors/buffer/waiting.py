@@ -47,8 +47,8 @@ class Activity:
 
 def describe_source(data: Sequence[DataConfig]) -> str:
     """Name the source of the prompts; a user's function is named because it may hang."""
-    sources = [item.source for item in data if item.source is not None]
-    return f"the data function {sources[0]}" if sources else "the data to be loaded"
+    sources = [item.source or item.source_class for item in data if item.path is None]
+    return f"the data source {sources[0]}" if sources else "the data to be loaded"
 
 
 def describe_wait(state: LedgerState, schedule: Schedule) -> str:

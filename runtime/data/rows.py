@@ -53,7 +53,7 @@ def row_of(record: Record, data: DataConfig) -> Row:
     """
     columns = record.columns
     try:
-        ids = None if data.source is None else _prompt_ids(columns)
+        ids = None if data.path is not None else _prompt_ids(columns)
         metadata: dict[str, Any] = _parsed(columns.get(data.metadata_key), data.metadata_key, dict[str, Any]) or {}
         if (tools := _parsed(columns.get(data.tool_key), data.tool_key, list[dict[str, Any]])) is not None:
             metadata = {**metadata, "tools": tools}

@@ -66,6 +66,7 @@ def _code_of(topology: Topology, target: Target) -> Iterator[tuple[str, str]]:
         named["rollout.custom_generate"] = rollout.custom_generate
         for index, data in enumerate(topology.data):
             named |= {f"data.{index}.source": data.source, f"data.{index}.rm_type": data.rm_type}
+            named[f"data.{index}.source_class"] = data.source_class
         named |= dict(trainer_functions(topology))
         named |= {f"eval.{index}.rm_type": item.rm_type for index, item in enumerate(topology.eval)}
         named |= {f"reward.graders.{name}": value for name, value in topology.reward.graders.items()}

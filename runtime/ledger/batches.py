@@ -86,7 +86,8 @@ def _give_back(state: LedgerState, change: TakenBack, seq: int) -> None:
             continue
         if ref in change.lost:
             describe(group, ())
-            group.event_seq, group.carried, group.payload_seq = seq, (), state.newest_payload + 1
+            group.event_seq, group.carried = seq, ()
+            group.payload_seq = min((state.newest_payload + 1, *group.draws))
             group.fruitless += 1
             group.prompt_parts, group.reason = (), "payloads_missing"  # the stored prompt may be gone too
             state.move(group, Stage.POOLED)

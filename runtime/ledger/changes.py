@@ -33,6 +33,7 @@ class Closed(msgspec.Struct, frozen=True):
 
     group: Group
     reason: str
+    is_failed: bool = False  # else it was dropped
 
 
 class Batched(msgspec.Struct, frozen=True):

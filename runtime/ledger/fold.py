@@ -39,7 +39,7 @@ from messages import (
 from messages.subjects import key_of
 from runtime.ledger.batches import evaluate, lose_ending_of_item, lose_item, note_same_weights, take_batch, take_step
 from runtime.ledger.changes import Change
-from runtime.ledger.groups import close, end_attempt, issue, judge, set_verdicts, spill
+from runtime.ledger.groups import close, end_attempt, issue, judge, note_outcomes, set_verdicts, spill, take_draws
 from runtime.ledger.state import MAX_ENDINGS_LOST, Books, EvalItem, Evaluation, Group, LedgerState, Stage
 
 __all__ = [
@@ -57,7 +57,7 @@ __all__ = [
     "in_flight",
 ]
 
-FOLD_VERSION: Final = 16  # raised when the same log folds to another state; older snapshots are then ignored
+FOLD_VERSION: Final = 17  # raised when the same log folds to another state; older snapshots are then ignored
 
 PART: Final = 512  # groups of an issue that are folded at a time, in about 2 ms
 MAX_DIGITS: Final = 20  # of a group id in a subject
@@ -109,7 +109,10 @@ def fold(state: LedgerState, event: Message, seq: int) -> tuple[Change, ...]:
     if seq <= state.last_seq:
         return ()
     state.last_seq = seq
-    return _apply(state, cast("LedgerEvent", event), seq)
+    changes = _apply(state, cast("LedgerEvent", event), seq)
+    if state.tells_source:
+        note_outcomes(state, changes)
+    return changes
 
 
 def fold_in_parts(state: LedgerState, event: Message, seq: int) -> Iterator[None]:
@@ -132,6 +135,7 @@ def _apply(state: LedgerState, event: LedgerEvent, seq: int) -> tuple[Change, ..
         case VerdictGiven():
             return judge(state, event)
         case GroupsIssued():
+            take_draws(state, event)
             return issue(state, event)
         case BufferStarted():
             return _start(state, event)
@@ -159,6 +163,8 @@ def _start(state: LedgerState, event: BufferStarted) -> tuple[Change, ...]:
     if state.gave_up is not None:  # after a restart, only spare groups still count as barren
         state.barren = len(state.in_stage(Stage.SPARE))
     state.finished, state.gave_up = None, None
+    state.tells_source = event.tells_source
+    state.outcomes = state.outcomes if event.tells_source else ()
     return set_verdicts(state, needed=event.verdicts)
 
 

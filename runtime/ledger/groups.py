@@ -15,7 +15,7 @@ from messages import (
 )
 from runtime.ledger.changes import AttemptEnded, Change, Closed, Issued, Judged
 from runtime.ledger.spills import spilled_samples, take_increments
-from runtime.ledger.state import Group, LedgerState, Stage
+from runtime.ledger.state import Group, GroupOutcome, LedgerState, Stage
 
 MAX_REASONS: Final = 256  # distinct reasons counted per outcome, because a filter may return unique texts
 OTHER_REASONS: Final = "other reasons"
@@ -69,9 +69,10 @@ def issue(state: LedgerState, event: GroupsIssued) -> tuple[Change, ...]:
                 stage=Stage.IN_FLIGHT,
                 num_samples=event.num_samples,
                 prompt_parts=issued.prompt_parts,
-                payload_seq=min((state.newest_payload + 1, *issued.prompt_parts)),
+                draws=event.draws,
+                payload_seq=min((state.newest_payload + 1, *issued.prompt_parts, *event.draws)),
             )
-            state.newest_payload = max((state.newest_payload, *issued.prompt_parts))
+            state.newest_payload = max((state.newest_payload, *issued.prompt_parts, *event.draws))
             state.enter(group)
             state.next_group = issued.group_id + 1
             state.next_prompt = issued.prompt + 1
@@ -109,7 +110,8 @@ def end_attempt(state: LedgerState, event: GroupCompleted | GroupAborted | Group
         return ended, *close(state, event.group_id, state.failed, event.reason)
     completed = isinstance(event, GroupCompleted)
     samples = event.samples if completed else longest(spilled_samples(group), event.samples)
-    group.payload_seq = min(group.prompt_parts + _cited(state, samples), default=group.payload_seq)
+    kept = group.prompt_parts + group.draws
+    group.payload_seq = min(kept + _cited(state, samples), default=group.payload_seq)
     group.event_seq, group.spilled, group.anew = seq, [], []
     if completed and (reason := wrong_count(event, group.num_samples)):
         return ended, *close(state, event.group_id, state.failed, reason)
@@ -180,13 +182,39 @@ def close(state: LedgerState, group_id: int, tally: dict[str, int], reason: str)
     group = state.remove(group_id)
     if group is None:
         return ()
-    closed = Closed(group, reason)
+    closed = Closed(group, reason, tally is state.failed)
     if reason not in tally and len(tally) >= MAX_REASONS:
         reason = OTHER_REASONS
     tally[reason] = tally.get(reason, 0) + 1
     if group.stage not in (Stage.SPARE, Stage.PASSED_OVER):  # counted already, or had their chance
         _count_barren(state, group)
     return (closed,)
+
+
+def note_outcomes(state: LedgerState, changes: Iterable[Change]) -> None:
+    """Keep the outcomes of groups for the data source: of each its first verdict, or its end without one."""
+    for change in changes:
+        if isinstance(change, Judged) and change.outcome not in (Outcome.KEEP, Outcome.SPARE):
+            continue  # it is closed next
+        if not isinstance(change, Judged | Closed) or change.group.is_told:
+            continue
+        group, is_kept = change.group, isinstance(change, Judged) and change.outcome is Outcome.KEEP
+        is_failed = isinstance(change, Closed) and change.is_failed
+        outcome = GroupOutcome(
+            number=group.prompt,
+            kind="kept" if is_kept else "failed" if is_failed else "dropped",
+            rewards=tuple(reward for reward in group.rewards if reward is not None),
+            reason="" if is_kept else change.reason or "",
+        )
+        group.is_told = True
+        state.outcomes = (*state.outcomes, outcome)
+
+
+def take_draws(state: LedgerState, event: GroupsIssued) -> None:
+    """Record the state of a data source after it got outcomes and drew the rows of an issue."""
+    if event.draws:
+        state.draws, state.draws_digest = event.draws, event.draws_digest
+        state.outcomes = state.outcomes[event.num_told :]
 
 
 def _count_barren(state: LedgerState, group: Group) -> None:

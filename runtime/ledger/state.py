@@ -1,9 +1,10 @@
 """The state that the log folds to: live prompt groups, batches, counts. Plain data, stored in snapshots."""
 
+import math
 from collections import Counter
 from enum import StrEnum
 from functools import cached_property
-from typing import Final
+from typing import Final, Literal
 
 import msgspec
 
@@ -48,6 +49,7 @@ class Group(msgspec.Struct, kw_only=True):
     spilled: list[Spilled] = []  # samples that this attempt stored while in flight: of each, the longest
     anew: list[Spilled] = []  # the same of a later lease that is not as long yet
     prompt_parts: tuple[int, ...] = ()  # data messages that hold its prompt, if it is too large for a task
+    draws: tuple[int, ...] = ()  # data messages that hold its row, if a data source with a state drew it
     payload_seq: int  # lowest data sequence that it needs; while in flight, also a bound for what it will store
     data: str = ""  # name of the data source
     indices: tuple[int, ...] = ()  # by sample; parts of one index are fan-out siblings
@@ -58,6 +60,21 @@ class Group(msgspec.Struct, kw_only=True):
     reason: str | None = None  # why it is spare or passed over
     endings_lost: int = 0  # number of undecodable endings
     fruitless: int = 0  # attempts that ended without a new token or score
+    is_told: bool = False  # whether its outcome is known to the data source, or waits to be
+
+
+class GroupOutcome(msgspec.Struct, kw_only=True, frozen=True):
+    """What became of a prompt group, for a data source with a state."""
+
+    number: int  # of the prompt
+    kind: Literal["kept", "dropped", "failed"]
+    rewards: tuple[float, ...] = ()  # of its scored samples
+    reason: str = ""  # why it was dropped or failed
+
+    @property
+    def reward(self) -> float | None:
+        """The mean reward; None: no sample has one."""
+        return math.fsum(self.rewards) / len(self.rewards) if self.rewards else None
 
 
 class EvalItem(msgspec.Struct, kw_only=True, frozen=True):
@@ -157,6 +174,10 @@ class LedgerState(Steps, kw_only=True, dict=True):
     last_seq: int = 0  # log sequence of the last folded event
     incarnation: int = 0  # of the buffer that owns the ledger
     verdicts: bool = True  # whether completed groups wait for a verdict; False: they are kept at once
+    tells_source: bool = False  # whether outcomes are kept for a data source with a state
+    outcomes: tuple[GroupOutcome, ...] = ()  # that the source does not have yet, in the order of the log
+    draws: tuple[int, ...] = ()  # data messages with the source's state; empty: it has drawn nothing
+    draws_digest: str = ""  # hex SHA-256 of them together
     first_group: int = 0  # lowest known group id, if the log's beginning is lost; earlier groups are unknown
     next_group: int = 0
     next_prompt: int = 0
@@ -228,6 +249,7 @@ class LedgerState(Steps, kw_only=True, dict=True):
         """
         needed = [group.payload_seq for group in list(self.groups.values())]
         needed += [batch.payload_seq for batch in list(self.batches.values())]
+        needed += self.draws
         if self.evaluation is not None and self.evaluation.payload_seq:
             needed.append(self.evaluation.payload_seq)
         return min(needed, default=self.newest_payload + 1)

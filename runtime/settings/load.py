@@ -13,7 +13,7 @@ from runtime.settings.observe import ObserveConfig
 from runtime.settings.plugins import PluginError, find_file
 from runtime.settings.reading.config import Problem, TopologyError
 from runtime.settings.reading.toml import SET, Loaded, convert, load_tables
-from runtime.settings.recipe import RolloutConfig
+from runtime.settings.recipe import ModelConfig, RolloutConfig
 from runtime.settings.rules.validate import validate
 from runtime.settings.slices import split_slice
 from runtime.settings.topology import RewardConfig, Topology, TrainerConfig
@@ -125,6 +125,7 @@ def _missing_files(topology: Topology, loaded: Loaded) -> Iterator[Problem]:
         named[f"rollout.{name}"] = getattr(rollout, name)
     for index, data in enumerate(topology.data):
         named |= {f"data.{index}.source": data.source, f"data.{index}.rm_type": data.rm_type}
+        named[f"data.{index}.source_class"] = data.source_class
     named |= {f"eval.{index}.rm_type": item.rm_type for index, item in enumerate(topology.eval)}
     named |= {f"reward.graders.{name}": value for name, value in reward.graders.items()}
     named |= {f"reward.judges.{name}.parser": judge.parser for name, judge in reward.judges.items()}
@@ -153,12 +154,7 @@ def _find_paths(topology: Topology, loaded: Loaded) -> Topology:
         bus=msgspec.structs.replace(
             topology.bus, credentials=finder.optional("bus.credentials", topology.bus.credentials)
         ),
-        model=msgspec.structs.replace(
-            topology.model,
-            hf_checkpoint=finder.path("model.hf_checkpoint", topology.model.hf_checkpoint),
-            ref_load=finder.optional("model.ref_load", topology.model.ref_load),
-            opd_teacher_load=finder.optional("model.opd_teacher_load", topology.model.opd_teacher_load),
-        ),
+        model=_model_found(topology.model, finder),
         critic=msgspec.structs.replace(
             topology.critic, hf_checkpoint=finder.optional("critic.hf_checkpoint", topology.critic.hf_checkpoint)
         ),
@@ -167,6 +163,8 @@ def _find_paths(topology: Topology, loaded: Loaded) -> Topology:
                 item,
                 path=None if item.path is None else finder.data_file(f"data.{index}.path", item.path),
                 source=finder.plug_in(f"data.{index}.source", item.source),
+                source_class=finder.plug_in(f"data.{index}.source_class", item.source_class),
+                files={name: finder.data_file(f"data.{index}.files.{name}", path) for name, path in item.files.items()},
                 rm_type=finder.plug_in(f"data.{index}.rm_type", item.rm_type),
             )
             for index, item in enumerate(topology.data)
@@ -200,6 +198,15 @@ def _find_paths(topology: Topology, loaded: Loaded) -> Topology:
             )
             for name, engine in topology.engines.items()
         },
+    )
+
+
+def _model_found(model: ModelConfig, finder: "_Finder") -> ModelConfig:
+    return msgspec.structs.replace(
+        model,
+        hf_checkpoint=finder.path("model.hf_checkpoint", model.hf_checkpoint),
+        ref_load=finder.optional("model.ref_load", model.ref_load),
+        opd_teacher_load=finder.optional("model.opd_teacher_load", model.opd_teacher_load),
     )
 
 

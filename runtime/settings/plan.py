@@ -161,7 +161,7 @@ def _head(topology: Topology, plan: Plan) -> Iterator[str]:
         elif data.rm_type in topology.reward.sums:
             weights = topology.reward.sums[data.rm_type]
             use = f"graded by {data.rm_type} = {' + '.join(f'{weight:g} {part}' for part, weight in weights.items())}"
-        yield f"  data     {data.name}: {data.path or data.source}, {use}"
+        yield f"  data     {data.name}: {data.path or data.source or data.source_class}, {use}"
     requested, steps = over_sampling_batch_size(rollout), topology.algorithm.num_steps_per_rollout
     parts = [f"{_length(topology)} of {rollout.rollout_batch_size} groups x {_samples(rollout)}"]
     if requested != rollout.rollout_batch_size:

@@ -75,6 +75,32 @@ def load_plugin(
     return Plugin(found, is_async)
 
 
+def load_class(key: str, value: str, *, methods: Sequence[str], base_dirs: Sequence[Path] = ()) -> type[Any]:
+    """Load a user class and check that it has the methods that are called.
+
+    Args:
+        key: setting that names it, for messages.
+        value: "module:Class" or "path/file.py:Class".
+        methods: names of the methods that it needs.
+        base_dirs: directories to look up relative files in, in order; empty: the current directory.
+
+    Raises:
+        PluginError: no such file, module or attribute; not a class; a method is missing.
+    """
+    place, separator, attribute = value.rpartition(":")
+    if not (separator and place and attribute):
+        raise PluginError(key, value, _form_problem(value))
+    found = _find(key, value, _load_module(key, value, place, attribute, base_dirs), attribute)
+    if not inspect.isclass(found):
+        raise PluginError(key, value, f"{attribute} is a {type(found).__name__}; name a class")
+    for method in methods:
+        if not callable(getattr(found, method, None)):
+            raise PluginError(key, value, f"{attribute} has no method {method}; needed: {', '.join(methods)}")
+        if inspect.iscoroutinefunction(getattr(found, method)):
+            raise PluginError(key, value, f"{attribute}.{method} is async; a plain method is needed here")
+    return found
+
+
 def _form_problem(value: str) -> str:
     problem = f"write {OWN}"
     module, dot, function = value.rpartition(".")

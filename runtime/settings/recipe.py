@@ -80,7 +80,7 @@ class ModelConfig(Config, frozen=True, kw_only=True):
 
 
 class DataConfig(Config, frozen=True, kw_only=True):
-    """One source of training prompts: a data file or a function, and the names of its columns."""
+    """One source of training prompts: a data file, a function or a class, and the names of its columns."""
 
     # Name of the source in events and logs.
     name: Name
@@ -89,6 +89,13 @@ class DataConfig(Config, frozen=True, kw_only=True):
     # Function to use instead of `path`: "module:function" or "path/file.py:function". It gets a prompt's number and
     # returns its row.
     source: Text | None = None
+    # Class to use instead of `path`: "module:Class" or "path/file.py:Class". It draws the rows, gets the outcomes of
+    # their prompt groups, and has a state that is stored with each issue. It runs in a process of its own.
+    source_class: Text | None = None
+    # Data files for the class in `source_class`, by names of your own. Its constructor gets their rows.
+    files: dict[Name, Text] = {}
+    # Seconds that the class in `source_class` may take for one issue of prompt groups. After that the run ends.
+    timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 60.0
     # Column of the prompt: a text or a list of chat messages.
     input_key: Text = "input"
     # Column of the label that graders compare with. By default there is no label.

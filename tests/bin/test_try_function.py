@@ -31,6 +31,24 @@ def together(samples):
 def numbers(number):
     return {"input": str(number)}
 
+class Doubles:
+    def __init__(self):
+        self.number = 1
+
+    def draw(self, number):
+        self.number *= 2
+        return {"input": str(self.number)}
+
+    def state(self):
+        return self.number
+
+    def restore(self, state):
+        self.number = state
+
+class Forgets(Doubles):
+    def restore(self, state):
+        pass
+
 counted = iter(range(99))
 
 def changes(number):
@@ -175,3 +193,15 @@ def test_a_generate_function_on_a_tiny_engine(
     assert '    {}["nothing"]' in raises
     assert "  failed: no such page\n" in fails
     assert "it blocked the actor for 0." in blocks
+
+
+def test_a_class_as_source_draws_in_its_process_and_again_after_a_kill(
+    functions: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, text = said(capsys, "source", f"{functions}:Doubles", "--limit", "2")
+    assert code == 0
+    assert 'row 1: "{\\"input\\":\\"4\\"}", 1 bytes of state' in text
+    assert "100 rows are the same after a kill" in text
+    code, text = said(capsys, "source", f"{functions}:Forgets", "--limit", "1")
+    assert code == 1
+    assert "row 50 differs between two runs" in text

@@ -7,11 +7,13 @@ import pytest
 
 from actors.buffer.prompts.generated import find_source
 from actors.buffer.prompts.source import load_prompts
+from actors.buffer.prompts.source_worker import Draw, Hello, Source
 from actors.buffer.prompts.tokenizing import load_tokenizing
 from actors.buffer.prompts.turns import pieces_of
 from actors.hooks import check_hooks
 from messages import Prompt
 from runtime.data.rows import read_rows
+from runtime.ledger.state import GroupOutcome
 from runtime.settings.load import load_topology
 from runtime.settings.recipe import DataConfig
 from runtime.settings.topology import Topology
@@ -20,6 +22,7 @@ from tests.docs.snippets import snippets
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "train" / "data.md"
 SFT = PAGE.with_name("sft.md")
+SOURCES = PAGE.with_name("data-sources.md")
 MODEL = ROOT / "topologies/demo/models/reverse-digits"
 START = f"""include = "laptop.toml"
 rollout.shuffle = false
@@ -71,6 +74,30 @@ def test_the_functions_of_the_page_make_prompts(folder: Path) -> None:
     found: list[Prompt] = [prompts.prompt(number) for number in (0, 9)]
     assert [prompt.prompt_ids.tolist() for prompt in found] == [[2, 3], [2, 5]]
     assert found[1].metadata == {"number": 9}
+
+
+def test_the_classes_of_the_page_of_sources_draw_and_go_on_from_their_states(folder: Path) -> None:
+    for block in snippets(SOURCES, "python"):
+        (folder / block.splitlines()[0].removeprefix("# ")).write_text(block)
+    for name in ("easy", "hard"):
+        (folder / f"{name}.jsonl").write_text(f'{{"input": "{name}", "label": 1}}\n')
+    tables: list[DataConfig] = []
+    for index, block in enumerate(snippets(SOURCES, "toml")):
+        file = folder / f"source{index}.toml"
+        file.write_text(START + block)
+        topology = load_topology(file).topology
+        assert check_hooks(topology) == []
+        tables += topology.data
+    levels, mix = tables
+    source = Source(Hello(key="k", value=levels.source_class or ""))
+    drawn = source.answer(Draw(first=0, count=32))
+    outcomes = tuple(GroupOutcome(number=n, kind="kept", rewards=(float(n != 5),)) for n in range(32))
+    again = source.answer(Draw(first=32, count=2, outcomes=outcomes, restart=True, state=drawn.state))
+    assert again.rows[0] == drawn.rows[5]  # missed, so drawn again
+    assert again.state is not None
+    assert msgspec.json.decode(again.state.content)[0] == 2  # digits: the next level
+    mixed = Source(Hello(key="k", value=mix.source_class or "", files=mix.files)).answer(Draw(first=0, count=400))
+    assert sum(b'"input":"easy"' in row for row in mixed.rows) == pytest.approx(300, abs=30)
 
 
 def test_the_demonstrations_of_the_page_train_the_turns_it_says(folder: Path) -> None:

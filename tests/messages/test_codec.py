@@ -161,6 +161,12 @@ def test_unknown_fields_are_ignored_so_that_fields_can_be_added() -> None:
 # Bytes as they were once written. They never change: a new form of a message is a new line.
 OLD = [
     ("buffer_started", b'{"type":"buffer_started","incarnation":1}'),
+    ("buffer_started", b'{"type":"buffer_started","incarnation":1,"verdicts":true}'),
+    (
+        "groups_issued",
+        b'{"type":"groups_issued","incarnation":1,"round":0,"min_version":1,'
+        b'"groups":[{"group_id":0,"attempt":0,"prompt":0,"prompt_parts":[]}],"num_samples":0,"verdicts":true}',
+    ),
     (
         "groups_issued",
         b'{"type":"groups_issued","incarnation":1,"round":0,"min_version":1,'
@@ -236,11 +242,16 @@ GOLDEN = [
         b'{"type":"snapshot_taken","incarnation":1,"covers":2,"fold_version":14,"content":"AP8=","chunks":[3,4],"digest":"5e"}',
         SnapshotTaken(incarnation=1, covers=2, fold_version=14, content=b"\x00\xff", chunks=(3, 4), digest="5e"),
     ),
-    (JSON, b'{"type":"buffer_started","incarnation":1,"verdicts":true}', BufferStarted(incarnation=1)),
+    (
+        JSON,
+        b'{"type":"buffer_started","incarnation":1,"verdicts":true,"tells_source":false}',
+        BufferStarted(incarnation=1),
+    ),
     (
         JSON,
         b'{"type":"groups_issued","incarnation":1,"round":0,"min_version":1,'
-        b'"groups":[{"group_id":0,"attempt":0,"prompt":0,"prompt_parts":[]}],"num_samples":0,"verdicts":true}',
+        b'"groups":[{"group_id":0,"attempt":0,"prompt":0,"prompt_parts":[]}],"num_samples":0,"verdicts":true,'
+        b'"draws":[],"draws_digest":"","num_told":0}',
         GroupsIssued(incarnation=1, round=0, min_version=1, groups=(IssuedGroup(group_id=0, attempt=0, prompt=0),)),
     ),
     (

@@ -11,8 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actors.buffer.prompts.demonstrations import DemonstrationReader
+from actors.buffer.prompts.drawn import DrawnPrompts
 from actors.buffer.prompts.generated import GeneratedPrompts, find_source
 from actors.buffer.prompts.prompts import LoadedData, PromptReader, Reader
+from actors.buffer.prompts.source_process import SourceProcess, source_settings
 from actors.buffer.prompts.tokenizing import Tokenizing, load_tokenizing
 from messages import Prompt
 from runtime.data.data_files import DataError
@@ -100,7 +102,7 @@ def epoch_order(num_prompts: int, seed: int, epoch: int) -> NDArray[np.int64]:
     return order
 
 
-def load_prompts(recipe: Recipe) -> PromptSet | GeneratedPrompts:
+def load_prompts(recipe: Recipe) -> PromptSet | GeneratedPrompts | DrawnPrompts:
     """Load every data source and evaluation set of a recipe. Blocks: reads files, tokenizes, calls a user's function.
 
     Raises:
@@ -111,6 +113,8 @@ def load_prompts(recipe: Recipe) -> PromptSet | GeneratedPrompts:
     reader = training_reader(recipe, tokenizing)
     if (value := recipe.data[0].source) is not None:
         return GeneratedPrompts(find_source("data.0.source", value), recipe.data[0], reader, evals)
+    if (settings := source_settings(recipe)) is not None:
+        return DrawnPrompts(SourceProcess(settings), recipe.data[0], reader, evals)
     sources = [load_data(data, reader) for data in recipe.data]
     return PromptSet(sources, evals, shuffle=recipe.rollout.shuffle, seed=recipe.rollout.seed)
 

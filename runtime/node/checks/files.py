@@ -101,8 +101,11 @@ def _no_directory(findings: Findings, key: str, value: str) -> None:
 
 
 def _data(findings: Findings, key: str, data: DataConfig) -> None:
+    for name, path in data.files.items():
+        if not Path(split_slice(path)[0]).is_file():
+            findings.missing(f"{key}.files.{name}", path, "no such file")
     if data.path is None:
-        return  # a function, checked with the plug-ins
+        return  # a function or a class, checked with the plug-ins
     file = Path(split_slice(data.path)[0])
     if not file.exists():
         findings.missing(f"{key}.path", data.path, "no such file")

@@ -99,19 +99,24 @@ def _collection(recipe: Recipe) -> Iterator[Problem]:
 def _sources(recipe: Recipe) -> Iterator[Problem]:
     for index, item in enumerate(recipe.data):
         key = f"data.{index}"
-        if item.path is None and item.source is None:
-            yield Problem(key=f"{key}.path", message=f"missing: a data file; or {key}.source, a function")
-        if item.source is None:
+        places = {"path": item.path, "source": item.source, "source_class": item.source_class}
+        given = [name for name, value in places.items() if value is not None]
+        if not given:
+            message = f"missing: a data file; or {key}.source, a function; or {key}.source_class, a class"
+            yield Problem(key=f"{key}.path", message=message)
+        if item.files and item.source_class is None:
+            yield Problem.of(f"{key}.files", item.files, f"has no effect without {key}.source_class")
+        if not given or given == ["path"]:
             continue
-        if item.path is not None:
-            yield Problem.of(
-                f"{key}.source", item.source, f"{key}.path is set too; allowed: either a file or a function"
-            )
+        own = f"{key}.{given[-1]}"
+        if len(given) > 1:
+            message = f"{key}.{given[0]} is set too; allowed: one of a file, a function and a class"
+            yield Problem.of(own, places[given[-1]], message)
         if len(recipe.data) > 1:
-            message = "must be the only data source: sources are mixed by their lengths, and a function has none"
-            yield Problem.of(f"{key}.source", item.source, message)
+            message = "must be the only data source: sources are mixed by their lengths, and this one has none"
+            yield Problem.of(own, places[given[-1]], message)
         if recipe.rollout.shuffle:
-            message = f"has no effect on {key}.source, which is called with 0, 1, 2, ... in order"
+            message = f"has no effect on {own}, which is called with 0, 1, 2, ... in order"
             yield Problem.of("rollout.shuffle", recipe.rollout.shuffle, message)
 
 
@@ -263,8 +268,10 @@ def _length(recipe: Recipe) -> Iterator[Problem]:
     if train.num_steps and train.num_epoch is not None:
         message = f"train.num_steps = {train.num_steps} also sets the length of the run; unset one of them"
         yield Problem.of("train.num_epoch", train.num_epoch, message)
-    if train.num_epoch is not None and any(item.source is not None for item in recipe.data):
-        message = "a function as data source has no length; set train.num_steps"
+    if train.num_epoch is not None and any(
+        item.source is not None or item.source_class is not None for item in recipe.data
+    ):
+        message = "a function or a class as data source has no length; set train.num_steps"
         yield Problem.of("train.num_epoch", train.num_epoch, message)
 
 

@@ -89,7 +89,7 @@ async def test_a_data_function_that_hangs_is_named(bus: Bus, tmp_path: Path) -> 
             given = await bus.call("buffer", StatsRequested(), StatsGiven, timeout_s=5)
         except CallError:  # it is not there yet
             return False
-        return given.waits_for.startswith(f"the data function {source}:endless, for ")
+        return given.waits_for.startswith(f"the data source {source}:endless, for ")
 
     async with anyio.create_task_group() as group:
         buffer = msgspec.structs.replace(

@@ -101,7 +101,7 @@ def test_a_flag_of_slime_is_known_in_every_table_and_spelling(
         ("rollout.--seed", "slime's --seed is run.seed here"),
         ("algorithm.rewards_normalization", "slime's --disable-rewards-normalization is algorithm.disable_rewards_"),
         ("trainer.no_offload_train", "slime's --offload-train has no key here: follows from engines.policy.colocate"),
-        ("rollout.data_source_path", "slime's --data-source-path is data.0.source here (a function of a prompt's num"),
+        ("rollout.data_source_path", "slime's --data-source-path is data.0.source_class here (a class with other"),
         ("engines.policy.sglang_mem_fraction_static", "SGLang's --sglang-mem-fraction-static is engines.policy.sglang"),
         ("rollout.sglang-mem-fraction-static", "SGLang's --sglang-mem-fraction-static is engines.policy.sglang.mem"),
         ("engines.policy.sglang_router_policy", "slime's --sglang-router-policy is engines.policy.router_policy here"),

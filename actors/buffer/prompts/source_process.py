@@ -1,0 +1,317 @@
+"""Runs a data source with a state in a process that can be killed. Blocks: for a thread."""
+
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Final, TypeVar
+
+import msgspec
+import structlog
+
+from actors.buffer.prompts.source_worker import LENGTH_BYTES, Draw, Drawn, Hello, Ready, SavedState, framed
+from runtime.data.data_files import DataError
+from runtime.ledger.state import GroupOutcome
+from runtime.settings.recipe import Recipe
+from runtime.settings.topology import RewardConfig, Topology
+from runtime.util.exit_codes import EXIT_OK
+from runtime.util.formatting import signal_name
+
+START_TIMEOUT_S: Final = 60.0  # to import the user's module and read the files
+KILL_TIMEOUT_S: Final = 5.0
+MAX_TRIES: Final = 3  # processes that may die in one draw
+MAX_ANSWER_BYTES: Final = 1 << 30
+PRINTED_BYTES: Final = 64 << 10  # output of the class that is logged per draw, so that it cannot fill a disk
+PASSED_ON: Final = (  # environment variables that the process gets, besides those of reward.env
+    *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ", "VIRTUAL_ENV", "LD_LIBRARY_PATH"),
+    *("PYTHONHASHSEED", "PHYSARUM_AGENT"),
+)
+ROOT: Final = Path(__file__).resolve().parents[3]  # import path of `actors`
+
+log = structlog.get_logger()
+StructT = TypeVar("StructT", bound=msgspec.Struct)
+
+
+class _DiedError(Exception):
+    """The process ended."""
+
+
+class SourceSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """The class and its limits."""
+
+    hello: Hello
+    timeout_s: float  # of one issue: all outcomes and draws together
+    env: tuple[str, ...] = ()  # further environment variables that are passed on
+
+
+def source_settings(recipe: Recipe, base_dirs: Sequence[Path] = ()) -> SourceSettings | None:
+    """The settings of the recipe's data source with a state; None: it has none."""
+    for index, item in enumerate(recipe.data):
+        if item.source_class is not None:
+            reward = recipe.reward if isinstance(recipe, Topology) else RewardConfig()
+            hello = Hello(
+                key=f"data.{index}.source_class",
+                value=item.source_class,
+                base_dirs=tuple(map(str, base_dirs)),
+                files=item.files,
+                max_row_bytes=item.max_row_bytes,
+                memory_bytes=reward.memory_bytes,
+                max_files=reward.max_files,
+            )
+            return SourceSettings(hello=hello, timeout_s=item.timeout_s, env=reward.env)
+    return None
+
+
+class SourceProcess:
+    """A data source in a process of its own. The process is started by the first draw.
+
+    After an error the process is killed; a further draw starts another one from the state that it is given.
+    """
+
+    def __init__(self, settings: SourceSettings, *, max_tries: int = MAX_TRIES) -> None:
+        self._settings, self._max_tries = settings, max_tries
+        self._process: subprocess.Popen[bytes] | None = None
+        self._at: SavedState | None = None  # the state after the newest draw of the process
+        self._has_drawn = False
+
+    def __enter__(self) -> "SourceProcess":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.kill()
+
+    def start(self) -> None:
+        """Start the process, unless it runs.
+
+        Raises:
+            DataError: the class cannot be used, or the process does not start.
+        """
+        if self._process is not None:
+            return
+        pipe = subprocess.PIPE
+        command = [sys.executable, "-P", "-m", "actors.buffer.prompts.source_worker"]
+        self._process = process = subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, stderr=pipe, env=self._environment(), start_new_session=True
+        )
+        for stream in (process.stdin, process.stdout, process.stderr):
+            assert stream is not None
+            os.set_blocking(stream.fileno(), False)
+        self._has_drawn = False
+        ready = self._ask(self._settings.hello, Ready, START_TIMEOUT_S, "loading it")
+        if ready.error:
+            self.kill()
+            raise DataError(ready.error)
+
+    def draw(
+        self, first: int, count: int, outcomes: Sequence[GroupOutcome] = (), *, state: SavedState | None = None
+    ) -> Drawn:
+        """Give the class outcomes, then draw `count` rows. A process that dies is replaced, up to `max_tries` in all.
+
+        Args:
+            first: number of the first row.
+            count: number of rows.
+            outcomes: outcomes that it did not have at `state`.
+            state: where to go on from; None: the beginning. The process restores it, unless it is there already.
+
+        Raises:
+            DataError: the class raised, hangs or returned what cannot be used, or its process died again and again.
+        """
+        name = self._settings.hello.value
+        for tries in range(1, self._max_tries + 1):
+            try:
+                self.start()
+                restart = not self._has_drawn or state is not self._at
+                request = Draw(
+                    first=first,
+                    count=count,
+                    outcomes=tuple(outcomes),
+                    restart=restart,
+                    state=state if restart else None,
+                )
+                drawn = self._ask(
+                    request, Drawn, self._settings.timeout_s, f"drawing rows {first} to {first + count - 1}"
+                )
+                break
+            except _DiedError as error:
+                self.kill()
+                if tries == self._max_tries:
+                    raise DataError(f"{name}: drawing row {first}: {error}, {self._max_tries} times") from None
+                log.warning("source_process_died", source=name, reason=str(error))
+        else:
+            raise AssertionError("the loop breaks or raises")
+        if drawn.error or drawn.state is None or len(drawn.rows) != count:
+            self.kill()
+            trace = f"\n{drawn.trace}" if drawn.trace else ""
+            raise DataError(f"{name}: {drawn.error or 'its process gave an answer that cannot be used'}{trace}")
+        self._at, self._has_drawn = drawn.state, True
+        return drawn
+
+    def kill(self) -> None:
+        """Kill the process and its process group."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(KILL_TIMEOUT_S)
+        for stream in (process.stdin, process.stdout, process.stderr):
+            if stream is not None:
+                with suppress(OSError):
+                    stream.close()
+
+    @property
+    def pid(self) -> int | None:
+        """Process id; None while no process runs."""
+        return None if self._process is None else self._process.pid
+
+    def _environment(self) -> dict[str, str]:
+        wanted = {*PASSED_ON, *self._settings.env}
+        kept = {name: value for name, value in os.environ.items() if name in wanted or name.startswith("LC_")}
+        places = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        return {"OMP_NUM_THREADS": "1", **kept, "PYTHONPATH": os.pathsep.join(places)}
+
+    def _ask(self, request: msgspec.Struct, answer: type[StructT], timeout_s: float, what: str) -> StructT:
+        """Send a request and return its answer.
+
+        Raises:
+            DataError: no answer in time, or one that is none; the process is killed.
+            _DiedError: the process ended.
+        """
+        process, name = self._process, self._settings.hello.value
+        assert process is not None
+        try:
+            content = _exchange(process, framed(request), time.monotonic() + timeout_s)
+            return msgspec.msgpack.decode(content, type=answer)
+        except TimeoutError:
+            self.kill()
+            key = self._settings.hello.key.rpartition(".")[0]
+            limit = "" if answer is Ready else f" ({key}.timeout_s)"
+            raise DataError(f"{name}: {what} took longer than {timeout_s:g} s{limit}") from None
+        except (msgspec.MsgspecError, ValueError) as error:
+            self.kill()
+            raise DataError(f"{name}: {what}: it wrote to the pipe of its process: {error}") from None
+
+
+def _exchange(process: subprocess.Popen[bytes], frame: bytes, deadline: float) -> bytes:
+    """Write a frame, read the answering frame, and forward what the class prints."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    assert process.stderr is not None
+    to_write, received, printed = memoryview(frame), bytearray(), 0
+    with selectors.DefaultSelector() as ready:
+        ready.register(process.stdin, selectors.EVENT_WRITE)
+        ready.register(process.stdout, selectors.EVENT_READ)
+        ready.register(process.stderr, selectors.EVENT_READ)
+        while not _is_complete(received):
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise TimeoutError
+            for key, _ in ready.select(left_s):
+                if key.fileobj is process.stdin:
+                    to_write = to_write[_written(key.fd, to_write) :]
+                    if not to_write:
+                        ready.unregister(process.stdin)
+                    continue
+                data = _available(key.fd)
+                if not data:
+                    ready.unregister(key.fileobj)
+                if key.fileobj is process.stderr:
+                    _forward(data[: max(0, PRINTED_BYTES - printed)])
+                    printed += len(data)
+                elif data:
+                    received += data
+                else:
+                    raise _DiedError(_ending(process))
+    return bytes(received[LENGTH_BYTES:])
+
+
+def _is_complete(received: bytearray) -> bool:
+    if len(received) < LENGTH_BYTES:
+        return False
+    end = LENGTH_BYTES + int.from_bytes(received[:LENGTH_BYTES], "big")
+    if end > MAX_ANSWER_BYTES or len(received) > end:
+        raise ValueError(f"an answer of {end} bytes")
+    return len(received) == end
+
+
+def _written(fd: int, content: memoryview) -> int:
+    try:
+        return os.write(fd, content[: 1 << 16])
+    except BlockingIOError:
+        return 0
+    except BrokenPipeError:
+        return len(content)  # reading finds the end of the process
+
+
+def _available(fd: int) -> bytes:
+    return os.read(fd, 1 << 20)
+
+
+def _forward(data: bytes) -> None:
+    sys.stderr.flush()
+    while data:
+        data = data[os.write(2, data) :]
+
+
+def _ending(process: subprocess.Popen[bytes]) -> str:
+    try:
+        code = process.wait(KILL_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        return "its process closed its output"
+    if code < 0:
+        return f"its process was killed by {signal_name(-code)}"
+    return "its process ended" if code == EXIT_OK else f"its process exited with code {code}"
+
+
+def drawn_twice(
+    settings: SourceSettings, count: int = 100, at_a_time: int = 10, doing: Callable[[int], object] = lambda _: None
+) -> list[bytes]:
+    """Draw rows twice, the second time with a kill half way, and return them.
+
+    Outcomes with rewards from 0 to 1 are given in between, some of them dropped or failed.
+
+    Raises:
+        DataError: the class cannot be used, or its rows differ the second time.
+    """
+    runs: list[list[bytes]] = []
+    for kills in (False, True):
+        state, rows, outcomes = None, list[bytes](), tuple[GroupOutcome, ...]()
+        with SourceProcess(settings) as source:
+            for first in range(0, count, at_a_time):
+                doing(first)
+                if kills and first == count // 2 // at_a_time * at_a_time:
+                    source.kill()
+                drawn = source.draw(first, at_a_time, outcomes, state=state)
+                state, rows = drawn.state, [*rows, *drawn.rows]
+                outcomes = tuple(_tried_outcome(number) for number in range(first, first + at_a_time))
+        runs.append(rows)
+    for number, (one, other) in enumerate(zip(*runs, strict=True)):
+        if one != other:
+            raise DataError(
+                f"{settings.hello.value}: row {number} differs between two runs ({_shown(one)} and {_shown(other)}). "
+                f"The second one was killed at row {count // 2} and went on from its state: rows must follow from "
+                "state and outcomes alone"
+            )
+    return runs[0]
+
+
+def _tried_outcome(number: int) -> GroupOutcome:
+    if number % 7 == 6:
+        return GroupOutcome(number=number, kind="dropped", rewards=(1.0, 1.0), reason="zero_std")
+    if number % 11 == 10:
+        return GroupOutcome(number=number, kind="failed", reason="timeout")
+    return GroupOutcome(number=number, kind="kept", rewards=(float(number % 2), 0.5, 1.0))
+
+
+def _shown(row: bytes) -> str:
+    text = row.decode()
+    return text if len(text) <= 80 else f"{text[:80]}…"

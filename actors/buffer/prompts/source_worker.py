@@ -1,0 +1,258 @@
+"""Process of a data source with a state: gives outcomes to the user's class, draws rows, saves the state.
+
+Run as `python -m actors.buffer.prompts.source_worker`, with frames on stdin and stdout. It ends with its parent.
+"""
+
+import inspect
+import os
+import resource
+import select
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, TypeVar, cast
+
+import msgspec
+
+from runtime.data.data_files import DataError, read_records
+from runtime.ledger.state import GroupOutcome
+from runtime.settings.plugins import load_class
+from runtime.util.exit_codes import EXIT_NO_HELLO, EXIT_OK
+from runtime.util.import_path import user_folder_last
+
+MAX_STATE_BYTES: Final = 1 << 20
+METHODS: Final = ("draw", "state", "restore")  # of the user's class; `told` is optional
+LENGTH_BYTES: Final = 4
+NOT_JSON: Final = (
+    "expected bytes, or a value that JSON brings back as it is: objects with text keys, lists (no tuples), texts, "
+    "finite numbers, true, false, null"
+)
+
+T = TypeVar("T")
+
+
+class SavedState(msgspec.Struct, frozen=True, kw_only=True):
+    """A state, as the class returned it."""
+
+    content: bytes  # JSON, or the bytes of the class
+    is_json: bool = True
+
+
+class Hello(msgspec.Struct, frozen=True, kw_only=True):
+    """First frame to the process: the class, its files and its limits."""
+
+    key: str  # setting that names the class, for messages
+    value: str  # "module:Class" or "path/file.py:Class"
+    base_dirs: tuple[str, ...] = ()
+    files: dict[str, str] = {}  # data files by the name of their table
+    max_row_bytes: int = 16 << 20
+    memory_bytes: int = 8 << 30
+    max_files: int = 1024
+
+
+class Ready(msgspec.Struct, frozen=True, kw_only=True):
+    """First frame from the process: ready, or the error that prevents it."""
+
+    error: str = ""
+
+
+class Draw(msgspec.Struct, frozen=True, kw_only=True):
+    """Request: give the class outcomes, then draw rows."""
+
+    first: int  # number of the first row
+    count: int
+    outcomes: tuple[GroupOutcome, ...] = ()
+    restart: bool = False  # begin with a new object, which gets `state` if there is one
+    state: SavedState | None = None
+
+
+class Drawn(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer: the rows and the state after them, or an error."""
+
+    rows: tuple[bytes, ...] = ()  # JSON objects
+    state: SavedState | None = None
+    error: str = ""
+    trace: str = ""  # of the user's exception
+
+
+class UserError(Exception):
+    """The class raised, or returned what cannot be used."""
+
+    def __init__(self, message: str, trace: str = "") -> None:
+        super().__init__(message)
+        self.trace = trace
+
+
+def framed(struct: msgspec.Struct) -> bytes:
+    """Encode a struct as a length-prefixed frame."""
+    content = msgspec.msgpack.encode(struct)
+    return len(content).to_bytes(LENGTH_BYTES, "big") + content
+
+
+class Source:
+    """An object of the user's class."""
+
+    def __init__(self, hello: Hello) -> None:
+        """Load the class and its files. Raises PluginError, or DataError for a file."""
+        self._hello = hello
+        self._class = load_class(
+            hello.key, hello.value, methods=METHODS, base_dirs=[Path(base) for base in hello.base_dirs]
+        )
+        self._arguments: list[Any] = []
+        if hello.files or not _takes(self._class, 0):
+            if not _takes(self._class, 1):
+                wanted = "one argument, the rows by file" if hello.files else "no argument, or one: the rows by file"
+                raise UserError(f"{hello.value}: its constructor must take {wanted}")
+            rows = {name: [record.columns for record in read_records(path)] for name, path in hello.files.items()}
+            self._arguments = [rows]
+        self._object: Any = None
+
+    def answer(self, request: Draw) -> Drawn:
+        """Give the class the outcomes, and draw."""
+        try:
+            if request.restart or self._object is None:
+                self._begin(request.state)
+            told: Callable[[GroupOutcome], object] = getattr(self._object, "told", lambda _: None)
+            for outcome in request.outcomes:
+                _call(f"told({outcome.kind} {outcome.number})", partial(told, outcome))
+            rows = tuple(self._row(request.first + index) for index in range(request.count))
+            return Drawn(rows=rows, state=self._state())
+        except UserError as error:
+            self._object = None  # what it is after an error is unknown
+            return Drawn(error=str(error), trace=error.trace)
+
+    def _begin(self, state: SavedState | None) -> None:
+        self._object = _call("the constructor", lambda: self._class(*self._arguments))
+        if state is not None:
+            value = msgspec.json.decode(state.content) if state.is_json else state.content
+            _call("restore()", lambda: self._object.restore(value))
+
+    def _row(self, number: int) -> bytes:
+        row: Any = _call(f"draw({number})", lambda: self._object.draw(number))
+        if not isinstance(row, dict):
+            raise UserError(f"draw({number}): expected a dict, the columns of a row, and got {type(row).__name__}")
+        content = _json(f"draw({number})", cast("dict[str, Any]", row))
+        if len(content) > 2 * self._hello.max_row_bytes:
+            raise UserError(f"draw({number}): the row has {len(content)} bytes of JSON (data.max_row_bytes)")
+        return content
+
+    def _state(self) -> SavedState:
+        value: Any = _call("state()", lambda: self._object.state())
+        is_json = not isinstance(value, bytes)
+        content = _json("state()", value, exact=True) if is_json else value
+        if len(content) > MAX_STATE_BYTES:
+            raise UserError(f"state(): has {len(content)} bytes, and at most {MAX_STATE_BYTES} are allowed")
+        return SavedState(content=content, is_json=is_json)
+
+
+def _takes(user_class: type[Any], number: int) -> bool:
+    try:
+        inspect.signature(user_class).bind(*range(number))
+    except TypeError:
+        return False
+    except ValueError:  # some classes have no signature
+        return number == 0
+    return True
+
+
+def _call(name: str, call: Callable[[], T]) -> T:
+    try:
+        return call()
+    except (Exception, SystemExit) as error:  # a user's class may raise anything
+        raise UserError(f"{name}: raised {type(error).__name__}: {error}", traceback.format_exc()) from error
+
+
+def _json(name: str, value: Any, *, exact: bool = False) -> bytes:
+    """Encode a user's value.
+
+    Args:
+        name: the call that returned it, for messages.
+        value: the value.
+        exact: whether decoding must give an equal value.
+    """
+    try:
+        content = msgspec.json.encode(value)
+        same = not exact or bool(msgspec.json.decode(content) == value)
+    except Exception as error:  # comparing a user's objects may raise anything
+        raise UserError(f"{name}: {NOT_JSON}: {error}") from error
+    if not same:
+        raise UserError(f"{name}: {NOT_JSON}")
+    return content
+
+
+def main() -> int:
+    """Answer requests until the input ends; return the exit code."""
+    fd_in, fd_out = _take_pipes()
+    threading.Thread(target=_end_with_parent, args=(fd_in,), daemon=True).start()
+    user_folder_last()
+    frame = _read(fd_in)
+    if frame is None:
+        return EXIT_NO_HELLO
+    hello = msgspec.msgpack.decode(frame, type=Hello)
+    _limit(resource.RLIMIT_DATA, hello.memory_bytes)
+    _limit(resource.RLIMIT_NOFILE, hello.max_files)
+    _limit(resource.RLIMIT_CORE, 0)
+    try:
+        source = Source(hello)
+    except (ValueError, DataError, UserError, MemoryError) as error:
+        _write(fd_out, framed(Ready(error=str(error) or type(error).__name__)))
+        return EXIT_OK
+    _write(fd_out, framed(Ready()))
+    while (frame := _read(fd_in)) is not None:
+        _write(fd_out, framed(source.answer(msgspec.msgpack.decode(frame, type=Draw))))
+    return EXIT_OK
+
+
+def _take_pipes() -> tuple[int, int]:
+    """Move the pipes to other descriptors, and redirect the class's output to stderr, which is logged."""
+    fd_in, fd_out = os.dup(0), os.dup(1)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    os.dup2(2, 1)
+    return fd_in, fd_out
+
+
+def _end_with_parent(fd_in: int) -> None:
+    """Kill this process and those that it started once the parent's end of the pipe is closed."""
+    poll = select.poll()
+    poll.register(fd_in, 0)  # only POLLHUP and POLLERR
+    poll.poll()
+    os.killpg(0, signal.SIGKILL)
+
+
+def _limit(kind: int, limit: int) -> None:
+    _, hard = resource.getrlimit(kind)
+    with suppress(OSError, ValueError):
+        resource.setrlimit(kind, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
+
+
+def _read(fd: int) -> bytes | None:
+    """Read a frame; None at the end of the input."""
+    length = _read_exactly(fd, LENGTH_BYTES)
+    return None if length is None else _read_exactly(fd, int.from_bytes(length, "big"))
+
+
+def _read_exactly(fd: int, size: int) -> bytes | None:
+    content = bytearray()
+    while len(content) < size:
+        data = os.read(fd, min(size - len(content), 1 << 20))
+        if not data:
+            return None
+        content += data
+    return bytes(content)
+
+
+def _write(fd: int, content: bytes) -> None:
+    view = memoryview(content)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
