@@ -25,7 +25,7 @@ from runtime.settings.plugins import PluginError, is_plugin, load_class
 from runtime.settings.reading.config import Problem
 from runtime.settings.reading.toml import Loaded
 from runtime.settings.rules.topology import unmet_need
-from runtime.settings.topology import RewardConfig, Topology
+from runtime.settings.topology import RewardConfig, Topology, takes_list
 from runtime.util.formatting import show
 
 Find = Callable[[Sequence[Path]], object]  # takes the directories that relative paths are resolved against
@@ -108,7 +108,7 @@ def _graders(topology: Topology) -> Iterator[tuple[str, str, Find]]:
         if _is_built_in(name):
             yield f"reward.graders.{name}", value, partial(_refuse, f"{name} is a built-in grader: use another name")
         else:
-            spec = GraderSpec(name=value, group=group)
+            spec = GraderSpec(name=value, group=takes_list(reward, name))
             yield f"reward.graders.{name}", value, partial(resolve_grader, spec)
     for name in reward.limits:
         if name not in own and not _is_built_in(name):

@@ -27,6 +27,8 @@ On Ctrl-C or SIGTERM the worker finishes what it grades within 5 s, and gives th
 exit codes: 0 stopped, 1 grader processes do not start, 2 wrong input, or the run refuses the credential"""
 PROCESSES: Final = 2
 TIMEOUT_S: Final = 60.0
+WAIT_S: Final = 0.05
+MAX_BATCH: Final = 4096
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -43,6 +45,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--processes", type=int, default=PROCESSES, metavar="N", help=f"Grader processes. Default: {PROCESSES}.")
     timeout = f"Seconds for one call of the function, which is then killed. Default: {TIMEOUT_S:g}."
     add("--timeout-s", type=float, default=TIMEOUT_S, metavar="S", help=timeout)
+    batch = "Samples of many requests that one call gets as a list, at most. Default: a call gets one sample."
+    add("--batch", type=int, metavar="N", help=batch)
+    wait = f"Seconds that a sample waits for others of its batch. Default: {WAIT_S:g}."
+    add("--wait-s", type=float, default=WAIT_S, metavar="S", help=wait)
     add("--reward-key", metavar="KEY", help="Key of the reward, if the function returns a dict.")
     add("--env", action="append", default=[], metavar="NAME", help="Environment variable to pass on. Repeatable.")
     sandbox = 'Sandbox of the function, as the setting reward.sandbox. Default: "process".'
@@ -61,6 +67,8 @@ def _work(args: argparse.Namespace) -> int:
 
     if args.processes < 1 or args.timeout_s <= 0:
         raise WrongInput("--processes and --timeout-s must be positive")
+    if args.wait_s < 0 or not (args.batch is None or 1 <= args.batch <= MAX_BATCH):
+        raise WrongInput(f"--batch is 1 to {MAX_BATCH}, and --wait-s at least 0")
     try:
         credential = read_credential(args.credential)
     except (OSError, ValueError) as error:
@@ -68,7 +76,14 @@ def _work(args: argparse.Namespace) -> int:
     if credential.kind != "grader":
         raise WrongInput(f"{args.credential} is the credential of a {credential.kind}; a worker needs that of a grader")
     screen = Screen(sys.stderr)
-    worker = ExternalWorker(credential, args.grader, _settings(args), lambda text: screen.show_all(text.split("\n")))
+    worker = ExternalWorker(
+        credential,
+        args.grader,
+        _settings(args),
+        lambda text: screen.show_all(text.split("\n")),
+        batch=args.batch,
+        wait_s=args.wait_s,
+    )
     problems: list[BaseException] = []
     try:
         with silenced():
@@ -88,9 +103,8 @@ def _settings(args: argparse.Namespace) -> "PoolSettings":
     from actors.reward.pool import PoolSettings
     from actors.reward.sandbox import Sandbox
 
-    hello = Hello(
-        graders=(GraderSpec(name=args.grader),), reward_key=args.reward_key, cpu_s=2 * args.timeout_s, traces=True
-    )
+    grader = GraderSpec(name=args.grader, group=args.batch is not None)
+    hello = Hello(graders=(grader,), reward_key=args.reward_key, cpu_s=2 * args.timeout_s, traces=True)
     hidden = (os.path.realpath(args.credential),)
     sandbox = Sandbox(kind=args.sandbox, env=tuple(args.env), hidden=hidden)
     return PoolSettings(hello=hello, sandbox=sandbox, num_processes=args.processes, timeout_s=args.timeout_s)

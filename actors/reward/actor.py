@@ -14,6 +14,7 @@ import structlog
 from anyio.abc import TaskStatus
 
 from actors.reward.answers import StoredPrompts, answers_of, sample_of
+from actors.reward.batches import Batches
 from actors.reward.frames import Graded, GraderSpec, Hello
 from actors.reward.graders.remote import remote_environment
 from actors.reward.gradings import CallLimits, RateLimit, graded_again, summed
@@ -155,6 +156,7 @@ class RewardActor(Actor):
             for name, own in config.limits.items()
         }
         self._retried = retried_causes(config)
+        self._batches: dict[str, Batches] = {}
         self._pool: GraderPool | None = None
         self._judges: Judges | None = None
         self._first = FirstGrades(bus)
@@ -175,11 +177,24 @@ class RewardActor(Actor):
             self._name_remote()
             at_once = await self._open_judges(opened)
             self._pool = await opened.enter_async_context(open_pool(self._settings))
+            self._batches = {
+                name: Batches(
+                    self._pool,
+                    GraderSpec(name=self._names[name], group=True),
+                    size=own.batch,
+                    wait_s=own.wait_s,
+                    limits=self._limits[name],
+                )
+                for name, own in self._topology.reward.limits.items()
+                if own.batch is not None
+            }
             queues = {
                 token: await opened.enter_async_context(self._bus.consume_scoring(token, ack_wait_s=self._ack_wait_s))
                 for token in (*map(grader_token, (*self._names, *self._sums)), *at_once, OWN_GRADERS)
             }
             tasks = await opened.enter_async_context(anyio.create_task_group())
+            for batches in self._batches.values():
+                tasks.start_soon(batches.run)
             for token, deliveries in queues.items():
                 for _ in range(at_once.get(token) or self._requests_at_once(self._pool, token, at_once)):
                     tasks.start_soon(self._answer_all, self._pool, deliveries, token)
@@ -238,7 +253,8 @@ class RewardActor(Actor):
         keys += [part for name, weights in self._sums.items() if grader_token(name) == token for part in weights]
         names = [self._names[key] for key in keys if key in self._names] or [""]
         calls = max(pool.calls_at_once(GraderSpec(name=name, group=of)) for name in names for of in {group, False})
-        return max([calls, *(of_judges.get(grader_token(key), 0) for key in keys)])
+        of_batches = (self._batches[key].requests_at_once for key in keys if key in self._batches)
+        return max([calls, *of_batches, *(of_judges.get(grader_token(key), 0) for key in keys)])
 
     async def _answer_all(self, pool: GraderPool, deliveries: Deliveries[ScoreRequested], token: str) -> None:
         async for delivery in deliveries:
@@ -311,8 +327,9 @@ class RewardActor(Actor):
         if self._judges is not None and name in self._judges:
             return await self._judges.grade(name, samples, pool)
         spec, limits = GraderSpec(name=self._names.get(name, name), group=group), self._limits.get(name)
+        batches = self._batches.get(name)
         return await graded_again(
-            lambda some: pool.grade(spec, some, limits),
+            (lambda some: pool.grade(spec, some, limits)) if batches is None else batches.grade,
             samples,
             causes=self._retried,
             max_tries=self._settings.max_tries,

@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
 from datetime import UTC, datetime
 from typing import Final
 
@@ -10,7 +11,9 @@ import anyio
 from anyio.abc import TaskGroup
 
 from actors.reward.answers import StoredPrompts, answers_of, sample_of
+from actors.reward.batches import Batches
 from actors.reward.frames import Graded, GraderSpec
+from actors.reward.gradings import CallLimits
 from actors.reward.pool import GraderPool, PoolSettings, open_pool
 from messages import ScoreRequested
 from messages.plain import clipped
@@ -41,7 +44,16 @@ class ExternalWorker:
     A crash costs a redelivery: the run delivers unacknowledged requests again, to this or another worker.
     """
 
-    def __init__(self, credential: Credential, grader: str, settings: PoolSettings, show: Show) -> None:
+    def __init__(
+        self,
+        credential: Credential,
+        grader: str,
+        settings: PoolSettings,
+        show: Show,
+        *,
+        batch: int | None = None,
+        wait_s: float = 0.05,
+    ) -> None:
         """Start without a connection.
 
         Args:
@@ -49,7 +61,12 @@ class ExternalWorker:
             grader: "module:function" or "path/file.py:function".
             settings: of the grader processes.
             show: prints a line for the user.
+            batch: samples of many requests that one call gets as a list, at most. None: a call gets one sample.
+            wait_s: seconds that a sample waits for others of its batch.
         """
+        self._batch = batch
+        self._wait_s = wait_s
+        self._batches: Batches | None = None
         self._credential = credential
         self._grader = grader
         self._settings = settings
@@ -68,7 +85,14 @@ class ExternalWorker:
             GraderUnusableError: the grader cannot be loaded.
             GraderStartError: grader processes do not start.
         """
-        async with open_pool(self._settings) as pool, in_background(self._show_counts):
+        async with AsyncExitStack() as opened:
+            pool = await opened.enter_async_context(open_pool(self._settings))
+            await opened.enter_async_context(in_background(self._show_counts))
+            if self._batch is not None:
+                limits = CallLimits(timeout_s=self._settings.timeout_s)
+                spec = GraderSpec(name=self._grader, group=True)
+                self._batches = Batches(pool, spec, size=self._batch, wait_s=self._wait_s, limits=limits)
+                await opened.enter_async_context(in_background(self._batches.run))
             failures = 0
             while not self._stopping:
                 connected = self._counts["connections"]
@@ -114,7 +138,8 @@ class ExternalWorker:
         self, pool: GraderPool, requests: ScoreRequests, prompts: StoredPrompts, grading: TaskGroup
     ) -> None:
         """Start to grade requests as they arrive, up to a number at a time."""
-        room = anyio.Semaphore(pool.calls_at_once(GraderSpec(name=self._grader)))
+        calls = pool.calls_at_once(GraderSpec(name=self._grader))
+        room = anyio.Semaphore(calls if self._batches is None else self._batches.requests_at_once)
 
         async def grade_one(delivery: Delivery[ScoreRequested]) -> None:
             try:
@@ -159,7 +184,9 @@ class ExternalWorker:
                 items = await prompts.items_of(request)
             except PayloadLost as error:
                 return [Graded(error=f"prompt: {error}", cause="worker_lost") for _ in request.items]
-            grades = await pool.grade(spec, [sample_of(item, request) for item in items])
+            samples = [sample_of(item, request) for item in items]
+            together = self._batches if not request.group_rm else None
+            grades = await (pool.grade(spec, samples) if together is None else together.grade(samples))
             self._note(grades)
             return grades
         self._counts["late"] += 1

@@ -19,7 +19,7 @@ class GraderSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A grader and how it is called."""
 
     name: str  # an rm_type: a built-in grader or a plug-in
-    group: bool = False  # one call for all samples of a prompt group
+    group: bool = False  # one call for a list of samples: of a prompt group, or of a batch
     parses: bool = False  # it reads a score from a judge's answer
 
 
@@ -64,6 +64,7 @@ class Graded(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     took_s: float = 0.0
     trace: str | None = None  # traceback of the error, if Hello requests them
     cause: Cause | None = None  # of the error
+    of_call: bool = False  # the whole call failed, so the error may be another sample's
     token_rewards: bytes | None = None  # [T] float32, of the response, if the grader gave a reward per token or turn
 
 

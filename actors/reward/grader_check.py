@@ -20,7 +20,7 @@ from runtime.data.dumps import DumpedGroup
 from runtime.node.checks.apart import Doing
 from runtime.settings.plugins import is_plugin
 from runtime.settings.reading.config import Problem
-from runtime.settings.topology import RewardConfig, SampleField, Topology, own_graders, sample_fields
+from runtime.settings.topology import RewardConfig, SampleField, Topology, own_graders, sample_fields, takes_list
 
 SLACK_S = 10.0  # time for a process to end
 EMPTY: Final[Mapping[SampleField, tuple[str, Any]]] = {  # fields of an empty answer
@@ -60,7 +60,8 @@ def check_graders(
         limit_s = START_TIMEOUT_S + topology.reward.timeout_s + SLACK_S
         doing(f"{key}.rm_type", name, "grading an empty answer", limit_s=limit_s)
         try:
-            error = anyio.run(_error_of, topology, GraderSpec(name=name, group=row.group), row)
+            group = row.group or (takes_list(topology.reward, row.prompt.rm_type) and not topology.reward.group_rm)
+            error = anyio.run(_error_of, topology, GraderSpec(name=name, group=group), row)
         except GraderProcessError as refusal:
             yield Problem.of(f"{key}.rm_type", name, f"a grader process does not start with this grader: {refusal}")
             return
@@ -80,7 +81,7 @@ async def _error_of(topology: Topology, spec: GraderSpec, row: SampleRow) -> str
     hello = Hello(
         graders=graders_of(topology), reward_key=config.reward_key, cpu_s=config.cpu_s or 2 * config.timeout_s
     )
-    number = topology.rollout.n_samples_per_prompt if spec.group else 1
+    number = topology.rollout.n_samples_per_prompt if row.group else 1
     fields: dict[str, Any] = {EMPTY[field][0]: EMPTY[field][1] for field in sample_fields(config)}
     fields |= {"prompt": prompt.text, "label": prompt.label, "metadata": prompt.metadata, "per": config.per}
     samples = tuple(GradedSample(index=index, **fields) for index in range(number))

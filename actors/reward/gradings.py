@@ -53,13 +53,14 @@ class CallLimits:
 
 @dataclass(eq=False, kw_only=True)
 class Grading:
-    """One call of a grader, and the samples that it grades: a single one, or a whole group."""
+    """One call of a grader, and the samples that it grades: a single one, a whole group, or a batch."""
 
     grader: GraderSpec
     samples: tuple[GradedSample, ...]
     timeout_s: float
     num_tries: int = 0  # processes that ended because of it
     abandoned: bool = False  # the caller no longer waits
+    splits: bool = False  # if the call fails, its samples are graded again in smaller batches
     alone: bool = False  # it is sent without others: one of several ended a process
     grades: list[Graded] = field(default_factory=list[Graded])
     is_done: bool = False
@@ -79,7 +80,7 @@ class Grading:
 
     def fail(self, reason: str, cause: Cause) -> None:
         """Set an error in place of each grade."""
-        self.finish([Graded(error=reason, cause=cause) for _ in self.samples])
+        self.finish([Graded(error=reason, cause=cause, of_call=True) for _ in self.samples])
 
 
 class RunningTime:

@@ -27,7 +27,7 @@ from runtime.util.exit_codes import EXIT_OK
 TICK_S: Final = 0.1
 LATE_S: Final = 0.25  # a tick later than this means that the process was suspended
 CANCEL_S: Final = 1.0  # time for a call to end once it is cancelled
-TIMEOUT: Final = Graded(error="timeout", cause="timeout")
+TIMEOUT: Final = Graded(error="timeout", cause="timeout", of_call=True)
 
 
 def grade_overlapping(
@@ -105,7 +105,7 @@ class _Calls:
             if stuck:
                 os._exit(EXIT_OK)
         elif task.cancelled():
-            self._write(grade, Graded(error="raised CancelledError()", cause="raised"))
+            self._write(grade, Graded(error="raised CancelledError()", cause="raised", of_call=True))
         else:
             self._write(grade, *task.result())
 
@@ -146,7 +146,7 @@ class _Calls:
         try:
             frame = encode_frame(CallEnded(call=grade.call, grades=found, last=last))
         except FrameError as error:
-            small = Graded(error=f"the answer is too large: {error}", cause="bad_answer")
+            small = Graded(error=f"the answer is too large: {error}", cause="bad_answer", of_call=True)
             frame = encode_frame(CallEnded(call=grade.call, grades=(small,) * len(grade.samples), last=last))
         with self._writing:
             write_all(self._fd_out, frame)

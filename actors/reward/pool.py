@@ -78,15 +78,27 @@ class GraderPool:
         return self._settings.num_processes * (self._settings.at_once if together else CALLS_PER_PROCESS)
 
     async def grade(
-        self, grader: GraderSpec, samples: Sequence[GradedSample], limits: CallLimits | None = None
+        self,
+        grader: GraderSpec,
+        samples: Sequence[GradedSample],
+        limits: CallLimits | None = None,
+        *,
+        splits: bool = False,
     ) -> list[Graded]:
         """Grade samples over all processes; return one grade or error per sample, in order.
 
         The wait is bounded by the queue's length, and by the timeout and max_tries per score.
+
+        Args:
+            grader: the grader.
+            samples: the samples; one call takes all of them if the grader takes groups.
+            limits: of its calls; None: those of the pool.
+            splits: whether samples of a failed call are graded again in smaller ones. Then it is not repeated, and its
+                failure is not counted.
         """
         limits = limits or self._limits
         parts = [tuple(samples)] if grader.group else [(sample,) for sample in samples]
-        gradings = [Grading(grader=grader, samples=part, timeout_s=limits.timeout_s) for part in parts]
+        gradings = [Grading(grader=grader, samples=part, timeout_s=limits.timeout_s, splits=splits) for part in parts]
         queue = self._send_calls if grader in self._asynchronous else self._send_gradings
         size = 1 if limits.rate is not None else self._batch_size(grader)
         try:
@@ -168,7 +180,7 @@ class GraderPool:
             grading.num_tries += 1
             if death is None:
                 self._fail(grading, TIMEOUT, "timeout")
-            elif grading.num_tries >= self._settings.max_tries:
+            elif self._tried_enough(grading):
                 self._fail(grading, f"{death}, {self._settings.max_tries} times", "sandbox_lost")
 
     async def _start_again(self, hello: Hello | None = None) -> GraderProcess:
@@ -276,6 +288,8 @@ class GraderPool:
     def _count(self, grading: Grading) -> None:
         """Count the grades of a finished call."""
         self._grading_s += sum(graded.took_s for graded in grading.grades)
+        if grading.splits and grading.grades[0].of_call:
+            return
         self._counts["scores"] += len(grading.grades)
         for graded in grading.grades:
             if graded.error is not None:
@@ -288,12 +302,18 @@ class GraderPool:
             log.warning("grader_died", reason=death)
             return
         gradings[0].num_tries += 1
-        final = gradings[0].num_tries >= self._settings.max_tries
+        final = self._tried_enough(gradings[0])
         log.warning("grader_died", reason=death, num_tries=gradings[0].num_tries, final=final)
         if final:
             self._fail(gradings.pop(0), f"{death}, {self._settings.max_tries} times", "sandbox_lost")
 
+    def _tried_enough(self, grading: Grading) -> bool:
+        return grading.splits or grading.num_tries >= self._settings.max_tries
+
     def _fail(self, grading: Grading, reason: str, cause: Cause) -> None:
+        if grading.splits:
+            grading.fail(reason, cause)
+            return
         self._counts["failed_scores"] += len(grading.samples)
         self._counts[f"{cause}_scores"] += len(grading.samples)
         grading.fail(reason, cause)

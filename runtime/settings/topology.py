@@ -407,6 +407,11 @@ class GraderLimits(Config, frozen=True, kw_only=True):
     timeout_s: Annotated[float, msgspec.Meta(gt=0)] | None = None
     # Calls per second and reward actor. Further calls wait for their turn. By default there is no limit.
     requests_per_s: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    # Number of samples that one call gets at most, as a list. They may be of many prompt groups and of evaluations. By
+    # default a call gets one sample. Only for names in `graders`.
+    batch: Annotated[int, msgspec.Meta(ge=1, le=4096)] | None = None
+    # Seconds that a sample waits for others of its batch while a process is free.
+    wait_s: Annotated[float, msgspec.Meta(ge=0, le=60)] = 0.05
 
 
 FailureAction = Literal["retry", "drop_sample", "drop_group"] | float
@@ -673,9 +678,20 @@ def min_concurrency(engine: EngineConfig) -> int:
 def scoring_time_s(topology: Topology) -> float:
     """Return the seconds that one score may take: of a function, or of the slowest judge with all of its tries."""
     reward = topology.reward
-    own = (limits.timeout_s for limits in reward.limits.values() if limits.timeout_s is not None)
+    own = ((limits.timeout_s or reward.timeout_s) * _calls_of_sample(limits) for limits in reward.limits.values())
     judges = (judge.timeout_s * judge.max_tries for judge in reward.judges.values())
     return max([reward.timeout_s, *own, *judges])
+
+
+def _calls_of_sample(limits: GraderLimits) -> int:
+    """Return how many calls a sample is in at most: a batch that fails is halved until the sample is alone."""
+    return ((limits.batch or 1) - 1).bit_length() + 1
+
+
+def takes_list(reward: RewardConfig, name: str | None) -> bool:
+    """Return whether a call of a grader gets a list of samples, of a prompt group or of a batch."""
+    limits = reward.limits.get(name or "")
+    return reward.group_rm or (limits is not None and limits.batch is not None)
 
 
 def reads_copies(topology: Topology, engine: EngineConfig) -> bool:

@@ -64,6 +64,8 @@ async def test_the_reward_functions_of_the_pages_work(folder: Path) -> None:
     spoken = tuple(Turn(start=4 * place, end=4 * place + 2, text=text) for place, text in enumerate(texts))
     stepped = GradedSample(per="turn", label=74, response_len=6, turn_spans=spoken)
     assert await rewards_of(folder, "my_steps.py:per_turn", stepped) == [1.5]
+    shared = [GradedSample(response=text) for text in ("1 of 4 words", "none")]
+    assert await rewards_of(folder, "my_batches.py:shares", *shared, group=True) == [0.5, 0.0]
     group = [GradedSample(response_len=length) for length in (5, 3, 4)]
     assert await rewards_of(folder, "my_ranking.py:shortest_wins", *group, group=True) == [0.0, 1.0, 0.0]
 

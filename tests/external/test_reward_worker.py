@@ -32,6 +32,9 @@ def match(sample):
 def fails(sample):
     raise ValueError(f"no grade for {sample.response}")
 
+def num_samples(samples):
+    return [len(samples)] * len(samples)
+
 def sleeps(sample):
     time.sleep(float(sample.response))
     return 1.0
@@ -125,6 +128,16 @@ async def test_it_grades_and_stops_in_order(run_server: RunServer) -> None:
         assert "stopped; 3 samples of 2 requests graded" in alice.shown
     assert await run_server.consumers() == consumers
     assert (await run_server.bus.state(Plane.DEAD)).messages == 0
+
+
+async def test_it_grades_samples_of_many_requests_in_one_call(run_server: RunServer) -> None:
+    async with worker(run_server, "num_samples", "--batch", "3", "--wait-s", "20") as alice:
+        await alice.until("connected to")
+        for name in ("first", "second"):
+            await run_server.put(score_request(name, items("a")))
+        await run_server.put(score_request("third", items("b")))
+        answers = [await run_server.answer() for _ in range(3)]
+    assert [score.reward for answer in answers for score in answer.scores] == [3.0] * 3
 
 
 async def test_a_grader_that_raises_is_shown_once_with_its_traceback(run_server: RunServer) -> None:

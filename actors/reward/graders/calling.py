@@ -76,7 +76,10 @@ def grade_sample(
 def grade_group(
     grader: Call, samples: Sequence[GradedSample], *, reward_key: str | None, wait: Wait, traces: bool = False
 ) -> tuple[Graded, ...]:
-    """Grade all samples of a prompt group in one call; an invalid answer fails all of them."""
+    """Grade all samples of a prompt group or a batch in one call; an invalid answer fails all of them.
+
+    An exception in the list that the grader returns fails its sample alone.
+    """
     start = time.perf_counter()
     answer, failure = _call(grader, list(samples), wait, traces)
     return _grades_of(answer, failure, samples, reward_key, time.perf_counter() - start)
@@ -117,7 +120,7 @@ def _grades_of(
         failure = _bad(f"returned {len(rewards or ())} rewards for {number} samples")
     took_s /= max(number, 1)
     if failure is not None or rewards is None:
-        return tuple(msgspec.structs.replace(failure or Graded(), took_s=took_s) for _ in range(number))
+        return (msgspec.structs.replace(failure or Graded(), took_s=took_s, of_call=True),) * number
     return tuple(
         msgspec.structs.replace(grade_of(reward, reward_key, sample), took_s=took_s)
         for reward, sample in zip(rewards, samples, strict=True)
@@ -132,6 +135,8 @@ def grade_of(answer: Any, reward_key: str | None, sample: GradedSample = ANY_SAM
 
     In place of the number it may be a list, if `sample.per` says what it is for.
     """
+    if isinstance(answer, Exception):
+        return _raised(answer, traces=False)
     if not isinstance(answer, Mapping):
         return _grade_of_value(answer, None, sample)
     by_key = cast("Mapping[Any, Any]", answer)

@@ -26,6 +26,7 @@ from runtime.settings.topology import (
     POLICY,
     REFERENCE,
     EngineConfig,
+    GraderLimits,
     JudgeConfig,
     RewardConfig,
     Topology,
@@ -75,6 +76,7 @@ def topology_problems(topology: Topology) -> Iterator[Problem]:
         _named_rewards,
         _external_graders,
         _rewards_per_token,
+        _batches,
         _failures,
         _judges,
         _needs_of_graders,
@@ -150,6 +152,21 @@ def _rewards_per_token(topology: Topology) -> Iterator[Problem]:
     message = f'"{chosen}" reads one reward per sample: let the grader return the sum, or set '
     message += 'algorithm.advantage_estimator = "ppo" or "reinforce_plus_plus", or algorithm.custom_advantage'
     yield Problem.of("reward.per", per, message)
+
+
+def _batches(topology: Topology) -> Iterator[Problem]:
+    """Refuse batches of samples for graders that get one sample or a whole prompt group."""
+    reward = topology.reward
+    for name, limits in reward.limits.items():
+        key = f"reward.limits.{name}.batch"
+        if limits.batch is None:
+            if limits.wait_s != GraderLimits().wait_s:
+                yield Problem.of(f"reward.limits.{name}.wait_s", limits.wait_s, f"has no effect unless {key} is set")
+        elif name not in reward.graders:
+            yield Problem.of(key, limits.batch, "is for functions in reward.graders; a built-in grader gets one sample")
+        elif reward.group_rm:
+            message = "cannot be combined with reward.group_rm, where one call gets a whole prompt group"
+            yield Problem.of(key, limits.batch, message)
 
 
 def _failures(topology: Topology) -> Iterator[Problem]:

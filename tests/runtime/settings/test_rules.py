@@ -142,6 +142,17 @@ def test_external_graders_of_a_run_that_listens_are_no_problem() -> None:
         (("optimizer.min_lr=1",), "optimizer.min_lr", "is above optimizer.lr"),
         (("optimizer.lr_decay_style=cosine", "optimizer.lr_decay_iters=20"), "optimizer.lr_warmup_iters", "must end"),
         (("reward.group_rm=true", "data.0.rm_type=my:rank", "eval.0.rm_type=none"), "eval.0.rm_type", "single samples"),
+        (
+            ("reward.limits.f1.batch=64",),
+            "reward.limits.f1.batch",
+            "is for functions in reward.graders; a built-in grader gets one sample",
+        ),
+        (
+            ("reward.graders.own=my:f", "reward.limits.own.batch=64", "reward.group_rm=true"),
+            "reward.limits.own.batch",
+            "cannot be combined with reward.group_rm",
+        ),
+        (("reward.limits.f1.wait_s=1",), "reward.limits.f1.wait_s", "no effect unless reward.limits.f1.batch is set"),
         (("reward.per=token",), "reward.per", '"grpo" reads one reward per sample: let the grader return the sum'),
         (
             (*IN_PLACE, ROUTED),
