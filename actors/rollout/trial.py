@@ -106,7 +106,15 @@ class _Trial:
         prompt = Prompt(data="try", row=number, text=row.prompt, prompt_ids=ids, label=row.label, metadata=row.metadata)
         sample = OpenSample(index=number, prompt_len=len(ids))
         max_tokens = self._params.max_new_tokens
-        talk = Conversation(prompt, sample, max_tokens=max_tokens, ask=self._ask, model=self._model, keep=self._keep)
+        talk = Conversation(
+            prompt,
+            sample,
+            max_tokens=max_tokens,
+            ask=self._ask,
+            model=self._model,
+            keep=self._keep,
+            temperature=self._params.temperature,
+        )
         started, error, trace, status = time.monotonic(), None, None, "failed"
         async with in_background(self._watch_loop):
             try:
@@ -130,6 +138,8 @@ class _Trial:
     async def _ask(self, sample: OpenSample, stop: Sequence[str] | None, limit: int) -> bool:
         self._num_requests += 1
         params = self._params if stop is None else msgspec.structs.replace(self._params, stop=tuple(stop))
+        if (temperature := sample.turns[-1].temperature) is not None:
+            params = msgspec.structs.replace(params, temperature=temperature)
         ids = SampleInput(sample.prompt_of(self._prompt_ids), sample.buffer, sample.pending).ids()
         seed = sampling_seed(self._seed, ("try",), sample.index, sample.part)
         body = generate_body(f"try-{self._num_requests}", [ids], params, max_new_tokens=limit, seeds=[seed])

@@ -10,7 +10,7 @@ import anyio
 import msgspec
 import numpy as np
 
-from actors.rollout.samples.sample import NUM_TURNS, OpenSample, Turn, tokens_left
+from actors.rollout.samples.sample import NUM_TURNS, TEMPERATURES, OpenSample, Turn, tokens_left
 from actors.rollout.sglang.served_model import ServedModel
 from messages import Int32Array, Prompt, SampleStatus, Score
 
@@ -40,6 +40,7 @@ class FunctionRun:
     ask: Ask
     keep: Keep
     model: ServedModel
+    temperature: float = 1.0  # the recipe's
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
     requests: anyio.Lock = field(default_factory=anyio.Lock)  # a sample has one slot, so one request at a time
     num_asking: int = 0
@@ -86,6 +87,8 @@ class Context:
         self._inputs: list[int] = []
         self._num_turns = 0
         self._num_replayed = sample.num_turns
+        for turn, temperature in zip(sample.turns, sample.metadata.get(TEMPERATURES, ()), strict=False):
+            turn.temperature = temperature
         self._untrained: list[tuple[int, int]] = []
 
     @property
@@ -109,13 +112,19 @@ class Context:
         return max(0, self._limit - self._end_of(self._num_turns) - len(self._inputs))
 
     async def generate(
-        self, *, stop: Sequence[str] | None = None, max_new_tokens: int | None = None, train: bool = True
+        self,
+        *,
+        stop: Sequence[str] | None = None,
+        max_new_tokens: int | None = None,
+        temperature: float | None = None,
+        train: bool = True,
     ) -> str:
         """Return the model's next turn as text. Never returns if the sample is halted or has no room for more tokens.
 
         Args:
             stop: stop strings of the turn; None: those of the recipe.
             max_new_tokens: limit of this turn; None: the room left in the conversation.
+            temperature: of this turn; None: the recipe's. A turn at another one than the recipe's does not train.
             train: whether the turn's tokens train.
 
         Raises:
@@ -126,7 +135,10 @@ class Context:
         self._run.model.check_stop(stop or ())
         if max_new_tokens is not None and max_new_tokens < 1:
             raise ValueError(f"max_new_tokens = {max_new_tokens}: a turn has at least 1 token")
-        turn = await self._next_turn()
+        if temperature is not None and not (math.isfinite(temperature) and temperature >= 0):
+            raise ValueError(f"temperature = {temperature!r}: expected a number of at least 0")
+        turn = await self._next_turn(temperature)
+        train = train and temperature in (None, self._run.temperature)
         if self._num_turns >= self._num_replayed:
             await self._go_on(turn, stop, self._run.max_tokens if max_new_tokens is None else max_new_tokens)
         return self._end_turn(turn, train=train)
@@ -199,7 +211,7 @@ class Context:
         buffer, start = self._sample.buffer, end - turn.num_tokens
         return TurnTokens(buffer.ids[start:end].tolist(), buffer.log_probs[start:end].tolist(), turn.text)
 
-    async def _next_turn(self) -> Turn:
+    async def _next_turn(self, temperature: float | None = None) -> Turn:
         """Return the next turn: the recorded one during a replay, otherwise a new one."""
         if self.asking:
             raise ValueError("two turns at the same time: each begins after the one before has ended")
@@ -208,11 +220,17 @@ class Context:
         sample, inputs = self._sample, Int32Array(self._inputs)
         if self._num_turns == len(sample.turns):
             sample.pending = inputs
-            sample.turns.append(Turn(inputs=inputs))
+            sample.turns.append(Turn(inputs=inputs, temperature=temperature))
+            chosen = [turn.temperature for turn in sample.turns]
+            if any(each is not None for each in chosen):
+                sample.metadata = {**sample.metadata, TEMPERATURES: chosen}  # before its first token is stored
         turn = sample.turns[self._num_turns]
         if not np.array_equal(turn.inputs, inputs):
             where = f"input before turn {self._num_turns + 1}"
             await self._run.leave(mismatch=f"{where}: {turn.inputs.tolist()!r:.300}, now {inputs.tolist()!r:.300}")
+        if turn.temperature != temperature:
+            where = f"temperature of turn {self._num_turns + 1}"
+            await self._run.leave(mismatch=f"{where}: {turn.temperature}, now {temperature}")
         return turn
 
     async def _go_on(self, turn: Turn, stop: Sequence[str] | None, max_new_tokens: int) -> None:
@@ -279,7 +297,9 @@ class Context:
             raise ValueError(f"sample_metadata cannot be sent: {error}") from error
         if len(encoded) > MAX_METADATA_BYTES:
             raise ValueError(f"sample_metadata has {len(encoded)} bytes as JSON; allowed: at most {MAX_METADATA_BYTES}")
-        self._sample.metadata = {**noted, NUM_TURNS: max(self._num_turns, self._sample.num_turns)}
+        noted.pop(TEMPERATURES, None)  # not the function's to set
+        kept = {name: value for name, value in self._sample.metadata.items() if name == TEMPERATURES}
+        self._sample.metadata = {**noted, **kept, NUM_TURNS: max(self._num_turns, self._sample.num_turns)}
 
     def settle(self) -> None:
         """Copy text, reward and what does not train to the sample, after the function has ended.

@@ -46,8 +46,9 @@ class Conversation(Context):
         ask: Ask,
         model: ServedModel,
         keep: Keep = keep_nothing,
+        temperature: float = 1.0,
     ) -> None:
-        super().__init__(FunctionRun(prompt, max_tokens, ask, keep, model), sample)
+        super().__init__(FunctionRun(prompt, max_tokens, ask, keep, model, temperature), sample)
         self.starts_again = False  # the function asks for another start from the prompt
         self.reason = ""
         self._end = SampleStatus.COMPLETED

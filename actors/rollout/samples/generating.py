@@ -112,6 +112,7 @@ class Generation:
             ask=self._ask_for_turn,
             model=self._tools.model,
             keep=self._keep,
+            temperature=self._task.sampling.temperature,
         )
         self._conversations.append(conversation)
         self._tools.conversations.add(conversation)
@@ -137,6 +138,10 @@ class Generation:
         params = self._params(sample)
         if stop is not None:
             params = msgspec.structs.replace(params, stop=tuple(stop))
+        if (temperature := sample.turns[-1].temperature) is not None and not sample.is_baseline:
+            params = msgspec.structs.replace(params, temperature=temperature)
+        if params.temperature == 0.0:
+            params = msgspec.structs.replace(params, top_p=1.0, top_k=-1, return_sampling_mask=False)
         goes_on = await self._send([sample], params, limit)
         await self._store.flush()
         return goes_on

@@ -15,6 +15,7 @@ from messages import Int32Array, SampleKey, SampleStatus, SampleSummary, Score, 
 from runtime.settings.topology import TOKEN_REWARDS
 
 FINISHED = (SampleStatus.COMPLETED, SampleStatus.TRUNCATED)
+TEMPERATURES = "turn_temperatures"  # metadata key: of each turn, those that a function chose; null: the recipe's
 NUM_TURNS = "num_turns"  # metadata key: number of finished turns of a conversation
 
 
@@ -26,6 +27,7 @@ class Turn:
     num_tokens: int = 0
     text: str = ""
     inputs: Int32Array = field(default_factory=Int32Array)  # input after the turn before
+    temperature: float | None = None  # that a generate function chose; None: the recipe's
 
 
 @dataclass(eq=False)

@@ -178,3 +178,11 @@ async def asks_a_service_without_log_probs(conversation: Conversation) -> None:
         return [30], None
 
     await conversation.generate_by(service)
+
+
+async def plans_greedily(conversation: Conversation) -> None:
+    """A greedy turn, then one at the recipe's temperature. The second run wants another one for the first turn."""
+    RUNS.append(conversation.prompt)
+    await conversation.generate(temperature=0.0 if len(RUNS) != 2 else None)
+    conversation.append_ids([60])
+    await conversation.generate()
