@@ -33,7 +33,7 @@ def ledger() -> None:
 
 
 def watch() -> None:
-    """Show where the time of a run went."""
+    """Show a run."""
     _run("watch")
 
 

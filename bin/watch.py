@@ -1,4 +1,4 @@
-"""Show where the time of a run went, during the run or after it: by step, split into parts that add up."""
+"""Show a run, live or after its end: as a page in a browser, or where the time of its steps went."""
 
 import argparse
 import signal
@@ -13,7 +13,7 @@ if __name__ == "__main__":
 
     handle_ctrl_c()
 
-from bin.entry import Screen, ended, parser_of, run
+from bin.entry import Screen, WrongInput, ended, parser_of, run
 from runtime.util.exit_codes import EXIT_FAILED, EXIT_INPUT_ERROR, EXIT_INTERRUPTED, EXIT_OK
 from runtime.util.formatting import printable_json
 
@@ -31,7 +31,10 @@ exit codes: 0 printed; 1 the log cannot be read; 2 the run does not exist; 130 s
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit code."""
-    args = _parser().parse_args(argv)
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if args.json and not args.time:
+        parser.error("--json goes with --time")
     return ended(lambda: _watch(args))
 
 
@@ -42,7 +45,17 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument(
         "--time", action="store_true", help="Print the time of all steps so far by part, each with its worst step."
     )
-    parser.add_argument("--json", action="store_true", help="Print one JSON object, with the parts of each step.")
+    what.add_argument(
+        "--page",
+        metavar="ADDRESS",
+        nargs="?",
+        const="127.0.0.1:0",
+        help="Serve a page with curves, states, times and the ledger, until Ctrl-C. ADDRESS is a loopback address "
+        "and a port; by default 127.0.0.1:0, any free port.",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="With --time: print one JSON object, with the parts of each step."
+    )
     return parser
 
 
@@ -63,6 +76,8 @@ def _watch(args: argparse.Namespace) -> int:
     problems: list[BaseException] = []
     try:
         with silenced():
+            if args.page is not None:
+                return anyio.run(_unless_stopped, lambda: _serve(found, args.page))
             return anyio.run(_unless_stopped, lambda: _print_times(found, as_json=args.json))
     except* (NoLog, BusError, ClientsUnreadable, OSError, ValueError) as errors:
         problems = flatten(errors)
@@ -87,6 +102,41 @@ async def _unless_stopped(tell: Callable[[], Awaitable[int]]) -> int:
         tasks.cancel_scope.cancel()
         return exit_code
     return EXIT_INTERRUPTED
+
+
+async def _serve(found: "FoundRun", address: str) -> int:
+    import socket
+
+    import anyio
+    import msgspec
+
+    from actors.observer.page import Address, Page, follow, new_token, served
+    from runtime.node.claims.rundir import TOPOLOGY_FILE
+    from runtime.report.observed import Observed
+
+    try:
+        place = Address.of(address)
+    except ValueError as error:
+        raise WrongInput(f"--page {error}") from None
+    stored, num_steps = found.directory / TOPOLOGY_FILE, 0
+    if stored.exists():
+        num_steps = int(msgspec.json.decode(stored.read_bytes()).get("train", {}).get("num_steps", 0))
+    screen, token = Screen(sys.stdout), new_token()
+    observed = Observed(found.name, num_steps)
+    page = Page(observed, token)
+
+    def progress(text: str) -> None:
+        if screen.can_rewrite:
+            screen.rewrite(text)
+
+    async with served(page, place) as port, anyio.create_task_group() as tasks:
+        host = f"[{place.host}]" if ":" in place.host else place.host
+        screen.show(f"page      http://{host}:{port}/?token={token}")
+        screen.show(f"from another machine, first: ssh -L {port}:{host}:{port} {socket.gethostname()}")
+        screen.show("Ctrl-C ends the page; the run goes on")
+        sys.stdout.flush()
+        tasks.start_soon(follow, found, observed, page, progress)
+    return EXIT_OK
 
 
 async def _print_times(found: "FoundRun", *, as_json: bool) -> int:

@@ -372,6 +372,7 @@ LIFE_CYCLE = {"PayloadsMissing", "GroupsClosed", "VerdictGiven"}  # events that 
 ONLY_SAYS = {
     "runtime.report.lines",  # matches on them for the words of a failure
     "runtime.report.breakdown",  # notes their times, whatever they change
+    "runtime.report.observed",  # shows them
 }
 
 

@@ -298,7 +298,7 @@ class NodeDaemon:
         async with bus.serve(handlers), anyio.create_task_group() as tasks:
             tasks.start_soon(self._keep_claim, claim)
             tasks.start_soon(self._publish_changes, bus)
-            if self._accounts is not None and self._plan.address is not None and self._bus_url is not None:
+            if self._accounts is not None and self._bus_url is not None:
                 url, _ = split_login(self._bus_url.reveal())
                 reload = partial(self._supervision.reload, BUS_PROCESS)
                 tasks.start_soon(self._accounts.run, url, self._certificate, reload)

@@ -28,6 +28,7 @@ from messages import (
     GroupsClosed,
     GroupsIssued,
     Message,
+    Outcome,
     PairsEvaluated,
     RunFinished,
     TrainerStarted,
@@ -197,6 +198,8 @@ class Breakdown(msgspec.Struct):
                 self._complete(event, time)
             case VerdictGiven():
                 self._ready(event.group_id, time)
+                if event.outcome in (Outcome.DROP, Outcome.FAILED):
+                    self._end([event.group_id], time)
             case GroupAborted() | GroupFailed():
                 self._end([event.group_id], time)
             case GroupsClosed():

@@ -103,6 +103,11 @@ class Report:
         self._evaluated_row: MetricRow | None = None  # row of an older step whose evaluation still runs
         self._dropped: dict[str, int] = {}  # counts at the newest row
 
+    @property
+    def ledger(self) -> LedgerState:
+        """The ledger as folded so far. The caller does not change it."""
+        return self._ledger
+
     def begin(self, ledger: LedgerState) -> None:
         """Begin from a ledger state, because earlier events are not available."""
         self._ledger, self.version = ledger, ledger.version

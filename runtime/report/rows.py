@@ -134,7 +134,7 @@ class MetricsFile:
 
     def put(self, row: MetricRow) -> None:
         """Write the row of a step. Numbers that JSON cannot express become "NaN", "Infinity" or "-Infinity"."""
-        row = {key: _spelled(value) for key, value in row.items()}
+        row = {key: spelled(value) for key, value in row.items()}
         step, known = row["step"], self._num_keys.get(row["step"])
         if known is not None and known >= len(row):
             return
@@ -160,7 +160,7 @@ def _rows(path: Path) -> Iterator[MetricRow]:
             yield row
 
 
-def _spelled(value: Any) -> Any:
+def spelled(value: Any) -> Any:
     """Convert a float that is not finite to protobuf's JSON spelling, which Python's float() reads."""
     if not isinstance(value, float) or math.isfinite(value):
         return value

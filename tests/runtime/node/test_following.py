@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import anyio
+import msgspec
 import nats
 import pytest
 
@@ -21,7 +22,8 @@ from runtime.node.external_clients import Clients, ServerAccounts, locked, read_
 from runtime.node.following import OBSERVER, followed, observer_login
 from runtime.node.reopen import FoundRun, NoLog
 from runtime.util.secrets import Login, Secret, with_login
-from tests.fixtures.nats import TEST_LIMITS, TEST_STREAMS
+from tests.fixtures.nats import TEST_LIMITS, TEST_STREAMS, eventually
+from tests.runtime.node.test_daemon import Running, plan
 from tests.support.log_of_a_run import LOG
 from tests.support.running_server import RunningServer, running_server
 
@@ -154,3 +156,15 @@ async def test_a_login_of_another_kind_with_its_name_is_refused(tmp_path: Path) 
         write_clients(tmp_path / "bus", Clients(graders=("poems",), clients=(grader,)))
     with pytest.raises(ValueError, match="is no viewer: revoke it"):
         observer_login(found(tmp_path))
+
+
+async def test_a_run_that_listens_on_this_machine_alone_accepts_its_observers_while_it_runs(tmp_path: Path) -> None:
+    server = ServerSettings(store_dir=tmp_path / "nats", login=NODE)
+    run = Running(msgspec.structs.replace(plan(tmp_path), server=server, address=None))
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(run.daemon.run)
+        await eventually((tmp_path / "bus.url").exists)
+        async with followed(FoundRun(name="r", directory=tmp_path), waits=False) as events:
+            assert events.live
+        await run.shown("credential of viewer observer: accepted")
+        os.kill(os.getpid(), signal.SIGTERM)

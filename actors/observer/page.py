@@ -1,0 +1,243 @@
+"""The page of a run: static files and server-sent events, on a loopback address, for holders of its token."""
+
+import asyncio
+import secrets
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import anyio
+import msgspec
+from aiohttp import web
+
+from runtime.bus.errors import BusError
+from runtime.node.claims.rundir import BUS_FILE
+from runtime.node.external_clients import ClientsUnreadable
+from runtime.node.following import followed
+from runtime.node.reopen import FoundRun, NoLog
+from runtime.report.observed import Observed
+from runtime.settings.placement import is_loopback
+from runtime.util.errors import flatten
+
+STATIC: Final = Path(__file__).parent / "static"
+FILES: Final = {  # what is served, and as what; nothing else is
+    "index.html": "text/html",
+    "app.js": "text/javascript",
+    "app.css": "text/css",
+    "uPlot.iife.min.js": "text/javascript",
+    "uPlot.min.css": "text/css",
+}
+HEADERS: Final = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+LOCAL_NAMES: Final = ("127.0.0.1", "localhost", "[::1]")
+COOKIE: Final = "physarum"
+UPDATE_EVERY_S: Final = 1.0  # at most; a page gets what changed meanwhile together
+PING_EVERY_S: Final = 15.0  # without a change, so that a lost page is noticed
+SEND_TIMEOUT_S: Final = 30.0  # a page that takes nothing for so long is dropped; it connects again by itself
+MAX_STREAMS: Final = 16  # pages open at once
+AGAIN_S: Final = 2.0  # after a log that cannot be read
+LOOK_EVERY_S: Final = 1.0  # whether a run that ended was started again
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Address(NamedTuple):
+    """Where a page is served."""
+
+    host: str
+    port: int  # 0: any free one
+
+    @classmethod
+    def of(cls, text: str) -> "Address":
+        """Read `host:port`.
+
+        Raises:
+            ValueError: it is no such address, or other machines could reach it.
+        """
+        host, colon, port = text.rpartition(":")
+        host = host.removeprefix("[").removesuffix("]")
+        if not colon or not port.isascii() or not port.isdigit() or int(port) > 65535:
+            raise ValueError(f"{text!r} is no address: write host:port, such as 127.0.0.1:0 (any free port)")
+        if not is_loopback(host):
+            raise ValueError(
+                f"{text!r}: the page has no TLS, so it is served on this machine alone, such as on 127.0.0.1:0; from "
+                "another machine reach it with ssh -L"
+            )
+        return cls(host, int(port))
+
+
+class Page:
+    """The HTTP side of the page. It sends what `observed` holds, each time that `changed` was called."""
+
+    def __init__(self, observed: Observed, token: str) -> None:
+        self._observed = observed
+        self._token = token
+        self._changed = asyncio.Event()
+        self._num_streams = 0
+        self._files = {name: (STATIC / name).read_bytes() for name in FILES}
+        self.live = False
+        self.problem = ""  # why the log cannot be read
+
+    def changed(self) -> None:
+        """Have all pages updated."""
+        before, self._changed = self._changed, asyncio.Event()
+        before.set()
+
+    def application(self) -> web.Application:
+        """Return the application to serve."""
+        application = web.Application(middlewares=[self._guard])
+        application.router.add_get("/", self._index)
+        application.router.add_get("/static/{name}", self._file)
+        application.router.add_get("/events", self._events)
+        return application
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Refuse foreign hosts, which a foreign page may have pointed here, and requests without the token."""
+        if request.host.rpartition(":")[0] not in LOCAL_NAMES and request.host not in LOCAL_NAMES:
+            return _refused(403, "This page is served to 127.0.0.1 and localhost alone.")
+        given = request.query.get("token")
+        if request.path == "/" and given is not None:
+            if not self._is_token(given):
+                return _refused(403, "This is not the token of this page: open the URL that the command printed.")
+            response = web.Response(status=303, headers={**HEADERS, "Location": "/"})
+            response.set_cookie(COOKIE, self._token, httponly=True, samesite="Strict", path="/")
+            return response
+        if not self._is_token(request.cookies.get(COOKIE, "")):
+            return _refused(401, "Open the URL that the command printed: it has the token of this page.")
+        return await handler(request)
+
+    def _is_token(self, given: str) -> bool:
+        return secrets.compare_digest(given.encode(), self._token.encode())
+
+    async def _index(self, _: web.Request) -> web.StreamResponse:
+        return self._content("index.html")
+
+    async def _file(self, request: web.Request) -> web.StreamResponse:
+        name = request.match_info["name"]
+        return self._content(name) if name in FILES else _refused(404, "There is no such file.")
+
+    def _content(self, name: str) -> web.Response:
+        return web.Response(body=self._files[name], content_type=FILES[name], charset="utf-8", headers=HEADERS)
+
+    async def _events(self, request: web.Request) -> web.StreamResponse:
+        """Send all that there is, then what changes, until the page is closed."""
+        if self._num_streams >= MAX_STREAMS:
+            return _refused(503, f"{MAX_STREAMS} pages are open: close one.")
+        self._num_streams += 1
+        try:
+            response = web.StreamResponse(headers={**HEADERS, "Content-Type": "text/event-stream"})
+            await response.prepare(request)
+            from_step = 0
+            while True:
+                changed = self._changed
+                await _send(response, b"data: " + msgspec.json.encode(self._state(from_step)) + b"\n\n")
+                from_step = max(0, self._observed.steps - 8)  # rows of late evaluations change
+                await asyncio.sleep(UPDATE_EVERY_S)
+                while not changed.is_set():
+                    with anyio.move_on_after(PING_EVERY_S):
+                        await changed.wait()
+                    if not changed.is_set():
+                        await _send(response, b": still here\n\n")
+        except (ConnectionResetError, TimeoutError):
+            return web.Response(status=499)  # the page was closed
+        finally:
+            self._num_streams -= 1
+
+    def _state(self, from_step: int) -> Mapping[str, Any]:
+        observed = self._observed
+        return {
+            "from_step": from_step,
+            "live": self.live,
+            "problem": self.problem,
+            "now": observed.now(),
+            "ledger": observed.ledger(),
+            "times": observed.times(from_step),
+            "rows": observed.curves(from_step),
+        }
+
+
+async def _send(response: web.StreamResponse, content: bytes) -> None:
+    with anyio.fail_after(SEND_TIMEOUT_S):
+        await response.write(content)
+
+
+def _refused(status: int, text: str) -> web.Response:
+    return web.Response(status=status, text=text, headers=HEADERS)
+
+
+@asynccontextmanager
+async def served(page: Page, address: Address) -> AsyncGenerator[int, None]:
+    """Serve a page for the duration of a block; yield its port.
+
+    Raises:
+        OSError: the port is taken.
+    """
+    runner = web.AppRunner(page.application(), access_log=None, shutdown_timeout=0.5)
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, address.host, address.port)
+        await site.start()
+        yield runner.addresses[0][1]
+    finally:
+        with anyio.CancelScope(shield=True):
+            await runner.cleanup()
+
+
+async def follow(run: FoundRun, observed: Observed, page: Page, progress: Callable[[str], None]) -> None:
+    """Fold the events of a run into what the page shows, and go on when the run is started again. Never returns.
+
+    Args:
+        run: the run.
+        observed: what the page shows.
+        page: told of every change.
+        progress: called with what was read so far, or why the log cannot be read.
+    """
+    while True:
+        started = _start_of(run)
+        page.problem = ""
+        try:
+            await _follow_once(run, observed, page, progress)
+        except* (NoLog, BusError, ClientsUnreadable, OSError) as errors:
+            page.problem = str(flatten(errors)[0])
+            progress(page.problem)
+        page.live = False
+        page.changed()
+        if page.problem:
+            await asyncio.sleep(AGAIN_S)
+            started = -1
+        while _start_of(run) == started:  # noqa: ASYNC110 - another process writes the file: there is no event
+            await asyncio.sleep(LOOK_EVERY_S)
+
+
+async def _follow_once(run: FoundRun, observed: Observed, page: Page, progress: Callable[[str], None]) -> None:
+    async with followed(run, from_seq=observed.seq + 1) as events:
+        async for batch in events.batches():
+            page.live = events.live
+            for received in batch:
+                observed.apply(received.message, received.seq, received.time.timestamp())
+            page.changed()
+            progress(f"{observed.num_events:,} events read, step {observed.steps}")
+            await asyncio.sleep(0)  # requests get their turn between two batches of a long history
+
+
+def _start_of(run: FoundRun) -> int:
+    """Return what changes when a node daemon starts the run."""
+    try:
+        return (run.directory / BUS_FILE).stat().st_mtime_ns
+    except OSError:
+        return 0
+
+
+def new_token() -> str:
+    """Return a random token for one page."""
+    return secrets.token_urlsafe(24)

@@ -1,0 +1,258 @@
+// The page of a run. Everything that comes from the run is set as text, never as markup.
+"use strict";
+
+const CURVES = [
+  ["Reward", ["rollout/raw_reward", "rollout/rewards"]],
+  ["Evaluation", /^eval\/(?!step$)(?!.*-(truncated|newer_weights)_ratio$)[^/]+$/],
+  ["Loss", ["train/loss", "train/pg_loss", "train/sft_loss", "train/preference_loss"]],
+  ["KL", ["train/kl_loss", "train/ppo_kl", "rollout/kl"]],
+  ["Entropy", ["train/entropy_loss"]],
+  ["Response length, tokens", ["rollout/response_len/mean", "rollout/response_len/max"]],
+  ["Truncated", ["rollout/truncated_ratio"]],
+  ["Staleness", ["rollout/staleness_mean", "rollout/staleness_max"]],
+  ["Gradient norm", ["train/grad_norm", "train/critic-grad_norm"]],
+  ["Tokens per second", ["perf/tokens_per_sec"]],
+  ["Step time, s", ["perf/step_time", "perf/train_wait_time", "perf/train_time"]],
+  ["Log-prob difference of engine and trainer", ["train/train_rollout_logprob_abs_diff"]],
+];
+const COLOURS = ["#1a73e8", "#e8710a", "#188038", "#a142f4", "#d93025", "#129eaf", "#b06000", "#7b8794",
+  "#c5221f", "#5f6368", "#34a853", "#fa7b17", "#4285f4", "#9334e6", "#e52592"];
+const BOOKS = ["issued", "trained", "skipped", "dropped", "failed", "pooled", "ready", "in_flight"];
+const LIVE = ["in_flight", "pooled", "ready"];
+const MAX_FOUND = 24; // charts of a search
+const TABS = ["curves", "now", "time", "ledger"];
+
+const rows = new Map(); // metrics by step
+const times = new Map(); // seconds by part, by the begin of a step: its end has the number of the last one
+const charts = new Map(); // by the id of their element
+let state = null;
+
+const at = (id) => document.getElementById(id);
+const make = (name, text, kind) => {
+  const element = document.createElement(name);
+  if (text !== undefined) element.textContent = String(text);
+  if (kind) element.className = kind;
+  return element;
+};
+const clock = (seconds) => new Date(seconds * 1000).toLocaleTimeString();
+const short = (value, digits = 3) => Number(value).toFixed(digits);
+
+function fillTable(table, heads, lines) {
+  const head = make("tr");
+  for (const [text, kind] of heads) head.append(make("th", text, kind));
+  const body = lines.map((cells) => {
+    const line = make("tr");
+    cells.forEach((cell, index) => line.append(cell instanceof Node ? cell : make("td", cell, heads[index][1])));
+    return line;
+  });
+  table.replaceChildren(head, ...body);
+}
+
+// charts
+
+function number(value) {
+  if (value === undefined || value === null) return null;
+  const found = Number(value);
+  return Number.isFinite(found) ? found : null;
+}
+
+function draw(place, names, data, options = {}) {
+  const style = getComputedStyle(document.documentElement);
+  const [text, line] = ["--text", "--line"].map((name) => style.getPropertyValue(name).trim());
+  const width = Math.max(120, place.clientWidth - 18);
+  const known = charts.get(place);
+  const key = JSON.stringify([names, text]);
+  if (known && known.key === key) {
+    if (known.chart.width !== width) known.chart.setSize({ width, height: known.chart.height });
+    known.chart.setData(data);
+    return;
+  }
+  if (known) known.chart.destroy();
+  const axis = { stroke: text, grid: { stroke: line, width: 1 }, ticks: { stroke: line, width: 1 } };
+  const series = names.map((name, index) => {
+    const colour = COLOURS[index % COLOURS.length];
+    const fill = options.stacked ? { fill: colour, points: { show: false } } : {};
+    return { label: name, stroke: colour, width: 1.5, spanGaps: true, ...fill, value: options.value };
+  });
+  const chart = new uPlot({
+    width, height: options.height || 200, scales: { x: { time: Boolean(options.time) } },
+    axes: [axis, { ...axis, size: 64 }], series: [{ label: options.time ? "time" : "step" }, ...series],
+  }, data, place);
+  charts.set(place, { chart, key });
+}
+
+function stacked(columns) { // each column plus those after it, so that the first one is drawn first and highest
+  const sums = columns.map((column) => column.slice());
+  for (let index = columns.length - 2; index >= 0; index--) {
+    sums[index] = sums[index].map((value, row) => value + sums[index + 1][row]);
+  }
+  return sums;
+}
+
+function chartBox(parent, id, title) {
+  let box = at(id);
+  if (!box) {
+    box = make("div", undefined, "chart");
+    box.id = id;
+    box.append(make("h3", title), make("div"));
+    parent.append(box);
+  }
+  return box.lastChild;
+}
+
+function drawCurves() {
+  const steps = [...rows.keys()].sort((a, b) => a - b);
+  const known = new Set();
+  for (const row of rows.values()) for (const name of Object.keys(row)) known.add(name);
+  const wanted = CURVES.map(([title, which]) => [
+    title, which instanceof RegExp ? [...known].filter((name) => which.test(name)).sort() : which.filter((name) => known.has(name)),
+  ]);
+  const search = at("search").value.trim();
+  if (search) {
+    const found = [...known].filter((name) => name.includes(search)).sort().slice(0, MAX_FOUND);
+    wanted.unshift(...found.map((name) => [name, [name]]));
+  }
+  const ids = new Set();
+  const parent = at("charts");
+  for (const [title, names] of wanted) {
+    if (!names.length) continue;
+    const id = `chart ${title}`;
+    ids.add(id);
+    const place = chartBox(parent, id, title);
+    draw(place, names, [steps, ...names.map((name) => steps.map((step) => number(rows.get(step)[name])))]);
+  }
+  for (const box of [...parent.children]) {
+    if (ids.has(box.id)) continue;
+    const known = charts.get(box.lastChild);
+    if (known) known.chart.destroy();
+    charts.delete(box.lastChild);
+    box.remove();
+  }
+  if (!parent.children.length) parent.append(make("p", "No step has been trained yet.", "faint"));
+}
+
+function drawNow() {
+  const now = state.now;
+  at("progress").textContent = state.live ? now.progress : now.ended || "no node daemon runs this run";
+  at("waiting").replaceChildren(...Object.entries(now.waiting).map(([who, what]) => make("p", `${who} waits for ${what}`, "bad")));
+  if (now.course.length) {
+    const columns = LIVE.map((name) => now.course.map((sample) => sample[1 + BOOKS.indexOf(name)]));
+    draw(at("course"), LIVE, [now.course.map((sample) => sample[0]), ...stacked(columns)], {
+      stacked: true, time: true, value: (chart, value, series, row) => value === null || row === null ? "" : columns[series - 1][row],
+    });
+  }
+  fillTable(at("engines"), [["engine"], ["state"], ["weights", "number"], ["update, s", "number"], ["paused, s", "number"], ["since"], ["reason"]],
+    now.engines.map((engine) => [engine.name, engine.state, `v${engine.version}`, short(engine.update_s), short(engine.pause_s),
+      engine.since ? clock(engine.since) : "", engine.reason]));
+  fillTable(at("processes"), [["process"], ["node"], ["state"], ["restarts", "number"], ["since"], ["reason"]],
+    now.processes.map((process) => [process.name, process.node, make("td", process.is_up ? "up" : "down", process.is_up ? "" : "bad"),
+      process.restarts, clock(process.since), process.reason]));
+  at("lines").replaceChildren(...now.lines.slice().reverse().map(([time, text]) => make("li", `${clock(time)}  ${text}`)));
+}
+
+function drawTime() {
+  const found = state.times;
+  const whole = Object.values(found.totals).reduce((sum, seconds) => sum + seconds, 0);
+  at("time-sum").textContent = whole ? `${short(whole, 1)} s in ${found.num_steps} steps. Each second has one part, so the parts add up.` : "No step has ended yet.";
+  const lines = Object.entries(found.totals).filter(([, seconds]) => seconds > 0).sort((a, b) => b[1] - a[1]).map(([part, seconds]) => {
+    const cell = make("td", undefined, "bar");
+    const fill = make("div", undefined, "fill");
+    fill.style.width = `${(100 * seconds) / whole}%`;
+    cell.append(fill);
+    let [most, name] = [0, ""];
+    for (const of of times.values()) {
+      if ((of.parts[part] || 0) > most) [most, name] = [of.parts[part], `step ${of.step}: ${short(of.parts[part])} s${of.worst[part] ? `, ${of.worst[part]}` : ""}`];
+    }
+    return [part, short(seconds), `${short((100 * seconds) / whole, 1)} %`, cell, name, found.parts[part]];
+  });
+  fillTable(at("parts"), [["part", "keep"], ["seconds", "number"], ["share", "number"], ["", "bar"], ["most in"], ["the time in which", "more"]], lines);
+  const steps = [...times.values()].filter((step) => !step.parts.start && !step.parts.end).sort((a, b) => a.begin - b.begin);
+  const names = Object.keys(found.parts).filter((part) => steps.some((step) => step.parts[part] > 0));
+  if (!steps.length) return;
+  const columns = names.map((part) => steps.map((step) => step.parts[part] || 0));
+  draw(at("steps"), names, [steps.map((step) => step.step), ...stacked(columns)], {
+    stacked: true, height: 280, value: (chart, value, series, row) => value === null || row === null ? "" : `${short(columns[series - 1][row])} s`,
+  });
+}
+
+function drawLedger() {
+  const ledger = state.ledger;
+  const [issued, ...parts] = BOOKS;
+  at("books").textContent = `${ledger.books[issued]} issued = ${parts.map((name) => `${ledger.books[name]} ${name.replace("_", " ")}`).join(" + ")}`;
+  fillTable(at("stages"), [["state"], ["groups", "number"], ["ids"]], Object.entries(ledger.stages).filter(([, stage]) => stage.count).map(([name, stage]) =>
+    [name.replace("_", " "), stage.count, stage.groups.join(", ") + (stage.count > stage.groups.length ? ", ..." : "")]));
+  const reasons = ["dropped", "failed"].flatMap((outcome) => Object.entries(ledger[outcome]).map(([reason, count]) => [outcome, reason, count]));
+  fillTable(at("reasons"), [["outcome"], ["reason"], ["groups", "number"]], reasons);
+  fillTable(at("endings"), [["time"], ["outcome"], ["reason"], ["ids"]], ledger.endings.map((ending) =>
+    [clock(ending.time), ending.outcome, ending.reason, ending.group_ids.join(", ")]));
+}
+
+const DRAW = { curves: drawCurves, now: drawNow, time: drawTime, ledger: drawLedger };
+
+// tabs
+
+const chosen = () => (TABS.includes(location.hash.slice(1)) ? location.hash.slice(1) : TABS[0]);
+
+function show() {
+  const tab = chosen();
+  for (const name of TABS) {
+    at(`view-${name}`).hidden = name !== tab;
+    at(`tab-${name}`).setAttribute("aria-selected", String(name === tab));
+    at(`tab-${name}`).tabIndex = name === tab ? 0 : -1;
+  }
+  if (state) DRAW[tab]();
+}
+
+function choose(tab, focus) {
+  location.hash = tab;
+  show();
+  if (focus) at(`tab-${tab}`).focus();
+}
+
+for (const tab of TABS) at(`tab-${tab}`).addEventListener("click", () => choose(tab, false));
+at("tabs").addEventListener("keydown", (event) => {
+  const move = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+  if (move) choose(TABS[(TABS.indexOf(chosen()) + move + TABS.length) % TABS.length], true);
+});
+document.addEventListener("keydown", (event) => {
+  const tab = TABS[Number(event.key) - 1];
+  if (tab && event.target.tagName !== "INPUT" && !event.ctrlKey && !event.metaKey && !event.altKey) choose(tab, true);
+});
+at("search").addEventListener("input", () => state && drawCurves());
+window.addEventListener("hashchange", show);
+window.addEventListener("resize", show);
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", show);
+
+// updates
+
+function status(text, lost) {
+  at("status").textContent = text;
+  at("status").className = lost ? "lost" : "";
+}
+
+function take(message) {
+  state = JSON.parse(message.data);
+  const now = state.now;
+  if (state.from_step === 0) {
+    rows.clear();
+    times.clear();
+  }
+  for (const row of state.rows) rows.set(row.step, row);
+  for (const step of state.times.steps) times.set(step.begin, step);
+  at("title").textContent = now.run || "Physarum";
+  document.title = `${now.run} · Physarum`;
+  const steps = now.num_steps ? `step ${now.step} of ${now.num_steps}` : `${now.step} steps`;
+  const late = now.first_seq > 1 ? `; the log begins at event ${now.first_seq}, and earlier ones are not archived here` : "";
+  if (state.problem) {
+    status(state.problem, true);
+    show();
+    return;
+  }
+  status(`${state.live ? "running" : now.ended || "not running"}, ${steps}, weights v${now.weights.held}, ${now.num_events} events${late}`, false);
+  show();
+}
+
+const source = new EventSource("/events");
+source.onmessage = take;
+source.onerror = () => status("The connection is lost; it is tried again.", true);
+show();

@@ -1,0 +1,105 @@
+"""What observers show of a run, folded from hand-made logs."""
+
+import msgspec
+
+from messages import (
+    ActorExited,
+    ActorStarted,
+    EngineState,
+    EngineStateChanged,
+    Message,
+    Outcome,
+    RunFinished,
+    RunStalled,
+    WeightsApplied,
+)
+from messages.events import EngineUpdate
+from runtime.ledger.fold import LedgerState, fold
+from runtime.report.observed import KEPT_COURSE, KEPT_ENDINGS, KEPT_ROWS, Observed, Thinned
+from tests.build.events import announced, batch, completed, issued, snapshot, trained, verdict
+from tests.support.log_of_a_run import LOG
+
+
+def folded(*events: Message, first_seq: int = 1) -> Observed:
+    observed = Observed("r", 2)
+    for seq, event in enumerate(events, first_seq):
+        observed.apply(event, seq, 1000.0 + seq)
+    return observed
+
+
+def test_a_log_becomes_rows_books_and_endings() -> None:
+    observed = folded(*LOG)
+    assert observed.ledger()["books"] == msgspec.to_builtins(observed._report.ledger.books())
+    assert (observed.ledger()["books"]["trained"], observed.steps, observed.num_events) == (4, 2, len(LOG))
+    assert {(ending["outcome"], ending["reason"]) for ending in observed.ledger()["endings"]} >= {
+        ("dropped", "zero_std"),
+        ("failed", "no score"),
+    }
+    in_flight = observed.ledger()["stages"]["in_flight"]
+    assert in_flight == {"count": 1, "groups": in_flight["groups"]}
+    msgspec.json.encode(
+        [observed.now(), observed.ledger(), observed.times(), observed.curves()]
+    )  # JSON holds all of it
+
+
+def test_processes_and_engines_have_their_newest_state() -> None:
+    update = EngineUpdate(engine="engine.policy.0", pause_s=0.5, took_s=1.5)
+    observed = folded(
+        ActorStarted(actor="reward", node="n", pid=7),
+        EngineStateChanged(
+            instance="rollout",
+            engine="engine.policy.0",
+            old=EngineState.SUSPECT,
+            new=EngineState.PAUSED,
+            reason="x",
+            version=2,
+        ),
+        WeightsApplied(version=3, instance="rollout", num_engines=1, took_s=2.0, engines=(update,)),
+        ActorExited(actor="reward", node="n", pid=7, exit_code=-9, reason="killed", restart_in_s=1.0),
+    )
+    (process,), (engine,) = observed.now()["processes"], observed.now()["engines"]
+    assert (process["is_up"], process["reason"], process["since"]) == (False, "killed", 1004.0)
+    assert (engine["state"], engine["version"], engine["update_s"], engine["pause_s"]) == ("paused", 3, 1.5, 0.5)
+
+
+def test_a_stall_is_shown_until_something_happens_and_an_end_until_the_next_start() -> None:
+    stalled = RunStalled(idle_s=300.0, waiting={"trainer": "batch 3"})
+    assert folded(stalled).now()["waiting"] == {"trainer": "batch 3"}
+    assert folded(stalled, issued(0)).now()["waiting"] == {}
+    finished = RunFinished(incarnation=1, steps=2, reason="all steps trained")
+    stopped = ActorExited(actor="reward", node="n", pid=7, exit_code=0, reason="stopped")
+    assert folded(finished, stopped).now()["ended"] == "finished: all steps trained"
+    assert folded(finished, stopped, issued(0)).now()["ended"] == ""
+
+
+def test_a_log_without_its_first_part_begins_with_a_snapshot() -> None:
+    state = LedgerState()
+    for seq, event in enumerate((announced(1), issued(0, 1), completed(0), verdict(0, 3)), 1):
+        for _ in fold(state, event, seq):
+            pass
+    observed = folded(snapshot(state), completed(1), verdict(1, 11), first_seq=10)
+    assert observed.ledger()["books"]["ready"] == 2
+    assert observed.now()["first_seq"] == 10
+
+
+def test_its_memory_is_bounded() -> None:
+    thinned = Thinned(10)
+    for number in range(1000):
+        thinned.add(number)
+    assert 10 <= len(thinned.items) < 20
+    assert thinned.items == sorted(thinned.items)
+    assert thinned.items[-1] > 900
+    events: list[Message] = []
+    for step in range(3 * KEPT_ROWS):
+        kept, dull = 2 * step, 2 * step + 1
+        events += [issued(kept, dull), completed(kept), completed(dull)]
+        seq = len(events) - 1
+        events += [verdict(kept, seq), verdict(dull, seq + 1, Outcome.DROP, reason="dull"), batch(step, (kept, seq))]
+        events.append(trained(step, metrics={"train/loss": 0.5}))
+    observed = folded(*events)
+    assert observed.steps == 3 * KEPT_ROWS
+    assert len(observed.curves()) < 2 * KEPT_ROWS
+    assert len(observed.now()["course"]) < 2 * KEPT_COURSE
+    assert len(observed.ledger()["endings"]) == KEPT_ENDINGS
+    kept = observed.breakdown
+    assert (len(kept.lives), len(kept.ended), len(kept.batches), len(kept.spans)) == (0, 0, 0, 0)
