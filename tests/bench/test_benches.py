@@ -37,6 +37,7 @@ TINY = {
     "samples": "--tokens 512 --streams 2 --spills 2",
     "save": "--small --runs 1 --pairs 1",
     "sglang": "--pairs 1 --groups 2 --response 260",
+    "source": "--issues 3 --groups 2 --sizes 16 1000000",
     "trainer": "--steps 2 --imports 0",
     "transformers": "--case laptop --runs 1 --steps 1",
     "transports": "--small --runs 1",
