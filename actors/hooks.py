@@ -66,6 +66,10 @@ def _hooks(topology: Topology) -> Iterator[tuple[str, str, Find]]:
     custom = topology.rollout.custom_generate
     if custom is not None:
         yield "rollout.custom_generate", custom, partial(find_generate_function, custom)
+    for index, item in enumerate(topology.eval):
+        if item.custom_generate is not None:
+            key = f"eval.{index}.custom_generate"
+            yield key, item.custom_generate, partial(find_generate_function, item.custom_generate, key=key)
     for key, value in trainer_functions(topology):
         yield key, value, partial(_try_in_trainer, topology, key, value)
     selections: dict[Kind, str | None] = {"over_sampling_filter": topology.rollout.over_sampling_filter}

@@ -163,6 +163,11 @@ class RolloutActor(Actor):
         self._model = ServedModel.read(Path(topology.model.hf_checkpoint))
         custom = topology.rollout.custom_generate
         self._custom_generate = find_generate_function(custom, (Path.cwd(),)) if custom is not None else None
+        self._eval_generate = {
+            item.name: find_generate_function(item.custom_generate, (Path.cwd(),), key=f"eval.{index}.custom_generate")
+            for index, item in enumerate(topology.eval)
+            if item.custom_generate is not None
+        }
         self._target = TargetWeights()
         self._tasks = TaskRunner(topology, bus, pool, self._target, ack_wait_s=ack_wait_s)
         self._file_checks = FileChecks(UpdateLimits.of(engines))
@@ -287,6 +292,7 @@ class RolloutActor(Actor):
             seed=self._topology.run.seed,
             batch_requests=self._topology.engines[self._pool].batch_requests,
             custom_generate=self._custom_generate,
+            eval_generate=self._eval_generate,
             model=self._model,
             policy=policy_of(reward),
             reward_keys=self._topology.algorithm.gdpo_reward_keys,

@@ -68,7 +68,8 @@ def _code_of(topology: Topology, target: Target) -> Iterator[tuple[str, str]]:
             named |= {f"data.{index}.source": data.source, f"data.{index}.rm_type": data.rm_type}
             named[f"data.{index}.source_class"] = data.source_class
         named |= dict(trainer_functions(topology))
-        named |= {f"eval.{index}.rm_type": item.rm_type for index, item in enumerate(topology.eval)}
+        for index, item in enumerate(topology.eval):
+            named |= {f"eval.{index}.{name}": getattr(item, name) for name in ("rm_type", "custom_generate")}
         named |= {f"reward.graders.{name}": value for name, value in topology.reward.graders.items()}
         named |= {f"reward.judges.{name}.parser": judge.parser for name, judge in topology.reward.judges.items()}
     yield from ((key, show(value)) for key, value in named.items() if value is not None and is_plugin(value))

@@ -126,7 +126,8 @@ def _missing_files(topology: Topology, loaded: Loaded) -> Iterator[Problem]:
     for index, data in enumerate(topology.data):
         named |= {f"data.{index}.source": data.source, f"data.{index}.rm_type": data.rm_type}
         named[f"data.{index}.source_class"] = data.source_class
-    named |= {f"eval.{index}.rm_type": item.rm_type for index, item in enumerate(topology.eval)}
+    for index, item in enumerate(topology.eval):
+        named |= {f"eval.{index}.{name}": getattr(item, name) for name in ("rm_type", "custom_generate")}
     named |= {f"reward.graders.{name}": value for name, value in reward.graders.items()}
     named |= {f"reward.judges.{name}.parser": judge.parser for name, judge in reward.judges.items()}
     for key, value in named.items():
@@ -173,6 +174,7 @@ def _find_paths(topology: Topology, loaded: Loaded) -> Topology:
             msgspec.structs.replace(
                 item,
                 path=finder.data_file(f"eval.{index}.path", item.path),
+                custom_generate=finder.plug_in(f"eval.{index}.custom_generate", item.custom_generate),
                 rm_type=finder.plug_in(f"eval.{index}.rm_type", item.rm_type),
             )
             for index, item in enumerate(topology.eval)

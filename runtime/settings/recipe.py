@@ -578,6 +578,9 @@ class EvalConfig(Config, frozen=True, kw_only=True):
     apply_chat_template_kwargs: dict[str, Any] | None = None
     # Grader of the samples. By default that of the first data source.
     rm_type: Text | None = None
+    # Async function that generates the samples of this set: "module:function" or "path/file.py:function". By default
+    # `rollout.custom_generate`.
+    custom_generate: Text | None = None
     # Do not evaluate the weights that training starts from.
     skip_eval_before_train: bool = False
 

@@ -9,15 +9,17 @@ from runtime.settings.plugins import PluginError, load_plugin
 KEY = "rollout.custom_generate"
 
 
-def find_generate_function(name: str, base_dirs: Sequence[Path] = ()) -> Callable[[Any], Awaitable[None]]:
+def find_generate_function(
+    name: str, base_dirs: Sequence[Path] = (), *, key: str = KEY
+) -> Callable[[Any], Awaitable[None]]:
     """Find a user-defined generate function.
 
     Raises:
         PluginError: it does not exist, is not async, or does not take a conversation.
     """
-    plugin = load_plugin(KEY, name, parameters=("conversation",), base_dirs=base_dirs, allow_async=True)
+    plugin = load_plugin(key, name, parameters=("conversation",), base_dirs=base_dirs, allow_async=True)
     if not plugin.is_async:
-        raise PluginError(KEY, name, "a plain function cannot wait for the model: write `async def`")
+        raise PluginError(key, name, "a plain function cannot wait for the model: write `async def`")
     return plugin.function
 
 

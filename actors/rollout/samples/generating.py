@@ -32,6 +32,7 @@ class Generation:
         self.last_engine = ""  # that answered the newest request; empty: unknown
         self._task = task
         self._tools = tools
+        self._function = tools.generate_function(task.eval_set)
         self._store = store
         self._conversations: list[Conversation] = []
         self._num_requests = 0
@@ -43,7 +44,7 @@ class Generation:
 
     def batch(self, samples: Sequence[OpenSample]) -> list[OpenSample]:
         """Return the samples that begin with one common request."""
-        if not self._tools.batch_requests or self._tools.custom_generate is not None:
+        if not self._tools.batch_requests or self._function is not None:
             return []
         return [sample for sample in samples if not sample.buffer.num_tokens and not sample.is_baseline]
 
@@ -53,7 +54,7 @@ class Generation:
 
     async def run(self, sample: OpenSample) -> None:
         """Generate a sample to its end, over as many requests as needed, or until the round is halted."""
-        if self._tools.custom_generate is not None:
+        if self._function is not None:
             await self._converse(sample)
             return
         while self._is_open(sample) and await self._send([sample], self._params(sample)):
@@ -76,7 +77,7 @@ class Generation:
         The function's text between the turns is stored nowhere, but is needed for the score. Siblings may come from
         different deliveries of a task; a replay shows whether they belong together.
         """
-        if self._tools.custom_generate is None or not (sample.unscored or (sample.finished and sample.siblings)):
+        if self._function is None or not (sample.unscored or (sample.finished and sample.siblings)):
             return False
         for part in sample.parts:
             part.status, part.reward, part.own_score = SampleStatus.ABORTED, None, None
@@ -84,7 +85,7 @@ class Generation:
 
     async def _converse(self, sample: OpenSample) -> None:
         """Generate a sample turn by turn with the user-defined function, which may begin again from the prompt."""
-        function = self._tools.custom_generate
+        function = self._function
         assert function is not None
         for num_starts in range(1, MAX_STARTS + 1):
             conversation = await self._run_function(function, sample)
@@ -154,7 +155,7 @@ class Generation:
         outcome = await self._tools.generator.generate(request)
         self.last_engine = request.engine
         self.engine = self.engine.plus(numbers_of(reader.meta for reader in request.readers))
-        in_turns = self._tools.custom_generate is not None
+        in_turns = self._function is not None
         for sample, reader in zip(samples, request.readers, strict=False):  # no readers: it was never sent
             sample.turn_status = reader.status
             sample.status = SampleStatus.ABORTED if in_turns else reader.status

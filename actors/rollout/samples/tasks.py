@@ -19,6 +19,7 @@ class GroupTask:
     sampling: SamplingParams
     store: bool  # whether the segments are published
     group_rm: bool  # a single score request for the whole group, once all samples ended
+    eval_set: str | None = None  # of an evaluation
 
 
 def training_task(task: RolloutRequested, lease: str, *, group_rm: bool) -> GroupTask:
@@ -40,6 +41,7 @@ def training_task(task: RolloutRequested, lease: str, *, group_rm: bool) -> Grou
 def eval_task(task: EvalRequested, lease: str) -> GroupTask:
     """Convert one delivery of an evaluation task."""
     return GroupTask(
+        eval_set=task.set,
         source=("eval", task.set, task.item),  # without the step: evaluations differ only by their weights
         group_id=task.item,
         attempt=0,

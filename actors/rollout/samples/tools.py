@@ -1,6 +1,7 @@
 """The shared dependencies of all group runs of a rollout actor."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from actors.rollout.pools.columns import PoolsOf, no_pools
 from actors.rollout.requests.sending import Generator
@@ -26,6 +27,11 @@ class GroupDependencies:
     policy: FailurePolicy  # what a sample does whose score failed
     reward_keys: tuple[str, ...]  # names of the rewards that a training sample's score must hold
     conversations: set[Conversation]  # conversations with a running function
+    eval_generate: Mapping[str, GenerateFunction] = field(default_factory=dict[str, GenerateFunction])  # by set
     reward_per: RewardPer = "sample"  # what a list of rewards of one sample is for
     sample_fields: tuple[SampleField, ...] = ()  # of a sample, that graders get in addition
     pools_of: PoolsOf = no_pools  # the pools that compute columns of the samples of a data source
+
+    def generate_function(self, eval_set: str | None) -> GenerateFunction | None:
+        """The function of training samples (None), or that of an evaluation set."""
+        return self.custom_generate if eval_set is None else self.eval_generate.get(eval_set, self.custom_generate)

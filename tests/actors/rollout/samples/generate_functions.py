@@ -18,6 +18,10 @@ async def calculator(conversation: Conversation) -> None:
     conversation.sample_metadata["label"] = conversation.label
 
 
+async def talks_once(conversation: Conversation) -> None:
+    await conversation.generate()
+
+
 async def chatters_without_end(conversation: Conversation) -> None:
     while True:
         await conversation.generate()

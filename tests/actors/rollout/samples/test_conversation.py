@@ -173,6 +173,29 @@ def test_a_function_that_cannot_be_used_is_refused_before_the_start(name: str, p
     assert problem in found.message
 
 
+async def test_an_evaluation_set_may_have_a_function_of_its_own(bus: Bus, router_url: str) -> None:
+    """Training samples and the other set have that of the rollout."""
+    sets = [{"name": name, "path": "none", "interval": 1} for name in ("own", "other")]
+    own = "tests.actors.rollout.samples.generate_functions:talks_once"
+    topology = with_function("calculator", eval=[{**sets[0], "custom_generate": own}, sets[1]])
+    prompt, turns, seq = one_sample(), dict[str, int](), 0
+    async with serving(ScriptedEngine()) as engine, anyio.create_task_group() as group:
+        group.start_soon(grade, bus)
+        async with rollout_actor(bus, router_url, [engine], topology):
+            await bus.publish(announcement(1))
+            for name in ("own", "other"):
+                evaluation = EvalRequested(
+                    step=0, set=name, item=0, version=1, prompt=prompt.prompt, num_samples=1, sampling=prompt.sampling
+                )
+                await bus.publish(evaluation)
+                _, seq = await next_event(bus, EvalCompleted, from_seq=seq + 1)
+                turns[name] = len(engine.requests) - sum(turns.values())
+        group.cancel_scope.cancel()
+    assert turns == {"own": 1, "other": 3}
+    wrong = topology_with(eval=[{**sets[0], "custom_generate": f"{FUNCTIONS}:plain"}])
+    assert "eval.0.custom_generate" in {problem.key for problem in check_hooks(wrong)}
+
+
 async def test_notes_that_fit_no_event_cost_their_group_and_not_the_actor(bus: Bus, router_url: str) -> None:
     training = one_sample()
     evaluation = EvalRequested(
