@@ -11,7 +11,7 @@ from typing import Final, Literal
 import msgspec
 
 from runtime.process.user_process import PASSED_ON
-from runtime.settings.plugins import is_plugin
+from runtime.settings.plugins import file_of, is_plugin
 from runtime.settings.slices import split_slice
 from runtime.settings.topology import Topology
 from runtime.util.secrets import make_private
@@ -44,7 +44,7 @@ def needed_of(topology: Topology) -> tuple[str, ...]:
     """Files of the graders that the topology names."""
     named = [*(item.rm_type for item in (*topology.data, *topology.eval)), *topology.reward.graders.values()]
     named += [judge.parser for judge in topology.reward.judges.values()]
-    plugins = [name.rpartition(":")[0] for name in named if name is not None and is_plugin(name)]
+    plugins = [file_of(name) for name in named if name is not None and is_plugin(name)]
     return tuple(place for place in plugins if place.endswith(".py"))
 
 

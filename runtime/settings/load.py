@@ -16,6 +16,7 @@ from runtime.settings.reading.toml import SET, Loaded, convert, load_tables
 from runtime.settings.recipe import ModelConfig, RolloutConfig
 from runtime.settings.rules.validate import validate
 from runtime.settings.slices import split_slice
+from runtime.settings.slime.functions import PREFIX
 from runtime.settings.topology import RewardConfig, Topology, TrainerConfig
 from runtime.util.secrets import Login, split_login
 
@@ -281,8 +282,9 @@ class _Finder:
         return f"{self.path(key, file)}{rows}" if rows else found
 
     def plug_in(self, key: str, value: str | None) -> str | None:
-        file, colon, function = (value or "").rpartition(":")
-        return f"{self.path(key, file)}:{function}" if colon and file.endswith(".py") else value
+        prefix = PREFIX if (value or "").startswith(PREFIX) else ""
+        file, colon, function = (value or "").removeprefix(prefix).rpartition(":")
+        return f"{prefix}{self.path(key, file)}:{function}" if colon and file.endswith(".py") else value
 
     def import_path(self, key: str, env: dict[str, str]) -> dict[str, str]:
         """Return a process's variables, with the directories in PYTHONPATH resolved like other paths."""

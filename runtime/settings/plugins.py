@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Final, NamedTuple
 
+from runtime.settings.slime.functions import PAGE, PARAMETERS, PREFIX, adapted, offer
 from runtime.util.import_path import OURS
 
 OWN: Final = '"module:function" or "path/file.py:function"'  # forms of a user function's name
@@ -58,6 +59,8 @@ def load_plugin(
     Raises:
         PluginError: no such file, module or attribute; not callable; cannot be called with these parameters.
     """
+    if value.startswith(PREFIX):
+        return _load_slime(key, value, parameters, base_dirs, allow_async=allow_async)
     place, separator, attribute = value.rpartition(":")
     if not (separator and place and attribute):
         raise PluginError(key, value, _form_problem(value))
@@ -99,6 +102,27 @@ def load_class(key: str, value: str, *, methods: Sequence[str], base_dirs: Seque
         if inspect.iscoroutinefunction(getattr(found, method)):
             raise PluginError(key, value, f"{attribute}.{method} is async; a plain method is needed here")
     return found
+
+
+def _load_slime(
+    key: str, value: str, parameters: Sequence[str], base_dirs: Sequence[Path], *, allow_async: bool
+) -> Plugin:
+    """Load a function of slime's signature, and wrap it into ours."""
+    called = PARAMETERS.get(tuple(parameters))
+    if called is None:
+        raise PluginError(key, value, f"functions of slime run as graders and dynamic filters alone: {PAGE}")
+    offer()
+    name = value.removeprefix(PREFIX)
+    try:
+        plugin = load_plugin(key, name, parameters=called, base_dirs=base_dirs, allow_async=allow_async)
+    except PluginError as error:
+        raise PluginError(key, value, error.problem) from error
+    return Plugin(adapted(plugin.function, parameters, is_async=plugin.is_async), plugin.is_async)
+
+
+def file_of(value: str) -> str:
+    """The file or module in a plug-in's name."""
+    return value.removeprefix(PREFIX).rpartition(":")[0]
 
 
 def _form_problem(value: str) -> str:

@@ -64,6 +64,21 @@ def dapo(response: str, label: Label) -> dict[str, float | bool | str]:
     return {"score": 1.0 if right else -1.0, "acc": right, "pred": pred}
 
 
+def slime_dapo(
+    solution_str: str, ground_truth: Label, strict_box_verify: bool = False, pause_tokens_index: Any = None
+) -> dict[str, float | bool | str]:
+    """Grade like `dapo` under the name and arguments of slime's `compute_score`, for reward functions of slime.
+
+    With `strict_box_verify` the last box of the last 100 characters is compared as text, and `pred` is "" without one.
+    """
+    del pause_tokens_index
+    if not strict_box_verify:
+        return dapo(solution_str, ground_truth)
+    pred = last_boxed(solution_str[-100:])
+    right = pred is not None and pred.strip() == text_of(ground_truth).strip()
+    return {"score": 1.0 if right else -1.0, "acc": right, "pred": pred or ""}
+
+
 def is_integer(label: str) -> bool:
     """Whether a label is one that `dapo` can compare with."""
     truth = _value(label)

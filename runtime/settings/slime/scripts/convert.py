@@ -169,7 +169,7 @@ def _data(flags: Flags) -> Iterator[Setting]:
         flags.leave(
             given,
             "by hand",
-            f"data.0.rm_type: {answer_of('custom-rm-path').remark}; here such functions take other arguments",
+            f"data.0.rm_type: {answer_of('custom-rm-path').remark}",
         )
 
 

@@ -1,0 +1,214 @@
+"""Runs functions written for slime: "slime:module:function". Offers them the names of slime that they import.
+
+Only what docs/reference/slime-functions.md lists is offered. An installed slime is used in its place, never hidden.
+"""
+
+import enum
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import statistics
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import ModuleType
+from typing import Any, Final
+
+PREFIX: Final = "slime:"
+PAGE: Final = "docs/reference/slime-functions.md"
+PARAMETERS: Final[Mapping[tuple[str, ...], tuple[str, ...]]] = {
+    ("sample",): ("args", "sample"),
+    ("samples",): ("args", "samples"),
+    ("group",): ("args", "samples"),
+}  # of our call, and of slime's function
+MIN_STD: Final = 1e-6
+
+
+class Args:
+    """slime's `args`. What is not provided raises an error that names the page."""
+
+    def __init__(self, **values: Any) -> None:
+        self.__dict__.update(values)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"args.{name} is not provided to functions of slime: {PAGE}")
+
+
+class Sample:
+    """slime's sample, with the fields that the caller has. What a generate function noted are attributes too."""
+
+    class Status(enum.Enum):
+        """The state of a sample."""
+
+        PENDING = "pending"
+        COMPLETED = "completed"
+        TRUNCATED = "truncated"
+        ABORTED = "aborted"
+        FAILED = "failed"
+
+    def __init__(self, **fields: Any) -> None:
+        self.__dict__.update(fields)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"sample.{name} is not provided to functions of slime: {PAGE}")
+
+    def get_reward_value(self, args: Any) -> float:
+        """The reward, which has been taken out of a dict by `reward.reward_key` already."""
+        del args
+        return self.reward
+
+
+@dataclass
+class DynamicFilterOutput:
+    """What a filter of groups answers."""
+
+    keep: bool
+    reason: str | None = None
+    keep_when_insufficient: bool = False  # has no effect: there are always further groups
+
+
+def check_reward_nonzero_std(args: Any, samples: Sequence[Any], **_: Any) -> DynamicFilterOutput:
+    """Keep a group whose rewards differ by more than rounding, as slime's filter of this name."""
+    rewards = [float(sample.get_reward_value(args)) for sample in samples]
+    keep = len(rewards) > 1 and statistics.stdev(rewards) > MIN_STD
+    return DynamicFilterOutput(keep=keep, reason=None if keep else f"zero_std_{round(rewards[0], 1)}")
+
+
+def check_reward_nonzero_std_with_fallback(args: Any, samples: Sequence[Any], **_: Any) -> DynamicFilterOutput:
+    """As `check_reward_nonzero_std`."""
+    return replace(check_reward_nonzero_std(args, samples), keep_when_insufficient=True)
+
+
+class GenerateState:
+    """slime's state of generation; its functions that generate do not run here."""
+
+    def __init__(self, args: Any) -> None:
+        del args
+        raise NotImplementedError(f"GenerateState: functions of slime do not generate here: {PAGE}")
+
+
+async def post(url: str, payload: Any, max_retries: int = 60, headers: Mapping[str, str] | None = None) -> Any:
+    """Send JSON to a server and return the JSON of its answer. It is sent once: the run repeats a failed score."""
+    import aiohttp  # heavier than everything else here
+
+    del max_retries
+    async with aiohttp.ClientSession() as session, session.post(url, json=payload, headers=headers) as response:
+        response.raise_for_status()
+        return await response.json(content_type=None)
+
+
+# The names of each module; a text is the place of a function that is imported with the module, from the floor above
+_NAMES: Final[Mapping[str, Mapping[str, Any]]] = {
+    "slime": {},
+    "slime.utils": {},
+    "slime.utils.types": {"Sample": Sample},
+    "slime.utils.http_utils": {"post": post},
+    "slime.rollout": {},
+    "slime.rollout.sglang_rollout": {"GenerateState": GenerateState},
+    "slime.rollout.rm_hub": {},
+    "slime.rollout.rm_hub.math_dapo_utils": {"compute_score": "actors.reward.graders.stated:slime_dapo"},
+    "slime.rollout.filter_hub": {},
+    "slime.rollout.filter_hub.base_types": {"DynamicFilterOutput": DynamicFilterOutput},
+    "slime.rollout.filter_hub.dynamic_sampling_filters": {
+        function.__name__: function for function in (check_reward_nonzero_std, check_reward_nonzero_std_with_fallback)
+    },
+}
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds the modules of `slime` that are offered, and refuses the others by name."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        del path, target
+        if fullname.partition(".")[0] != "slime":
+            return None
+        if fullname not in _NAMES:
+            raise ModuleNotFoundError(f"{fullname} is not provided to functions of slime: {PAGE}")
+        is_package = any(name.startswith(f"{fullname}.") for name in _NAMES)
+        return importlib.machinery.ModuleSpec(fullname, self, origin=PAGE, is_package=is_package)
+
+    def exec_module(self, module: ModuleType) -> None:
+        def missing(name: str) -> Any:
+            raise AttributeError(f"{module.__name__}.{name} is not provided to functions of slime: {PAGE}")
+
+        for name, value in _NAMES[module.__name__].items():
+            place, _, attribute = value.partition(":") if isinstance(value, str) else ("", "", "")
+            module.__dict__[name] = getattr(importlib.import_module(place), attribute) if place else value
+        module.__dict__["__getattr__"] = missing
+        module.__file__ = f"not provided: {PAGE}"  # Python shows it when a name cannot be imported
+
+
+def offer() -> bool:
+    """Offer the modules of slime to imports. Return whether slime is installed: then it is imported instead."""
+    if any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        return False
+    if _is_installed():
+        return True
+    sys.meta_path.append(_Finder())
+    return False
+
+
+def _is_installed() -> bool:
+    try:  # a folder of the name `slime`, such as a checkout, is no package
+        return importlib.util.find_spec("slime.utils.types") is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def sample_class() -> Any:
+    """The class of samples: that of an installed slime, or ours."""
+    return importlib.import_module("slime.utils.types").Sample
+
+
+def adapted(function: Callable[..., Any], parameters: Sequence[str], *, is_async: bool) -> Callable[[Any], Any]:
+    """Wrap a function of slime so that it takes our sample, samples or group."""
+    convert = {"sample": _sample, "samples": _samples, "group": _samples_of_group}[parameters[0]]
+    args = Args(reward_key=None)
+
+    async def call_async(given: Any) -> Any:
+        return await function(args, convert(given))
+
+    def call(given: Any) -> Any:
+        return function(args, convert(given))
+
+    return call_async if is_async else call
+
+
+def _sample(graded: Any) -> Any:
+    kind = sample_class()
+    sample = kind(
+        index=graded.index,
+        prompt=graded.prompt,
+        response=graded.response,
+        response_length=graded.response_len,
+        label=graded.label,
+        metadata=dict(graded.metadata),
+        status=kind.Status(graded.status),
+    )
+    for name, value in graded.sample_metadata.items():
+        setattr(sample, name, value)
+    return sample
+
+
+def _samples(graded: Sequence[Any]) -> list[Any]:
+    return [_sample(sample) for sample in graded]
+
+
+def _samples_of_group(group: Any) -> list[Any]:
+    kind = sample_class()
+    return [
+        kind(
+            group_index=group.group_id,
+            index=index,
+            reward=reward,
+            response_length=length,
+            status=kind.Status(status),
+            metadata=dict(group.metadata),
+        )
+        for index, reward, length, status in zip(
+            group.indices, group.rewards, group.response_lens, group.statuses, strict=True
+        )
+    ]

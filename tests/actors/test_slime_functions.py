@@ -1,0 +1,181 @@
+"""Functions with slime's imports and signatures run as graders and dynamic filters; what is not provided is refused."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import anyio
+import pytest
+
+from actors.filter.filters import GroupSummary, find_filter, verdict_of
+from actors.reward.frames import GraderSpec, Hello
+from actors.reward.graders.stated import slime_dapo
+from actors.reward.pool import PoolSettings, open_pool
+from actors.reward.samples import GradedSample
+from messages.events import Outcome
+from runtime.settings.plugins import PluginError, load_plugin
+from runtime.settings.slime.functions import PAGE, Args, DynamicFilterOutput, Sample, offer
+
+ROOT = Path(__file__).parents[2]
+REWARDS = """
+from slime.rollout.rm_hub.math_dapo_utils import compute_score
+from slime.rollout.sglang_rollout import GenerateState
+from slime.utils.http_utils import post
+from slime.utils.types import Sample
+
+
+async def reward_func(args, sample, **kwargs):  # as in examples/retool
+    if not isinstance(sample, Sample):
+        raise TypeError("Sample must be an instance of Sample class.")
+    result = compute_score(sample.prompt + sample.response, sample.label or "", strict_box_verify=True)
+    if result["score"] < 0:
+        num_turns = getattr(sample, "tool_call_count", 0)
+        result["score"] = min(-0.6, result["score"] + (num_turns - 2) / 2 * 0.1)
+    return result
+
+
+def of_group(args, samples, **kwargs):
+    return [float(sample.status is Sample.Status.COMPLETED and sample.response_length > 1) for sample in samples]
+
+
+def reads_more(args, sample):
+    return args.hf_checkpoint
+
+
+def reads_fields(args, sample):
+    return float(len(sample.rollout_log_probs))
+
+
+def generates(args, sample):
+    GenerateState(args)
+
+
+def filters(args, samples, **kwargs):
+    from slime.rollout.filter_hub.base_types import DynamicFilterOutput
+    rewards = [sample.get_reward_value(args) for sample in samples]
+    return DynamicFilterOutput(keep=max(rewards) > 0, reason="all_wrong")
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "mine.py").write_text(REWARDS)
+    return tmp_path
+
+
+def graded(folder: Path, name: str, *samples: GradedSample, group: bool = False) -> list[float | str | None]:
+    async def ask() -> list[float | str | None]:
+        settings = PoolSettings(hello=Hello(base_dirs=(str(folder),), reward_key="score"), num_processes=1)
+        with anyio.fail_after(30):
+            async with open_pool(settings) as pool:
+                grades = await pool.grade(GraderSpec(name=f"slime:mine.py:{name}", group=group), samples)
+        return [grade.reward if grade.error is None else grade.error for grade in grades]
+
+    return anyio.run(ask)
+
+
+def test_a_reward_function_of_slime_grades_in_a_grader_process(folder: Path) -> None:
+    right, wrong = GradedSample(response=r"\boxed{42}", label="42"), GradedSample(response="41", label="42")
+    calls = GradedSample(response="41", label="42", sample_metadata={"tool_call_count": 4})
+    # -1 + (0 - 2) / 2 * 0.1 and -1 + (4 - 2) / 2 * 0.1
+    assert graded(folder, "reward_func", right, wrong, calls) == [1.0, -1.1, -0.9]
+    samples = [GradedSample(response_len=2), GradedSample(response_len=2, status="truncated")]
+    assert graded(folder, "of_group", *samples, group=True) == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "refusal"),
+    [
+        ("reads_more", "args.hf_checkpoint is not provided"),
+        ("reads_fields", "sample.rollout_log_probs is not provided"),
+        ("generates", "functions of slime do not generate here"),
+    ],
+)
+def test_what_is_not_provided_is_an_error_that_names_the_page(folder: Path, name: str, refusal: str) -> None:
+    (error,) = graded(folder, name, GradedSample())
+    assert refusal in str(error)
+    assert PAGE in str(error)
+
+
+def summary(*rewards: float) -> GroupSummary:
+    return GroupSummary(
+        group_id=1, attempt=1, data="d", indices=list(range(len(rewards))), rewards=list(rewards),
+        scores=[None] * len(rewards), prompt_len=1, response_lens=[1] * len(rewards),
+        statuses=["completed"] * len(rewards),
+    )  # fmt: skip
+
+
+def test_a_dynamic_filter_of_slime_judges_groups(folder: Path) -> None:
+    own = find_filter("slime:mine.py:filters", [folder])
+    assert verdict_of(own(summary(0.0, 1.0)), "own").outcome is Outcome.KEEP
+    assert verdict_of(own(summary(0.0, 0.0)), "own").reason == "all_wrong"
+    slimes = find_filter("slime:slime.rollout.filter_hub.dynamic_sampling_filters:check_reward_nonzero_std")
+    assert verdict_of(slimes(summary(0.0, 1.0)), "slime").outcome is Outcome.KEEP
+    assert verdict_of(slimes(summary(1.0, 1.0)), "slime").reason == "zero_std_1.0"
+
+
+@pytest.mark.parametrize(
+    ("text", "refusal"),
+    [
+        ("from slime.utils.types import Samples", "cannot import name 'Samples'"),
+        ("from slime.agent.sandbox import E2BSandbox", "slime.agent is not provided to functions of slime"),
+        ("import slime; slime.train", "slime.train is not provided"),
+    ],
+)
+def test_other_names_of_slime_are_refused_with_the_page(tmp_path: Path, text: str, refusal: str) -> None:
+    (tmp_path / "other.py").write_text(f"{text}\ndef grade(args, sample):\n    return 0.0\n")
+    with pytest.raises(PluginError, match=refusal) as caught:
+        load_plugin("rm_type", "slime:other.py:grade", parameters=("sample",), base_dirs=[tmp_path])
+    assert PAGE in str(caught.value)
+    assert "slime:other.py:grade" in str(caught.value)
+
+
+def test_other_settings_take_no_function_of_slime(folder: Path) -> None:
+    with pytest.raises(PluginError, match="run as graders and dynamic filters alone"):
+        load_plugin("rollout.custom_generate", "slime:mine.py:reward_func", parameters=("conversation",))
+
+
+def test_an_installed_slime_is_not_shadowed(tmp_path: Path) -> None:
+    """In a fresh process: its own class is what a function imports, and gets."""
+    types = tmp_path / "slime" / "utils"
+    types.mkdir(parents=True)
+    for package in (types.parent, types):
+        (package / "__init__.py").write_text("")
+    (types / "types.py").write_text(
+        "import enum\nclass Sample:\n    class Status(enum.Enum):\n        COMPLETED = 'completed'\n"
+        "    def __init__(self, **fields):\n        self.__dict__.update(fields)\n"
+    )
+    (tmp_path / "own.py").write_text(
+        "import slime\nfrom slime.utils.types import Sample\n"
+        "def grade(args, sample):\n    return (slime.__file__, type(sample) is Sample)\n"
+    )
+    program = (
+        "from actors.reward.frames import GraderSpec\nfrom actors.reward.graders.calling import resolve_grader\n"
+        "from actors.reward.samples import GradedSample\n"
+        "print(*resolve_grader(GraderSpec(name='slime:own.py:grade'))(GradedSample()))"
+    )
+    environment = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "PATH": "/usr/bin:/bin"}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.stdout.split() == [str(tmp_path / "slime" / "__init__.py"), "True"], done.stderr
+
+
+def test_names_that_are_not_provided_are_attribute_errors() -> None:
+    assert not offer()
+    assert importlib.util.find_spec("slime.utils.types") is not None
+    for given in (Args(), Sample()):
+        with pytest.raises(AttributeError, match=PAGE):
+            given.nothing  # noqa: B018
+    assert not hasattr(Sample(), "tool_call_count")
+    assert DynamicFilterOutput(keep=True).reason is None
+    assert slime_dapo(r"x \boxed{41} \boxed{42}", "42", strict_box_verify=True)["acc"] is True
+    assert slime_dapo("Answer: 42", "42", strict_box_verify=True) == {"score": -1.0, "acc": False, "pred": ""}
+    assert slime_dapo("Answer: 42", "42")["score"] == 1.0
