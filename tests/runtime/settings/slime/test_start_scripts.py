@@ -232,7 +232,7 @@ def test_placement_follows_slime(tmp_path: Path, flags: str, trainer: str, engin
 @pytest.mark.parametrize(
     ("flag", "values", "state"),
     [
-        ("use-wandb", "", "not yet"),
+        ("use-stateless-adam", "", "not yet"),
         ("moe-token-dispatcher-type", "flex", "not yet"),
         ("custom-generate-function-path", "mine.generate", "by hand"),
         ("custom-rm-path", "mine.reward", "by hand"),
