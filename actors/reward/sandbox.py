@@ -29,6 +29,7 @@ def files_of(topology: Topology) -> tuple[str, ...]:
     """Files and directories with labels, samples or credentials; some may not exist."""
     named = [topology.bus.credentials]
     named += [split_slice(item.path)[0] for item in (*topology.data, *topology.eval) if item.path is not None]
+    named += [split_slice(path)[0] for item in topology.data for path in item.files.values()]
     runtime = os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.getuid()}"
     named += [topology.reward.rm_api_key_file]
     named += [judge.api_key_file for judge in topology.reward.judges.values()]

@@ -14,7 +14,7 @@ import pytest
 from actors.buffer.prompts.source_process import SourceProcess, SourceSettings, drawn_twice, source_settings
 from actors.buffer.prompts.source_worker import MAX_STATE_BYTES, Draw, Hello, Source
 from actors.registry import hosted
-from messages import BatchReady, BufferStarted, GroupsIssued, RolloutRequested
+from messages import BatchReady, BufferStarted, GroupsIssued, Plane, RolloutRequested
 from runtime.bus.bus import Bus
 from runtime.data.data_files import DataError
 from runtime.ledger.fold import LEDGER_EVENTS, LedgerState, fold
@@ -238,6 +238,27 @@ async def test_a_curriculum_by_outcome_goes_on_where_a_killed_buffer_left_it(
     assert len({row["item"] for row in rows[:24]}) < 24  # and drawn missed items again
 
 
+async def error_of(bus: Bus, topology: Topology, run_dir: Path) -> str:
+    with pytest.raises(ExceptionGroup) as caught, anyio.fail_after(20):
+        await host(bus, [hosted("buffer", topology, run_dir)])
+    (error,) = flatten(caught.value)
+    assert isinstance(error, InputError)
+    return str(error)
+
+
+@pytest.mark.anyio
+async def test_a_class_that_raises_later_ends_the_run_with_the_call_and_the_user_s_traceback(
+    bus: Bus, topology: Topology, tmp_path: Path
+) -> None:
+    draw = "assert number < 3, 'no more'"
+    value = settings_of(tmp_path, draw).hello.value
+    data = (msgspec.structs.replace(topology.data[0], source_class=value),)
+    await bus.publish(announcement(1))
+    error = await error_of(bus, msgspec.structs.replace(topology, data=data), tmp_path)
+    assert "mine.py:Source: draw(3): raised AssertionError: no more\nTraceback" in error
+    assert "assert number < 3" in error
+
+
 @pytest.mark.anyio
 async def test_a_run_on_a_class_is_not_resumed_on_a_file(bus: Bus, topology: Topology, tmp_path: Path) -> None:
     async with anyio.create_task_group() as group:
@@ -251,8 +272,6 @@ async def test_a_run_on_a_class_is_not_resumed_on_a_file(bus: Bus, topology: Top
     (tmp_path / "rows.jsonl").write_text('{"input": "1"}\n')
     data = ({"name": "d", "path": str(tmp_path / "rows.jsonl"), "rm_type": "exact_match"},)
     other = topology_with(model={"hf_checkpoint": str(MODEL)}, data=data)
-    with pytest.raises(ExceptionGroup) as caught, anyio.fail_after(20):
-        await host(bus, [hosted("buffer", other, tmp_path)])
-    (error,) = flatten(caught.value)
-    assert isinstance(error, InputError)
-    assert str(error).startswith("buffer: this run began with data.source_class, and would go on without it")
+    assert (await error_of(bus, other, tmp_path)).startswith("buffer: this run began with data.source_class, and would")
+    await bus.purge(Plane.DATA, below_seq=2**32)
+    assert "the state of the data source is lost" in await error_of(bus, topology, tmp_path)
