@@ -41,6 +41,10 @@ algorithms *names: setup
 staleness *names: setup
     .venv/bin/python -m tests.learning --cases staleness --resume .learning --results docs/results {{ names }}
 
+# train with a tool and with an environment, three seeds each; begun again it leaves out what has run; writes docs/results
+tools *names: setup
+    .venv/bin/python -m tests.learning --cases tools --resume .learning-tools --results docs/results {{ names }}
+
 # kill -9 every process of a run in turn
 chaos: setup
     .venv/bin/python -m pytest -m chaos

@@ -14,6 +14,7 @@ pytestmark = [pytest.mark.chaos, pytest.mark.anyio, pytest.mark.timeout(400)]
 
 EVAL_ITEMS = 22  # of the held-out set
 GRADERS = Path(__file__).with_name("graders.py")
+ENVIRONMENT = Path(__file__).parents[2] / "topologies/examples/environment.py"
 
 
 async def kill_in_turn(command: Command, names: list[str], *, every: int) -> None:
@@ -96,6 +97,16 @@ async def test_rollout_is_killed_while_groups_are_filtered_halted_and_carried_on
         await finish(run, command)
     books = await audit(run, killed=names, ordered=False)
     assert books.dropped > 0
+
+
+async def test_every_process_is_killed_while_a_function_generates(tmp_path: Path) -> None:
+    """Two conversations a sample, whose function gives the rewards: the books close as ever."""
+    run = Run(tmp_path, num_steps=14, overrides=(f"rollout.custom_generate={ENVIRONMENT}:play",))
+    names = ["rollout", "engine.policy.0", "nats-server", "buffer", "trainer", "rollout"]
+    async with run.started() as command:
+        await kill_in_turn(command, names, every=2)
+        await finish(run, command)
+    await audit(run, killed=names)
 
 
 async def test_every_process_is_killed_while_it_starts(tmp_path: Path) -> None:
