@@ -16,6 +16,7 @@ RUN_COMMANDS: Final = (
     "export_hf",
     "ledger",
     "replay",
+    "report",
     "start_topology",
     "try_function",
     "watch",
@@ -35,6 +36,11 @@ def ledger() -> None:
 def watch() -> None:
     """Show a run."""
     _run("watch")
+
+
+def report() -> None:
+    """Write one HTML file about a run."""
+    _run("report")
 
 
 def credentials() -> None:

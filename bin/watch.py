@@ -108,22 +108,16 @@ async def _serve(found: "FoundRun", address: str) -> int:
     import socket
 
     import anyio
-    import msgspec
 
-    from actors.observer.page import Address, Page, follow, new_token, served
-    from runtime.node.claims.rundir import TOPOLOGY_FILE
-    from runtime.report.observed import Observed
+    from actors.observer.page import Address, Page, follow, new_token, observed_of, served
 
     try:
         place = Address.of(address)
     except ValueError as error:
         raise WrongInput(f"--page {error}") from None
-    stored, num_steps = found.directory / TOPOLOGY_FILE, 0
-    if stored.exists():
-        num_steps = int(msgspec.json.decode(stored.read_bytes()).get("train", {}).get("num_steps", 0))
     screen, token = Screen(sys.stdout), new_token()
-    observed = Observed(found.name, num_steps)
-    page = Page(observed, token)
+    observed, settings = observed_of(found)
+    page = Page(observed, token, settings)
 
     def progress(text: str) -> None:
         if screen.can_rewrite:

@@ -373,6 +373,7 @@ ONLY_SAYS = {
     "runtime.report.lines",  # matches on them for the words of a failure
     "runtime.report.breakdown",  # notes their times, whatever they change
     "runtime.report.observed",  # shows them
+    "runtime.report.trace",  # shows their times
 }
 
 

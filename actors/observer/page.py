@@ -1,18 +1,20 @@
 """The page of a run: static files and server-sent events, on a loopback address, for holders of its token."""
 
 import asyncio
+import base64
+import hashlib
 import secrets
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, cast
 
 import anyio
 import msgspec
 from aiohttp import web
 
 from runtime.bus.errors import BusError
-from runtime.node.claims.rundir import BUS_FILE
+from runtime.node.claims.rundir import BUS_FILE, TOPOLOGY_FILE
 from runtime.node.external_clients import ClientsUnreadable
 from runtime.node.following import followed
 from runtime.node.reopen import FoundRun, NoLog
@@ -78,8 +80,9 @@ class Address(NamedTuple):
 class Page:
     """The HTTP side of the page. It sends what `observed` holds, each time that `changed` was called."""
 
-    def __init__(self, observed: Observed, token: str) -> None:
+    def __init__(self, observed: Observed, token: str, settings: Mapping[str, str] | None = None) -> None:
         self._observed = observed
+        self._settings = settings or {}
         self._token = token
         self._changed = asyncio.Event()
         self._num_streams = 0
@@ -154,16 +157,68 @@ class Page:
             self._num_streams -= 1
 
     def _state(self, from_step: int) -> Mapping[str, Any]:
-        observed = self._observed
-        return {
-            "from_step": from_step,
-            "live": self.live,
-            "problem": self.problem,
-            "now": observed.now(),
-            "ledger": observed.ledger(),
-            "times": observed.times(from_step),
-            "rows": observed.curves(from_step),
-        }
+        settings = self._settings if from_step == 0 else None  # they do not change
+        return _state_of(self._observed, settings, from_step=from_step, live=self.live, problem=self.problem)
+
+
+def _state_of(
+    observed: Observed, settings: Mapping[str, str] | None, *, from_step: int = 0, live: bool, problem: str = ""
+) -> dict[str, Any]:
+    return {
+        "from_step": from_step,
+        "live": live,
+        "problem": problem,
+        "now": observed.now(),
+        "ledger": observed.ledger(),
+        "times": observed.times(from_step),
+        "rows": observed.curves(from_step),
+        **({} if settings is None else {"settings": settings}),
+    }
+
+
+def report_page(observed: Observed, settings: Mapping[str, str], *, live: bool) -> bytes:
+    """Return one HTML file with what a page shows. It loads nothing, and runs the scripts of this package alone."""
+    files = {name: (STATIC / name).read_text(encoding="utf-8") for name in FILES}
+    scripts, styles = ("uPlot.iife.min.js", "app.js"), ("uPlot.min.css", "app.css")
+    state = msgspec.json.encode(_state_of(observed, settings, live=live)).decode().replace("<", "\\u003c")
+    allowed = " ".join(f"'sha256-{_digest(files[name])}'" for name in scripts)
+    styled = " ".join(f"'sha256-{_digest(files[name])}'" for name in styles)
+    policy = f"default-src 'none'; script-src {allowed}; style-src {styled}; img-src data:; base-uri 'none'"
+    body = files["index.html"].partition("<body>")[2].partition("</body>")[0]
+    head = [
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n<link rel="icon" href="data:,">',
+        "<title>Physarum</title>",
+        *(f"<style>{files[name]}</style>" for name in styles),
+        f"</head>\n<body>{body}",
+        f'<script type="application/json" id="state">{state}</script>',
+        *(f"<script>{files[name]}</script>" for name in scripts),
+        "</body>\n</html>\n",
+    ]
+    return "\n".join(head).encode()
+
+
+def _digest(text: str) -> str:
+    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def observed_of(run: FoundRun) -> tuple[Observed, dict[str, str]]:
+    """Return an empty fold for a run, and its settings by key."""
+    path = run.directory / TOPOLOGY_FILE
+    stored: Any = msgspec.json.decode(path.read_bytes()) if path.exists() else {}
+    settings = dict(_flat(stored))
+    num_steps = settings.get("train.num_steps", "")
+    return Observed(run.name, int(num_steps) if num_steps.isdigit() else 0), settings
+
+
+def _flat(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the settings of a table by their full keys."""
+    if isinstance(value, dict) and (value or not key):
+        for name, inner in cast("dict[str, Any]", value).items():
+            yield from _flat(inner, f"{key}.{name}" if key else name)
+    else:
+        yield key, msgspec.json.encode(value).decode()
 
 
 async def _send(response: web.StreamResponse, content: bytes) -> None:

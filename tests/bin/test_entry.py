@@ -23,7 +23,8 @@ TAKEN = ("actors", "bin", "messages", "runtime", "statistics", "structlog", "yam
 PYTHON_OF = {
     "credentials": "credentials.py",
     "export-hf": "export_hf.py", "ledger": "ledger.py", "replay": "replay.py",
-    "reward-worker": "reward_worker.py", "start-topology": "start_topology.py", "watch": "watch.py",
+    "report": "report.py", "reward-worker": "reward_worker.py", "start-topology": "start_topology.py",
+    "watch": "watch.py",
 }  # fmt: skip
 
 

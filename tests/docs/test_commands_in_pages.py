@@ -18,7 +18,8 @@ PAGES: Final = [
     *sorted((ROOT / "docs").glob("*/*.md")),
 ]
 LINE: Final = re.compile(
-    r"^ *(bin/(?:start-topology|ledger|credentials|reward-worker|export-hf|replay|watch)) ([^#>\n]*)", re.MULTILINE
+    r"^ *(bin/(?:start-topology|ledger|credentials|reward-worker|export-hf|replay|report|watch)) ([^#>\n]*)",
+    re.MULTILINE,
 )
 NOT_HERE: Final = re.compile(r"\bFILE\b|\bNAME\b|\bDUMP\b")  # stands for the reader's own
 
@@ -50,6 +51,7 @@ def test_pages_show_each_command() -> None:
         "bin/credentials",
         "bin/export-hf",
         "bin/replay",
+        "bin/report",
         "bin/reward-worker",
         "bin/watch",
     }

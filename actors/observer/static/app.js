@@ -20,12 +20,13 @@ const COLOURS = ["#1a73e8", "#e8710a", "#188038", "#a142f4", "#d93025", "#129eaf
 const BOOKS = ["issued", "trained", "skipped", "dropped", "failed", "pooled", "ready", "in_flight"];
 const LIVE = ["in_flight", "pooled", "ready"];
 const MAX_FOUND = 24; // charts of a search
-const TABS = ["curves", "now", "time", "ledger"];
+const TABS = ["curves", "now", "time", "ledger", "settings"];
 
 const rows = new Map(); // metrics by step
 const times = new Map(); // seconds by part, by the begin of a step: its end has the number of the last one
 const charts = new Map(); // by the id of their element
 let state = null;
+let settings = {};
 
 const at = (id) => document.getElementById(id);
 const make = (name, text, kind) => {
@@ -187,7 +188,11 @@ function drawLedger() {
     [clock(ending.time), ending.outcome, ending.reason, ending.group_ids.join(", ")]));
 }
 
-const DRAW = { curves: drawCurves, now: drawNow, time: drawTime, ledger: drawLedger };
+function drawSettings() {
+  fillTable(at("settings"), [["key", "keep"], ["value"]], Object.entries(settings));
+}
+
+const DRAW = { curves: drawCurves, now: drawNow, time: drawTime, ledger: drawLedger, settings: drawSettings };
 
 // tabs
 
@@ -230,8 +235,9 @@ function status(text, lost) {
   at("status").className = lost ? "lost" : "";
 }
 
-function take(message) {
-  state = JSON.parse(message.data);
+function take(text) {
+  state = JSON.parse(text);
+  settings = state.settings || settings;
   const now = state.now;
   if (state.from_step === 0) {
     rows.clear();
@@ -252,7 +258,11 @@ function take(message) {
   show();
 }
 
-const source = new EventSource("/events");
-source.onmessage = take;
-source.onerror = () => status("The connection is lost; it is tried again.", true);
-show();
+if (at("state")) { // a report: one file with all that it shows
+  take(at("state").textContent);
+} else {
+  const source = new EventSource("/events");
+  source.onmessage = (message) => take(message.data);
+  source.onerror = () => status("The connection is lost; it is tried again.", true);
+  show();
+}

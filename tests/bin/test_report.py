@@ -1,0 +1,79 @@
+"""bin/report on the store of a small run, called in this process."""
+
+import json
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import anyio
+import msgspec
+import pytest
+
+from actors.observer.page import report_page
+from bin.report import main
+from messages import GroupFailed
+from runtime.report.observed import Observed
+from runtime.report.trace import Trace
+from tests.bin.test_ledger import RUN, content_of, make
+from tests.build.events import completed, failed, issued, trained, verdict
+from tests.support.commands import called
+from tests.support.log_of_a_run import LOG
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a run that is over; tests only read it."""
+    return anyio.run(make, tmp_path_factory.mktemp("runs") / RUN)
+
+
+def state_in(page: str) -> dict[str, Any]:
+    (text,) = re.findall(r'<script type="application/json" id="state">(.*?)</script>', page, re.DOTALL)
+    return msgspec.json.decode(text)
+
+
+def test_a_report_is_one_file_that_loads_nothing(ended: Path, tmp_path: Path) -> None:
+    before = content_of(ended)
+    done = called(main, str(ended), "--trace", "trace.json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    page = (tmp_path / f"{RUN}.html").read_text()
+    state = state_in(page)
+    assert (state["now"]["num_events"], state["now"]["step"], state["live"]) == (len(LOG), 2, False)
+    assert state["ledger"]["books"]["trained"] == 4
+    assert re.findall(r'(?:src|href)="(?!data:)[^"]*"', page.replace(str(state), "")) == []
+    assert content_of(ended) == before
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert called(main, "nobody", cwd=tmp_path).returncode == 2
+
+
+def test_a_text_of_a_run_stays_a_text() -> None:
+    observed = Observed("r")
+    text = "</script><script>alert(1)</script>"
+    for seq, event in enumerate((issued(0), failed(0, text)), 1):
+        observed.apply(event, seq, 1.0)
+    page = report_page(observed, {"key": text}, live=False).decode()
+    assert text not in page
+    state = state_in(page)
+    assert (state["ledger"]["endings"][0]["reason"], state["settings"]["key"]) == (text, text)
+    assert isinstance(failed(0), GroupFailed)
+
+
+def test_a_trace_has_the_spans_of_groups_and_steps() -> None:
+    trace = Trace()
+    trace.apply(issued(0), 100.0)
+    trace.apply(completed(0, rollout_time_s=2.0, reward_time_s=1.0), 103.0)
+    trace.apply(verdict(0, 2), 103.5)
+    metrics = {"perf/train_wait_time": 3.5, "perf/fetch_time": 0.25, "perf/train_time": 1.0}
+    trace.apply(trained(0, metrics=metrics), 104.75)
+    found = json.loads(trace.encoded())["traceEvents"]
+    kinds = Counter(event["ph"] for event in found)
+    assert kinds["b"] == kinds["e"] == 3
+    assert {event["ph"] for event in found} == {"M", "b", "e", "X"}
+    for event in found:  # what the format requires of each kind
+        needed = {"M": {"args"}, "X": {"ts", "dur"}, "b": {"ts", "id", "cat"}, "e": {"ts", "id", "cat"}}[event["ph"]]
+        assert needed | {"name", "pid", "tid"} <= set(event)
+    begins = {event["name"]: event["ts"] for event in found if event["ph"] == "b"}
+    assert begins == {"rollout": 0, "scores": 2_000_000, "filter": 3_000_000}
+    steps = {event["name"]: (event["ts"], event["dur"]) for event in found if event["ph"] == "X"}
+    assert steps["step 1"] == (0, 4_750_000)
+    assert steps["train"] == (3_750_000, 1_000_000)
