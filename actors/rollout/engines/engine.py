@@ -1,7 +1,7 @@
 """One inference engine: lifecycle and control calls. Its state machine is in states.py."""
 
 import math
-from collections.abc import AsyncGenerator, Generator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
 from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
 from functools import partial
 
@@ -14,9 +14,9 @@ from actors.rollout.engines.external import ServerRequirements
 from actors.rollout.engines.liveness import answered, check_engine, makes_tokens
 from actors.rollout.engines.memory.levels import MemoryLevel
 from actors.rollout.engines.memory.share import MemoryReclaimed, MemoryShare
-from actors.rollout.engines.memory.switching import MemorySwitch
 from actors.rollout.engines.rate_limited_events import RateLimitedEvents
-from actors.rollout.engines.registration import Registration
+from actors.rollout.engines.reconcile import Actual, NextStep, Wanted, next_step
+from actors.rollout.engines.registration import Registration, wait_until
 from actors.rollout.engines.states import Trigger, accepts_requests, is_published, may_continue, next_state
 from actors.rollout.engines.target import FleetTarget
 from actors.rollout.engines.weights.copies import UNCHECKED, FileSource
@@ -26,12 +26,13 @@ from actors.rollout.engines.weights.sync import SyncMember, WeightSyncs, new_key
 from actors.rollout.engines.weights.verification import WeightsMismatch
 from actors.rollout.engines.weights.verifier import WeightVerifier, nothing
 from actors.rollout.sglang.client import SglangClient
-from actors.rollout.sglang.errors import EngineError, EngineSilent, is_away
+from actors.rollout.sglang.errors import EngineError, EngineSilent, EngineUnavailable, is_away
 from messages import EngineState, WeightsAnnounced
 from runtime.util.retrying import Backoff
 
 log = structlog.get_logger()
 
+LOST = (EngineState.GONE, EngineState.SUSPECT)
 SUSPECT_LOOK_S = 5.0  # time for a hung engine to generate a token
 QUARANTINE = Backoff(first_s=60.0, max_s=600.0)  # wait before a quarantined engine is retried
 
@@ -87,10 +88,8 @@ class Engine:
         self.registration = Registration(url, workers, target, lambda: self.accepts_requests)
         self.shares_memory = memory_share is not None
         self.memory_share = memory_share or MemoryShare(client, name, url)
-        self._memory_switch = MemorySwitch(
-            url, self.memory_share, target, state=lambda: self.state, apply=self._apply, emptied=self._note_emptied
-        )
         self.answers = False  # it has responded since it was last down
+        self._is_found = False  # as in reconcile.Actual
         self._is_loaded = False  # it holds the target weights, possibly unverified
         self._files = files
         self.failed_version = 0  # the last version that it failed to load, or that could not be supplied
@@ -99,6 +98,14 @@ class Engine:
         self._crashes = crashes or RecentCrashes()
         self._rolling = rolling or RollingUpdate(1, tuple)
         self._wanted = wanted
+        self._steps: dict[NextStep, Callable[[], Awaitable[None]]] = {
+            NextStep.FIND: self._find,
+            NextStep.GIVE_BACK: self._give_back,
+            NextStep.TAKE_WEIGHTS: self._take_weights,
+            NextStep.UPDATE: self._update_weights,
+            NextStep.TAKE_REST: self._take_rest,
+            NextStep.REGISTER: self._register,
+        }
         self._label = ""  # of the verified weights
         self._client = client
         self._verifier = verifier
@@ -138,7 +145,62 @@ class Engine:
         """Whether its weights are older than the target."""
         return self.version < self._target.version
 
-    async def is_up(self) -> bool:
+    @property
+    def has_to_release(self) -> bool:
+        """Whether it has to release its memory."""
+        return self._target.allowed is MemoryLevel.NOTHING and self.memory_share.room is not MemoryLevel.NOTHING
+
+    def _next_step(self) -> NextStep:
+        wanted = Wanted(self._target.version, self._target.allowed)
+        room, is_apart = self.memory_share.room, self.registration.is_apart
+        return next_step(wanted, Actual(self.state, self._is_found, self.version, room, is_apart))
+
+    async def next_step(self) -> NextStep:
+        """Wait until it has a step to take, and return it."""
+        await self._target.until(lambda: self._next_step() is not NextStep.WAIT)
+        return self._next_step()
+
+    async def carry_out(self, step: NextStep) -> None:
+        """Take a step.
+
+        Raises:
+            EngineError: the step failed. It accepts no requests, and is to be found again.
+        """
+        served = self.accepts_requests
+        try:
+            await self._steps[step]()
+        except EngineError as error:
+            self._is_found = False
+            await self._note_failure(error)
+            if served or self.registration.is_known:  # otherwise requests would wait for its version
+                await self.registration.leave_unless_accepting()
+            if served and step is NextStep.UPDATE:
+                if isinstance(error, WeightsMismatch) or not self._target.is_in_files:  # it may hold part of them
+                    await self._verifier.clear(self.url)
+            raise
+        finally:
+            await self._target.notify()
+
+    async def _find(self) -> None:
+        """Wait until it is ready for a weight update; compare it with the recipe, and learn its memory level.
+
+        Raises:
+            EngineError: it does not fit, or its memory is unknown.
+        """
+        await wait_until(self._is_up)
+        self.version = 0  # it may have been restarted
+        if self._wanted is not None:
+            await check_engine(self._client, self.url, self._wanted)
+        await self.memory_share.inherit()
+        if not self.memory_share.is_sure:
+            reason = "its memory level is unknown: a call to release or resume memory was not answered"
+            self._apply(Trigger.STALLED, reason)
+            raise EngineUnavailable(f"{self.url}: {reason}")
+        if self.memory_share.room is MemoryLevel.NOTHING and self.state is EngineState.STARTING:
+            self._apply(Trigger.RELEASED, "its memory was released to the trainer")
+        self._is_found = self.answers  # it may have been lost meanwhile
+
+    async def _is_up(self) -> bool:
         """Whether it is ready for a weight update. Ends a pause left by this or an earlier rollout actor."""
         if self.state is EngineState.SUSPECT:
             return self.memory_share.is_sure and await self._recovered()
@@ -157,60 +219,47 @@ class Engine:
         self.answers = True
         return True
 
-    async def admit(self) -> None:
-        """Update it to the target weights, register it and mark it ready while they still are the target.
+    async def _give_back(self) -> None:
+        """Release all memory that it shares with the trainer."""
+        await self._moved(self.memory_share.give_back)
+        self.version, self._is_loaded = 0, False
+        self._apply(Trigger.RELEASED, "its memory was released to the trainer")
+
+    async def _take_weights(self) -> None:
+        """Resume memory for weights."""
+        await self._moved(self.memory_share.take_weights)
+        self._apply(Trigger.RESUMED, "it has memory for weights")
+
+    async def _take_rest(self) -> None:
+        """Resume all other memory."""
+        await self._moved(self.memory_share.take_rest)
+
+    async def _register(self) -> None:
+        """Have the router list it, and accept requests if its weights still are the target then."""
+        async with self.registration.moving:
+            await self.registration.enter(unless=lambda: self.is_behind)
+            is_wanted = not self.is_behind and self._target.allowed is MemoryLevel.EVERYTHING
+            if is_wanted and self.state is EngineState.STARTING:
+                self._apply(Trigger.ADMITTED, f"verified weights {self.version}")
+                log.info("engine_admitted", engine=self.name, url=self.url, weight_version=self.version)
+
+    async def _moved(self, move: Callable[[], Awaitable[None]]) -> None:
+        """Release or resume memory. If the outcome is unknown, mark the engine for a kill.
 
         Raises:
-            EngineError: it did not load the weights, or the router did not register it.
+            EngineError: the call failed, or the engine was lost meanwhile (noticed by its requests).
         """
-        async with self._target.changed:
-            while self.registration.is_apart:
-                await self._target.changed.wait()
-        async with self.registration.moving:
-            self.version = 0  # it may have been restarted
-            try:
-                await self._check_server()
-                await self._memory_switch.inherit()
-                while not self.accepts_requests:
-                    await self._memory_switch.take()
-                    # otherwise it would register without weights, and all would wait for its first version
-                    await self._target.announced()
-                    with suppress(MemoryReclaimed):
-                        await self._adopt_first_weights()
-                        await self._update_weights()
-                        await self.registration.enter(unless=lambda: self.is_behind)
-                    if not self.is_behind and self._target.allowed is MemoryLevel.EVERYTHING:
-                        self._apply(Trigger.ADMITTED, f"verified weights {self.version}")
-                    else:
-                        await self._target.until(lambda: self.is_behind or self._target.is_settled)
-            except EngineError as error:
-                await self._note_failure(error)
-                if self.registration.is_known:  # otherwise requests would wait for its version
-                    await self.registration.leave()
-                await self._target.notify()
-                raise
-
-    async def keep_current(self) -> None:
-        """Apply newer target weights as they come, until it no longer accepts requests."""
-        while self.accepts_requests:
-            await self._target.until(lambda: not self.accepts_requests or self.is_behind or self._memory_switch.is_over)
-            if not self.accepts_requests:
-                return
-            if self._memory_switch.is_over:
-                await self._give_back_or_leave()
-                return
-            try:
-                await self._update_weights()
-            except MemoryReclaimed:
-                continue
-            except EngineError as error:
-                await self._note_failure(error)
-                await self.registration.leave_unless_accepting()
-                if isinstance(error, WeightsMismatch) or not self._target.is_in_files:  # it may hold part of them
-                    await self._verifier.clear(self.url)
-            else:
-                self._apply(Trigger.UPDATED, "")
-            await self._target.notify()
+        try:
+            await move()
+        except EngineError as error:
+            if self.state not in LOST:
+                known = self.memory_share.is_sure
+                self._apply(
+                    Trigger.LOST if known else Trigger.STALLED, f"its memory was not released or resumed: {error}"
+                )
+            raise
+        if self.state in LOST:
+            raise EngineUnavailable(f"{self.url}: lost while its memory was released or resumed")
 
     async def doubt(self, reason: str, within_s: float) -> None:
         """Check whether it generates tokens. If not, mark it suspect, to be killed.
@@ -280,25 +329,20 @@ class Engine:
         self._apply(trigger, reason)
         await self.registration.leave_unless_accepting()
 
-    async def _give_back_or_leave(self) -> None:
-        try:
-            await self._memory_switch.give_back()
-        except EngineError:  # reported by its state change
-            await self.registration.leave_unless_accepting()
-
-    async def _take_rest(self) -> None:
-        """After a weight update, wait until it may resume all memory, then resume it.
+    async def _loaded(self) -> None:
+        """Within a weight update, wait until it may resume all memory, then resume it.
 
         Raises:
             MemoryReclaimed: the trainer reclaims the memory that it already holds.
         """
         self._is_loaded = True
         await self._target.notify()
-        if self.state is not EngineState.UPDATING:  # while updating it holds all memory already
-            await self._memory_switch.take_rest()
-
-    def _note_emptied(self) -> None:
-        self.version, self._is_loaded = 0, False
+        if self.state is EngineState.UPDATING:  # it holds all memory already
+            return
+        await self._target.until(lambda: self._target.is_settled)
+        if self._target.allowed is MemoryLevel.NOTHING:
+            raise MemoryReclaimed
+        await self._take_rest()
 
     async def _continued(self) -> bool:
         """End a pause that the run began, and return whether the engine is ready now."""
@@ -309,10 +353,6 @@ class Engine:
         except EngineError:
             return False
         return await self._client.ready(self.url)
-
-    async def _check_server(self) -> None:
-        if self._wanted is not None:
-            await check_engine(self._client, self.url, self._wanted)
 
     async def _recovered(self) -> bool:
         if not await makes_tokens(self._client, self.url, SUSPECT_LOOK_S):
@@ -340,7 +380,7 @@ class Engine:
 
     async def _note_failure(self, error: EngineError) -> None:
         """Record why it does not serve the newest weights."""
-        if self.state in (EngineState.SUSPECT, EngineState.GONE, EngineState.QUARANTINED):
+        if self.state in (*LOST, EngineState.QUARANTINED):
             return  # reported by its state change
         # without all its memory it cannot generate a token as a sign of life
         if isinstance(error, EngineSilent) and self.memory_share.room is not MemoryLevel.EVERYTHING:
@@ -364,9 +404,11 @@ class Engine:
         old, self.state = self.state, next_state(self.state, trigger)
         if old is not self.state:
             self.reason = reason
-        if self.state in (EngineState.GONE, EngineState.SUSPECT):
+        if self.state in LOST:
             self.answers = False
-        died = self.state in (EngineState.GONE, EngineState.SUSPECT) and trigger is not Trigger.CONDEMNED
+        if self.state in (*LOST, EngineState.PAUSED) or (accepts_requests(old) and not self.accepts_requests):
+            self._is_found = False
+        died = self.state in LOST and trigger is not Trigger.CONDEMNED
         if accepts_requests(old) and died:
             self._crashes.note(self.name)
         if self.state is EngineState.CURRENT:
@@ -386,19 +428,23 @@ class Engine:
             self.version = announced.version
 
     async def _update_weights(self) -> None:
-        """Update it to the target weights; repeat if the target changed meanwhile."""
-        state = self.state
-        while self.is_behind and self.state in (state, EngineState.UPDATING):
-            announced = self._target.weights
-            assert announced is not None
-            if self._target.is_in_files:
-                announced = await self._provide_files(announced)
+        """Load and verify the target weights, or find that it holds them, unless its state changes meanwhile."""
+        state, announced = self.state, self._target.weights
+        assert announced is not None, "there is a target"
+        if not self.accepts_requests:
+            await self._adopt_first_weights()
+            if not self.is_behind:
+                return
+        if self._target.is_in_files:
+            announced = await self._provide_files(announced)
+        with suppress(MemoryReclaimed):
             async with self._update_slot():
-                if self.state not in (state, EngineState.UPDATING):
-                    return  # its state changed meanwhile
+                if self.state is not state:
+                    return
                 async with self._joining_sync(announced) as member:
                     if member is None or await self._is_member(member):
                         await self._update_once(announced, member)
+        self._apply(Trigger.UPDATED, "")
 
     async def _provide_files(self, announced: WeightsAnnounced) -> WeightsAnnounced:
         """Make the target weights available where it reads them; return them with that path."""
@@ -421,7 +467,7 @@ class Engine:
                     self.url,
                     announced,
                     first=first,
-                    loaded=self._take_rest,
+                    loaded=self._loaded,
                     check_read=check_read,
                     member=member,
                 )
@@ -473,9 +519,9 @@ class Engine:
                 bool(member.session)
                 or self.state is not state
                 or self._target.version != member.version
-                or self._memory_switch.is_over
+                or self.has_to_release
             )
         )
-        if self._memory_switch.is_over:
+        if self.has_to_release:
             raise MemoryReclaimed
         return bool(member.session)

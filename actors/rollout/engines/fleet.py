@@ -268,7 +268,7 @@ class Fleet:
         memory_share: MemoryShare | None = None,
         files: FileSource = UNCHECKED,
     ) -> None:
-        """Keep one engine ready: wait for it, update and register it, and repeat when it is lost. Never returns.
+        """Bring one engine to its target, step by step, and keep it there (reconcile.py). Never returns.
 
         Runs in a task that is cancelled when the engine's address changes.
 
@@ -291,11 +291,13 @@ class Fleet:
         )
         refusals, failures = self._refusals.setdefault(name, RefusalCounter()), 0
         while True:
-            await wait_until(engine.is_up)
+            step = await engine.next_step()
+            if engine.state is EngineState.SUSPECT and kill is not None:
+                await kill(engine.reason)
             try:
-                await engine.admit()
+                await engine.carry_out(step)
             except EngineError as error:
-                match self._next_step(refusals, error, may_restart=kill is not None):
+                match self._after(refusals, error, may_restart=kill is not None):
                     case Step.GIVE_UP:
                         raise
                     case Step.WAIT:
@@ -308,16 +310,12 @@ class Fleet:
                 failures += 1
                 await anyio.sleep(RETRY.pause_s(failures))
             else:
-                failures = 0
-                refusals.took()
-                log.info("engine_admitted", engine=name, url=url, weight_version=engine.version)
-                await self.notify()
-                await engine.keep_current()
-            if engine.state is EngineState.SUSPECT and kill is not None:
-                await kill(engine.reason)
+                if engine.accepts_requests:
+                    failures = 0
+                    refusals.took()
 
-    def _next_step(self, refusals: RefusalCounter, error: EngineError, *, may_restart: bool) -> Step:
-        """Choose the next action for an engine that did not become ready."""
+    def _after(self, refusals: RefusalCounter, error: EngineError, *, may_restart: bool) -> Step:
+        """Choose what follows a failed step of an engine."""
         if is_away(error):
             refusals.away()
             return Step.AGAIN

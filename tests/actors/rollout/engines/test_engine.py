@@ -9,6 +9,7 @@ from actors.rollout.engines.engine import Engine
 from actors.rollout.engines.memory.levels import MemoryLevel
 from actors.rollout.engines.memory.share import MemoryShare
 from actors.rollout.engines.rate_limited_events import RateLimitedEvents
+from actors.rollout.engines.reconcile import NextStep
 from actors.rollout.engines.router import ThroughRouter
 from actors.rollout.engines.states import Trigger
 from actors.rollout.engines.target import FleetTarget
@@ -38,6 +39,9 @@ class NoRouter(SglangClient):
     async def add_worker(self, router: str, engine: str) -> None:
         pass
 
+    async def ready(self, url: str) -> bool:
+        return True
+
 
 class OnlyFirst:
     """Finds that the first weights are held, and later ones are not."""
@@ -52,6 +56,9 @@ class OnlyFirst:
 
     def is_paused(self, url: str) -> bool:
         return False
+
+    async def forget_pause(self, url: str) -> None:
+        """It was never paused."""
 
 
 async def test_one_that_refuses_weights_before_it_was_admitted_holds_up_no_other() -> None:
@@ -107,7 +114,8 @@ async def test_one_that_is_found_dead_while_it_gives_memory_back_is_lost_once(er
         syncs=WeightSyncs(target, list),
         memory_share=cast(MemoryShare, memory_share),
     )
-    await engine._give_back_or_leave()
+    with pytest.raises(EngineUnavailable):
+        await engine.carry_out(NextStep.GIVE_BACK)
     assert engine.state is EngineState.GONE
 
 
@@ -153,7 +161,8 @@ async def until_out(engine: Engine, target: FleetTarget) -> None:
 
 async def admitted_while_weights_change(engine: Engine, target: FleetTarget) -> None:
     async with in_background(lambda: change_weights_of(engine, target)):
-        await engine.admit()
+        while True:
+            await engine.carry_out(await engine.next_step())
 
 
 async def change_weights_of(engine: Engine, target: FleetTarget) -> None:
