@@ -25,7 +25,6 @@ MAX_LINES = 1000
 WHY_ONE_FILE = "Why one file:"  # a longer file says this in its docstring
 MIN_LINES_OF_ONE_IMPORTER = 60  # a shorter module that one module imports belongs inside of that
 MAY_BE_SMALL = {  # a module or package, and why its modules may be small
-    "actors.rollout.engines": "the weight path is to be rebuilt with fewer modules",
     "actors.rollout.requests": "the request path is to be rebuilt with fewer modules",
     "actors.trainer.phases": "colocation is to be rebuilt with fewer modules",
     "actors.rollout.offline.dump": "a source of samples; the other one is the module beside it",

@@ -14,16 +14,15 @@ from actors.rollout.engines.dispatch import Direct
 from actors.rollout.engines.external import ServerRequirements
 from actors.rollout.engines.fleet import Fleet
 from actors.rollout.engines.memory.follower import PhaseFollower
-from actors.rollout.engines.memory.notes import MemoryNotes
-from actors.rollout.engines.memory.share import MemoryShare
+from actors.rollout.engines.memory.share import MemoryNotes, MemoryShare
 from actors.rollout.engines.pressure import Bounds, EngineLimits
 from actors.rollout.engines.rate_limited_events import RateLimitedEvents
 from actors.rollout.engines.router import ThroughRouter
 from actors.rollout.engines.target import TargetWeights
-from actors.rollout.engines.weight_sync_calls import SYNC_CALLS, take_part
 from actors.rollout.engines.weights.copies import FileSource, NodeCopies, PublishedFiles
 from actors.rollout.engines.weights.files import FileChecks
 from actors.rollout.engines.weights.pauses import Pauses
+from actors.rollout.engines.weights.sync import SYNC_CALLS, take_part
 from actors.rollout.engines.weights.updater import Updater
 from actors.rollout.engines.weights.updates import UpdateTracker
 from actors.rollout.engines.weights.verifier import WeightVerifier
@@ -213,7 +212,7 @@ class RolloutActor(Actor):
                 group.start_soon(fleet.run_router, pool.router_url.rstrip("/"))
             elif pool.router == "sglang-router":
                 group.start_soon(self._watch_router, fleet)
-            group.start_soon(take_part, self._bus, fleet, partial(self._gives_up, fleet))
+            group.start_soon(take_part, self._bus, fleet.syncs, lambda: fleet.weights, partial(self._gives_up, fleet))
             group.start_soon(tools.generator.running.run)
             group.start_soon(self._follow_log, fleet, tools.generator.running, follower)
             group.start_soon(self._follow_phases, follower)

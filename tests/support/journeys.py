@@ -6,8 +6,8 @@ Each journey names the rooms that it passes and how its payload is called in a f
 
 - a form is a class of these rooms, or an alias, with a field that holds the payload;
 - a message is a message type of the journey: payloads of samples, and calls about weights, but no events;
-- a file is a module of these rooms that defines or names a form or a message or starts a thread, and the modules of
-  these rooms that it imports, directly or not;
+- a file is a module of these rooms that defines or names a form or a message or starts a thread, the journey's own
+  loops, and the modules of these rooms that these import, directly or not;
 - a type is a data type (struct, dataclass, named tuple, enumeration) that such a file of an actor defines;
 - a thread is a place in the trainer's files that starts a thread or a pool of threads, and the event loop.
 """
@@ -35,6 +35,7 @@ class Journey:
     field: str  # regular expression of a field, "name: annotation", that holds the payload
     messages: str  # regular expression of the names of its message types
     threads: tuple[str, ...]  # globs of the modules whose threads count
+    loops: tuple[str, ...] = ()  # modules that carry the payload on, and name neither it nor a message
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,7 @@ JOURNEYS: Final = {
             "actors/trainer/weights/*.py",
             "actors/trainer/models/*.py",
         ),
+        loops=("actors/rollout/engines/fleet.py",),
     ),
 }
 
@@ -192,7 +194,8 @@ def count(journey: Journey) -> Counts:
     forms, messages = forms_in(modules, journey.field), messages_like(journey.messages)
     on_the_way = {module.path for module in modules if (set(module.classes) | module.names) & (forms | messages)}
     threads = threads_in(modules_in(journey.threads))
-    files = with_imported(on_the_way | {thread.partition(":")[0] for thread in threads}, modules)
+    on_the_way |= {*journey.loops, *(thread.partition(":")[0] for thread in threads)}
+    files = with_imported(on_the_way, modules)
     types = {
         f"{module.path}: {name}"
         for module in modules

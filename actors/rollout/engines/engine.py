@@ -98,14 +98,6 @@ class Engine:
         self._crashes = crashes or RecentCrashes()
         self._rolling = rolling or RollingUpdate(1, tuple)
         self._wanted = wanted
-        self._steps: dict[NextStep, Callable[[], Awaitable[None]]] = {
-            NextStep.FIND: self._find,
-            NextStep.GIVE_BACK: self._give_back,
-            NextStep.TAKE_WEIGHTS: self._take_weights,
-            NextStep.UPDATE: self._update_weights,
-            NextStep.TAKE_REST: self._take_rest,
-            NextStep.REGISTER: self._register,
-        }
         self._label = ""  # of the verified weights
         self._client = client
         self._verifier = verifier
@@ -168,7 +160,7 @@ class Engine:
         """
         served = self.accepts_requests
         try:
-            await self._steps[step]()
+            await self._take(step)
         except EngineError as error:
             self._is_found = False
             await self._note_failure(error)
@@ -180,6 +172,23 @@ class Engine:
             raise
         finally:
             await self._target.notify()
+
+    async def _take(self, step: NextStep) -> None:
+        match step:
+            case NextStep.FIND:
+                await self._find()
+            case NextStep.GIVE_BACK:
+                await self._give_back()
+            case NextStep.TAKE_WEIGHTS:
+                await self._take_weights()
+            case NextStep.UPDATE:
+                await self._update_weights()
+            case NextStep.TAKE_REST:
+                await self._moved(self.memory_share.take_rest)
+            case NextStep.REGISTER:
+                await self._register()
+            case NextStep.WAIT:
+                pass
 
     async def _find(self) -> None:
         """Wait until it is ready for a weight update; compare it with the recipe, and learn its memory level.
@@ -229,10 +238,6 @@ class Engine:
         """Resume memory for weights."""
         await self._moved(self.memory_share.take_weights)
         self._apply(Trigger.RESUMED, "it has memory for weights")
-
-    async def _take_rest(self) -> None:
-        """Resume all other memory."""
-        await self._moved(self.memory_share.take_rest)
 
     async def _register(self) -> None:
         """Have the router list it, and accept requests if its weights still are the target then."""
@@ -342,7 +347,7 @@ class Engine:
         await self._target.until(lambda: self._target.is_settled)
         if self._target.allowed is MemoryLevel.NOTHING:
             raise MemoryReclaimed
-        await self._take_rest()
+        await self._moved(self.memory_share.take_rest)
 
     async def _continued(self) -> bool:
         """End a pause that the run began, and return whether the engine is ready now."""

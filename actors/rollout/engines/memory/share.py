@@ -6,13 +6,16 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
+import msgspec
 import structlog
 
 from actors.rollout.engines.memory.levels import MemoryLevel
 from actors.rollout.sglang.client import SglangClient
 from actors.rollout.sglang.errors import EngineSilent, EngineUnavailable, RequestRefused
-from actors.rollout.sglang.memory import EngineMemory, Notes
+from actors.rollout.sglang.memory import TAGS, EngineMemory, Notes, Tag
 from messages import EnginePhase
+from runtime.bus.errors import BusError
+from runtime.bus.kv import KeyValues
 from runtime.util.memory import anonymous_bytes
 
 log = structlog.get_logger()
@@ -135,6 +138,49 @@ class MemoryShare:
 
     def _bytes(self) -> int | None:
         return anonymous_bytes(self._pid) if self._is_shown else None
+
+
+class ReleasedMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """The released memory of one engine process, in the run's bucket: engines do not report it."""
+
+    pid: int
+    released: tuple[str, ...]
+    sure: bool  # the engine confirmed it
+
+
+class MemoryNotes:
+    """Notes of one engine process; notes of an earlier process of that name are ignored."""
+
+    def __init__(self, kv: KeyValues, engine: str, pid: int) -> None:
+        self._kv = kv
+        self._key = f"memory.{engine}"
+        self._pid = pid
+
+    async def read(self) -> tuple[list[Tag], bool]:
+        """Return the released memory kinds, and whether that is certain.
+
+        Raises:
+            EngineUnavailable: the bucket is unreadable, so the state is unknown.
+        """
+        try:
+            entry = await self._kv.get(self._key, ReleasedMemory)
+        except BusError as error:
+            raise EngineUnavailable(f"{self._key} cannot be read: {error}") from error
+        noted = None if entry is None else entry.value
+        if noted is None or noted.pid != self._pid:
+            return [], True
+        return [tag for tag in TAGS if tag in noted.released], noted.sure
+
+    async def write(self, released: list[Tag], *, sure: bool) -> None:
+        """Store which memory kinds are released. Called before and after each memory call to the engine.
+
+        Raises:
+            EngineUnavailable: the bucket is not writable.
+        """
+        try:
+            await self._kv.put(self._key, ReleasedMemory(pid=self._pid, released=tuple(released), sure=sure))
+        except BusError as error:
+            raise EngineUnavailable(f"{self._key} cannot be written: {error}") from error
 
 
 def _is_there(pid: int) -> bool:

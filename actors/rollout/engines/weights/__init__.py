@@ -1,4 +1,4 @@
-"""Weight updates of engines; one file per transport.
+"""Weight updates of engines.
 
 Open updater.py first, then receiving.py.
 """

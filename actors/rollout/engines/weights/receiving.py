@@ -1,4 +1,6 @@
-"""An engine's side of a weight sync, step by step; collective.py and ipc.py transfer the buckets.
+"""An engine's side of a weight sync, step by step: buckets by broadcast, or from shared memory by name.
+
+For a broadcast, engine and trainer share torch process groups, one per pipeline stage.
 
 An engine's scheduler blocks inside a broadcast for up to half an hour; that timeout is fixed. If the trainer leaves
 before the first byte, the broadcast fails at once; if it leaves in the middle, the engine keeps waiting. So an engine
@@ -7,26 +9,65 @@ that is still in a broadcast when its weight sync or the deadline is over counts
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Final
 
 import anyio
 import structlog
 
-from actors.rollout.engines.weights.collective import UpdateGroups
-from actors.rollout.engines.weights.ipc import read_segments
 from actors.rollout.engines.weights.sync import SyncMember
 from actors.rollout.sglang.client import SglangClient
 from actors.rollout.sglang.errors import EngineError, EngineFailed, EngineSilent, RequestRefused
-from actors.rollout.sglang.updates import WeightUpdates
+from actors.rollout.sglang.updates import BucketLayout, GroupAddress, WeightUpdates
 from messages import BucketSent, WeightSyncDecided, WeightSyncPrepared
 from runtime.bus.background import in_background
 
 log = structlog.get_logger()
 
 CLOSE_S: Final = 5.0
+SEGMENTS: Final = Path("/dev/shm")  # where Linux lists shared memory by name
 NUM_BITS: Final = re.compile(r"\d+")  # in the name of a type
 GRACE_S: Final = 5.0  # for an engine to notice that the trainer has left
+
+
+class UpdateGroups:
+    """The update groups (torch process groups) that engines have joined."""
+
+    def __init__(self, updates: WeightUpdates, timeout_s: float) -> None:
+        """Start without groups; `timeout_s` is the timeout of each call to an engine."""
+        self._updates = updates
+        self._timeout_s = timeout_s
+        self._joined: dict[str, tuple[str, ...]] = {}  # by engine URL; may belong to an earlier process of the engine
+
+    async def take(self, url: str, step: BucketSent, offset: int) -> None:
+        """Make an engine receive a broadcast bucket, in its groups: before the first one it joins them.
+
+        Args:
+            url: of the engine.
+            step: the bucket.
+            offset: the engine's first rank in the groups.
+
+        Raises:
+            EngineError: it did not join or receive.
+        """
+        if self._joined.get(url) != tuple(group.name for group in step.groups):
+            await self._join(url, step, offset)
+        layout = BucketLayout(step.names, step.dtypes, step.shapes)
+        group = step.groups[step.stage].name
+        await self._updates.update_from_distributed(url, group, layout, timeout_s=self._timeout_s)
+
+    async def _join(self, url: str, step: BucketSent, offset: int) -> None:
+        """Make an engine join the groups of all stages, after leaving its earlier ones."""
+        for name in self._joined.pop(url, ()):
+            try:
+                await self._updates.destroy_group(url, name, timeout_s=self._timeout_s)
+            except RequestRefused as error:  # the process is new, or the trainer died before it joined
+                log.info("update_group_not_left", url=url, group=name, error=str(error))
+        self._joined[url] = tuple(group.name for group in step.groups)
+        for group in step.groups:
+            address = GroupAddress(group.name, group.address, group.port, group.world_size, group.backend)
+            await self._updates.init_group(url, address, rank_offset=offset, timeout_s=self._timeout_s)
 
 
 class Receiver:
@@ -113,6 +154,24 @@ class Receiver:
                     await self._groups.take(url, step, step.offsets[member.engine])
         if scope.cancelled_caught:
             raise EngineSilent(f"{url}: is still in weight sync {member.session}, which was closed")
+
+
+async def read_segments(
+    updates: WeightUpdates, url: str, step: BucketSent, payloads: Sequence[str], timeout_s: float
+) -> None:
+    """Make an engine read a bucket from shared memory.
+
+    On a failure, removes the bucket's segments here: the trainer normally does that, but it may have died.
+
+    Raises:
+        EngineError: the engine did not read it.
+    """
+    try:
+        await updates.update_from_tensor(url, payloads, timeout_s=timeout_s)
+    except EngineError:
+        for name in step.segments:
+            (SEGMENTS / name).unlink(missing_ok=True)
+        raise
 
 
 def _count(member: SyncMember, received: dict[int, int], step: BucketSent) -> None:

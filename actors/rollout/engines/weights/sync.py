@@ -1,4 +1,4 @@
-"""The rollout actor's side of a weight sync: its members, and each engine's steps. No IO.
+"""The rollout actor's side of a weight sync: its members, each engine's steps, and the calls of the trainer.
 
 The trainer leads by RPC; each engine's own task runs the requested steps. A call returns once all engines concerned
 have finished the step or failed. Only one weight sync is open at a time: a new one, or a later trainer, closes it.
@@ -6,7 +6,7 @@ have finished the step or failed. Only one weight sync is open at a time: a new 
 
 import math
 import uuid
-from collections.abc import AsyncGenerator, Callable, Collection
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager
 from typing import Final, NamedTuple, Protocol
 
@@ -15,13 +15,26 @@ import msgspec
 import structlog
 
 from actors.rollout.sglang.errors import EngineUnavailable
-from messages import BucketSent, WeightSyncAnswered, WeightSyncDecided, WeightSyncMember, WeightSyncPrepared
+from messages import (
+    BucketSent,
+    WeightsAnnounced,
+    WeightSyncAnswered,
+    WeightSyncDecided,
+    WeightSyncMember,
+    WeightSyncPrepared,
+    WeightSyncRequested,
+)
+from runtime.bus.bus import Bus
+from runtime.bus.errors import BusError
 
 log = structlog.get_logger()
 
 ANSWER_S: Final = 5.0  # after which a call about a long step is answered with what its engines do
 GATHER_S: Final = 5.0  # for engines that are not ready yet; the weight sync starts without them
 LONG: Final = (WeightSyncPrepared, WeightSyncDecided)  # steps whose calls are answered before they end
+ASK_EVERY_S: Final = 1.0  # interval of weight-sync requests while engines wait for one
+ASK_TIMEOUT_S: Final = 10.0
+SYNC_CALLS: Final = (WeightSyncPrepared, BucketSent, WeightSyncDecided)
 Step = WeightSyncPrepared | BucketSent | WeightSyncDecided
 
 
@@ -299,6 +312,45 @@ class WeightSyncs:
         for member in self._members:
             member.close(reason)
         self._members, self._session = [], ""
+
+
+async def take_part(
+    bus: Bus,
+    syncs: WeightSyncs,
+    announced: Callable[[], WeightsAnnounced | None],
+    is_given_up: Callable[[], Awaitable[bool]],
+) -> None:
+    """Serve the trainer's weight-sync calls, and request a weight sync for engines that missed one. Never returns.
+
+    Args:
+        bus: to be called on.
+        syncs: of the engines.
+        announced: returns the target weights.
+        is_given_up: whether engines move on to newer weights because no process has the target's any more.
+    """
+    async with bus.serve(
+        {WeightSyncPrepared: syncs.prepared, BucketSent: syncs.step, WeightSyncDecided: syncs.decided}
+    ):
+        while True:
+            await anyio.sleep(ASK_EVERY_S)
+            target, engines = announced(), syncs.wanted()
+            if target is not None and target.sender and engines:
+                await _ask(bus, target, engines, is_given_up)
+
+
+async def _ask(
+    bus: Bus, target: WeightsAnnounced, engines: tuple[str, ...], is_given_up: Callable[[], Awaitable[bool]]
+) -> None:
+    """Request a weight sync for engines that wait for one. The trainer may be down or busy: the next poll retries."""
+    request = WeightSyncRequested(version=target.version, engines=engines)
+    try:
+        if await is_given_up():
+            return
+        answer = await bus.call(target.sender, request, WeightSyncAnswered, timeout_s=ASK_TIMEOUT_S)
+    except BusError as error:
+        log.debug("weight_sync_not_requested", weight_version=target.version, error=str(error))
+    else:
+        log.debug("weight_sync_requested", weight_version=target.version, refused=answer.failed)
 
 
 def _refuse_unless(is_open: bool, session: str) -> None:
