@@ -27,7 +27,7 @@ from runtime.bus.bus import Bus
 from runtime.bus.calls import Handler
 from runtime.bus.errors import BusError
 from runtime.bus.limits import BusLimits, over_network
-from runtime.bus.nats.server import ServerSettings, move_into_account
+from runtime.bus.nats.server import ServerSettings
 from runtime.node.acceptance import Acceptance, NodeStatement
 from runtime.node.bus_server import BUS_PROCESS, bus_process, invite
 from runtime.node.claims.home import HomeClaimed, HomeLease, HomeMoved, LeaseUnreadable
@@ -253,8 +253,6 @@ class NodeDaemon:
         except ClientsUnreadable as error:
             self._end(RunEnd(finished=False, refused=str(error)))
             return
-        if settings.accounts is not None and move_into_account(settings.store_dir):
-            log.info("streams_moved_into_account", store=str(settings.store_dir))
         self._supervision.start(bus_process(self._plan, settings))
 
     async def _claimed(self, bus: Bus) -> NodeClaim:

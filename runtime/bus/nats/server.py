@@ -154,21 +154,6 @@ def stored_streams(store_dir: Path) -> Path:
     return (of_run if of_run.exists() else store_dir / STORED / SOLE_ACCOUNT) / "streams"
 
 
-def move_into_account(store_dir: Path) -> bool:
-    """Move the streams of a store that began without accounts into the run's account; return whether there were any.
-
-    No server may hold the store meanwhile.
-
-    Raises:
-        OSError: the store cannot be changed.
-    """
-    begun, of_run = store_dir / STORED / SOLE_ACCOUNT, store_dir / STORED / RUN_ACCOUNT
-    if not begun.exists() or of_run.exists():
-        return False
-    begun.rename(of_run)
-    return True
-
-
 def server_command(config_path: Path, ports_dir: Path) -> list[str]:
     """The command line. The server writes its addresses into ports_dir.
 

@@ -1,4 +1,4 @@
-"""The accounts of external clients, on a real server: what works, what is refused, and a store from before accounts."""
+"""The accounts of external clients, on a real server: what works and what is refused."""
 
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
@@ -13,7 +13,7 @@ from nats.aio.client import Client
 from messages import Plane
 from runtime.bus.bus import Bus
 from runtime.bus.nats.accounts import Accounts, ClientKind, ExternalClient, render_accounts, rights_of
-from runtime.bus.nats.server import ServerSettings, move_into_account, stored_streams, write_config
+from runtime.bus.nats.server import ServerSettings, write_config
 from runtime.util.secrets import Login, Secret
 from tests.fixtures.nats import TEST_LIMITS, TEST_STREAMS, group_failed
 from tests.support.running_server import RunningServer, running_server
@@ -128,28 +128,3 @@ async def test_a_jetstream_client_finds_its_consumer_in_the_domain_of_the_run(tm
             await task.ack_sync()
         await node.close()
         assert (await bus.state(Plane.WORK)).messages == 0
-
-
-async def test_a_store_from_before_accounts_keeps_its_messages_and_durables(tmp_path: Path) -> None:
-    before = settings(tmp_path, accounts=None)
-    async with running_server(tmp_path, before) as server, run_bus(server) as bus:
-        await bus.ensure_streams(TEST_STREAMS)
-        await bus.publish(group_failed(1))
-        await bus.kv.put("key", group_failed(1))
-        connected = await nats.connect(server.url)
-        await connected.jetstream().pull_subscribe("phy.r.event.>", durable="reader")
-        await connected.close()
-    old = stored_streams(before.store_dir)
-    assert move_into_account(before.store_dir)
-    assert not move_into_account(before.store_dir)
-    assert not old.exists()
-    assert stored_streams(before.store_dir).exists()
-    async with running_server(tmp_path, settings(tmp_path)) as server, run_bus(server) as bus:
-        assert (await bus.state(Plane.EVENT)).messages == 1
-        entry = await bus.kv.get("key", type(group_failed(1)))
-        assert entry is not None
-        assert entry.value == group_failed(1)
-        connected = await nats.connect(server.url)
-        info = await connected.jetstream().consumer_info("phy-r-event", "reader")
-        assert info.num_pending == 1
-        await connected.close()
