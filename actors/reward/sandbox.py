@@ -10,10 +10,11 @@ from typing import Final, Literal
 
 import msgspec
 
+from actors.reward.graders.code.grader import SECONDS
 from runtime.process.user_process import PASSED_ON
 from runtime.settings.plugins import file_of, is_plugin
 from runtime.settings.slices import split_slice
-from runtime.settings.topology import Topology
+from runtime.settings.topology import GraderLimits, RewardConfig, Topology
 from runtime.util.secrets import make_private
 
 ROOT: Final = Path(__file__).resolve().parents[2]  # import path of `actors`
@@ -34,6 +35,14 @@ def files_of(topology: Topology) -> tuple[str, ...]:
     named += [topology.reward.rm_api_key_file]
     named += [judge.api_key_file for judge in topology.reward.judges.values()]
     return tuple(os.path.realpath(path) for path in (*named, runtime) if path)
+
+
+def _variables(reward: RewardConfig) -> dict[str, str]:
+    """Variables that built-in graders read: the data of `ifeval`, and the time that the tests of `code` have."""
+    limits = reward.limits.get("code", GraderLimits())
+    call_s = limits.timeout_s or reward.timeout_s
+    found = {SECONDS: f"{max(call_s - 2.0, call_s / 2):g}"}  # the rest is for starting the sandbox
+    return found if reward.nltk_data is None else {**found, "NLTK_DATA": os.path.realpath(reward.nltk_data)}
 
 
 def dumps_of(topology: Topology) -> tuple[str, ...]:
@@ -142,7 +151,7 @@ def sandbox_of(topology: Topology) -> Sandbox:
     return Sandbox(
         kind=reward.sandbox,
         env=reward.env,
-        also={} if reward.nltk_data is None else {"NLTK_DATA": os.path.realpath(reward.nltk_data)},
+        also=_variables(reward),
         memory_bytes=reward.memory_bytes,
         max_files=reward.max_files,
         max_processes=reward.max_processes,

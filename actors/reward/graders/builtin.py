@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib.util
+import os
 import re
 import string
 from collections import Counter
@@ -11,7 +12,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from actors.reward.graders.boxed import BOXED_PREFIX, Grader, boxed
-from actors.reward.graders.code.grader import cases_in, code
+from actors.reward.graders.code.grader import SECONDS, TOTAL_S, cases_in, code
 from actors.reward.graders.instructions.grader import ifbench, ifeval
 from actors.reward.graders.labels import Label, required_text, required_texts, text_of
 from actors.reward.graders.math.grader import deepscaler, has_answer, math
@@ -155,7 +156,8 @@ def _gpqa(sample: GradedSample) -> float:
 def _code(sample: GradedSample) -> float:
     if cases_in(sample.label, sample.metadata) is None:
         raise ValueError("the label has no tests: expected inputs and as many outputs; for a function also fn_name")
-    return code(sample.response, sample.label, sample.metadata)
+    timeout_s = float(os.environ.get(SECONDS, TOTAL_S))
+    return code(sample.response, sample.label, sample.metadata, timeout_s=timeout_s)
 
 
 # Graders of a run: they refuse labels with which no response can be compared

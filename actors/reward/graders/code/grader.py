@@ -5,12 +5,14 @@ import math
 import re
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from decimal import Decimal
 from typing import Any, Final, NamedTuple, cast
 
-from actors.reward.graders.code.running import MORE_OUTPUT_BYTES, run_program
+from actors.reward.graders.code.running import MORE_OUTPUT_BYTES, run_inputs, run_program
 
 TOTAL_S: Final = 8.0  # wall time of all tests of a response
+SECONDS: Final = "PHYSARUM_CODE_S"  # environment of grader processes: the same, from the limits of a run
 MAX_PROGRAM_CHARS: Final = 200_000
 TOLERANCE: Final = 1e-6  # of floats that a function returns, relative and absolute
 
@@ -32,8 +34,9 @@ def code(response: str, label: Any, metadata: Mapping[str, Any] | None = None, *
     """Run the Python program of a response on the tests of the label, in a sandbox of its own.
 
     The program is the last block between ``` fences, of Python or without a language, after the last `</think>`;
-    without any fence, all of the text. Tests of input and output run it once each, as a script. With a function's name
-    it runs once, and the function is called with each input; a method of a class `Solution` counts too.
+    without any fence, all of the text. Tests of input and output run it once each, as a script in a sandbox of its own.
+    With a function's name it runs once, and the function is called with each input; a method of a class `Solution`
+    counts too.
 
     Args:
         response: The whole response.
@@ -41,7 +44,8 @@ def code(response: str, label: Any, metadata: Mapping[str, Any] | None = None, *
             in APPS and TACO, or `[{"input": ..., "output": ..., "testtype": "stdin"}, ...]`, as in LiveCodeBench. An
             input of a function is a list of arguments, or text with the JSON of one argument a line.
         metadata: `fn_name` or `func_name`, where the label has none.
-        timeout_s: Wall time of all tests, in seconds.
+        timeout_s: Wall time of all tests, in seconds. In a run it is the timeout of the grader (`reward.timeout_s`, or
+            `reward.limits.code.timeout_s`) less 2 s, or half of it.
 
     Returns:
         1.0 if all tests pass, else 0.0. The first test that fails ends the run.
@@ -148,14 +152,15 @@ def _arguments(value: Any) -> list[Any]:
 
 
 def _passes_runs(program: str, tests: Cases, deadline: float) -> bool:
-    for given, wanted in zip(tests.inputs, tests.outputs, strict=True):
-        left_s = deadline - time.monotonic()
-        if left_s <= 0:
-            return False
-        most = len(wanted.encode("utf-8", "surrogatepass")) + MORE_OUTPUT_BYTES
-        ran = run_program(program, given.encode("utf-8", "surrogatepass"), wall_s=left_s, max_output_bytes=most)
-        if ran.code != 0 or not same_output(ran.output.decode("utf-8", "replace"), wanted):
-            return False
+    inputs = [
+        (given, len(wanted.encode("utf-8", "surrogatepass")) + MORE_OUTPUT_BYTES)
+        for given, wanted in zip(tests.inputs, tests.outputs, strict=True)
+    ]
+    runs = run_inputs(program, inputs, wall_s=max(0.0, deadline - time.monotonic()))
+    with closing(runs):
+        for ran, wanted in zip(runs, tests.outputs, strict=False):
+            if ran.code != 0 or not same_output(ran.output.decode("utf-8", "replace"), wanted):
+                return False
     return True
 
 

@@ -3,8 +3,12 @@
 Run as `python -I launcher.py FOLDER STATUS_FD`. Standard input has the order, as 8 bytes of length and JSON, and
 then what the program reads. The launcher writes "+" to STATUS_FD once the sandbox stands, or the reason why it does
 not, and "!" if the sandbox is killed.
+
+With inputs in the order, the program runs once for each, in new namespaces and in an empty folder each time. The
+launcher writes how each run ended: its exit code and the length of its output, 8 bytes each, and the output.
 """
 
+import fcntl
 import json
 import os
 import resource
@@ -21,6 +25,7 @@ FOLDER, STATUS_FD = (sys.argv[1], int(sys.argv[2])) if IS_PROGRAM else ("", -1)
 LENGTH_BYTES = 8
 RAISED = 1
 READY, LOST = b"+", b"!"
+TOO_MUCH = -1  # code of a run that wrote too much
 
 if IS_PROGRAM:
     sys.path.insert(0, ROOT)
@@ -35,6 +40,59 @@ def main() -> int:
     """Run the program of the order; return its exit code, or 128 + the signal that ended it."""
     isolation.set_parent_death_signal(signal.SIGKILL)
     order = _order()
+    if order["inputs"] is None:
+        return _isolated(order)
+    for given, max_bytes in order["inputs"]:
+        code, output = _run_of(order, given.encode("utf-8", "surrogatepass"), max_bytes)
+        lengths = (number.to_bytes(LENGTH_BYTES, "big", signed=True) for number in (code, len(output)))
+        _write_all(1, b"".join((*lengths, output)))
+        if code != 0:
+            break
+    return 0
+
+
+def _run_of(order: dict[str, Any], given: bytes, max_bytes: int) -> tuple[int, bytes]:
+    """Run the program with an input; return its exit code and its output."""
+    reading, writing = os.pipe()
+    run = os.fork()
+    if run == 0:
+        isolation.set_parent_death_signal(signal.SIGKILL)
+        os.dup2(_sealed(given), 0)
+        os.dup2(writing, 1)
+        os.closerange(3, STATUS_FD)
+        os.closerange(STATUS_FD + 1, 256)
+        os._exit(_isolated(order))
+    os.close(writing)
+    output = bytearray()
+    while len(output) <= max_bytes and (read := os.read(reading, 1 << 16)):
+        output += read
+    os.close(reading)
+    if len(output) > max_bytes:
+        os.kill(run, signal.SIGKILL)
+        os.waitpid(run, 0)
+        return TOO_MUCH, bytes(output[:max_bytes])
+    status = os.waitpid(run, 0)[1]
+    if os.WIFSIGNALED(status):  # the program cannot do that
+        os.write(STATUS_FD, LOST)
+    return _code(status), bytes(output)
+
+
+def _sealed(content: bytes) -> int:
+    """A file in memory that cannot grow, so that the program cannot keep data in it."""
+    memory = os.memfd_create("input", os.MFD_ALLOW_SEALING)
+    _write_all(memory, content)
+    fcntl.fcntl(memory, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
+    os.lseek(memory, 0, os.SEEK_SET)
+    return memory
+
+
+def _write_all(fd: int, content: bytes) -> None:
+    while content:
+        content = content[os.write(fd, content) :]
+
+
+def _isolated(order: dict[str, Any]) -> int:
+    """Run the program in new namespaces; return its exit code, or 128 + the signal that ended it."""
     refusal = isolation.attempted(isolation.enter_user_and_pid_namespaces)
     if refusal is not None:
         return _refused(refusal)
@@ -131,9 +189,7 @@ def _call_all(module: types.ModuleType, name: str, calls: list[Any], answers: in
     for arguments in calls:
         owner = getattr(module, "Solution", None)
         call = getattr(owner(), name) if owner is not None and hasattr(owner, name) else getattr(module, name)
-        line = json.dumps(call(*arguments)).encode() + b"\n"
-        while line:
-            line = line[os.write(answers, line) :]
+        _write_all(answers, json.dumps(call(*arguments)).encode() + b"\n")
 
 
 def _flushed(code: int) -> int:

@@ -11,12 +11,15 @@ from typing import Any
 import pytest
 
 from actors.reward import isolation
+from actors.reward.graders import builtin
 from actors.reward.graders.builtin import find_grader
 from actors.reward.graders.code import running
 from actors.reward.graders.code.grader import cases_in, code, program_in, same_output
-from actors.reward.graders.code.running import Limits, Ran, SandboxError, run_program
+from actors.reward.graders.code.running import Limits, Ran, SandboxError, run_inputs, run_program
 from actors.reward.keeper import children_of
 from actors.reward.samples import GradedSample
+from actors.reward.sandbox import sandbox_of
+from tests.build.topology import topology_with
 
 ADDS = {"inputs": [[1, 2], [3, 4]], "outputs": [3, 7], "fn_name": "add"}
 DOUBLES = {"inputs": ["1\n", "4\n"], "outputs": ["2\n", "8\n"]}
@@ -121,6 +124,20 @@ def test_a_label_without_tests_is_refused_before_a_run_and_scores_zero() -> None
 
 
 @pytest.mark.parametrize(
+    ("limits", "seconds"), [({}, 8.0), ({"code": {"timeout_s": 60.0}}, 58.0), ({"code": {"timeout_s": 1.0}}, 0.5)]
+)
+def test_the_tests_of_a_response_have_the_time_of_the_recipe(
+    limits: dict[str, Any], seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[float] = []
+    monkeypatch.setattr(builtin, "code", lambda *_, timeout_s: given.append(timeout_s) or 1.0)
+    for name, value in sandbox_of(topology_with(reward={"limits": limits})).also.items():
+        monkeypatch.setenv(name, value)
+    assert find_grader("code")(GradedSample(label=DOUBLES)) == 1.0
+    assert given == [seconds]
+
+
+@pytest.mark.parametrize(
     "program",
     [
         "import os\nwhile True:\n    os.fork()",
@@ -184,17 +201,59 @@ def test_a_program_sees_no_other_process_and_no_environment(monkeypatch: pytest.
     assert ran(program).output in (b"False ['1', '2']\n", b"")
 
 
+def ran_on(program: str, *inputs: str, **options: Any) -> list[Ran]:
+    """How a program ends for each input; where there is no sandbox, as a program that fails."""
+    if REFUSAL is None:
+        return list(run_inputs(program, [(each, 1000) for each in inputs], wall_s=60, **options))
+    with pytest.raises(SandboxError, match="cannot isolate"):
+        list(run_inputs(program, [(each, 1000) for each in inputs], wall_s=60))
+    return []
+
+
+def test_a_program_has_an_empty_folder_and_no_memory_of_earlier_inputs() -> None:
+    program = "import os\nprint(input(), os.listdir('.'), os.getpid())\nopen('left', 'w').write('x' * 1000)"
+    found = ran_on(program, "a", "b\nrest", "\ud800")
+    outputs = [b"a [] 2\n", b"b [] 2\n", b"\xed\xa0\x80 [] 2\n"]
+    assert [(one.code, one.output) for one in found] in ([(0, output) for output in outputs], [])
+
+
+def test_the_first_input_that_a_program_fails_is_the_last() -> None:
+    program = "number = int(input())\nprint(number)\nraise SystemExit(number)"
+    assert [one.code for one in ran_on(program, "0", "3", "0")] in ([0, 3], [])
+    cut = ran_on("print('x' * int(input()))", "1", "2000", "1")
+    assert [(one.code, len(one.output)) for one in cut] in ([(0, 2), (-1, 1000)], [])
+
+
+def test_what_a_program_writes_is_the_output_of_its_own_run() -> None:
+    """It holds no descriptor of the launcher, and what looks like the launcher's report is output."""
+    program = """import os
+for fd in range(1, 300):
+    try:
+        os.write(fd, bytes(16))
+    except OSError:
+        pass
+"""
+    found = ran_on(program, "a", "b")
+    assert {one.code for one in found} <= {0}
+    assert len({one.output for one in found}) <= 1
+
+
 def test_right_values_are_nowhere_in_the_sandbox() -> None:
     program = "import gc, sys\ndef add(a, b):\n    return sys.stdin.read() or open('/proc/self/cmdline').read()"
     assert_scores(0.0, program, ADDS)
 
 
-def test_a_sandbox_that_is_killed_is_no_wrong_answer() -> None:
-    killed = threading.Event()
+@pytest.mark.parametrize("depth", [0, 1], ids=["one run", "runs of inputs"])
+def test_a_sandbox_that_is_killed_is_no_wrong_answer(depth: int) -> None:
+    killed, program = threading.Event(), "import time\ntime.sleep(30)"
+
+    def run() -> object:
+        return list(run_inputs(program, [("", 10)], wall_s=60)) if depth else run_program(program, wall_s=60)
 
     def kill_the_first_child() -> None:
         while not killed.is_set():
-            for launcher in children_of(os.getpid()):
+            launchers = children_of(os.getpid())
+            for launcher in [child for each in launchers for child in children_of(each)] if depth else launchers:
                 for init in children_of(launcher):
                     if len(children_of(init)) == 1:
                         os.kill(init, signal.SIGKILL)
@@ -205,7 +264,7 @@ def test_a_sandbox_that_is_killed_is_no_wrong_answer() -> None:
     killer.start()
     try:
         with pytest.raises(SandboxError, match="was killed" if REFUSAL is None else "cannot isolate"):
-            run_program("import time\ntime.sleep(30)", wall_s=60)
+            run()
     finally:
         killed.set()
         killer.join()
