@@ -173,8 +173,10 @@ class BufferActor(Actor):
         with self._activity(describe_source(self._topology.data)):
             prompts = await _in_thread(lambda: load_prompts(self._topology))
         try:
+            await self._selector.start()
             await self._run_on(prompts, task_status)
         finally:
+            await self._selector.close()
             if isinstance(prompts, DrawnPrompts):
                 prompts.close()
 

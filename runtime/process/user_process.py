@@ -1,4 +1,4 @@
-"""A user's function in a process of its own, which can be killed: filters.
+"""A user's function in a process of its own, which can be killed: filters and selections.
 
 The process dies with its parent. A call that takes too long costs its process, and the next call starts another one.
 Graders have processes of their own kind (actors/reward), which can also be isolated.

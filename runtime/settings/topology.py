@@ -496,10 +496,10 @@ class RewardConfig(Config, frozen=True, kw_only=True):
     # Isolation of grader processes: "process" limits resources, "isolated" also blocks network, files and other
     # processes, "none" sets no limits.
     sandbox: Literal["none", "process", "isolated"] = "process"
-    # Environment variables that graders and filters get in addition to PATH, HOME and the like.
+    # Environment variables that graders, filters and selections get in addition to PATH, HOME and the like.
     env: tuple[Text, ...] = ()
-    # Memory limit of the process of a grader or a filter in bytes (data segment). Beyond it an allocation raises
-    # MemoryError.
+    # Memory limit of the process of a grader, filter or selection in bytes (data segment). Beyond it an allocation
+    # raises MemoryError.
     memory_bytes: Positive = 8 << 30
     # CPU seconds of one call of a plain function. A call that uses more fails; by default twice `timeout_s`.
     cpu_s: Annotated[float, msgspec.Meta(gt=0)] | None = None

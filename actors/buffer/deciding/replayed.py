@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Iterable, Iterator
 
-import anyio
 import msgspec
+import structlog
 
 from actors.buffer.deciding.decide import Schedule, decide
-from actors.buffer.deciding.selecting import Selector
-from actors.buffer.deciding.selection import Selection
+from actors.buffer.deciding.selecting import called
+from actors.buffer.deciding.selection import Chosen, Kind, Selection, find_selection, first_come
 from actors.buffer.deciding.tasks import schedule_of
 from messages import (
     BatchReady,
@@ -23,6 +23,8 @@ from messages import (
 )
 from runtime.ledger.fold import LedgerState, fold
 from runtime.settings.topology import Topology
+
+log = structlog.get_logger()
 
 EXHAUSTED = "the dump is exhausted"
 
@@ -46,7 +48,9 @@ class ReplayedBuffer:
     def __init__(self, topology: Topology, groups: Iterable[GroupCompleted], judge: JudgeGroup) -> None:
         self._groups = iter(groups)
         self._judge = judge
-        self._selector = Selector(topology)
+        names: dict[Kind, str | None] = {"over_sampling_filter": topology.rollout.over_sampling_filter}
+        names["buffer_filter"] = topology.rollout.buffer_filter
+        self._functions = {kind: name and find_selection(kind, name) for kind, name in names.items()}
         self._schedule: Schedule = msgspec.structs.replace(schedule_of(_without_evals(topology), {}), num_steps=2**31)
         self._seq = 0
         self._live: dict[int, GroupCompleted] = {}  # by the group id of the replay
@@ -81,8 +85,18 @@ class ReplayedBuffer:
     def _decide(self) -> Message | None:
         decision = decide(self.state, self._schedule)
         while isinstance(decision, Selection):
-            decision = decide(self.state, self._schedule, anyio.run(self._selector.choose, decision))
+            decision = decide(self.state, self._schedule, self._choose(decision))
         return decision
+
+    def _choose(self, selection: Selection) -> Chosen:
+        """Call a user's selection here, without a time limit."""
+        function = self._functions[selection.kind]
+        assert callable(function)
+        try:
+            return called(function, selection)
+        except Exception as error:  # noqa: BLE001 - a user's function may raise anything; as in a run
+            log.warning("selection_failed", kind=selection.kind, reason=repr(error), instead="first come first")
+            return first_come(selection)
 
     def _complete(self, group_id: int, attempt: int, round: int) -> None:
         group = next(self._groups, None)
