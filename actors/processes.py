@@ -25,7 +25,7 @@ from actors.rollout.sglang.command_lines import (
 from actors.rollout.sglang.facts import CRASH_WORDS
 from runtime.bus.addresses import INSTANCE_VARIABLE, START_VARIABLE, address_key
 from runtime.settings.devices import HIDDEN, NVIDIA
-from runtime.settings.observe import python_of
+from runtime.settings.observe import PAGE, python_of
 from runtime.settings.placement import ProcessPlace, engine_places, home_node, trainer_places
 from runtime.settings.processes import (
     AnswersHttp,
@@ -80,7 +80,7 @@ def process_specs(topology: Topology, node: str, run_dir: Path) -> list[ProcessS
         number = placed.index(node)
         env = OURS | {INSTANCE_VARIABLE: str(number)}
         specs.append(_host(topology, run_dir, f"reward.{number}", ["reward"], env))
-    return [*specs, *_trackers(topology)] if home else specs
+    return [*specs, *_trackers(topology), *_page(topology)] if home else specs
 
 
 def _engines(topology: Topology, pool: str, engine: EngineConfig, node: str) -> list[ProcessSpec]:
@@ -178,6 +178,22 @@ def _trackers(topology: Topology) -> list[ProcessSpec]:
             stop_timeout_s=topology.observe.stop_timeout_s,
         )
         for name, tracker in topology.observe.trackers().items()
+    ]
+
+
+def _page(topology: Topology) -> list[ProcessSpec]:
+    """Spec of the process that serves the run's page, if there is one."""
+    if topology.observe.page is None:
+        return []
+    return [
+        ProcessSpec(
+            name=PAGE,
+            command=(sys.executable, "-P", "-m", "actors.observer", topology.observe.page),
+            env=OURS,
+            tier=Tier.OBSERVER,
+            critical=False,
+            max_restarts=TRACKER_RESTARTS,
+        )
     ]
 
 

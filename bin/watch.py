@@ -105,11 +105,10 @@ async def _unless_stopped(tell: Callable[[], Awaitable[int]]) -> int:
 
 
 async def _serve(found: "FoundRun", address: str) -> int:
-    import socket
-
     import anyio
 
     from actors.observer.page import Address, Page, follow, new_token, observed_of, served
+    from runtime.node.display import page_lines
 
     try:
         place = Address.of(address)
@@ -124,9 +123,8 @@ async def _serve(found: "FoundRun", address: str) -> int:
             screen.rewrite(text)
 
     async with served(page, place) as port, anyio.create_task_group() as tasks:
-        host = f"[{place.host}]" if ":" in place.host else place.host
-        screen.show(f"page      http://{host}:{port}/?token={token}")
-        screen.show(f"from another machine, first: ssh -L {port}:{host}:{port} {socket.gethostname()}")
+        for line in page_lines(f"{place.url(port)}/?token={token}"):
+            screen.show(line)
         screen.show("Ctrl-C ends the page; the run goes on")
         sys.stdout.flush()
         tasks.start_soon(follow, found, observed, page, progress)

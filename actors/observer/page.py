@@ -13,6 +13,7 @@ import anyio
 import msgspec
 from aiohttp import web
 
+from runtime.bus.addresses import host_port
 from runtime.bus.errors import BusError
 from runtime.node.claims.rundir import BUS_FILE, TOPOLOGY_FILE
 from runtime.node.external_clients import ClientsUnreadable
@@ -75,6 +76,10 @@ class Address(NamedTuple):
                 "another machine reach it with ssh -L"
             )
         return cls(host, int(port))
+
+    def url(self, port: int) -> str:
+        """Return the URL of a page at this address that got a port."""
+        return f"http://{host_port(self.host, port)}"
 
 
 class Page:

@@ -35,7 +35,7 @@ from runtime.node.claims.node_claim import NodeClaim, NodeClaimed
 from runtime.node.claims.run_id import RunMismatch, check_run_id, settle_run_id
 from runtime.node.claims.rundir import BUS_FILE, TOPOLOGY_VARIABLE
 from runtime.node.copying import COPIES, LocalCopies
-from runtime.node.display import Show
+from runtime.node.display import Show, page_lines
 from runtime.node.external_clients import ClientsUnreadable, ServerAccounts
 from runtime.node.group_starts import group_starts
 from runtime.node.join import JOIN_FILE
@@ -47,13 +47,14 @@ from runtime.node.run_log import Follower, Publisher, begin_of_home, forget_addr
 from runtime.node.stalls import StallWatch
 from runtime.node.supervisor.state_changes import STOPPED, Change, Exited, GivenUp, Ready
 from runtime.node.supervisor.supervisor import Supervision
+from runtime.settings.observe import PAGE, PAGE_FILE
 from runtime.settings.placement import LOOPBACK
 from runtime.settings.processes import ProcessSpec, Tier
 from runtime.util.disk import free_bytes, is_full, no_space, no_space_of, stored_bytes
 from runtime.util.errors import flatten
 from runtime.util.exit_codes import EXIT_FENCED
 from runtime.util.files import write_atomically
-from runtime.util.secrets import Secret, split_login, with_login, without_logins
+from runtime.util.secrets import Secret, read_private, split_login, with_login, without_logins
 from runtime.util.threads import BoundedThreads
 
 log = structlog.get_logger()
@@ -66,6 +67,7 @@ STOP_DEADLINE_S = 9.5  # from the stop signal until everything is killed
 PUBLISH_TIMEOUT_S = 1.0  # for publishing the last process changes
 RELEASE_TIMEOUT_S = 1.0
 SHOW_WAIT_AFTER_S = 2.0  # of the end of trackers
+PAGE_EVERY_S = 1.0  # looks for the URL of the run's page, which its process writes
 BUS_LIMITS = BusLimits(drain_timeout_s=1.0)  # at the end the server may already be gone
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # else gloo takes the address of the host's name
 HOST_VARIABLE = "SGLANG_HOST_IP"
@@ -165,6 +167,20 @@ class NodeDaemon:
         await anyio.sleep(seconds)
         self._show(line)
         await anyio.sleep_forever()
+
+    async def _show_page(self) -> None:
+        """Show the URL of the page whenever its process has written one."""
+        path, shown = self._plan.run_dir / PAGE_FILE, ""
+        while True:
+            try:
+                url = await anyio.to_thread.run_sync(read_private, path)
+            except (OSError, ValueError):
+                url = ""  # it starts or ends
+            if url and url != shown:
+                shown = url
+                for line in page_lines(url.strip()):
+                    self._show(line)
+            await anyio.sleep(PAGE_EVERY_S)
 
     def _failure_of(self, error: BaseException) -> str:
         return str(no_space_of(error, self._plan.run_dir)) if is_full(error) else f"the node daemon failed: {error}"
@@ -296,6 +312,8 @@ class NodeDaemon:
         async with bus.serve(handlers), anyio.create_task_group() as tasks:
             tasks.start_soon(self._keep_claim, claim)
             tasks.start_soon(self._publish_changes, bus)
+            if any(spec.name == PAGE for spec in self._plan.processes):
+                tasks.start_soon(self._show_page)
             if self._accounts is not None and self._bus_url is not None:
                 url, _ = split_login(self._bus_url.reveal())
                 reload = partial(self._supervision.reload, BUS_PROCESS)

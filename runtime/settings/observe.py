@@ -1,13 +1,18 @@
 """Settings of the processes that copy a run's metrics elsewhere. They only read; nothing of the run waits for them."""
 
 import sys
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
 
 from runtime.settings.reading.config import Config
 from runtime.settings.recipe import Text
 from runtime.util.import_path import ROOT
+
+PORT: Final = r"(\d{1,4}|[1-5]\d{4}|6[0-4]\d{3}|65[0-4]\d{2}|655[0-2]\d|6553[0-5])"
+LOOPBACK: Final = rf"^(127\.0\.0\.1|localhost|\[::1\]):{PORT}$"
+PAGE: Final = "page"  # process that serves the page
+PAGE_FILE: Final = "page.url"  # in the run directory: its URL with the token
 
 
 class TrackerConfig(Config, frozen=True, kw_only=True):
@@ -58,6 +63,9 @@ class ObserveConfig(Config, frozen=True, kw_only=True):
 
     # Seconds that trackers get after the end of the run to send the rest. Then they are killed.
     stop_timeout_s: Annotated[float, msgspec.Meta(ge=1, le=3600)] = 30.0
+    # Address on which the home node serves the page of the run, such as "127.0.0.1:8765". It is one of this machine
+    # alone; port 0 means any free one. Unset, there is no page; `bin/watch RUN --page` serves one at any time.
+    page: Annotated[str, msgspec.Meta(pattern=LOOPBACK)] | None = None
     wandb: WandbConfig = WandbConfig()
     tensorboard: TensorboardConfig = TensorboardConfig()
 

@@ -5,11 +5,17 @@ import signal
 import sys
 from pathlib import Path
 
+import aiohttp
 import anyio
+import msgspec
+import psutil
 import pytest
 
 from messages import ActorExited, ActorStarted
+from runtime.settings.observe import PAGE, PAGE_FILE
 from runtime.settings.processes import ProcessSpec, Tier
+from runtime.util.import_path import ROOT
+from tests.fixtures.nats import eventually
 from tests.runtime.node.daemons import Running, plan, player
 from tests.runtime.node.test_daemon import events_of
 
@@ -95,3 +101,30 @@ async def test_a_second_signal_ends_the_wait_for_them(tmp_path: Path) -> None:
     assert running.outcome is not None
     assert running.outcome.finished
     assert anyio.current_time() - began < 9
+
+
+async def test_a_page_that_is_killed_comes_back_with_its_token_and_the_run_does_not_notice(tmp_path: Path) -> None:
+    ended, run_dir = tmp_path / "ended", tmp_path / "r"
+    page = msgspec.structs.replace(
+        observer(PAGE, ""),
+        command=(sys.executable, "-P", "-m", "actors.observer", "127.0.0.1:0"),
+        env={"PYTHONPATH": str(ROOT)},
+        max_restarts=3,
+    )
+    jar = aiohttp.CookieJar(unsafe=True)  # it keeps cookies of an address without a name
+    running = Running(plan(run_dir, player("3", "--wait", str(ended)), page))
+    async with anyio.create_task_group() as tasks, aiohttp.ClientSession(cookie_jar=jar) as client:
+        tasks.start_soon(running.run)
+        first = (await running.shown("page  ")).split()[1]
+        assert (await client.get(first)).status == 200
+        (pid,) = [each.pid for each in psutil.Process().children() if "actors.observer" in each.cmdline()]
+        os.kill(pid, signal.SIGKILL)
+        await running.shown("page ended and is started again")
+        await eventually(lambda: len([line for line in running.lines if line.startswith("page  ")]) == 2)
+        second = next(line for line in reversed(running.lines) if line.startswith("page  ")).split()[1]
+        assert (await client.get(second)).status == 200
+        assert second.partition("?")[2] == first.partition("?")[2] != ""
+        ended.touch()
+    assert running.outcome is not None
+    assert running.outcome.finished
+    assert not (run_dir / PAGE_FILE).exists()
