@@ -45,6 +45,10 @@ staleness *names: setup
 tools *names: setup
     .venv/bin/python -m tests.learning --cases tools --resume .learning-tools --results docs/results {{ names }}
 
+# graders on every row of GSM8K, and against math-verify where both answer; DIR has train.jsonl and test.jsonl; writes docs/results
+rewards dir: setup
+    .venv/bin/python -m tests.rewards {{ dir }} --results docs/results
+
 # kill -9 every process of a run in turn
 chaos: setup
     .venv/bin/python -m pytest -m chaos
