@@ -43,6 +43,7 @@ class GroupsIssued(Message, kw_only=True, tag="groups_issued"):
     draws: tuple[int, ...] = ()  # data messages DrawsStored: rows of the new groups, and the source's state after them
     draws_digest: str = ""  # hex SHA-256 of these chunks together
     num_told: int = 0  # outcomes that the source got before it drew: the oldest ones that it did not have
+    more: int = 0  # further groups that the next events issue to the same round, because one event is bounded
 
 
 @register

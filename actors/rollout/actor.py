@@ -221,9 +221,8 @@ class RolloutActor(Actor):
             limits = TokenTimeouts(first_s=pool.first_token_after_s, next_s=pool.next_token_after_s)
             group.start_soon(Watchdog(client, fleet, tools.generator.running, limits).run)
             group.start_soon(fleet.events.run, self._bus)
-            if (bounds := Bounds(min_concurrency(pool), pool.concurrency)).least < bounds.most:
-                resize, number = self._tasks.slots.resize, num_engines(pool)
-                group.start_soon(EngineLimits(client, lambda: fleet.engines, resize, bounds, number).run)
+            bounds = Bounds(min_concurrency(pool), pool.concurrency)
+            group.start_soon(EngineLimits(client, fleet, self._tasks.resize, bounds).run)
             group.start_soon(self._tasks.spill_long_runs)
             group.start_soon(self._tasks.pull_groups, tools)
             group.start_soon(self._tasks.pull_evals, tools)

@@ -86,6 +86,8 @@ def issue(state: LedgerState, event: GroupsIssued) -> tuple[Change, ...]:
             state.newest_payload = max((state.newest_payload, *issued.prompt_parts))
             state.index.enter(group)
             groups.append(group)
+    if groups:
+        state.to_issue, state.issue_round = event.more, event.round
     return *kept, Issued(tuple(groups))
 
 

@@ -188,6 +188,8 @@ class LedgerState(Steps, kw_only=True, dict=True):
     dropped: dict[str, int] = {}  # by reason
     failed: dict[str, int] = {}
     baselines: int = 0  # greedy samples of completed groups, which are scored and not trained
+    to_issue: int = 0  # groups that the newest issue left to further events
+    issue_round: int = -1  # round of the newest issue
     newest_payload: int = 0  # highest data sequence in any folded event
     halted_round: int = -1  # newest halted round
     version: int = 0  # newest announced weight version, 0 before the first

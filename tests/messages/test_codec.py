@@ -165,6 +165,12 @@ OLD = [
     (
         "groups_issued",
         b'{"type":"groups_issued","incarnation":1,"round":0,"min_version":1,'
+        b'"groups":[{"group_id":0,"attempt":0,"prompt":0,"prompt_parts":[]}],"num_samples":0,"verdicts":true,'
+        b'"draws":[],"draws_digest":"","num_told":0}',
+    ),
+    (
+        "groups_issued",
+        b'{"type":"groups_issued","incarnation":1,"round":0,"min_version":1,'
         b'"groups":[{"group_id":0,"attempt":0,"prompt":0,"prompt_parts":[]}],"num_samples":0,"verdicts":true}',
     ),
     (
@@ -251,7 +257,7 @@ GOLDEN = [
         JSON,
         b'{"type":"groups_issued","incarnation":1,"round":0,"min_version":1,'
         b'"groups":[{"group_id":0,"attempt":0,"prompt":0,"prompt_parts":[]}],"num_samples":0,"verdicts":true,'
-        b'"draws":[],"draws_digest":"","num_told":0}',
+        b'"draws":[],"draws_digest":"","num_told":0,"more":0}',
         GroupsIssued(incarnation=1, round=0, min_version=1, groups=(IssuedGroup(group_id=0, attempt=0, prompt=0),)),
     ),
     (

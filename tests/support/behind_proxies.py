@@ -11,6 +11,7 @@ import aiohttp
 import anyio
 import numpy as np
 
+from actors.rollout.engines.dispatch import Direct
 from actors.rollout.engines.fleet import Fleet
 from actors.rollout.engines.rate_limited_events import RateLimitedEvents
 from actors.rollout.engines.weights.updater import Updater
@@ -125,7 +126,7 @@ async def outcome(behind: Behind, asked: GenerateRequest, *, limit_s: float) -> 
 @asynccontextmanager
 async def behind_proxies(
     engines: Sequence[str],
-    router: str,
+    router: str | None,
     model: Path,
     chooses: Sequence[Choose],
     *,
@@ -138,7 +139,7 @@ async def behind_proxies(
 
     Args:
         engines: URLs of the engines.
-        router: URL of a router without engines.
+        router: URL of a router without engines. None: the actor chooses the engines.
         model: Directory of the served model.
         chooses: For each proxy, the function that chooses which answers to corrupt.
         ours: Whether the run started the engines.
@@ -156,13 +157,14 @@ async def behind_proxies(
             client, Updater(client, "drain"), UpdateTracker(), verify="never", trainer_dtype="float32"
         )
         told: list[Message] = []
-        fleet = Fleet(client, verifier, RecordedEvents(told))
+        fleet = Fleet(client, verifier, RecordedEvents(told), dispatch=Direct() if router is None else None)
         killed: list[str] = []
         generator = Generator(client, fleet, ServedModel.read(model), give_up_after_s=give_up_after_s)
         async with anyio.create_task_group() as group:
             for index, proxy in enumerate(proxies):
                 group.start_soon(run_engine, fleet, f"engine.policy.{index}", proxy.url, ours, killed)
-            group.start_soon(fleet.run_router, router)
+            if router is not None:
+                group.start_soon(fleet.run_router, router)
             group.start_soon(generator.running.run)
             group.start_soon(Watchdog(client, fleet, generator.running, limits).run)
             await fleet.set_target(announcement(1, path=str(weights or model)))

@@ -23,13 +23,13 @@ def first_try_of_each_row(body: dict[str, Any]) -> Case | None:
 
 
 async def check_every_row(
-    engine: str, router: str, model: Path, *, limits: TokenTimeouts, limit_s: float, weights: Path | None = None
+    engine: str, router: str | None, model: Path, *, limits: TokenTimeouts, limit_s: float, weights: Path | None = None
 ) -> None:
     """Corrupt the first try of a request for each row, streamed and whole. Each must end with the engine's answer.
 
     Args:
         engine: URL of the engine.
-        router: URL of a router without engines.
+        router: URL of a router without engines. None: the actor chooses the engines.
         model: Directory of the served model.
         limits: Limits of the watchdog.
         limit_s: Seconds for one request.

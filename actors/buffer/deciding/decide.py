@@ -25,6 +25,7 @@ from runtime.ledger.fold import FOLD_VERSION, Group, LedgerState, Stage
 __all__ = ["EvalPlan", "Schedule", "decide", "eval_metrics"]
 
 MAX_CLOSED = 512  # groups closed by one event: it is folded at once; further events close the rest
+MAX_ISSUED = 4096  # groups issued by one event, whose size the bus limits; further events issue the rest
 POOLED_REFILLS = 4  # size of the pool, in over-sampling batches; the oldest groups beyond it are closed
 POOLED_ROUNDS = 8  # rounds that a group may stay in the pool: its payloads keep newer ones from being purged
 
@@ -238,34 +239,37 @@ def _give_up(state: LedgerState, schedule: Schedule) -> Message | None:
 def _refill(state: LedgerState, schedule: Schedule, chosen: Chosen | None) -> Message | Selection | None:
     if _open_step(state, schedule) is None or (state.evaluation is not None and not schedule.eval_overlap):
         return None
-    num_missing = _num_missing(state, schedule)
-    if num_missing <= 0:
+    round = max(state.round, state.halted_round + 1)
+    num_missing = _num_missing(state, schedule, round)
+    number = min(num_missing, MAX_ISSUED)
+    if number <= 0:
         return None
     pooled = state.in_stage(Stage.POOLED)
     again: Sequence[int] | Selection = ()
     if pooled:
         in_order = [pooled[group_id] for group_id in sorted(pooled)]
-        again = _select("buffer_filter", schedule.buffer_filter, in_order, num_missing, chosen)
+        again = _select("buffer_filter", schedule.buffer_filter, in_order, number, chosen)
     if isinstance(again, Selection):
         return again
-    first = [pooled[group_id] for group_id in again[:num_missing]]
+    first = [pooled[group_id] for group_id in again[:number]]
     issued = [IssuedGroup(group_id=g.group_id, attempt=g.attempt + 1, prompt=g.prompt) for g in first]
     issued += [
         IssuedGroup(group_id=state.next_group + i, attempt=0, prompt=state.next_prompt + i)
-        for i in range(num_missing - len(first))
+        for i in range(number - len(first))
     ]
     return GroupsIssued(
         incarnation=state.incarnation,
-        round=max(state.round, state.halted_round + 1),
+        round=round,
         min_version=state.version,
         groups=tuple(issued),
         num_samples=schedule.num_samples,
         verdicts=state.verdicts,
+        more=num_missing - number,
     )
 
 
-def _num_missing(state: LedgerState, schedule: Schedule) -> int:
-    """Number of groups to issue now."""
+def _num_missing(state: LedgerState, schedule: Schedule, round: int) -> int:
+    """Number of groups to issue now, by one event or several."""
     running = sum(count for round, count in state.index.rounds.items() if round > state.halted_round)
     held = running + len(state.in_stage(Stage.COMPLETED)) + len(state.in_stage(Stage.READY))
     if _exhausted(state, schedule) and _can_fill(state, schedule):
@@ -274,6 +278,8 @@ def _num_missing(state: LedgerState, schedule: Schedule) -> int:
         return schedule.rollout_batch_size - held
     if schedule.refill == "group":
         return schedule.over_sampling_batch_size - held
+    if state.to_issue and state.issue_round == round:
+        return state.to_issue
     return schedule.over_sampling_batch_size if held < _target(state, schedule) else 0
 
 

@@ -8,7 +8,9 @@ import anyio
 import structlog
 
 from actors.rollout.engines.engine import Engine
+from actors.rollout.engines.fleet import Fleet
 from actors.rollout.sglang.client import Load, SglangClient
+from actors.rollout.sglang.errors import EngineError
 
 log = structlog.get_logger()
 
@@ -74,65 +76,83 @@ def next_limit(limit: int, now: Pressure, before: Pressure, bounds: Bounds) -> i
 
 
 class EngineLimits:
-    """Follows the pressure of all engines of a pool, and sets the number of samples in flight accordingly.
+    """Sets the number of samples in flight: those that the engines which accept requests may have together.
 
-    An engine that was not heard of yet may have the most samples. One that does not report keeps its number.
+    Follows their pressure, unless all may always have the most. An engine that was not heard of yet may have the most
+    samples. One that does not report keeps its number. While no engine accepts requests, there are slots for one.
     """
 
     def __init__(
         self,
         client: SglangClient,
-        engines: Callable[[], Sequence[Engine]],
+        fleet: Fleet,
         resize: Callable[[int], None],
         bounds: Bounds,
-        num_engines: int,
     ) -> None:
         """Follow nothing yet.
 
         Args:
             client: for the engines.
-            engines: returns the known engines.
+            fleet: the engines.
             resize: sets the number of samples in flight of the whole pool.
             bounds: for each engine.
-            num_engines: engines of the pool, with those that are not up.
         """
         self._client = client
-        self._engines = engines
+        self._fleet = fleet
         self._resize = resize
         self._bounds = bounds
-        self._num_engines = num_engines
+        self._counted: set[str] = set()  # engines that have slots
         self._limits: dict[str, int] = {}
         self._reports: dict[str, Pressure] = {}
         self._silent: set[str] = set()
 
     async def run(self) -> None:
         """Follow the engines. Never returns."""
-        while True:
-            await anyio.sleep(EVERY_S)
-            await self.look()
+        async with anyio.create_task_group() as group:
+            group.start_soon(self._follow_engines)
+            while True:
+                await anyio.sleep(EVERY_S)
+                await self.look()
 
     async def look(self) -> None:
         """Get a report of each engine that accepts requests, and apply the new limits."""
-        engines = {engine.name: engine for engine in self._engines()}
+        engines = {engine.name: engine for engine in self._fleet.engines}
         self._limits = {name: limit for name, limit in self._limits.items() if name in engines}
-        async with anyio.create_task_group() as group:
-            for engine in engines.values():
-                if engine.accepts_requests:  # others are paused or away, and their queue says nothing
-                    group.start_soon(self._ask, engine)
+        if self._bounds.least < self._bounds.most:
+            async with anyio.create_task_group() as group:
+                for engine in engines.values():
+                    if engine.accepts_requests:  # others are paused or away, and their queue says nothing
+                        group.start_soon(self._ask, engine)
+        self._apply()
+
+    async def _follow_engines(self) -> None:
+        """Give an engine its slots as soon as it accepts requests. Never returns."""
+        while True:
+            await self._fleet.until(lambda: not self._serving() <= self._counted)
+            self._apply()
+
+    def _serving(self) -> set[str]:
+        return {engine.name for engine in self._fleet.engines if engine.accepts_requests}
+
+    def _apply(self) -> None:
         most = self._bounds.most
-        for name, engine in engines.items():
-            engine.room = self._limits.get(name, most) / most
-        num_unknown = max(0, self._num_engines - len(self._limits))
-        self._resize(sum(self._limits.values()) + num_unknown * most)
+        for engine in self._fleet.engines:
+            engine.room = self._limits.get(engine.name, most) / most
+        self._counted = self._serving()
+        self._resize(sum(self._limits.get(name, most) for name in self._counted) or most)
 
     async def _ask(self, engine: Engine) -> None:
-        loads = None
+        loads, reason = (), f"no answer within {TIMEOUT_S:g} s"
         with anyio.move_on_after(TIMEOUT_S):
-            loads = await self._client.loads(engine.url)
+            try:
+                loads = await self._client.reported_loads(engine.url)
+                reason = "it has no schedulers"
+            except EngineError as error:
+                reason = str(error)
         if not loads:
             if engine.name not in self._silent:
                 self._silent.add(engine.name)
-                log.warning("engine_load_not_reported", engine=engine.name, url=engine.url)
+                log.warning("engine_load_not_reported", engine=engine.name, url=engine.url, reason=reason)
             return
         self._silent.discard(engine.name)
         now, name = pressure_of(loads), engine.name

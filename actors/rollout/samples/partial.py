@@ -101,8 +101,9 @@ class SegmentStore:
             if sample.request is None:
                 continue
             for reader in sample.request.readers:
-                usable = reader.is_trusted and reader.is_recent(self._task.min_version)
-                if reader.num_new and usable and not reader.ended:
+                if reader.is_busy or reader.ended or not reader.num_new:
+                    continue
+                if reader.is_trusted and reader.is_recent(self._task.min_version):
                     self.take(sample)
         await self.flush()
         await self._tell()

@@ -62,7 +62,10 @@ class TaskRunner:
         self._target = target
         self._ack_wait_s = ack_wait_s
         self._num_slots = engines.concurrency * num_engines(engines)  # the most; engines under pressure get fewer
-        self.slots = Slots(self._num_slots)
+        self.slots = Slots(engines.concurrency)
+        # without overlap nothing else runs during an evaluation
+        self._eval_share = EVAL_SLOTS_SHARE if topology.rollout.eval_overlap else 1
+        self._eval_slots = Slots(max(1, engines.concurrency // self._eval_share))
         self._inheritance = Inheritance(bus)
         self._num_groups = 0
         self._runs: set[GroupRun] = set()  # runs of training groups
@@ -75,6 +78,11 @@ class TaskRunner:
     def stats(self) -> dict[str, float]:
         """Return the number of completed groups, and the slots."""
         return {"groups": self._num_groups, "slots_taken": self.slots.taken, "slots": self.slots.total}
+
+    def resize(self, total: int) -> None:
+        """Set the number of samples in flight, those of evaluations apart."""
+        self.slots.resize(total)
+        self._eval_slots.resize(max(1, total // self._eval_share))
 
     async def pull_groups(self, tools: GroupDependencies) -> None:
         """Run the tasks of training groups. Never returns."""
@@ -100,9 +108,6 @@ class TaskRunner:
 
     async def pull_evals(self, tools: GroupDependencies) -> None:
         """Run the items of evaluations. Never returns."""
-        # without overlap nothing else runs meanwhile
-        share = EVAL_SLOTS_SHARE if self._topology.rollout.eval_overlap else 1
-        slots = Slots(max(1, self._num_slots // share))
         largest = max((item.n_samples_per_eval_prompt for item in self._topology.eval), default=1)
         durable = f"eval-{self._pool}"
         async with (
@@ -112,7 +117,7 @@ class TaskRunner:
             anyio.create_task_group() as group,
         ):
             while True:
-                taken = slots.reserve(largest)
+                taken = self._eval_slots.reserve(largest)
                 await taken.granted(largest if tools.batch_requests else 1)
                 delivery = await anext(deliveries)
                 group.start_soon(self._run_eval, tools, delivery, taken)

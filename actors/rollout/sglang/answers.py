@@ -1,6 +1,6 @@
 """Decodes responses of /generate. The lists with an entry per token stay JSON until the new entries are known. Pure."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Annotated, Any, Final, Generic, NamedTuple, TypeVar
 
@@ -11,6 +11,7 @@ from messages import EngineNumbers, SampleStatus
 T = TypeVar("T")
 Count = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
 EMPTY_LIST: Final = msgspec.Raw(b"[]")
+PART_BYTES: Final = 1 << 16  # of JSON that are decoded at a time, in about a millisecond
 
 
 class VersionSpan(msgspec.Struct, frozen=True):
@@ -76,10 +77,16 @@ class TokenList(Generic[T]):
     Decodes only the new entries of a repeated list: the earlier ones end at the byte at which they ended before.
     """
 
-    __slots__ = ("_decode", "_length")
+    __slots__ = ("_decode_part", "_end", "_length")
 
-    def __init__(self, decode: Callable[[bytes | msgspec.Raw], list[T]]) -> None:
-        self._decode = decode
+    def __init__(self, decode: Callable[[bytes | msgspec.Raw], list[T]], end: bytes) -> None:
+        """Start without entries.
+
+        Args:
+            decode: decodes a list.
+            end: bytes at which an entry ends and another one follows, unless they are part of a text.
+        """
+        self._decode_part, self._end = decode, end
         self._length = 0  # bytes of the last list that repeated entries, without its bracket; 0: it repeated none
 
     def read(self, data: msgspec.Raw, num_before: int, total: int | None) -> tuple[list[T], int]:
@@ -109,6 +116,35 @@ class TokenList(Generic[T]):
             return entries, len(entries)
         self._length = len(given) - 1
         return entries[num_before:], total
+
+    def _decode(self, data: bytes | msgspec.Raw) -> list[T]:
+        """Decode a list, a long one in parts: a decoder holds the interpreter's lock, and stops the event loop."""
+        if len(memoryview(data)) > PART_BYTES:
+            with suppress(ValueError):  # `end` is part of a text, or it is no list at all
+                return [entry for part in in_parts(data, self._end, self._decode_part) for entry in part]
+        return self._decode_part(data)
+
+
+def in_parts(
+    data: bytes | msgspec.Raw, end: bytes, decode: Callable[[bytes], list[T]], part_bytes: int = PART_BYTES
+) -> Iterator[list[T]]:
+    """Decode a JSON list in parts of about so many bytes. Pure.
+
+    Args:
+        data: the list.
+        end: bytes at which an entry ends and another one follows. A list without them is one part.
+        decode: decodes a list.
+        part_bytes: least size of a part but the last.
+
+    Raises:
+        ValueError: it is no such list.
+    """
+    whole, start = bytes(data), 0
+    while (found := whole.find(end, start + part_bytes)) >= 0:
+        stop = found + len(end) - 1  # at the comma
+        yield decode((b"[" if start else b"") + whole[start:stop] + b"]")
+        start = stop + 1
+    yield decode((b"[" if start else b"") + whole[start:])
 
 
 def status_of(finish_reason: dict[str, Any] | None) -> SampleStatus:

@@ -3,13 +3,13 @@
 import uuid
 from collections.abc import AsyncGenerator, Collection, Sequence
 from contextlib import asynccontextmanager, suppress
-from typing import Any, Final, TypeVar
+from typing import Annotated, Any, Final, TypeVar
 
 import aiohttp
 import msgspec
 from anyio import to_thread
 
-from actors.rollout.sglang.answers import decode_answer, decode_answers, refusal_in
+from actors.rollout.sglang.answers import PART_BYTES, Count, decode_answer, decode_answers, refusal_in
 from actors.rollout.sglang.body import probe_body
 from actors.rollout.sglang.checks import label_in
 from actors.rollout.sglang.errors import (
@@ -34,6 +34,7 @@ BEYOND_ROUTER_S = 10.0  # time beyond the router's timeout: the router then repo
 ADMIN_TIMEOUT_S = 10.0
 PROBE_TRIES = 5
 SILENT_TRIES = 2  # tries of a health check: one late response is no failure
+MAX_REQUESTS: Final = 1_000_000  # of a scheduler: a load that reports more is refused
 MAX_ANSWER_BYTES = 1 << 29  # SGLang writes about 40 bytes per token
 REFUSALS = (400, 413, 422)
 PASSING = (408, 425, 429, 502, 503, 504)
@@ -78,19 +79,22 @@ class ErrorEvent(msgspec.Struct, frozen=True):
     error: StreamedError
 
 
+LoadCount = Annotated[int, msgspec.Meta(ge=0, le=MAX_REQUESTS)]
+
+
 class Queues(msgspec.Struct, frozen=True):
     """The used part of a scheduler's queues."""
 
-    retracted: int = 0  # requests that were retracted since the statistics before the newest ones
+    retracted: LoadCount = 0  # requests that were retracted since the statistics before the newest ones
 
 
 class Load(msgspec.Struct, frozen=True):
     """The used part of a scheduler's load; it changes with every token."""
 
-    num_running_reqs: int = 0
-    num_waiting_reqs: int = 0
-    num_used_tokens: int = 0
-    token_usage: float = 0.0  # share of the KV cache that running requests use
+    num_running_reqs: LoadCount = 0
+    num_waiting_reqs: LoadCount = 0
+    num_used_tokens: Count = 0
+    token_usage: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0  # share of the KV cache that running requests use
     queues: Queues | None = None
 
 
@@ -182,21 +186,16 @@ class SglangClient:
             "POST", url, msgspec.json.encode(body), self._generate_timeout_s, routing_key
         ) as response:
             data = await _read_all(url, response, self._max_answer_bytes)
+        if len(data) <= PART_BYTES:
+            _take_answers(url, data, readers)
+            return
+        for reader in readers:
+            reader.is_busy = True
         try:
-            answers = [decode_answer(data)] if len(readers) == 1 else decode_answers(data)
-        except (ValueError, RecursionError) as error:
-            raise BadAnswer(url, f"unreadable answer: {_problem(error)}: {_shown(data)}", label_in(data)) from error
-        if len(answers) != len(readers):
-            raise BadAnswer(url, f"{len(answers)} answers to {len(readers)} prompts", label_in(data))
-        for reader, answer in zip(readers, answers, strict=True):
-            label = answer.meta_info.weight_version or ""
-            if (refused := refusal_in(answer.meta_info)) is not None:
-                raise _error(url, refused.code, refused.message, label=label)
-            try:
-                reader.add_whole(answer)
-            except (ValueError, RecursionError) as error:
-                unreadable = "" if type(error) is ValueError else "unreadable answer: "
-                raise BadAnswer(url, f"{unreadable}{_problem(error)}", label) from error
+            await to_thread.run_sync(_take_answers, url, data, readers)
+        finally:
+            for reader in readers:
+                reader.is_busy = False
 
     async def stream(self, router: str, body: dict[str, Any], reader: AnswerReader, *, routing_key: str = "") -> None:
         """Send a request for one sample and read its chunks as they come; `generate` describes the arguments.
@@ -243,15 +242,24 @@ class SglangClient:
         return False
 
     async def loads(self, engine: str) -> tuple[Load, ...] | None:
-        """Return an engine's load per scheduler; None if it does not respond.
+        """Return an engine's load per scheduler; None if it does not respond, or with impossible numbers.
 
         SGLang returns the last recorded load, so that of a hung scheduler never changes.
         """
-        url = engine + "/v1/loads"
         try:
-            return _decode(url, await self._send("GET", url, None, self._admin_timeout_s), LoadsAnswer).loads
+            return await self.reported_loads(engine)
         except EngineError:
             return None
+
+    async def reported_loads(self, engine: str) -> tuple[Load, ...]:
+        """Return an engine's load per scheduler.
+
+        Raises:
+            EngineUnavailable: it does not respond.
+            EngineFailed: the response is unreadable, or reports impossible numbers.
+        """
+        url = engine + "/v1/loads"
+        return _decode(url, await self._send("GET", url, None, self._admin_timeout_s), LoadsAnswer).loads
 
     async def weight_version(self, engine: str) -> str | None:
         """Return an engine's weight label."""
@@ -455,6 +463,30 @@ def _raise_streamed(url: str, event: bytes) -> None:
 
 def _shown(answer: bytes) -> str:
     return answer.decode(errors="replace")[:500]
+
+
+def _take_answers(url: str, data: bytes, readers: Sequence[AnswerReader]) -> None:
+    """Read the answers to the requests of a batch, or to one request. A long response is for a thread.
+
+    Raises:
+        EngineFailed: server error; BadAnswer: an unreadable or invalid answer.
+        RequestRefused: the request is invalid.
+    """
+    try:
+        answers = [decode_answer(data)] if len(readers) == 1 else decode_answers(data)
+    except (ValueError, RecursionError) as error:
+        raise BadAnswer(url, f"unreadable answer: {_problem(error)}: {_shown(data)}", label_in(data)) from error
+    if len(answers) != len(readers):
+        raise BadAnswer(url, f"{len(answers)} answers to {len(readers)} prompts", label_in(data))
+    for reader, answer in zip(readers, answers, strict=True):
+        label = answer.meta_info.weight_version or ""
+        if (refused := refusal_in(answer.meta_info)) is not None:
+            raise _error(url, refused.code, refused.message, label=label)
+        try:
+            reader.add_whole(answer)
+        except (ValueError, RecursionError) as error:
+            unreadable = "" if type(error) is ValueError else "unreadable answer: "
+            raise BadAnswer(url, f"{unreadable}{_problem(error)}", label) from error
 
 
 def _decode(url: str, data: bytes, answer_type: type[T]) -> T:

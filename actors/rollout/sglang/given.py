@@ -4,19 +4,15 @@ A response with the 32 likeliest of 8,192 tokens has 9 MB of JSON. It is decoded
 the interpreter's lock, so that one call for all of it would stop the event loop.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Annotated, Any, Final, NamedTuple, TypeVar
+from collections.abc import Sequence
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from actors.rollout.sglang.answers import EMPTY_LIST, in_parts
 from actors.rollout.sglang.errors import EngineFailed, EngineUnavailable
-
-T = TypeVar("T")
-
-PART_BYTES: Final = 1 << 16  # of JSON that are decoded at a time, in about a millisecond
-EMPTY_LIST: Final = msgspec.Raw(b"[]")
 
 TokenId = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)]  # what `Int32Array` holds
 LogProbOf = tuple[float | None, TokenId, Any]  # a log-prob, the token that it is of, and its text
@@ -115,25 +111,3 @@ def _topk(url: str, data: msgspec.Raw, num_places: int, topk: int) -> TopkLogPro
         raise EngineFailed(f"{url}: top-k log-probs at {max(place, 0)} places for {num_places} tokens")
     shape = num_places, topk
     return TopkLogProbs(np.concatenate(ids).reshape(shape), np.concatenate(log_probs).reshape(shape))
-
-
-def in_parts(
-    data: msgspec.Raw, end: bytes, decode: Callable[[bytes], list[T]], part_bytes: int = PART_BYTES
-) -> Iterator[list[T]]:
-    """Decode a JSON list in parts of about so many bytes. Pure.
-
-    Args:
-        data: the list.
-        end: bytes at which an entry ends and another one follows. A list without them is one part.
-        decode: decodes a list.
-        part_bytes: least size of a part but the last.
-
-    Raises:
-        ValueError: it is no such list.
-    """
-    whole, start = bytes(data), 0
-    while (found := whole.find(end, start + part_bytes)) >= 0:
-        stop = found + len(end) - 1  # at the comma
-        yield decode((b"[" if start else b"") + whole[start:stop] + b"]")
-        start = stop + 1
-    yield decode((b"[" if start else b"") + whole[start:])

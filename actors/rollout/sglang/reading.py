@@ -82,10 +82,10 @@ class AnswerReader:
         self._trusts = trusts
         self._begin = buffer.mark  # before the new input
         self._first = buffer.num_tokens + len(new_input)  # position of the first token of the answer
-        self._ids: TokenList[int] = TokenList(decode_ids)
-        self._triples: TokenList[Triple] = TokenList(decode_triples)
-        self._masks: TokenList[list[int]] = TokenList(decode_id_lists)
-        self._kept_log_probs: TokenList[float | None] = TokenList(decode_numbers)
+        self._ids: TokenList[int] = TokenList(decode_ids, b",")
+        self._triples: TokenList[Triple] = TokenList(decode_triples, b"],")
+        self._masks: TokenList[list[int]] = TokenList(decode_id_lists, b"],")
+        self._kept_log_probs: TokenList[float | None] = TokenList(decode_numbers, b",")
         self._num_characters = 0
         self._labels: list[_LabelStart] = []
         self._exact: list[LabelSpan] = []  # of all tokens, as the last chunk reports them; positions in the buffer
@@ -94,6 +94,7 @@ class AnswerReader:
         self.num_tokens = 0
         self.meta = MetaInfo()  # of the newest chunk
         self.ended = False  # the last chunk has arrived
+        self.is_busy = False  # a thread adds a long answer: it and its buffer are not read meanwhile
         self.refused: Refusal | None = None  # the last chunk reports that the request is invalid or cannot be served
 
     @property

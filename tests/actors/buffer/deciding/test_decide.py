@@ -17,6 +17,7 @@ from messages import (
     RoundHalted,
     RunFailed,
     SnapshotTaken,
+    encode,
 )
 from runtime.ledger.fold import FOLD_VERSION, Group, LedgerState, Stage, fold
 
@@ -58,6 +59,30 @@ def test_a_snapshot_that_cannot_be_used_is_taken_anew(fold_version: int, *, enou
 
 def test_a_round_begins_with_one_refill() -> None:
     assert issued(ledger(), schedule(4, 6)) == [(group, 0) for group in range(6)]
+
+
+def test_a_large_round_is_issued_by_several_events_that_every_server_takes() -> None:
+    state, rules, events = ledger(), schedule(100_000, 100_000), list[GroupsIssued]()
+    while isinstance(decision := decide(state, rules), GroupsIssued):
+        assert len(encode(decision).payload) < 1 << 20  # the default limit of nats-server
+        events.append(decision)
+        fold(state, decision, len(events))
+    assert decision is None
+    assert {event.round for event in events} == {0}
+    assert [group.group_id for event in events for group in event.groups] == list(range(100_000))
+    assert state.books().in_flight == 100_000
+
+
+def test_the_rest_of_a_large_issue_is_of_its_round_alone() -> None:
+    state, rules = ledger(), schedule(5_000, 5_000)
+    first = decide(state, rules)
+    assert isinstance(first, GroupsIssued)
+    assert (len(first.groups), first.more) == (4096, 904)
+    fold(state, first, 1)
+    fold(state, RoundHalted(incarnation=1, round=0), 2)
+    next_round = decide(state, rules)
+    assert isinstance(next_round, GroupsIssued)
+    assert (next_round.round, len(next_round.groups), next_round.more) == (1, 4096, 904)
 
 
 @pytest.mark.parametrize("stages", [[RUNS] * 4, [RUNS] * 6, [KEPT, KEPT, RUNS, RUNS], [KEPT, ENDED, RUNS, RUNS]])

@@ -13,6 +13,7 @@ from structlog.testing import capture_logs
 from actors.rollout.engines import pressure
 from actors.rollout.engines.pressure import Bounds, Pressure, next_limit, pressure_of
 from actors.rollout.sglang.client import Load, Queues
+from runtime.bus.addresses import Address, address_key
 from runtime.bus.bus import Bus
 from tests.build.topology import topology_with
 from tests.fixtures.nats import eventually
@@ -99,6 +100,15 @@ def report(**fields: Any) -> dict[str, Any]:
     return {"num_running_reqs": 4, "num_waiting_reqs": 0, "token_usage": 0.1} | fields
 
 
+IMPOSSIBLE: dict[str, dict[str, Any]] = {
+    "fewer than none": {"num_waiting_reqs": -3, "token_usage": 0.99},
+    "more than any": {"num_running_reqs": 10**12},
+    "more than the cache": {"token_usage": 1.5},
+    "as a text": {"token_usage": "0.99"},
+    "retracted": {"queues": {"retracted": -1}},
+}
+
+
 async def running(bus: Bus, engines: Sequence[ScriptedEngine], number: int) -> None:
     """Groups of two samples, until so many requests run."""
     await bus.publish(announcement(1))
@@ -134,7 +144,24 @@ async def test_an_engine_under_pressure_gets_fewer_samples_and_then_more(
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("answer", ["refused", "late"])
+@pytest.mark.parametrize("least", [2, 6])
+async def test_only_engines_that_accept_requests_have_slots(bus: Bus, least: int) -> None:
+    first, second = ScriptedEngine(hold=True), ScriptedEngine(hold=True)
+    pool = {"kind": "tiny", "concurrency": 6, "min_concurrency": least, "num_engines": 3, "router": "direct"}
+    async with (
+        serving(first),
+        serving(second),
+        rollout_actor(bus, "http://127.0.0.1:1", [first], topology_with(engines={"policy": pool})),
+    ):
+        await running(bus, [first], 6)
+        await anyio.wait_all_tasks_blocked()
+        await bus.kv.put(address_key("engine", "policy", 1), Address(url=second.url))
+        await eventually(lambda: len(second.requests) >= 6)
+        assert [len(first.requests), len(second.requests)] == [6, 6]
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("answer", ["refused", "late", *IMPOSSIBLE])
 async def test_an_engine_that_does_not_report_keeps_its_number_and_is_named_once(
     bus: Bus, monkeypatch: pytest.MonkeyPatch, answer: str
 ) -> None:
@@ -146,6 +173,8 @@ async def test_an_engine_that_does_not_report_keeps_its_number_and_is_named_once
         asked.append(anyio.current_time())
         if answer == "late":
             await anyio.sleep(5)
+        if answer in IMPOSSIBLE:
+            return web.json_response({"loads": [report(), report() | IMPOSSIBLE[answer]]})
         raise web.HTTPNotFound
 
     engine = ScriptedEngine(hold=True, answer_loads=silent)
@@ -160,5 +189,6 @@ async def test_an_engine_that_does_not_report_keeps_its_number_and_is_named_once
             await eventually(lambda: len(asked) >= number + 3)
             engine.release_one()
             await engine.wait_for_requests(7)
-    named = [entry["engine"] for entry in logged if entry["event"] == "engine_load_not_reported"]
-    assert named == ["engine.policy.0"]
+    [named] = [entry for entry in logged if entry["event"] == "engine_load_not_reported"]
+    assert named["engine"] == "engine.policy.0"
+    assert not (wrong := IMPOSSIBLE.get(answer)) or next(iter(wrong)) in named["reason"]

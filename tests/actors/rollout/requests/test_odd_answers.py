@@ -38,13 +38,13 @@ def engine(model: Path) -> Iterator[str]:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 async def test_no_unusual_answer_is_believed_and_each_request_is_answered_in_the_end(
-    engine: str, model: Path, router_url: str
+    engine: str, model: Path, dispatch_by: str | None
 ) -> None:
-    await check_every_row(engine, router_url, model, limits=PATIENCE, limit_s=LIMIT_S)
+    await check_every_row(engine, dispatch_by, model, limits=PATIENCE, limit_s=LIMIT_S)
 
 
 async def test_what_cannot_be_true_is_said_with_the_engine_and_its_url(
-    engine: str, model: Path, router_url: str
+    engine: str, model: Path, dispatch_by: str | None
 ) -> None:
     names = ("a null log-prob", "a log-prob of nan", "token id -1", "no token and a stop")
     rows = [case for case in CASES if case.name in names]
@@ -56,7 +56,7 @@ async def test_what_cannot_be_true_is_said_with_the_engine_and_its_url(
 
     with capture_logs() as logged:
         async with (
-            behind_proxies([engine], router_url, model, [first_try], limits=NO_WATCH) as behind,
+            behind_proxies([engine], dispatch_by, model, [first_try], limits=NO_WATCH) as behind,
             anyio.create_task_group() as group,
         ):
             url = behind.proxies[0].url

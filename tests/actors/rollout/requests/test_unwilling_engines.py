@@ -53,8 +53,10 @@ def always(name: str) -> Choose:
     return lambda _: BY_NAME[name]
 
 
-async def asked_all(behind: Behind, number: int, *, streamed: bool = False, limit_s: float = 60.0) -> list[str]:
-    """What became of so many requests that were sent at once."""
+async def asked_all(
+    behind: Behind, number: int, *, first: int = 0, streamed: bool = False, limit_s: float = 60.0
+) -> list[str]:
+    """What became of so many requests that were sent at once, of prompts from `first` on."""
     found: list[str] = []
 
     async def ask(index: int) -> None:
@@ -62,7 +64,7 @@ async def asked_all(behind: Behind, number: int, *, streamed: bool = False, limi
         found.append(await outcome(behind, asked, limit_s=limit_s))
 
     async with anyio.create_task_group() as group:
-        for index in range(number):
+        for index in range(first, first + number):
             group.start_soon(ask, index)
     return found
 
@@ -77,7 +79,7 @@ def terminal(told: list[Message]) -> list[str]:
 @pytest.mark.usefixtures("_quick")
 @pytest.mark.parametrize("spoiled", ["HTML", "an abort with 500"])
 async def test_an_engine_that_fails_alone_is_quarantined_by_name_and_tried_again(
-    engines: list[str], model: Path, router_url: str, monkeypatch: pytest.MonkeyPatch, spoiled: str
+    engines: list[str], model: Path, dispatch_by: str | None, monkeypatch: pytest.MonkeyPatch, spoiled: str
 ) -> None:
     monkeypatch.setattr("actors.rollout.engines.engine.QUARANTINE", Backoff(first_s=2.0))
     broken = True
@@ -85,7 +87,7 @@ async def test_an_engine_that_fails_alone_is_quarantined_by_name_and_tried_again
     def first(_: dict[str, Any]) -> Case | None:
         return BY_NAME[spoiled] if broken else None
 
-    async with behind_proxies(engines, router_url, model, [first, never]) as behind:
+    async with behind_proxies(engines, dispatch_by, model, [first, never]) as behind:
         began = time.monotonic()
         url, lines = behind.proxies[0].url, list[str]()
         with anyio.fail_after(60):
@@ -101,15 +103,15 @@ async def test_an_engine_that_fails_alone_is_quarantined_by_name_and_tried_again
         changes = [(each.old, each.new) for each in behind.told if isinstance(each, EngineStateChanged)]
         assert (EngineState.QUARANTINED, EngineState.STARTING) in changes
         calls = behind.proxies[0].num_calls
-        assert await asked_all(behind, 8) == ["good"] * 8
+        assert await asked_all(behind, 8, first=24) == ["good"] * 8  # prompts that no engine had before
         assert behind.proxies[0].num_calls > calls
 
 
 @pytest.mark.usefixtures("_quick")
 async def test_the_last_engine_of_others_is_asked_on_until_the_run_ends_and_names_it(
-    engines: list[str], model: Path, router_url: str
+    engines: list[str], model: Path, dispatch_by: str | None
 ) -> None:
-    async with behind_proxies(engines[:1], router_url, model, [always("HTML")], give_up_after_s=3.0) as behind:
+    async with behind_proxies(engines[:1], dispatch_by, model, [always("HTML")], give_up_after_s=3.0) as behind:
         ended: list[str] = []
 
         async def ask(index: int) -> None:
@@ -127,13 +129,15 @@ async def test_the_last_engine_of_others_is_asked_on_until_the_run_ends_and_name
 
 
 @pytest.mark.usefixtures("_quick")
-async def test_the_last_engine_of_the_run_is_restarted(engines: list[str], model: Path, router_url: str) -> None:
+async def test_the_last_engine_of_the_run_is_restarted(
+    engines: list[str], model: Path, dispatch_by: str | None
+) -> None:
     broken = True
 
     def choose(_: dict[str, Any]) -> Case | None:
         return BY_NAME["HTML"] if broken else None
 
-    async with behind_proxies(engines[:1], router_url, model, [choose], ours=True) as behind:
+    async with behind_proxies(engines[:1], dispatch_by, model, [choose], ours=True) as behind:
         async with anyio.create_task_group() as group:
             group.start_soon(asked_all, behind, 8)
             with anyio.fail_after(30):
@@ -146,14 +150,14 @@ async def test_the_last_engine_of_the_run_is_restarted(engines: list[str], model
 
 
 async def test_two_prompts_that_always_fail_cost_no_engine_that_answers_others(
-    engines: list[str], model: Path, router_url: str, monkeypatch: pytest.MonkeyPatch
+    engines: list[str], model: Path, dispatch_by: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("actors.rollout.requests.sending.MAX_FAILURES", 4)
 
     def choose(body: dict[str, Any]) -> Case | None:
         return BY_NAME["HTML"] if body["rid"].startswith("cursed") else None
 
-    async with behind_proxies(engines[:1], router_url, model, [choose], ours=True) as behind:
+    async with behind_proxies(engines[:1], dispatch_by, model, [choose], ours=True) as behind:
         ended: list[str] = []
 
         async def ask(index: int) -> None:
@@ -174,7 +178,7 @@ async def test_two_prompts_that_always_fail_cost_no_engine_that_answers_others(
 @pytest.mark.usefixtures("_quick")
 @pytest.mark.parametrize("streamed", [True, False], ids=["streamed", "whole"])
 async def test_a_full_queue_costs_no_request_and_is_told_with_the_engines_name(
-    engines: list[str], model: Path, router_url: str, streamed: bool
+    engines: list[str], model: Path, dispatch_by: str | None, streamed: bool
 ) -> None:
     running: set[str] = set()
 
@@ -186,7 +190,7 @@ async def test_a_full_queue_costs_no_request_and_is_told_with_the_engines_name(
         running.add(body["rid"])
         return None
 
-    async with behind_proxies(engines[:1], router_url, model, [choose]) as behind:
+    async with behind_proxies(engines[:1], dispatch_by, model, [choose]) as behind:
         assert await asked_all(behind, 24, streamed=streamed) == ["good"] * 24
         assert behind.proxies[0].spoiled["an abort with 503"] >= 12
         first = next(event for event in behind.told if isinstance(event, EngineRequestsFailed))
@@ -199,12 +203,12 @@ async def test_a_full_queue_costs_no_request_and_is_told_with_the_engines_name(
 @pytest.mark.usefixtures("_quick")
 @pytest.mark.parametrize("name", ["a break at once", "HTML"])
 async def test_a_request_whose_stream_always_breaks_without_a_token_fails_after_ten_tries(
-    engines: list[str], model: Path, router_url: str, name: str
+    engines: list[str], model: Path, dispatch_by: str | None, name: str
 ) -> None:
     def choose(body: dict[str, Any]) -> Case | None:
         return BY_NAME[name] if body["rid"].startswith("cursed") else None
 
-    async with behind_proxies(engines[:1], router_url, model, [choose]) as behind:
+    async with behind_proxies(engines[:1], dispatch_by, model, [choose]) as behind:
         found: list[str] = []
 
         async def others() -> None:
@@ -220,8 +224,10 @@ async def test_a_request_whose_stream_always_breaks_without_a_token_fails_after_
 
 
 @pytest.mark.usefixtures("_quick")
-async def test_a_halt_ends_the_wait_of_a_request_that_fails(engines: list[str], model: Path, router_url: str) -> None:
-    async with behind_proxies(engines[:1], router_url, model, [always("HTTP 503")]) as behind:
+async def test_a_halt_ends_the_wait_of_a_request_that_fails(
+    engines: list[str], model: Path, dispatch_by: str | None
+) -> None:
+    async with behind_proxies(engines[:1], dispatch_by, model, [always("HTTP 503")]) as behind:
         async with anyio.create_task_group() as group:
 
             async def ask() -> None:
@@ -236,9 +242,9 @@ async def test_a_halt_ends_the_wait_of_a_request_that_fails(engines: list[str], 
 
 
 async def test_an_engine_of_others_that_is_ready_and_generates_nothing_ends_the_run_by_name(
-    engines: list[str], model: Path, router_url: str
+    engines: list[str], model: Path, dispatch_by: str | None
 ) -> None:
-    async with behind_proxies(engines[:1], router_url, model, [always("silence")], give_up_after_s=12.0) as behind:
+    async with behind_proxies(engines[:1], dispatch_by, model, [always("silence")], give_up_after_s=12.0) as behind:
         behind.proxies[0].hangs_probes = True
         with anyio.fail_after(60), pytest.raises(EnginesUnwilling, match=behind.proxies[0].url):
             await behind.generator.generate(request("g-0-1", SHORT))
@@ -247,12 +253,12 @@ async def test_an_engine_of_others_that_is_ready_and_generates_nothing_ends_the_
 
 @pytest.mark.parametrize("streamed", [True, False], ids=["streamed", "whole"])
 async def test_a_request_that_a_live_engine_lost_is_aborted_there_and_sent_again(
-    engines: list[str], model: Path, router_url: str, streamed: bool
+    engines: list[str], model: Path, dispatch_by: str | None, streamed: bool
 ) -> None:
     def choose(body: dict[str, Any]) -> Case | None:
         return BY_NAME["silence"] if body["rid"] == "lost-0-1-0" else None
 
-    async with behind_proxies(engines[:1], router_url, model, [choose]) as behind:
+    async with behind_proxies(engines[:1], dispatch_by, model, [choose]) as behind:
         found: list[str] = []
 
         async def ask() -> None:

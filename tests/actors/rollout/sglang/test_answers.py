@@ -162,7 +162,7 @@ def test_a_repeated_list_gives_its_new_entries_alone_however_it_is_written(
     ends: list[int], spaces: list[tuple[str, str]]
 ) -> None:
     values = [(place * 7919) % 1000 - 500 for place in range(40)]
-    tokens, found = TokenList[int](decode_ids), list[int]()
+    tokens, found = TokenList[int](decode_ids, b","), list[int]()
     for end, separators in zip(ends, spaces, strict=False):
         data = msgspec.Raw(json.dumps(values[:end], separators=separators).encode())
         new, length = tokens.read(data, len(found), end)
@@ -172,7 +172,7 @@ def test_a_repeated_list_gives_its_new_entries_alone_however_it_is_written(
 
 
 def test_the_entries_that_came_before_are_not_decoded_again() -> None:
-    tokens = TokenList[int](decode_ids)
+    tokens = TokenList[int](decode_ids, b",")
     assert tokens.read(msgspec.Raw(b"[1,2]"), 0, 2) == ([1, 2], 2)
     assert tokens.read(msgspec.Raw(b"[1,2,3]"), 2, 3) == ([3], 3)
     assert tokens.read(msgspec.Raw(b"[x,y,z,4]"), 3, 4) == ([4], 4), "only bytes behind the earlier entries are read"

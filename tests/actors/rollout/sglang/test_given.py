@@ -1,6 +1,8 @@
-"""Log-probs of given tokens: a long response is decoded in parts, and not on the event loop."""
+"""Long responses, of sampled tokens and of given ones, are decoded in parts, and not on the event loop."""
 
 import gc
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
@@ -10,12 +12,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from actors.rollout.samples.buffer import SampleBuffer
+from actors.rollout.sglang import client as client_module
+from actors.rollout.sglang.answers import in_parts
 from actors.rollout.sglang.client import SglangClient
 from actors.rollout.sglang.errors import EngineFailed
-from actors.rollout.sglang.given import in_parts, read_given
+from actors.rollout.sglang.given import read_given
+from actors.rollout.sglang.reading import AnswerReader
 from tests.support.loop_watch import watching_loop
 
 NUM_TOKENS, TOPK = 8_192, 32
+LONGEST = 32_768  # tokens of an answer
 
 entries = st.lists(st.lists(st.tuples(st.floats(-9, 0), st.integers(0, 99), st.none()), max_size=3) | st.none())
 
@@ -58,6 +65,43 @@ def test_a_long_response_has_the_same_tokens_in_parts() -> None:
     assert found.log_probs == [-1.5] * 2_000
     with pytest.raises(EngineFailed, match="2000 log-probs of 1999 tokens"):
         read_given("http://e", data, asked[:-1], 4)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("text", [None, '"],["'])
+async def test_an_unstreamed_answer_of_32768_tokens_does_not_hold_up_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch, text: str | None
+) -> None:
+    """Also one whose tokens come as texts that look like the end of a list: that one in a single piece, and right."""
+    ids = np.random.default_rng(0).integers(0, 150_000, LONGEST if text is None else 8_192).tolist()
+    meta = {
+        "finish_reason": {"type": "length"},
+        "weight_version": "1",
+        "weight_versions": [{"version": "1", "start": 0, "end": len(ids)}],
+        "completion_tokens": len(ids),
+        "output_token_logprobs": [(-index / len(ids), token, text) for index, token in enumerate(ids)],
+    }
+    data = msgspec.json.encode({"text": "a" * len(ids), "output_ids": ids, "meta_info": meta})
+
+    async def received(*_: object) -> bytes:
+        return data
+
+    @asynccontextmanager
+    async def answered(*_: object) -> AsyncGenerator[None]:
+        yield
+
+    monkeypatch.setattr(client_module, "_read_all", received)
+    buffer = SampleBuffer()
+    async with aiohttp.ClientSession() as session:
+        client = SglangClient(session)
+        monkeypatch.setattr(client, "_request", answered)
+        gc.collect()
+        with watching_loop() as watch:
+            await client.generate("http://e", {}, [AnswerReader(buffer)])
+    assert buffer.ids.tolist() == ids
+    np.testing.assert_allclose(buffer.log_probs, [-index / len(ids) for index in range(len(ids))], rtol=1e-6)
+    assert watch.num_runs > 0
+    assert watch.over() == []
 
 
 @pytest.mark.anyio
