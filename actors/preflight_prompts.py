@@ -175,32 +175,39 @@ def _ungraded(
     Also of one whose built-in grader returns a dict without the reward that `reward.reward_key` names.
     """
     for prompt in prompts:
-        name = prompt.rm_type
-        if name is None or name in known or is_plugin(name):
-            continue
-        try:
-            grader = find_grader(name)
-        except ValueError as error:
-            return Problem.of(source.place_key, source.place, f"row {prompt.row}: {error}")
-        if (need := unmet_need(name, reward)) is not None:
-            return Problem.of(source.place_key, source.place, f"row {prompt.row}: the grader {name} {need}")
-        if name == REMOTE_RM:
-            continue
-        if name in INSTRUCTIONS and reward.nltk_data is not None:
-            add_data(reward.nltk_data)
-        try:
-            answer = grader(GradedSample(prompt=prompt.text, label=prompt.label, metadata=prompt.metadata))
-        except ValueError as error:
-            if name in INSTRUCTIONS:
-                return Problem(key=f"{source.key}.metadata_key", message=f"row {prompt.row} of {source.place}: {error}")
-            if prompt.label is None:
-                wrong = f"has no label to compare with, which the grader {name} needs"
-            else:
-                wrong = f"has a label that the grader {name} cannot compare with: {error}"
-            message = f"row {prompt.row} of {source.place} {wrong}"
-            return Problem(key=f"{source.key}.label_key", message=message)
-        if (error := grade_of(answer, reward.reward_key).error) is not None:
-            return Problem.of("reward.reward_key", reward.reward_key, f"the grader {name} of {source.place} {error}")
+        for name in reward.sums.get(prompt.rm_type or "", (prompt.rm_type,)):
+            if name is None or name in known or is_plugin(name):
+                continue
+            if (problem := _problem_of_label(source, prompt, name, reward)) is not None:
+                return problem
+    return None
+
+
+def _problem_of_label(source: Source, prompt: Prompt, name: str, reward: RewardConfig) -> Problem | None:
+    """Problem of one prompt with one built-in grader."""
+    try:
+        grader = find_grader(name)
+    except ValueError as error:
+        return Problem.of(source.place_key, source.place, f"row {prompt.row}: {error}")
+    if (need := unmet_need(name, reward)) is not None:
+        return Problem.of(source.place_key, source.place, f"row {prompt.row}: the grader {name} {need}")
+    if name == REMOTE_RM:
+        return None
+    if name in INSTRUCTIONS and reward.nltk_data is not None:
+        add_data(reward.nltk_data)
+    try:
+        answer = grader(GradedSample(prompt=prompt.text, label=prompt.label, metadata=prompt.metadata))
+    except ValueError as error:
+        if name in INSTRUCTIONS:
+            return Problem(key=f"{source.key}.metadata_key", message=f"row {prompt.row} of {source.place}: {error}")
+        if prompt.label is None:
+            wrong = f"has no label to compare with, which the grader {name} needs"
+        else:
+            wrong = f"has a label that the grader {name} cannot compare with: {error}"
+        message = f"row {prompt.row} of {source.place} {wrong}"
+        return Problem(key=f"{source.key}.label_key", message=message)
+    if (error := grade_of(answer, reward.reward_key).error) is not None:
+        return Problem.of("reward.reward_key", reward.reward_key, f"the grader {name} of {source.place} {error}")
     return None
 
 

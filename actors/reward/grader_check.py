@@ -53,14 +53,17 @@ def check_graders(
         A problem if a grader process does not start.
     """
     names = own_graders(topology)
-    for key, row in rows.items():
-        name = names.get(row.prompt.rm_type or "", "")
+    sums = topology.reward.sums
+    tried = [(key, row, part) for key, row in rows.items() for part in sums.get(row.prompt.rm_type or "", (None,))]
+    for key, row, part in tried:
+        rm_type = part or row.prompt.rm_type
+        name = names.get(rm_type or "", "")
         if not is_plugin(name) or topology.reward.judges:  # the function may call a judge, which does not run yet
             continue
         limit_s = START_TIMEOUT_S + topology.reward.timeout_s + SLACK_S
         doing(f"{key}.rm_type", name, "grading an empty answer", limit_s=limit_s)
         try:
-            group = row.group or (takes_list(topology.reward, row.prompt.rm_type) and not topology.reward.group_rm)
+            group = row.group or (takes_list(topology.reward, rm_type) and not topology.reward.group_rm)
             error = anyio.run(_error_of, topology, GraderSpec(name=name, group=group), row)
         except GraderProcessError as refusal:
             yield Problem.of(f"{key}.rm_type", name, f"a grader process does not start with this grader: {refusal}")

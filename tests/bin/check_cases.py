@@ -106,6 +106,9 @@ REFUSED = {
     "no grader": Case(("data.0.rm_type=none",), "data.0.path", "no grader: set rm_type"),
     "a grader that is not built in": Case(("data.0.rm_type=nonsense",), "data.0.rm_type", "no grader 'nonsense'"),
     "a grader without its extra": Case(("data.0.rm_type=ifbench",), "data.0.rm_type", "physarum[instructions]"),
+    "a part of a sum": Case(
+        ("reward.sums.total.dapo=1", "data.0.rm_type=total"), "reward.reward_key", "the grader dapo of"
+    ),
     "a dict without a key": Case(("data.0.rm_type=dapo",), "reward.reward_key", "set reward_key to say"),
     "a row that names none": Case(("data.0.path=TMP/named.jsonl",), "data.0.path", "no grader 'nonsense'"),
     "no such function": Case(("data.0.rm_type=TMP/graders.py:grad",), "data.0.rm_type", "did you mean 'grade'"),

@@ -10,9 +10,15 @@ import pytest
 
 from actors.reward.actor import RewardActor
 from actors.reward.frames import Graded, GraderSpec, unpacked
+from actors.reward.grader_check import SampleRow, check_graders
 from actors.reward.gradings import sum_of, summed
 from actors.reward.recipe import graders_of
+from actors.rollout.samples.failures import FailurePolicy
+from actors.rollout.samples.sample import OpenSample
+from messages import Int32Array, Prompt, SampleStatus, Score
 from runtime.bus.bus import Bus
+from runtime.node.checks.apart import unlimited
+from runtime.settings.rules.topology import topology_problems
 from runtime.settings.topology import grader_names, own_graders
 from tests.actors.reward.test_reward_actor import USER_CODE, Asker
 from tests.build.topology import topology_with
@@ -21,6 +27,29 @@ from tests.support.judging import ScriptedJudge, serving
 pytestmark = pytest.mark.anyio
 
 WEIGHTS = {"f1": 0.25, "digits": -2.0}
+
+
+def test_the_parts_of_a_sum_are_the_named_rewards_that_gdpo_trains() -> None:
+    gdpo = {"advantage_estimator": "gdpo", "gdpo_reward_keys": tuple(WEIGHTS), "normalize_advantages": True}
+    data = [{"name": "d", "path": "p", "rm_type": "total"}]
+    reward = {"sums": {"total": WEIGHTS}, "graders": {"digits": "m.py:f"}, "reward_key": "f1"}
+    topology = topology_with(data=data, reward=reward, algorithm=gdpo)
+    assert list(topology_problems(topology)) == []
+    graded = sum_of("total", WEIGHTS, {"f1": Graded(reward=1.0), "digits": Graded(reward=0.25)})
+    sample = OpenSample(index=0, prompt_len=1, status=SampleStatus.COMPLETED)
+    score = Score(index=0, reward=graded.reward, details=graded.details)
+    sample.take_score(score, policy=FailurePolicy(), reward_keys=tuple(WEIGHTS))
+    assert (sample.reward, sample.rewards) == (-0.25, {"f1": 1.0, "digits": 0.25})
+
+
+def test_the_check_tries_the_functions_of_a_sum() -> None:
+    reward = {"graders": {"own": f"{USER_CODE}:full"}, "sums": {"total": {"f1": 1.0, "own": 0.5}}}
+    topology = topology_with(data=[{"name": "d", "path": "p", "rm_type": "total"}], reward=reward)
+    prompt = Prompt(data="d", row=3, text="p", prompt_ids=Int32Array([1]), rm_type="total", label="1")
+    notes: list[str] = []
+    assert list(check_graders(topology, {"data.0": SampleRow(prompt, group=False)}, unlimited, notes)) == []
+    (note,) = notes
+    assert "user_graders.py:full failed on row 3 with an empty answer" in note
 
 
 def test_a_sum_adds_rewards_per_token_and_puts_a_single_reward_on_the_last_token() -> None:
