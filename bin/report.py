@@ -16,6 +16,8 @@ from runtime.util.exit_codes import EXIT_FAILED, EXIT_INPUT_ERROR, EXIT_OK
 
 if TYPE_CHECKING:
     from runtime.node.reopen import FoundRun
+    from runtime.report.observed import Observed
+    from runtime.report.trace import Trace
 
 EPILOG = """The file needs no network and no other file. It has what bin/watch --page shows, as of the newest event.
 With --trace the command also writes spans of groups, steps and weight updates, for https://ui.perfetto.dev.
@@ -33,6 +35,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = parser_of("report", __doc__, EPILOG)
     parser.add_argument("run", metavar="RUN", help="Name of a run under ./runs, or a run directory.")
     parser.add_argument("--out", metavar="FILE", type=Path, help="The file to write; by default RUN.html.")
+    parser.add_argument("--compare", metavar="RUN2", help="Also show curves, times and differing settings of this run.")
     parser.add_argument("--trace", metavar="FILE", type=Path, help="Also write a trace in the JSON format of Perfetto.")
     return parser
 
@@ -48,13 +51,14 @@ def _report(args: argparse.Namespace) -> int:
 
     try:
         found = find_run(args.run)
+        other = find_run(args.compare) if args.compare is not None else None
     except NoSuchRun as error:
         Screen(sys.stderr).show(str(error))
         return EXIT_INPUT_ERROR
     problems: list[BaseException] = []
     try:
         with silenced():
-            anyio.run(_write, found, args.out or Path(f"{found.name}.html"), args.trace)
+            anyio.run(_write, found, other, args.out or Path(f"{found.name}.html"), args.trace)
     except* (NoLog, BusError, ClientsUnreadable, OSError, ValueError) as errors:
         problems = flatten(errors)
     if problems:
@@ -62,30 +66,39 @@ def _report(args: argparse.Namespace) -> int:
     return EXIT_FAILED if problems else EXIT_OK
 
 
-async def _write(found: "FoundRun", out: Path, trace_file: Path | None) -> None:
-    from actors.observer.page import observed_of, report_page
-    from runtime.node.following import followed
+async def _write(found: "FoundRun", other: "FoundRun | None", out: Path, trace_file: Path | None) -> None:
+    from actors.observer.page import report_page
     from runtime.report.trace import Trace
     from runtime.util.files import write_atomically
 
-    observed, settings = observed_of(found)
     trace = Trace()
+    observed, settings, live = await _fold(found, trace if trace_file is not None else None)
+    compared = None if other is None else (await _fold(other))[:2]
+    screen = Screen(sys.stdout)
+    write_atomically(out, report_page(observed, settings, live=live, other=compared))
+    screen.show(f"report    {out}, {observed.num_events:,} events, {observed.steps} steps")
+    if trace_file is not None:
+        write_atomically(trace_file, trace.encoded())
+        left_out = f"; {trace.num_left_out:,} oldest ones are left out" if trace.num_left_out else ""
+        screen.show(f"trace     {trace_file}, {len(trace.events):,} spans{left_out}")
+
+
+async def _fold(found: "FoundRun", trace: "Trace | None" = None) -> "tuple[Observed, dict[str, str], bool]":
+    """Fold a run as of now; return also its settings, and whether it goes on."""
+    from actors.observer.page import observed_of
+    from runtime.node.following import followed
+
+    observed, settings = observed_of(found)
     async with followed(found, waits=False) as events:
         live = events.live
         async for batch in events.batches():
             for received in batch:
                 time = received.time.timestamp()
                 observed.apply(received.message, received.seq, time)
-                if trace_file is not None:
+                if trace is not None:
                     trace.apply(received.message, time)
-    screen = Screen(sys.stdout)
     Screen(sys.stderr).show_all(events.problems)
-    write_atomically(out, report_page(observed, settings, live=live))
-    screen.show(f"report    {out}, {observed.num_events:,} events, {observed.steps} steps")
-    if trace_file is not None:
-        write_atomically(trace_file, trace.encoded())
-        left_out = f"; {trace.num_left_out:,} oldest ones are left out" if trace.num_left_out else ""
-        screen.show(f"trace     {trace_file}, {len(trace.events):,} spans{left_out}")
+    return observed, settings, live
 
 
 if __name__ == "__main__":

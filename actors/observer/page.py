@@ -181,11 +181,28 @@ def _state_of(
     }
 
 
-def report_page(observed: Observed, settings: Mapping[str, str], *, live: bool) -> bytes:
-    """Return one HTML file with what a page shows. It loads nothing, and runs the scripts of this package alone."""
+def report_page(
+    observed: Observed,
+    settings: Mapping[str, str],
+    *,
+    live: bool,
+    other: tuple[Observed, Mapping[str, str]] | None = None,
+) -> bytes:
+    """Return one HTML file with what a page shows. It loads nothing, and runs the scripts of this package alone.
+
+    Args:
+        observed: the run.
+        settings: of the run.
+        live: whether the run goes on.
+        other: another run to compare with, and its settings.
+    """
     files = {name: (STATIC / name).read_text(encoding="utf-8") for name in FILES}
     scripts, styles = ("uPlot.iife.min.js", "app.js"), ("uPlot.min.css", "app.css")
-    state = msgspec.json.encode(_state_of(observed, settings, live=live)).decode().replace("<", "\\u003c")
+    shown = _state_of(observed, settings, live=live)
+    if other is not None:
+        run, its = other
+        shown["other"] = {"run": run.run, "rows": run.curves(), "times": run.times(), "settings": its}
+    state = msgspec.json.encode(shown).decode().replace("<", "\\u003c")
     allowed = " ".join(f"'sha256-{_digest(files[name])}'" for name in scripts)
     styled = " ".join(f"'sha256-{_digest(files[name])}'" for name in styles)
     policy = f"default-src 'none'; script-src {allowed}; style-src {styled}; img-src data:; base-uri 'none'"
@@ -219,6 +236,8 @@ def observed_of(run: FoundRun) -> tuple[Observed, dict[str, str]]:
 
 def _flat(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
     """Yield the settings of a table by their full keys."""
+    if isinstance(value, list) and any(isinstance(each, dict) for each in cast("list[Any]", value)):
+        value = {str(index): each for index, each in enumerate(cast("list[Any]", value))}
     if isinstance(value, dict) and (value or not key):
         for name, inner in cast("dict[str, Any]", value).items():
             yield from _flat(inner, f"{key}.{name}" if key else name)

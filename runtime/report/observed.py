@@ -218,7 +218,8 @@ class Observed:
 
     def curves(self, from_step: int = 0) -> list[MetricRow]:
         """The rows of the steps from one on, with numbers that JSON cannot express as text."""
-        rows: list[MetricRow] = self.rows.items
+        newest = self._report.open_row
+        rows: list[MetricRow] = [*self.rows.items, *([] if newest is None else [newest])]
         return [{key: spelled(value) for key, value in row.items()} for row in rows if row["step"] >= from_step]
 
     def now(self) -> dict[str, Any]:

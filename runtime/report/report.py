@@ -108,6 +108,11 @@ class Report:
         """The ledger as folded so far. The caller does not change it."""
         return self._ledger
 
+    @property
+    def open_row(self) -> MetricRow | None:
+        """The row of the newest step, which an evaluation may still complete. The caller does not change it."""
+        return self._row
+
     def begin(self, ledger: LedgerState) -> None:
         """Begin from a ledger state, because earlier events are not available."""
         self._ledger, self.version = ledger, ledger.version

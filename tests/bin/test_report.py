@@ -46,6 +46,16 @@ def test_a_report_is_one_file_that_loads_nothing(ended: Path, tmp_path: Path) ->
     assert called(main, "nobody", cwd=tmp_path).returncode == 2
 
 
+def test_a_report_compares_two_runs(ended: Path, tmp_path: Path) -> None:
+    done = called(main, str(ended), "--compare", str(ended), "--out", "both.html", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    state = state_in((tmp_path / "both.html").read_text())
+    assert state["other"]["run"] == RUN
+    assert state["other"]["rows"] == state["rows"] != []
+    assert state["other"]["times"]["totals"] == state["times"]["totals"]
+    assert called(main, str(ended), "--compare", "nobody", cwd=tmp_path).returncode == 2
+
+
 def test_a_text_of_a_run_stays_a_text() -> None:
     observed = Observed("r")
     text = "</script><script>alert(1)</script>"

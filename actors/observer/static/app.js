@@ -23,6 +23,7 @@ const MAX_FOUND = 24; // charts of a search
 const TABS = ["curves", "now", "time", "ledger", "settings"];
 
 const rows = new Map(); // metrics by step
+const others = new Map(); // metrics by step of a run to compare with
 const times = new Map(); // seconds by part, by the begin of a step: its end has the number of the last one
 const charts = new Map(); // by the id of their element
 let state = null;
@@ -72,6 +73,10 @@ function draw(place, names, data, options = {}) {
   const axis = { stroke: text, grid: { stroke: line, width: 1 }, ticks: { stroke: line, width: 1 } };
   const series = names.map((name, index) => {
     const colour = COLOURS[index % COLOURS.length];
+    if (options.dashed && index >= options.dashed) {
+      const first = COLOURS[(index - options.dashed) % COLOURS.length];
+      return { label: name, stroke: first, width: 1.5, spanGaps: true, dash: [4, 4], points: { show: false } };
+    }
     const fill = options.stacked ? { fill: colour, points: { show: false } } : {};
     return { label: name, stroke: colour, width: 1.5, spanGaps: true, ...fill, value: options.value };
   });
@@ -102,7 +107,7 @@ function chartBox(parent, id, title) {
 }
 
 function drawCurves() {
-  const steps = [...rows.keys()].sort((a, b) => a - b);
+  const steps = [...new Set([...rows.keys(), ...others.keys()])].sort((a, b) => a - b);
   const known = new Set();
   for (const row of rows.values()) for (const name of Object.keys(row)) known.add(name);
   const wanted = CURVES.map(([title, which]) => [
@@ -120,7 +125,9 @@ function drawCurves() {
     const id = `chart ${title}`;
     ids.add(id);
     const place = chartBox(parent, id, title);
-    draw(place, names, [steps, ...names.map((name) => steps.map((step) => number(rows.get(step)[name])))]);
+    const of = (table) => names.map((name) => steps.map((step) => number((table.get(step) || {})[name])));
+    const more = others.size ? names.map((name) => `${name} of ${state.other.run}`) : [];
+    draw(place, [...names, ...more], [steps, ...of(rows), ...(others.size ? of(others) : [])], { dashed: names.length });
   }
   for (const box of [...parent.children]) {
     if (ids.has(box.id)) continue;
@@ -164,9 +171,12 @@ function drawTime() {
     for (const of of times.values()) {
       if ((of.parts[part] || 0) > most) [most, name] = [of.parts[part], `step ${of.step}: ${short(of.parts[part])} s${of.worst[part] ? `, ${of.worst[part]}` : ""}`];
     }
-    return [part, short(seconds), `${short((100 * seconds) / whole, 1)} %`, cell, name, found.parts[part]];
+    const theirs = state.other ? [short(state.other.times.totals[part] || 0)] : [];
+    return [part, short(seconds), `${short((100 * seconds) / whole, 1)} %`, ...theirs, cell, name, found.parts[part]];
   });
-  fillTable(at("parts"), [["part", "keep"], ["seconds", "number"], ["share", "number"], ["", "bar"], ["most in"], ["the time in which", "more"]], lines);
+  const heads = [["part", "keep"], ["seconds", "number"], ["share", "number"]];
+  if (state.other) heads.push([`seconds of ${state.other.run}`, "number"]);
+  fillTable(at("parts"), [...heads, ["", "bar"], ["most in"], ["the time in which", "more"]], lines);
   const steps = [...times.values()].filter((step) => !step.parts.start && !step.parts.end).sort((a, b) => a.begin - b.begin);
   const names = Object.keys(found.parts).filter((part) => steps.some((step) => step.parts[part] > 0));
   if (!steps.length) return;
@@ -189,7 +199,14 @@ function drawLedger() {
 }
 
 function drawSettings() {
-  fillTable(at("settings"), [["key", "keep"], ["value"]], Object.entries(settings));
+  if (!state.other) {
+    fillTable(at("settings"), [["key", "keep"], ["value"]], Object.entries(settings));
+    return;
+  }
+  const theirs = state.other.settings;
+  const keys = [...new Set([...Object.keys(settings), ...Object.keys(theirs)])].filter((key) => settings[key] !== theirs[key]);
+  const lines = keys.map((key) => [key, settings[key] ?? "", theirs[key] ?? ""]);
+  fillTable(at("settings"), [["key that differs", "keep"], [state.now.run], [state.other.run]], lines);
 }
 
 const DRAW = { curves: drawCurves, now: drawNow, time: drawTime, ledger: drawLedger, settings: drawSettings };
@@ -244,6 +261,7 @@ function take(text) {
     times.clear();
   }
   for (const row of state.rows) rows.set(row.step, row);
+  for (const row of state.other ? state.other.rows : []) others.set(row.step, row);
   for (const step of state.times.steps) times.set(step.begin, step);
   at("title").textContent = now.run || "Physarum";
   document.title = `${now.run} · Physarum`;

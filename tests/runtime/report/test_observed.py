@@ -35,6 +35,7 @@ def test_a_log_becomes_rows_books_and_endings() -> None:
         ("dropped", "zero_std"),
         ("failed", "no score"),
     }
+    assert [row["step"] for row in observed.curves()] == [1]  # the newest one may still get an evaluation
     in_flight = observed.ledger()["stages"]["in_flight"]
     assert in_flight == {"count": 1, "groups": in_flight["groups"]}
     msgspec.json.encode(
