@@ -17,6 +17,7 @@ from actors.reward.graders.boxed import BOXED_PREFIX
 from actors.reward.graders.builtin import BUILT_IN_GRADERS
 from actors.reward.graders.calling import resolve_grader
 from actors.rollout.samples.generate_function import find_generate_function
+from actors.rollout.samples.rollout_function import find_rollout_function
 from runtime.node.checks.apart import Doing, unlimited
 from runtime.process.actor import InputError
 from runtime.settings.derived import trainer_functions
@@ -66,6 +67,8 @@ def _hooks(topology: Topology) -> Iterator[tuple[str, str, Find]]:
     custom = topology.rollout.custom_generate
     if custom is not None:
         yield "rollout.custom_generate", custom, partial(find_generate_function, custom)
+    if (name := topology.rollout.custom_rollout) is not None:
+        yield "rollout.custom_rollout", name, partial(find_rollout_function, name)
     for index, item in enumerate(topology.eval):
         if item.custom_generate is not None:
             key = f"eval.{index}.custom_generate"

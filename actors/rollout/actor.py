@@ -34,6 +34,7 @@ from actors.rollout.requests.watching import TokenTimeouts, Watchdog
 from actors.rollout.samples.conversation import Conversation
 from actors.rollout.samples.failures import policy_of
 from actors.rollout.samples.generate_function import find_generate_function
+from actors.rollout.samples.rollout_function import find_rollout_function
 from actors.rollout.samples.scoring import Scorer
 from actors.rollout.samples.task_runner import ACK_WAIT_S, TaskRunner
 from actors.rollout.samples.tools import GroupDependencies
@@ -162,6 +163,8 @@ class RolloutActor(Actor):
         self._model = ServedModel.read(Path(topology.model.hf_checkpoint))
         custom = topology.rollout.custom_generate
         self._custom_generate = find_generate_function(custom, (Path.cwd(),)) if custom is not None else None
+        rollout = topology.rollout.custom_rollout
+        self._custom_rollout = find_rollout_function(rollout, (Path.cwd(),)) if rollout is not None else None
         self._eval_generate = {
             item.name: find_generate_function(item.custom_generate, (Path.cwd(),), key=f"eval.{index}.custom_generate")
             for index, item in enumerate(topology.eval)
@@ -291,6 +294,7 @@ class RolloutActor(Actor):
             batch_requests=self._topology.engines[self._pool].batch_requests,
             custom_generate=self._custom_generate,
             eval_generate=self._eval_generate,
+            custom_rollout=self._custom_rollout,
             model=self._model,
             policy=policy_of(reward),
             reward_keys=self._topology.algorithm.gdpo_reward_keys,

@@ -64,6 +64,7 @@ def _code_of(topology: Topology, target: Target) -> Iterator[tuple[str, str]]:
         named["rollout.buffer_filter"] = rollout.buffer_filter
     if target == "trainer":
         named["rollout.custom_generate"] = rollout.custom_generate
+        named["rollout.custom_rollout"] = rollout.custom_rollout
         for index, data in enumerate(topology.data):
             named |= {f"data.{index}.source": data.source, f"data.{index}.rm_type": data.rm_type}
             named[f"data.{index}.source_class"] = data.source_class

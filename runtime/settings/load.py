@@ -122,7 +122,7 @@ def _missing_files(topology: Topology, loaded: Loaded) -> Iterator[Problem]:
     """
     rollout, reward = topology.rollout, topology.reward
     named: dict[str, str | None] = dict(trainer_functions(topology))
-    for name in ("dynamic_filter", "custom_generate", "over_sampling_filter", "buffer_filter"):
+    for name in ("dynamic_filter", "custom_generate", "custom_rollout", "over_sampling_filter", "buffer_filter"):
         named[f"rollout.{name}"] = getattr(rollout, name)
     for index, data in enumerate(topology.data):
         named |= {f"data.{index}.source": data.source, f"data.{index}.rm_type": data.rm_type}
@@ -251,6 +251,7 @@ def _functions_found(rollout: RolloutConfig, finder: "_Finder") -> RolloutConfig
         rollout,
         dynamic_filter=finder.plug_in("rollout.dynamic_filter", rollout.dynamic_filter),
         custom_generate=finder.plug_in("rollout.custom_generate", rollout.custom_generate),
+        custom_rollout=finder.plug_in("rollout.custom_rollout", rollout.custom_rollout),
         over_sampling_filter=finder.plug_in("rollout.over_sampling_filter", rollout.over_sampling_filter),
         buffer_filter=finder.plug_in("rollout.buffer_filter", rollout.buffer_filter) or "fifo",
     )

@@ -201,6 +201,9 @@ class RolloutConfig(Config, frozen=True, kw_only=True):
     # Async function that generates a sample in several turns: "module:function" or "path/file.py:function". By default
     # a sample is one request.
     custom_generate: Text | None = None
+    # Async function that decides how and in which order the samples of a prompt group are generated: "module:function"
+    # or "path/file.py:function". By default each is generated as soon as an engine has room.
+    custom_rollout: Text | None = None
     # Number of train steps that generation may be ahead of training. 0 is synchronous.
     max_staleness: Count = 0
     # What running requests do during a weight update: end first ("drain"), be aborted and continued ("abort"), or be

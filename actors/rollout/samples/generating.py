@@ -12,6 +12,7 @@ from actors.rollout.requests.verdict import Outcome
 from actors.rollout.samples.conversation import Conversation, GenerateFunction
 from actors.rollout.samples.generate_function import KEY, is_deterministic
 from actors.rollout.samples.partial import SegmentStore
+from actors.rollout.samples.rollout_function import one_turn
 from actors.rollout.samples.sample import FINISHED, OpenSample, tokens_left
 from actors.rollout.samples.tasks import GroupTask
 from actors.rollout.samples.tools import GroupDependencies
@@ -33,6 +34,8 @@ class Generation:
         self._task = task
         self._tools = tools
         self._function = tools.generate_function(task.eval_set)
+        if self._function is None and tools.rollout_function(task.eval_set) is not None:
+            self._function = one_turn
         self._store = store
         self._conversations: list[Conversation] = []
         self._num_requests = 0
@@ -52,10 +55,16 @@ class Generation:
         """Send the common request of a batch. `run` completes each of its samples."""
         await self._send(samples, self._params(samples[0]))
 
-    async def run(self, sample: OpenSample) -> None:
+    @property
+    def function(self) -> GenerateFunction | None:
+        """The generate function of a sample by default."""
+        return self._function
+
+    async def run(self, sample: OpenSample, function: GenerateFunction | None = None) -> None:
         """Generate a sample to its end, over as many requests as needed, or until the round is halted."""
-        if self._function is not None:
-            await self._converse(sample)
+        function = function or self._function
+        if function is not None:
+            await self._converse(sample, function)
             return
         while self._is_open(sample) and await self._send([sample], self._params(sample)):
             await self._store.flush()
@@ -83,10 +92,8 @@ class Generation:
             part.status, part.reward, part.own_score = SampleStatus.ABORTED, None, None
         return True
 
-    async def _converse(self, sample: OpenSample) -> None:
+    async def _converse(self, sample: OpenSample, function: GenerateFunction) -> None:
         """Generate a sample turn by turn with the user-defined function, which may begin again from the prompt."""
-        function = self._function
-        assert function is not None
         for num_starts in range(1, MAX_STARTS + 1):
             conversation = await self._run_function(function, sample)
             if conversation is None or not conversation.starts_again:

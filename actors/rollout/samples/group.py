@@ -7,8 +7,10 @@ import anyio
 from anyio.abc import TaskGroup
 
 from actors.rollout.pools.columns import SampleColumns
+from actors.rollout.samples.conversation import GenerateFunction
 from actors.rollout.samples.generating import Generation
 from actors.rollout.samples.partial import SegmentStore
+from actors.rollout.samples.rollout_function import PromptGroup, RolloutFunction, one_turn
 from actors.rollout.samples.sample import OpenSample
 from actors.rollout.samples.scoring import SampleScoring
 from actors.rollout.samples.slots import GroupSlots
@@ -47,6 +49,8 @@ class GroupRun:
         self._halted = False
         self._until_halt = anyio.CancelScope()
         self._slots: GroupSlots | None = None
+        self._rollout_function = tools.rollout_function(task.eval_set)
+        self._prompt_group: PromptGroup | None = None  # of the running rollout function
 
     @property
     def samples(self) -> list[OpenSample]:
@@ -102,6 +106,9 @@ class GroupRun:
         started, unfinished = time.monotonic(), self._generation.unfinished(self._samples)
         self._note_ended([sample for sample in self._samples if sample not in unfinished])
         slots.need(len(unfinished))
+        if self._rollout_function is not None:
+            await self._run_rollout_function(self._rollout_function, slots)
+            unfinished = []
         batch = self._generation.batch(unfinished)
         async with anyio.create_task_group() as group:
             for sample in unfinished:
@@ -122,15 +129,31 @@ class GroupRun:
         )
         self._is_generated = True
 
-    async def _run_sample(self, sample: OpenSample, slots: GroupSlots) -> None:
+    async def _run_rollout_function(self, function: RolloutFunction, slots: GroupSlots) -> None:
+        """Generate the samples in the order of a user's function."""
+
+        async def run_sample(sample: OpenSample, generate: GenerateFunction) -> None:
+            await self._run_sample(sample, slots, generate)
+
+        default = self._generation.function or one_turn
+        self._prompt_group = PromptGroup(self._task.prompt, self._samples, run_sample, default)
+        if self._halted:
+            self._prompt_group.halt()
+        await self._prompt_group.run(function)
+
+    async def _run_sample(
+        self, sample: OpenSample, slots: GroupSlots, function: GenerateFunction | None = None
+    ) -> None:
         """One sample from its slot to its score."""
         started = time.monotonic()
         if await slots.take():
-            await self._finish_sample(sample, slots, time.monotonic() - started)
+            await self._finish_sample(sample, slots, time.monotonic() - started, function)
 
-    async def _finish_sample(self, sample: OpenSample, slots: GroupSlots, queued_s: float) -> None:
+    async def _finish_sample(
+        self, sample: OpenSample, slots: GroupSlots, queued_s: float, function: GenerateFunction | None = None
+    ) -> None:
         """One sample from its first token to its score."""
-        await self._generation.run(sample)
+        await self._generation.run(sample, function)
         self._queued_s = queued_s  # that of the last sample remains
         await self._finish([sample], slots)
 
@@ -161,5 +184,7 @@ class GroupRun:
         self._scoring.halt()
         self._columns.halt()
         self._generation.halt()
+        if self._prompt_group is not None:
+            self._prompt_group.halt()
         if self._is_generated:
             self._until_halt.cancel()

@@ -7,6 +7,7 @@ from actors.rollout.pools.columns import PoolsOf, no_pools
 from actors.rollout.requests.sending import Generator
 from actors.rollout.samples.conversation import Conversation, GenerateFunction
 from actors.rollout.samples.failures import FailurePolicy
+from actors.rollout.samples.rollout_function import RolloutFunction
 from actors.rollout.samples.scoring import Scorer
 from actors.rollout.sglang.served_model import ServedModel
 from runtime.bus.bus import Bus
@@ -28,6 +29,7 @@ class GroupDependencies:
     reward_keys: tuple[str, ...]  # names of the rewards that a training sample's score must hold
     conversations: set[Conversation]  # conversations with a running function
     eval_generate: Mapping[str, GenerateFunction] = field(default_factory=dict[str, GenerateFunction])  # by set
+    custom_rollout: RolloutFunction | None = None  # user-defined function for all samples of a group
     reward_per: RewardPer = "sample"  # what a list of rewards of one sample is for
     sample_fields: tuple[SampleField, ...] = ()  # of a sample, that graders get in addition
     pools_of: PoolsOf = no_pools  # the pools that compute columns of the samples of a data source
@@ -35,3 +37,7 @@ class GroupDependencies:
     def generate_function(self, eval_set: str | None) -> GenerateFunction | None:
         """The function of training samples (None), or that of an evaluation set."""
         return self.custom_generate if eval_set is None else self.eval_generate.get(eval_set, self.custom_generate)
+
+    def rollout_function(self, eval_set: str | None) -> RolloutFunction | None:
+        """The function for all samples of a group. Evaluation sets with a function of their own have none."""
+        return None if eval_set is not None and eval_set in self.eval_generate else self.custom_rollout

@@ -8,6 +8,7 @@ from runtime.bus.limits import MAX_EVENT_BYTES
 from runtime.settings.derived import (
     agg_mode,
     max_prompt_len,
+    needs_baseline,
     over_sampling_batch_size,
     trains_demonstrations,
     trains_pairs,
@@ -93,6 +94,9 @@ def _collection(recipe: Recipe) -> Iterator[Problem]:
     if stale is not None and stale < rollout.max_staleness:
         message = f"is below rollout.max_staleness = {rollout.max_staleness}: whole batches would be too stale to train"
         yield Problem.of("rollout.max_token_staleness", stale, message)
+    if rollout.custom_rollout is not None and needs_baseline(recipe.algorithm):
+        message = 'does not generate the greedy sample of algorithm.advantage_estimator = "remax"'
+        yield Problem.of("rollout.custom_rollout", rollout.custom_rollout, message)
     if not rollout.eval_overlap and not recipe.eval:
         yield Problem.of("rollout.eval_overlap", False, "has no effect without an [[eval]] table")
 
