@@ -16,7 +16,7 @@ from actors.rollout.engines.health import RequestOutcomes
 from actors.rollout.engines.memory.levels import MemoryLevel
 from actors.rollout.engines.memory.share import MemoryShare
 from actors.rollout.engines.rate_limited_events import RateLimitedEvents
-from actors.rollout.engines.refusing import RefusalCounter, Step
+from actors.rollout.engines.refusing import AfterRefusal, RefusalCounter
 from actors.rollout.engines.registration import wait_until
 from actors.rollout.engines.router import ThroughRouter
 from actors.rollout.engines.target import FleetTarget
@@ -298,14 +298,14 @@ class Fleet:
                 await engine.carry_out(step)
             except EngineError as error:
                 match self._after(refusals, error, may_restart=kill is not None):
-                    case Step.GIVE_UP:
+                    case AfterRefusal.GIVE_UP:
                         raise
-                    case Step.WAIT:
+                    case AfterRefusal.WAIT:
                         await self._wait_for_others_than(engine.failed_version)
-                    case Step.RESTART:
+                    case AfterRefusal.RESTART:
                         assert kill is not None, "only engines of this run are restarted"
                         await kill(f"it kept refusing weights {self.target_version}: {error}")
-                    case Step.AGAIN:
+                    case AfterRefusal.AGAIN:
                         pass
                 failures += 1
                 await anyio.sleep(RETRY.pause_s(failures))
@@ -314,11 +314,11 @@ class Fleet:
                     failures = 0
                     refusals.took()
 
-    def _after(self, refusals: RefusalCounter, error: EngineError, *, may_restart: bool) -> Step:
+    def _after(self, refusals: RefusalCounter, error: EngineError, *, may_restart: bool) -> AfterRefusal:
         """Choose what follows a failed step of an engine."""
         if is_away(error):
             refusals.away()
-            return Step.AGAIN
+            return AfterRefusal.AGAIN
         return refusals.refused(
             anyio.current_time(),
             damaged=isinstance(error, WeightsDamaged),

@@ -12,7 +12,7 @@ MAX_RESTARTS: Final = 2  # restarts of the only engine; after that the weights a
 DAMAGED_PATIENCE_S: Final = 3600.0  # the trainer may be busy with a step before it publishes the same weights again
 
 
-class Step(Enum):
+class AfterRefusal(Enum):
     """What to do next with an engine that refuses weights."""
 
     AGAIN = "again"
@@ -38,7 +38,7 @@ class RefusalCounter:
         """Forget earlier refusals: the engine is down or restarting."""
         self._since, self._number = math.inf, 0
 
-    def refused(self, now: float, *, damaged: bool, may_restart: bool, others_serve: bool) -> Step:
+    def refused(self, now: float, *, damaged: bool, may_restart: bool, others_serve: bool) -> AfterRefusal:
         """Count a refusal and return the next action.
 
         Args:
@@ -50,12 +50,12 @@ class RefusalCounter:
         self._since, self._number = min(self._since, now), self._number + 1
         lasted_s = now - self._since
         if damaged:
-            return Step.GIVE_UP if lasted_s > DAMAGED_PATIENCE_S and not others_serve else Step.WAIT
+            return AfterRefusal.GIVE_UP if lasted_s > DAMAGED_PATIENCE_S and not others_serve else AfterRefusal.WAIT
         tries_left = others_serve or self._restarts < MAX_RESTARTS
         if may_restart and tries_left and lasted_s > RESTART_AFTER_S and self._number >= RESTART_AFTER:
             self._restarts += 1
             self.away()
-            return Step.RESTART
+            return AfterRefusal.RESTART
         if lasted_s > REFUSED_PATIENCE_S and self._number >= RESTART_AFTER and not others_serve:
-            return Step.GIVE_UP
-        return Step.AGAIN
+            return AfterRefusal.GIVE_UP
+        return AfterRefusal.AGAIN

@@ -8,8 +8,8 @@ from actors.rollout.engines.refusing import (
     REFUSED_PATIENCE_S,
     RESTART_AFTER,
     RESTART_AFTER_S,
+    AfterRefusal,
     RefusalCounter,
-    Step,
 )
 
 ALONE = {"damaged": False, "may_restart": True, "others_serve": False}
@@ -17,10 +17,10 @@ ALONE = {"damaged": False, "may_restart": True, "others_serve": False}
 
 def refusals(
     number: int, *, within_s: float, begin: float = 0.0, by: RefusalCounter | None = None, **said: bool
-) -> Step:
+) -> AfterRefusal:
     """What follows from the last of so many refusals, evenly over a time."""
     engine = by or RefusalCounter()
-    step = Step.AGAIN
+    step = AfterRefusal.AGAIN
     for index in range(number):
         step = engine.refused(begin + within_s * index / (number - 1), **(ALONE | said))
     return step
@@ -28,52 +28,52 @@ def refusals(
 
 def test_an_engine_that_goes_on_refusing_is_started_again_also_the_only_one() -> None:
     for others_serve in (False, True):
-        assert refusals(30, within_s=RESTART_AFTER_S, others_serve=others_serve) is Step.AGAIN
+        assert refusals(30, within_s=RESTART_AFTER_S, others_serve=others_serve) is AfterRefusal.AGAIN
         after = RESTART_AFTER_S + 1
-        assert refusals(RESTART_AFTER, within_s=after, others_serve=others_serve) is Step.RESTART
+        assert refusals(RESTART_AFTER, within_s=after, others_serve=others_serve) is AfterRefusal.RESTART
 
 
 def test_the_only_engine_is_started_again_so_often_and_then_given_up() -> None:
     engine = RefusalCounter()
     begin = 0.0
     for _ in range(MAX_RESTARTS):
-        assert refusals(5, within_s=RESTART_AFTER_S + 1, begin=begin, by=engine) is Step.RESTART
+        assert refusals(5, within_s=RESTART_AFTER_S + 1, begin=begin, by=engine) is AfterRefusal.RESTART
         begin += 100
-    assert refusals(5, within_s=RESTART_AFTER_S + 1, begin=begin, by=engine) is Step.AGAIN
-    assert refusals(2, within_s=1, begin=begin + REFUSED_PATIENCE_S + 1, by=engine) is Step.GIVE_UP
+    assert refusals(5, within_s=RESTART_AFTER_S + 1, begin=begin, by=engine) is AfterRefusal.AGAIN
+    assert refusals(2, within_s=1, begin=begin + REFUSED_PATIENCE_S + 1, by=engine) is AfterRefusal.GIVE_UP
 
 
 def test_two_slow_refusals_do_not_give_an_engine_up() -> None:
     engine = RefusalCounter()
-    assert refusals(2, within_s=REFUSED_PATIENCE_S + 30, by=engine) is Step.AGAIN
-    assert engine.refused(REFUSED_PATIENCE_S + 31, **ALONE) is Step.RESTART
+    assert refusals(2, within_s=REFUSED_PATIENCE_S + 30, by=engine) is AfterRefusal.AGAIN
+    assert engine.refused(REFUSED_PATIENCE_S + 31, **ALONE) is AfterRefusal.RESTART
 
 
 def test_one_that_others_serve_beside_is_never_given_up() -> None:
     engine, begin = RefusalCounter(), 0.0
     for _ in range(10 * MAX_RESTARTS):
         step = refusals(5, within_s=RESTART_AFTER_S + 1, begin=begin, by=engine, others_serve=True)
-        assert step is Step.RESTART
+        assert step is AfterRefusal.RESTART
         begin += 100
 
 
 def test_one_that_cannot_be_started_again_is_given_up_where_nobody_serves() -> None:
     refuse = partial(refusals, 100, may_restart=False)
-    assert refuse(within_s=REFUSED_PATIENCE_S) is Step.AGAIN
-    assert refuse(within_s=REFUSED_PATIENCE_S + 1) is Step.GIVE_UP
-    assert refuse(within_s=100 * REFUSED_PATIENCE_S, others_serve=True) is Step.AGAIN
+    assert refuse(within_s=REFUSED_PATIENCE_S) is AfterRefusal.AGAIN
+    assert refuse(within_s=REFUSED_PATIENCE_S + 1) is AfterRefusal.GIVE_UP
+    assert refuse(within_s=100 * REFUSED_PATIENCE_S, others_serve=True) is AfterRefusal.AGAIN
 
 
 def test_damaged_weights_are_waited_out_and_nothing_is_started_again() -> None:
     refuse = partial(refusals, 100, damaged=True)
-    assert refuse(within_s=DAMAGED_PATIENCE_S) is Step.WAIT
-    assert refuse(within_s=DAMAGED_PATIENCE_S + 1) is Step.GIVE_UP
-    assert refuse(within_s=DAMAGED_PATIENCE_S + 1, others_serve=True) is Step.WAIT
+    assert refuse(within_s=DAMAGED_PATIENCE_S) is AfterRefusal.WAIT
+    assert refuse(within_s=DAMAGED_PATIENCE_S + 1) is AfterRefusal.GIVE_UP
+    assert refuse(within_s=DAMAGED_PATIENCE_S + 1, others_serve=True) is AfterRefusal.WAIT
 
 
 def test_what_an_engine_refused_before_it_served_or_was_away_does_not_count() -> None:
     for forget in (RefusalCounter.took, RefusalCounter.away):
         engine = RefusalCounter()
-        assert refusals(5, within_s=RESTART_AFTER_S, by=engine) is Step.AGAIN
+        assert refusals(5, within_s=RESTART_AFTER_S, by=engine) is AfterRefusal.AGAIN
         forget(engine)
-        assert refusals(2, within_s=1, begin=RESTART_AFTER_S + 1, by=engine) is Step.AGAIN
+        assert refusals(2, within_s=1, begin=RESTART_AFTER_S + 1, by=engine) is AfterRefusal.AGAIN
