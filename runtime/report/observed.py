@@ -105,19 +105,20 @@ class Observed:
         run: its name.
         num_steps: planned train steps; 0: unknown.
         step_groups: prompt groups of a train step; 0: unknown.
+        kept_rows: steps that it keeps at least.
     """
 
-    def __init__(self, run: str, num_steps: int = 0, step_groups: int = 0) -> None:
+    def __init__(self, run: str, num_steps: int = 0, step_groups: int = 0, *, kept_rows: int = KEPT_ROWS) -> None:
         self.run = run
         self.num_events = 0
         self.first_seq = 0
         self.seq = 0  # of the newest event
         self.time = 0.0  # of the newest event
         self.ended = ""  # how the run ended, if nothing happened since
-        self.rows = Thinned(KEPT_ROWS)
+        self.rows = Thinned(kept_rows)
         self.course = Thinned(KEPT_COURSE)
         self.breakdown = Breakdown()
-        self.step_times = Thinned(KEPT_ROWS)
+        self.step_times = Thinned(kept_rows)
         self._report = Report(run, num_steps, 0.0, step_groups=step_groups)
         self._processes: dict[str, Process] = {}
         self._engines: dict[str, EngineView] = {}

@@ -20,8 +20,8 @@ from tests.build.events import announced, batch, completed, issued, snapshot, tr
 from tests.support.log_of_a_run import LOG
 
 
-def folded(*events: Message, first_seq: int = 1) -> Observed:
-    observed = Observed("r", 2)
+def folded(*events: Message, first_seq: int = 1, kept_rows: int = KEPT_ROWS) -> Observed:
+    observed = Observed("r", 2, kept_rows=kept_rows)
     for seq, event in enumerate(events, first_seq):
         observed.apply(event, seq, 1000.0 + seq)
     return observed
@@ -90,16 +90,16 @@ def test_its_memory_is_bounded() -> None:
     assert 10 <= len(thinned.items) < 20
     assert thinned.items == sorted(thinned.items)
     assert thinned.items[-1] > 900
-    events: list[Message] = []
-    for step in range(3 * KEPT_ROWS):
+    kept_rows, events = 100, list[Message]()
+    for step in range(3 * kept_rows):
         kept, dull = 2 * step, 2 * step + 1
         events += [issued(kept, dull), completed(kept), completed(dull)]
         seq = len(events) - 1
         events += [verdict(kept, seq), verdict(dull, seq + 1, Outcome.DROP, reason="dull"), batch(step, (kept, seq))]
         events.append(trained(step, metrics={"train/loss": 0.5}))
-    observed = folded(*events)
-    assert observed.steps == 3 * KEPT_ROWS
-    assert len(observed.curves()) < 2 * KEPT_ROWS
+    observed = folded(*events, kept_rows=kept_rows)
+    assert observed.steps == 3 * kept_rows
+    assert kept_rows <= len(observed.curves()) <= 2 * kept_rows
     assert len(observed.now()["course"]) < 2 * KEPT_COURSE
     assert len(observed.ledger()["endings"]) == KEPT_ENDINGS
     kept = observed.breakdown
