@@ -36,7 +36,7 @@ from runtime.report.breakdown import PARTS, Breakdown
 from runtime.report.report import Line, Report, RowDone
 from runtime.report.rows import MetricRow, spelled
 
-KEPT_ROWS: Final = 2_000  # at twice as many every second one is left out, and every second new one
+KEPT_ROWS: Final = 1_000  # at twice as many every second one is left out, and every second new one
 KEPT_COURSE: Final = 1_000  # samples of the groups by state
 KEPT_LINES: Final = 200
 KEPT_ENDINGS: Final = 200
