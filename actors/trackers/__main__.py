@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol
 
+from actors.trackers.mlflow import Mlflow
 from actors.trackers.points import Point, PointKey, RowsFile, points_of
 from actors.trackers.tensorboard import TensorBoard
 from actors.trackers.wandb import Wandb
@@ -54,6 +55,7 @@ class Tracker(Protocol):
 
 
 TRACKERS: Final[Mapping[str, Callable[[Mapping[str, Any], Path, str], Tracker]]] = {
+    "mlflow": Mlflow,
     "tensorboard": TensorBoard,
     "wandb": Wandb,
 }

@@ -243,6 +243,9 @@ def _trackers_found(observe: ObserveConfig, finder: "_Finder") -> ObserveConfig:
             python=finder.interpreter("observe.tensorboard.python", tensorboard.python),
             dir=None if tensorboard.dir is None else os.path.realpath(tensorboard.dir),
         ),
+        mlflow=msgspec.structs.replace(
+            observe.mlflow, python=finder.interpreter("observe.mlflow.python", observe.mlflow.python)
+        ),
     )
 
 

@@ -58,6 +58,18 @@ class TensorboardConfig(TrackerConfig, frozen=True, kw_only=True):
     dir: Text | None = None
 
 
+class MlflowConfig(TrackerConfig, frozen=True, kw_only=True):
+    """MLflow. Its own variables, such as `MLFLOW_TRACKING_TOKEN`, apply too."""
+
+    # Where MLflow stores runs: the URL of a server, or `sqlite:///` and a path. By default the variable
+    # `MLFLOW_TRACKING_URI`, or else the file `mlflow.db` in the run directory.
+    tracking_uri: Annotated[str, msgspec.Meta(pattern=r"^(https?|sqlite)://[^@\s]+$")] | None = None
+    # Experiment of the run. By default the variable `MLFLOW_EXPERIMENT_NAME`, or else "physarum".
+    experiment: Text | None = None
+    # Name of the run. By default `run.name`.
+    name: Text | None = None
+
+
 class ObserveConfig(Config, frozen=True, kw_only=True):
     """Processes that show the run elsewhere. Their end or hang never ends or slows the run."""
 
@@ -68,10 +80,15 @@ class ObserveConfig(Config, frozen=True, kw_only=True):
     page: Annotated[str, msgspec.Meta(pattern=LOOPBACK)] | None = None
     wandb: WandbConfig = WandbConfig()
     tensorboard: TensorboardConfig = TensorboardConfig()
+    mlflow: MlflowConfig = MlflowConfig()
 
     def trackers(self) -> dict[str, TrackerConfig]:
         """Return the enabled trackers by name."""
-        known: dict[str, TrackerConfig] = {"wandb": self.wandb, "tensorboard": self.tensorboard}
+        known: dict[str, TrackerConfig] = {
+            "wandb": self.wandb,
+            "tensorboard": self.tensorboard,
+            "mlflow": self.mlflow,
+        }
         return {name: tracker for name, tracker in known.items() if tracker.enabled}
 
 

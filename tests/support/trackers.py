@@ -16,6 +16,15 @@ found = EventAccumulator(sys.argv[1], size_guidance={"scalars": 0})
 found.Reload()
 print(json.dumps({tag: [event.step for event in found.Scalars(tag)] for tag in found.Tags()["scalars"]}))
 """
+READ_METRICS: Final = """
+import json, sys
+from mlflow.tracking import MlflowClient
+client = MlflowClient(tracking_uri=f"sqlite:///{sys.argv[1]}/mlflow.db")
+(run,) = client.search_runs([client.get_experiment_by_name("physarum").experiment_id])
+assert run.info.status == "FINISHED", run.info.status
+found = {name: client.get_metric_history(run.info.run_id, name) for name in run.data.metrics}
+print(json.dumps({name: sorted(metric.step for metric in history) for name, history in found.items()}))
+"""
 READ_RECORDS: Final = """
 import json, sys
 from pathlib import Path
@@ -41,6 +50,11 @@ def tracker_python(name: str) -> str:
 def scalars(run_dir: Path, *, pattern: str = "tensorboard") -> dict[str, list[int]]:
     """Steps of each tag in a directory of event files, as TensorBoard reads them."""
     return json.loads(_read("tensorboard", READ_SCALARS, run_dir / pattern))
+
+
+def logged_by_mlflow(run_dir: Path) -> dict[str, list[int]]:
+    """Steps of each metric of the run in MLflow's SQLite file."""
+    return json.loads(_read("mlflow", READ_METRICS, run_dir))
 
 
 def logged_by_wandb(run_dir: Path) -> dict[str, list[int]]:

@@ -12,7 +12,7 @@ from typing import Any, Final
 import pytest
 
 from tests.support.small_disk import fill, small_disk
-from tests.support.trackers import logged_by_wandb, scalars, tracker_python
+from tests.support.trackers import logged_by_mlflow, logged_by_wandb, scalars, tracker_python
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # setting the environments up may take minutes
 
@@ -76,7 +76,14 @@ def lives(rows: Rows, name: str, moments: random.Random) -> Iterator[str]:
     assert last.returncode == 0, told
 
 
-@pytest.mark.parametrize(("name", "read"), [("tensorboard", scalars), ("wandb", logged_by_wandb)])
+@pytest.mark.parametrize(
+    ("name", "read"),
+    [
+        ("tensorboard", scalars),
+        ("wandb", logged_by_wandb),
+        pytest.param("mlflow", logged_by_mlflow, marks=pytest.mark.nightly),
+    ],
+)
 def test_killed_at_any_moment_it_holds_every_step_once(
     tmp_path: Path, name: str, read: Callable[[Path], dict[str, list[int]]]
 ) -> None:
