@@ -293,6 +293,7 @@ class RolloutActor(Actor):
             seed=self._topology.run.seed,
             batch_requests=self._topology.engines[self._pool].batch_requests,
             custom_generate=self._custom_generate,
+            function_limit_s=self._topology.rollout.custom_generate_timeout_s,
             eval_generate=self._eval_generate,
             custom_rollout=self._custom_rollout,
             model=self._model,

@@ -87,6 +87,7 @@ class _Trial:
         self._client = client
         self._url = url
         self._seed = topology.run.seed
+        self._limit_s = topology.rollout.custom_generate_timeout_s
         sampling, rollout = rollout_sampling(topology), topology.rollout
         self._params = SamplingParams(
             max_new_tokens=sampling.max_response_len,
@@ -114,6 +115,7 @@ class _Trial:
             model=self._model,
             keep=self._keep,
             temperature=self._params.temperature,
+            limit_s=self._limit_s,
         )
         started, error, trace, status = time.monotonic(), None, None, "failed"
         async with in_background(self._watch_loop):

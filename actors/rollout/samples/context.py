@@ -14,7 +14,6 @@ from actors.rollout.samples.sample import NUM_TURNS, TEMPERATURES, OpenSample, T
 from actors.rollout.sglang.served_model import ServedModel
 from messages import Int32Array, Prompt, SampleStatus, Score
 
-BETWEEN_TURNS_S = 300.0  # time limit of a function outside of `generate`
 MAX_METADATA_BYTES: Final = 65_536  # of one sample, as JSON: events carry it
 MAX_RANGES: Final = 1_024  # ranges of tokens that do not train, of one sample
 
@@ -41,6 +40,7 @@ class FunctionRun:
     keep: Keep
     model: ServedModel
     temperature: float = 1.0  # the recipe's
+    limit_s: float = 300.0  # of the function, outside of `generate`
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
     requests: anyio.Lock = field(default_factory=anyio.Lock)  # a sample has one slot, so one request at a time
     num_asking: int = 0
@@ -50,7 +50,7 @@ class FunctionRun:
 
     def let_work(self) -> None:
         """Give the function its time until the next turn."""
-        self.scope.deadline = math.inf if self.num_asking else anyio.current_time() + BETWEEN_TURNS_S
+        self.scope.deadline = math.inf if self.num_asking else anyio.current_time() + self.limit_s
 
     async def leave(self, status: SampleStatus | None = None, *, mismatch: str | None = None) -> Never:
         """End the function, which is waiting in this call."""

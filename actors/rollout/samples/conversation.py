@@ -10,7 +10,6 @@ from typing import Final
 
 import numpy as np
 
-from actors.rollout.samples import context
 from actors.rollout.samples.context import Ask, Context, FunctionRun, Keep, checked_ids, checked_text
 from actors.rollout.samples.generate_function import KEY
 from actors.rollout.samples.sample import OpenSample
@@ -47,8 +46,9 @@ class Conversation(Context):
         model: ServedModel,
         keep: Keep = keep_nothing,
         temperature: float = 1.0,
+        limit_s: float = 300.0,
     ) -> None:
-        super().__init__(FunctionRun(prompt, max_tokens, ask, keep, model, temperature), sample)
+        super().__init__(FunctionRun(prompt, max_tokens, ask, keep, model, temperature, limit_s), sample)
         self.starts_again = False  # the function asks for another start from the prompt
         self.reason = ""
         self._end = SampleStatus.COMPLETED
@@ -169,7 +169,7 @@ class Conversation(Context):
         if was_cancelled and run.halted:
             run.over = run.over or SampleStatus.ABORTED
         if was_cancelled and run.over is None:
-            raise ValueError(f"{KEY}: took more than {context.BETWEEN_TURNS_S:.0f} s outside of generate")
+            raise ValueError(f"{KEY}: took more than {run.limit_s:g} s outside of generate")
         ended_early = self._end in (SampleStatus.ABORTED, SampleStatus.FAILED)
         if run.over is None and not ended_early and not any(each.num_turns for each in conversations):
             raise ValueError(f"{KEY}: ended without a turn of the model: it never called generate")

@@ -121,6 +121,7 @@ class Generation:
             model=self._tools.model,
             keep=self._keep,
             temperature=self._task.sampling.temperature,
+            limit_s=self._tools.function_limit_s,
         )
         self._conversations.append(conversation)
         self._tools.conversations.add(conversation)

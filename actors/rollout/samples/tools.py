@@ -32,6 +32,7 @@ class GroupDependencies:
     custom_rollout: RolloutFunction | None = None  # user-defined function for all samples of a group
     reward_per: RewardPer = "sample"  # what a list of rewards of one sample is for
     sample_fields: tuple[SampleField, ...] = ()  # of a sample, that graders get in addition
+    function_limit_s: float = 300.0  # of a generate function, outside of `generate`
     pools_of: PoolsOf = no_pools  # the pools that compute columns of the samples of a data source
 
     def generate_function(self, eval_set: str | None) -> GenerateFunction | None:

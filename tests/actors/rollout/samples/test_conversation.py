@@ -9,7 +9,6 @@ import msgspec
 import pytest
 
 from actors.hooks import check_hooks
-from actors.rollout.samples import context
 from actors.rollout.samples.conversation import Conversation
 from actors.rollout.samples.sample import OpenSample, Turn
 from messages import (
@@ -135,7 +134,7 @@ async def test_a_conversation_without_end_is_truncated_where_there_is_no_more_ro
     ("name", "reason"),
     [
         ("raises", "KeyError('no such tool')"),
-        ("hangs", "took more than 0 s outside of generate"),
+        ("hangs", "took more than 0.3 s outside of generate"),
         ("talks_twice_in_a_row", "two turns in a row"),
         ("never_asks", "ended without a turn of the model: it never called generate"),
         ("asks_for_nothing", "max_new_tokens = 0: a turn has at least 1 token"),
@@ -148,13 +147,12 @@ async def test_a_conversation_without_end_is_truncated_where_there_is_no_more_ro
         ("notes_what_no_message_can_carry", "sample_metadata cannot be sent"),
     ],
 )
-async def test_a_function_that_fails_costs_its_group_alone(
-    bus: Bus, router_url: str, monkeypatch: pytest.MonkeyPatch, name: str, reason: str
-) -> None:
-    monkeypatch.setattr(context, "BETWEEN_TURNS_S", 0.3)
+async def test_a_function_that_fails_costs_its_group_alone(bus: Bus, router_url: str, name: str, reason: str) -> None:
+    topology = with_function(name)
+    rollout = msgspec.structs.replace(topology.rollout, custom_generate_timeout_s=0.3)
     async with (
         serving(ScriptedEngine()) as engine,
-        rollout_actor(bus, router_url, [engine], with_function(name)),
+        rollout_actor(bus, router_url, [engine], msgspec.structs.replace(topology, rollout=rollout)),
     ):
         await bus.publish(announcement(1))
         await bus.publish(one_sample())
