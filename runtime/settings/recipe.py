@@ -204,7 +204,8 @@ class RolloutConfig(Config, frozen=True, kw_only=True):
     # Async function that decides how and in which order the samples of a prompt group are generated: "module:function"
     # or "path/file.py:function". By default each is generated as soon as an engine has room.
     custom_rollout: Text | None = None
-    # Seconds that a generate function may take between two turns of the model. With more its prompt group fails.
+    # Seconds that a generate function may take between two turns of the model, and a rollout function without a sample
+    # that generates. With more the prompt group fails.
     custom_generate_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 300.0
     # Number of train steps that generation may be ahead of training. 0 is synchronous.
     max_staleness: Count = 0

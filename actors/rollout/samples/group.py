@@ -50,6 +50,7 @@ class GroupRun:
         self._until_halt = anyio.CancelScope()
         self._slots: GroupSlots | None = None
         self._rollout_function = tools.rollout_function(task.eval_set)
+        self._function_limit_s = tools.function_limit_s
         self._prompt_group: PromptGroup | None = None  # of the running rollout function
 
     @property
@@ -136,7 +137,9 @@ class GroupRun:
             await self._run_sample(sample, slots, generate)
 
         default = self._generation.function or one_turn
-        self._prompt_group = PromptGroup(self._task.prompt, self._samples, run_sample, default)
+        self._prompt_group = PromptGroup(
+            self._task.prompt, self._samples, run_sample, default, limit_s=self._function_limit_s
+        )
         if self._halted:
             self._prompt_group.halt()
         await self._prompt_group.run(function)

@@ -13,7 +13,6 @@ from typing import Any, Final
 
 import anyio
 
-from actors.rollout.samples import context
 from actors.rollout.samples.conversation import Conversation, GenerateFunction
 from actors.rollout.samples.sample import OpenSample
 from actors.rollout.sglang.errors import EngineError
@@ -67,12 +66,19 @@ class PromptGroup:
     """
 
     def __init__(
-        self, prompt: Prompt, samples: Sequence[OpenSample], run_sample: RunSample, default: GenerateFunction = one_turn
+        self,
+        prompt: Prompt,
+        samples: Sequence[OpenSample],
+        run_sample: RunSample,
+        default: GenerateFunction = one_turn,
+        *,
+        limit_s: float = 300.0,
     ) -> None:
         self.prompt, self.label, self.metadata = prompt.text, prompt.label, prompt.metadata
         self.num_samples = len(samples)
         self._samples = samples
         self._run_sample, self._default = run_sample, default
+        self._limit_s = limit_s  # without a sample that generates
         self._scope = anyio.CancelScope()
         self._begun: set[int] = set()
         self._num_running = 0
@@ -133,14 +139,14 @@ class PromptGroup:
         if self._halted:
             return
         if self._scope.cancelled_caught:
-            raise ValueError(f"{KEY}: took more than {context.BETWEEN_TURNS_S:.0f} s without generating a sample")
+            raise ValueError(f"{KEY}: took more than {self._limit_s:g} s without generating a sample")
         missing = [str(sample.index) for sample in self._samples if not _has_ended(sample)]
         if missing:
             raise ValueError(f"{KEY}: ended without sample {', '.join(missing)}")
 
     def _let_work(self) -> None:
         """Give the function its time until it generates the next sample."""
-        self._scope.deadline = math.inf if self._num_running else anyio.current_time() + context.BETWEEN_TURNS_S
+        self._scope.deadline = math.inf if self._num_running else anyio.current_time() + self._limit_s
         if self._halted and not self._num_running:
             self._scope.cancel()
 
