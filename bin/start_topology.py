@@ -60,6 +60,8 @@ def _work(args: argparse.Namespace, specs_of: "SpecsOf") -> int:
     loaded = load_topology(args.topology, [*args.set, *_half(args)])
     if args.plan:
         return _plan(loaded, specs_of, args)
+    if args.download:
+        return _download(loaded)
     return _check(loaded, args) if args.check else _start(loaded, args, specs_of)
 
 
@@ -93,6 +95,7 @@ def _parser() -> argparse.ArgumentParser:
         help="Check whether the run can start on this machine, and exit. With --node on all nodes, compare them.",
     )
     add("--elsewhere", action="store_true", help="With --check: skip the checks that need the machine of the run.")
+    add("--download", action="store_true", help="Download the models that are named as on the hub, and exit.")
     add("--plan", action="store_true", help="Print objective, processes of each node and sizes of streams, and exit.")
     add(
         "--node",
@@ -353,6 +356,20 @@ def _downloaded(loaded: LoadedTopology, args: argparse.Namespace, screen: Screen
         return _ready(with_downloaded(loaded, screen.show), args, screen)
     except NotOnHub as error:
         raise WrongInput(str(error)) from error
+
+
+def _download(loaded: LoadedTopology) -> int:
+    """Bring the models with hub names into the local cache, where a start finds them without a network."""
+    from runtime.node.checks.hub import NotOnHub, hub_models, with_cached, with_downloaded
+
+    screen = Screen(sys.stdout)
+    try:
+        if not any(hub_models(loaded)):
+            screen.show("the topology names no model as on the hub")
+        with_downloaded(with_cached(loaded, screen.show), screen.show)
+    except NotOnHub as error:
+        raise WrongInput(str(error)) from error
+    return EXIT_OK
 
 
 def _command_of(args: argparse.Namespace) -> str:

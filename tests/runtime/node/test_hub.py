@@ -2,9 +2,13 @@
 
 import http.server
 import json
+import os
 import shutil
+import subprocess
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -64,15 +68,24 @@ class Hub(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+    with served(Hub, monkeypatch) as url:
+        yield url
+
+
+@contextmanager
+def served(handler: type[http.server.BaseHTTPRequestHandler], monkeypatch: pytest.MonkeyPatch) -> Generator[str]:
+    """Serve a hub and name it to the hub's tools."""
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         url = f"http://127.0.0.1:{server.server_address[1]}"
         monkeypatch.setattr(constants, "ENDPOINT", url)
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
-        yield url
-        server.shutdown()
-        thread.join()
+        try:
+            yield url
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 def test_a_name_in_the_hubs_cache_becomes_a_path_for_every_actor(
@@ -121,6 +134,67 @@ def test_the_check_says_what_a_start_would_download_and_downloads_nothing(
         f"{SAYS}a start downloads 2 files of 3.0 GiB from {hub} to {cache}; a check does not download it\n"
     )
     assert not cache.exists()
+
+
+class Mirror(http.server.BaseHTTPRequestHandler):
+    """Serves the demo model as the hub does: its list of files, and each file of the commit."""
+
+    def do_HEAD(self) -> None:
+        self._answer(with_body=False)
+
+    def do_GET(self) -> None:
+        self._answer(with_body=True)
+
+    def _answer(self, *, with_body: bool) -> None:
+        names = sorted(path.name for path in MODEL.iterdir())
+        path = self.path.partition("?")[0]
+        resolved = f"/{NAME}/resolve/{COMMIT}/"
+        if path == f"/api/models/{NAME}/tree/{COMMIT}":
+            sizes = {name: (MODEL / name).stat().st_size for name in names}
+            files = [{"type": "file", "path": name, "size": size, "oid": name} for name, size in sizes.items()]
+            body = json.dumps(files).encode()
+        elif path.startswith(f"/api/models/{NAME}"):
+            siblings = [{"rfilename": name} for name in names]
+            body = json.dumps({"id": NAME, "modelId": NAME, "sha": COMMIT, "siblings": siblings}).encode()
+        elif path.startswith(resolved) and path.removeprefix(resolved) in names:
+            body = (MODEL / path.removeprefix(resolved)).read_bytes()
+        else:
+            self.send_error(404)
+            return
+        self.send_response(200)
+        headers = {"ETag": f'"{len(body)}"', "X-Repo-Commit": COMMIT, "Content-Length": str(len(body))}
+        for key, value in headers.items():
+            self.send_header(key, value)
+        self.end_headers()
+        if with_body:
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+def test_a_model_is_downloaded_before_the_run_and_a_start_needs_no_network_then(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [str(LAPTOP), "--download", "--set", f"model.hf_checkpoint={NAME}"]
+    with served(Mirror, monkeypatch) as url:  # a process of its own: the hub's tools read the variable when imported
+        environment = {**os.environ, "HF_ENDPOINT": url, "HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "0"}
+        command = [sys.executable, "-P", str(ROOT / "bin" / "start_topology.py"), *words]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=50, check=False)
+    assert done.returncode == 0, done.stderr
+    said = done.stdout
+    place = Path(said.rpartition(", ")[2].strip())
+    assert said.startswith(f'model.hf_checkpoint = "{NAME}": downloaded, {cache}')
+    assert (place / "config.json").read_bytes() == (MODEL / "config.json").read_bytes()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert check() == 0
+    assert capsys.readouterr().err == f"{SAYS}found in the hub's cache, {place}\n"
+    assert main(words) == 0
+    assert "found in the hub's cache" in capsys.readouterr().out
+    assert main([str(LAPTOP), "--download"]) == 0
+    assert capsys.readouterr().out == "the topology names no model as on the hub\n"
+    assert main([*words, "--set", "model.hf_checkpoint=demo-models/other"]) == 2
+    assert "HF_HUB_OFFLINE forbids a download" in capsys.readouterr().err
 
 
 def test_a_name_that_the_hub_has_not_is_refused_by_check_and_start(
