@@ -235,6 +235,16 @@ REFUSED = {
         "nodes.local.address",
         "neither an interface of this machine nor a DNS name",
     ),
+    "a tracker whose package is not in its interpreter": Case(
+        ("observe.mlflow.enabled=true", f"observe.mlflow.python={sys.executable}"),
+        "observe.mlflow.enabled",
+        "run bin/setup --with mlflow",
+    ),
+    "a tracker whose key is not there": Case(
+        ("observe.wandb.enabled=true", f"observe.wandb.python={sys.executable}", "observe.wandb.key_file=no/key"),
+        "observe.wandb.key_file",
+        "No such file or directory",
+    ),
     # engines
     "weights by shared memory of a copy": Case(
         ("engines.policy.weight_transport=ipc", "engines.policy.colocate=trainer", "trainer.weight_export=async"),
