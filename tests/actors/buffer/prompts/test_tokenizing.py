@@ -1,7 +1,10 @@
 """Our rendering and tokenising against transformers' own."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,7 @@ from transformers import AutoTokenizer
 
 from actors.buffer.prompts.tokenizing import FastTokenizing, TransformersTokenizing
 
+ROOT = Path(__file__).resolve().parents[4]
 MODEL = Path(__file__).resolve().parents[4] / "topologies/demo/models/reverse-digits"
 TURNS = [
     {"role": "system", "content": "1"},
@@ -107,3 +111,72 @@ def test_a_template_cannot_reach_the_interpreter(tmp_path: Path) -> None:
 def test_a_model_without_a_template_says_so(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="has no chat template"):
         FastTokenizing(model_with(tmp_path, None)).render(TURNS)
+
+
+OWN_TOKENIZER = """
+import json
+import os
+from pathlib import Path
+
+from transformers import PreTrainedTokenizer
+
+Path(os.environ["RAN"]).write_text("ran")
+
+
+class OwnTokenizer(PreTrainedTokenizer):
+    def __init__(self, vocab_file=None, **options):
+        self._ids = {chr(code): code - 32 for code in range(32, 127)}
+        super().__init__(**options)
+
+    @property
+    def vocab_size(self):
+        return len(self._ids)
+
+    def get_vocab(self):
+        return dict(self._ids)
+
+    def _tokenize(self, text):
+        return list(text)
+
+    def _convert_token_to_id(self, token):
+        return self._ids[token]
+
+    def _convert_id_to_token(self, index):
+        return chr(index + 32)
+"""
+LOADS = """
+import os
+import sys
+
+from actors.buffer.prompts.tokenizing import load_tokenizing
+from runtime.data.data_files import DataError
+
+for trusted in (False, True):
+    try:
+        print(load_tokenizing(sys.argv[1], trust_remote_code=trusted).encode(["!#"])[0].tolist())
+    except DataError:
+        print("refused")
+    print(os.path.exists(os.environ["RAN"]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_code_of_a_tokenizer_runs_only_when_trusted(tmp_path: Path) -> None:
+    """In a process of its own: transformers keeps the code that it has imported."""
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "vocab.json").write_text("{}")
+    (model / "own_tokenizer.py").write_text(OWN_TOKENIZER)
+    names = {"auto_map": {"AutoTokenizer": ["own_tokenizer.OwnTokenizer", None]}, "tokenizer_class": "OwnTokenizer"}
+    (model / "tokenizer_config.json").write_text(json.dumps(names))
+    environment = {**os.environ, "RAN": str(tmp_path / "ran"), "HF_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", LOADS, str(model)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.stdout.split("\n")[:4] == ["refused", "False", "[1, 3]", "True"], done.stderr
