@@ -225,10 +225,11 @@ class RolloutActor(Actor):
             group.start_soon(Watchdog(client, fleet, tools.generator.running, limits).run)
             group.start_soon(fleet.events.run, self._bus)
             bounds = Bounds(min_concurrency(pool), pool.concurrency)
-            group.start_soon(EngineLimits(client, fleet, self._tasks.resize, bounds).run)
+            engine_limits = EngineLimits(client, fleet, self._tasks.resize, bounds)
+            group.start_soon(engine_limits.run)
             group.start_soon(self._tasks.spill_long_runs)
-            group.start_soon(self._tasks.pull_groups, tools)
-            group.start_soon(self._tasks.pull_evals, tools)
+            group.start_soon(self._tasks.pull_groups, tools, engine_limits.need)
+            group.start_soon(self._tasks.pull_evals, tools, engine_limits.need)
             task_status.started()
 
     def stats(self) -> dict[str, float]:

@@ -79,7 +79,9 @@ class EngineLimits:
     """Sets the number of samples in flight: those that the engines which accept requests may have together.
 
     Follows their pressure, unless all may always have the most. An engine that was not heard of yet may have the most
-    samples. One that does not report keeps its number. While no engine accepts requests, there are slots for one.
+    samples. One that does not report keeps its number. An engine with older weights than tasks need has none: in a
+    weight update all samples would crowd on the engines that are updated first. While no engine has slots, there are
+    those of one.
     """
 
     def __init__(
@@ -102,6 +104,7 @@ class EngineLimits:
         self._resize = resize
         self._bounds = bounds
         self._counted: set[str] = set()  # engines that have slots
+        self._needed = 0  # highest weight version that a task needed
         self._limits: dict[str, int] = {}
         self._reports: dict[str, Pressure] = {}
         self._silent: set[str] = set()
@@ -125,14 +128,21 @@ class EngineLimits:
                         group.start_soon(self._ask, engine)
         self._apply()
 
+    def need(self, version: int) -> None:
+        """Give slots only to engines with this weight version or a newer one: a task needs it."""
+        if version > self._needed:
+            self._needed = version
+            self._apply()
+
     async def _follow_engines(self) -> None:
-        """Give an engine its slots as soon as it accepts requests. Never returns."""
+        """Give an engine its slots as soon as it accepts requests with the weights that tasks need. Never returns."""
         while True:
             await self._fleet.until(lambda: not self._serving() <= self._counted)
             self._apply()
 
     def _serving(self) -> set[str]:
-        return {engine.name for engine in self._fleet.engines if engine.accepts_requests}
+        engines = self._fleet.engines
+        return {each.name for each in engines if each.accepts_requests and each.version >= self._needed}
 
     def _apply(self) -> None:
         most = self._bounds.most

@@ -3,7 +3,7 @@
 import time
 import uuid
 from collections import deque
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
@@ -84,8 +84,13 @@ class TaskRunner:
         self.slots.resize(total)
         self._eval_slots.resize(max(1, total // self._eval_share))
 
-    async def pull_groups(self, tools: GroupDependencies) -> None:
-        """Run the tasks of training groups. Never returns."""
+    async def pull_groups(self, tools: GroupDependencies, need: Callable[[int], None]) -> None:
+        """Run the tasks of training groups. Never returns.
+
+        Args:
+            tools: what groups use.
+            need: is told the weight version of each task, before any other task starts.
+        """
         size = self._topology.rollout.n_samples_per_prompt + needs_baseline(self._topology.algorithm)
         durable = f"rollout-{self._pool}"
         async with (
@@ -104,10 +109,11 @@ class TaskRunner:
                 await slots.granted(size if tools.batch_requests else 1)
                 deliveries.prefetch = self.slots.free // size  # groups that can start too are fetched together
                 delivery = await anext(deliveries)
+                need(delivery.message.min_version)
                 group.start_soon(self._run_group, tools, delivery, slots)
 
-    async def pull_evals(self, tools: GroupDependencies) -> None:
-        """Run the items of evaluations. Never returns."""
+    async def pull_evals(self, tools: GroupDependencies, need: Callable[[int], None]) -> None:
+        """Run the items of evaluations. Never returns. Arguments as of `pull_groups`."""
         largest = max((item.n_samples_per_eval_prompt for item in self._topology.eval), default=1)
         durable = f"eval-{self._pool}"
         async with (
@@ -120,6 +126,7 @@ class TaskRunner:
                 taken = self._eval_slots.reserve(largest)
                 await taken.granted(largest if tools.batch_requests else 1)
                 delivery = await anext(deliveries)
+                need(delivery.message.version)
                 group.start_soon(self._run_eval, tools, delivery, taken)
 
     async def _run_group(

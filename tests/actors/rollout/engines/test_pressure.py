@@ -1,9 +1,11 @@
 """The samples that an engine may have: the decision, and the loop that follows the engines' reports."""
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any
 
 import anyio
+import msgspec
 import pytest
 from aiohttp import web
 from hypothesis import given
@@ -158,6 +160,37 @@ async def test_only_engines_that_accept_requests_have_slots(bus: Bus, least: int
         await bus.kv.put(address_key("engine", "policy", 1), Address(url=second.url))
         await eventually(lambda: len(second.requests) >= 6)
         assert [len(first.requests), len(second.requests)] == [6, 6]
+
+
+@pytest.mark.anyio
+async def test_tasks_of_new_weights_do_not_crowd_on_the_engine_that_is_updated_first(bus: Bus) -> None:
+    first, second = ScriptedEngine(hold=True), ScriptedEngine(hold=True)
+    pool = {"kind": "tiny", "concurrency": 6, "num_engines": 2, "router": "direct", "update_groups": 2}
+    async with (
+        serving(first),
+        serving(second),
+        rollout_actor(bus, "http://127.0.0.1:1", [first, second], topology_with(engines={"policy": pool})),
+    ):
+        await bus.publish(announcement(1))
+        await until_applied(bus, 1)
+        await eventually(lambda: "continue" in first.calls and "continue" in second.calls)
+        for engine in (first, second):
+            engine.update_at, engine.calls = asyncio.Event(), []
+        await bus.publish(announcement(2))
+        await eventually(lambda: "update" in first.calls or "update" in second.calls)
+        early, late = (first, second) if "update" in first.calls else (second, first)
+        assert early.update_at is not None
+        assert late.update_at is not None
+        for group_id in range(8):
+            await bus.publish(msgspec.structs.replace(task(group_id), min_version=2))
+        early.update_at.set()
+        await early.wait_for_requests(6)
+        await eventually(lambda: "update" in late.calls)
+        await anyio.wait_all_tasks_blocked()
+        assert [len(early.requests), len(late.requests)] == [6, 0]
+        late.update_at.set()
+        await late.wait_for_requests(6)
+        assert [len(early.requests), len(late.requests)] == [6, 6]
 
 
 @pytest.mark.anyio
