@@ -89,7 +89,7 @@ class TaskRunner:
 
         Args:
             tools: what groups use.
-            need: is told the weight version of each task, before any other task starts.
+            need: called with the weight version of each task, before another task starts.
         """
         size = self._topology.rollout.n_samples_per_prompt + needs_baseline(self._topology.algorithm)
         durable = f"rollout-{self._pool}"
