@@ -23,7 +23,7 @@ def test_two_machines_that_fit_are_accepted_on_both_and_nothing_is_left(tmp_path
             output = process.output()
             assert f"{file}: valid; the run can start on local, n1" in output
             [line] = [line for line in output.splitlines() if line.startswith("node n1: host n1; ")]
-            assert "0 GPUs; physarum 0.1.0, source " in line
+            assert "0 GPUs; physarum 0.2.0.dev0, source " in line
             assert "; clock +7200." in line or "; clock +7199." in line
         assert not list((tmp_path / "runs").iterdir())
         assert not list(n0.path("/tmp").glob("physarum-check-*"))

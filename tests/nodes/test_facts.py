@@ -147,7 +147,7 @@ def test_another_version_is_refused_on_both(tmp_path: Path) -> None:
         other = n1.start(command, cwd=tmp_path, env={"PYTHONPATH": str(other_tree)})
         ends(home, other, within_s=REFUSED_S, code=2)
         for process in (home, other):
-            assert 'node n1: physarum = "0.1.0, source ' in process.output()
+            assert 'node n1: physarum = "0.2.0.dev0, source ' in process.output()
             assert "install one version on all nodes" in process.output()
 
 

@@ -118,7 +118,7 @@ def test_facts_of_this_machine_name_the_packages_that_the_node_needs() -> None:
     of = topology()
     here = facts_here(of, "n1", address="10.0.0.1")
     assert set(here.versions) == {OWN, TORCH}
-    assert here.versions[OWN].startswith("0.1.0, source ")
+    assert here.versions[OWN].startswith("0.2.0.dev0, source ")
     assert here.address == "10.0.0.1"
     assert set(facts_here(topology(nodes=["n2"], num_engines=1), "n1").versions) == {OWN}
     assert msgspec.json.decode(msgspec.json.encode(here), type=NodeFacts) == here
