@@ -6,6 +6,7 @@ It reads metrics.jsonl, which the run's node daemon writes, and nothing of the r
 import json
 import logging
 import os
+import re
 import signal
 import sys
 import threading
@@ -25,7 +26,17 @@ RUN_ID_FILE: Final = "run-id.json"
 RUN_DIR_VARIABLE: Final = "PHYSARUM_RUN_DIR"
 ID_CHARS: Final = 8  # of the run id, in names that other runs must not have
 
+LOGIN: Final = re.compile(r"(?<=://)(?!/)\S*@")  # of a URL, up to its last @
+
 log = logging.getLogger("tracker")
+
+
+class WithoutLogins(logging.Formatter):
+    """Formats a record with its traceback, and hides the logins of URLs."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the text of a record."""
+        return LOGIN.sub("***@", super().format(record))
 
 
 class Tracker(Protocol):
@@ -63,19 +74,22 @@ TRACKERS: Final[Mapping[str, Callable[[Mapping[str, Any], Path, str], Tracker]]]
 
 def main(arguments: Sequence[str]) -> int:
     """Run the tracker named by the first argument with the options in the second one, a JSON object."""
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(message)s")
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(WithoutLogins("%(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
     name, options = arguments[0], json.loads(arguments[1])
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda _number, _frame: stop.set())
     run_dir = Path(os.environ[RUN_DIR_VARIABLE])
     try:
-        tracker = TRACKERS[name](options, run_dir, _name_of(run_dir, options["run"]))
-    except ImportError as error:
-        log.error("%s is not installed in %s: run bin/setup --with %s (%s)", name, sys.executable, name, error)
-        return EXIT_INPUT_ERROR
-    try:
-        follow(tracker, RowsFile(run_dir / METRICS_FILE), options, stop)
+        try:
+            tracker = TRACKERS[name](options, run_dir, _name_of(run_dir, options["run"]))
+        except ImportError as error:
+            log.error("%s is not installed in %s: run bin/setup --with %s (%s)", name, sys.executable, name, error)
+            return EXIT_INPUT_ERROR
+        with RowsFile(run_dir / METRICS_FILE) as rows:
+            follow(tracker, rows, options, stop)
     except Exception as error:
         log.exception("%s failed: %s", name, error)
         return EXIT_FAILED

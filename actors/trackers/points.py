@@ -2,14 +2,16 @@
 
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, BinaryIO, Final, NamedTuple, Self, cast
 
 ROLLOUT: Final = "rollout"
 TRAIN: Final = "train"
 EVAL: Final = "eval"
 AXES: Final = (ROLLOUT, TRAIN, EVAL)
+EVAL_TIME: Final = "perf/eval_time"  # an evaluation may end long after the rest of its row is logged
 STEP: Final = "step"  # of a row: train steps done, counted from 1
 TIME: Final = "time"
 MAX_LINE_BYTES: Final = 16 << 20  # a longer line is no row
@@ -32,6 +34,8 @@ class Point(NamedTuple):
 
 def axis_of(name: str) -> str:
     """Return the step axis of a metric: slime's rules, with the rest on the rollout axis."""
+    if name == EVAL_TIME:
+        return EVAL
     prefix = name.partition("/")[0]
     return prefix if prefix in (TRAIN, EVAL) else ROLLOUT
 
@@ -77,28 +81,46 @@ class RowsFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._inode = 0
+        self._file: BinaryIO | None = None  # kept open, so that no later file gets its inode
         self._offset = 0  # after the last complete line
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._close()
 
     def new(self) -> Iterator[dict[str, Any]]:
         """Yield the rows since the last call; all rows again if the file was replaced."""
-        try:
-            file = self._path.open("rb")
-        except FileNotFoundError:
+        file = self._opened()
+        if file is None:
             return
-        with file:
-            file.seek(0, 2)
-            inode, size = self._path.stat().st_ino, file.tell()
-            if inode != self._inode or size < self._offset:
-                self._inode, self._offset = inode, 0
-            file.seek(self._offset)
-            while line := file.readline(MAX_LINE_BYTES):
-                if not line.endswith(b"\n") and len(line) < MAX_LINE_BYTES:
-                    return  # its end is not written yet
-                self._offset += len(line)
-                row = _row_of(line)
-                if row is not None:
-                    yield row
+        if file.seek(0, os.SEEK_END) < self._offset:
+            self._offset = 0
+        file.seek(self._offset)
+        while line := file.readline(MAX_LINE_BYTES):
+            if not line.endswith(b"\n") and len(line) < MAX_LINE_BYTES:
+                return  # its end is not written yet
+            self._offset += len(line)
+            row = _row_of(line)
+            if row is not None:
+                yield row
+
+    def _opened(self) -> BinaryIO | None:
+        """Return the file of this path, opened again if it was replaced; None: there is none."""
+        try:
+            now = self._path.stat()
+            if self._file is None or not os.path.samestat(os.fstat(self._file.fileno()), now):
+                self._close()
+                self._file, self._offset = self._path.open("rb"), 0
+        except FileNotFoundError:
+            return None
+        return self._file
+
+    def _close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
 
 def _row_of(line: bytes) -> dict[str, Any] | None:

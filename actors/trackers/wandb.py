@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from actors.trackers.points import AXES, EVAL, ROLLOUT, TRAIN, Point, PointKey
+from actors.trackers.points import AXES, EVAL, EVAL_TIME, ROLLOUT, TRAIN, Point, PointKey
 
 BLOCK_BYTES: Final = 1 << 15
 FILE_HEADER_BYTES: Final = 7
@@ -22,6 +22,7 @@ FULL, FIRST, LAST = 1, 2, 4
 TOPOLOGY_FILE: Final = "topology.json"  # in the run directory; has no secrets
 STEP_AXES: Final = (
     *((f"{TRAIN}/*", f"{TRAIN}/step"), (f"{EVAL}/*", f"{EVAL}/step"), (f"{ROLLOUT}/*", f"{ROLLOUT}/step")),
+    (EVAL_TIME, f"{EVAL}/step"),  # W&B prefers a whole name
     *((f"{prefix}/*", f"{ROLLOUT}/step") for prefix in ("multi_turn", "passrate", "perf", "groups", "weights")),
 )
 

@@ -293,7 +293,8 @@ class Report:
         means = eval_means(all_metrics)
         self.evals |= means
         self.first_evals = means | self.first_evals
-        self._times.end_evaluation(time)
+        if took_s is None:
+            took_s = self._times.end_evaluation(time)
         metrics = {"eval/step": event.step, **all_metrics}
         if took_s is not None:
             metrics["perf/eval_time"] = took_s

@@ -80,11 +80,13 @@ class Times:
             for version in [version for version in clock.announced if version < event.version]:
                 del clock.announced[version]
 
-    def end_evaluation(self, time: float) -> None:
-        """Record the end of the running evaluation."""
-        if self._clock.eval_began is not None:
-            self._clock.eval_s += time - self._clock.eval_began
-        self._clock.eval_began = None
+    def end_evaluation(self, time: float) -> float | None:
+        """Record the end of the running evaluation; return its duration. None: its begin is unknown."""
+        began, self._clock.eval_began = self._clock.eval_began, None
+        if began is None:
+            return None
+        self._clock.eval_s += time - began
+        return time - began
 
     def interrupt(self) -> None:
         """Discard the running step: its times would include a restart."""
@@ -104,8 +106,6 @@ class Times:
         if clock.update_s is not None:
             times["perf/update_weights_time"] = clock.update_s
         times |= self._update_metrics()
-        if eval_s:
-            times["perf/eval_time"] = eval_s
         if step_s > 0:
             wait_s = max(0.0, step_s - times["perf/train_time"])
             times |= {"perf/step_time": step_s, "perf/train_wait_time": wait_s, "perf/wait_time_ratio": wait_s / step_s}

@@ -2,7 +2,10 @@
 
 import json
 import struct
+import subprocess
+import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ from hypothesis import strategies as st
 from actors.trackers.__main__ import follow
 from actors.trackers.points import Point, PointKey, RowsFile, axis_of, points_of
 from actors.trackers.wandb import BLOCK_BYTES, FILE_HEADER_BYTES, records_of
+from runtime.util.import_path import ROOT
 
 ROW = {
     "step": 3,
@@ -57,6 +61,14 @@ def test_train_steps_count_optimizer_steps(always: bool, steps: dict[str, int]) 
 def test_the_row_before_training_has_its_evaluation_alone() -> None:
     row = {"step": 0, "time": 1.0, "eval/step": 0, "eval/gsm8k": 0.5, "perf/eval_time": 3.0}
     assert steps_of(row) == {"eval": 0}
+    assert points_of(row)[0].values == {"eval/gsm8k": 0.5, "perf/eval_time": 3.0}
+
+
+def test_an_evaluation_that_ends_late_is_logged_with_its_time() -> None:
+    row = {name: value for name, value in ROW.items() if name != "eval/gsm8k"}
+    logged = {point.key for point in points_of(row)}
+    (late,) = [point for point in points_of(ROW | {"perf/eval_time": 3.0}) if point.key not in logged]
+    assert late == Point(PointKey("eval", 3), 1000.5, {"eval/gsm8k": 0.75, "perf/eval_time": 3.0})
 
 
 @pytest.mark.parametrize("value", ["text", None, [1], {"a": 1}, True, "1.5"])
@@ -71,18 +83,21 @@ def test_a_row_without_step_and_time_has_no_points(row: dict[str, Any]) -> None:
 
 def test_a_line_is_read_when_it_is_complete_and_a_replaced_file_from_its_start(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    rows = RowsFile(path)
-    assert list(rows.new()) == []
-    with path.open("a") as file:
-        file.write('{"step": 1}\nno JSON\n[1]\n{"step"')
-        file.flush()
-        assert list(rows.new()) == [{"step": 1}]
-        file.write(": 2}\n")
-    assert list(rows.new()) == [{"step": 2}]
-    assert list(rows.new()) == []
-    (tmp_path / "other").write_text('{"step": 1, "eval/x": 1}\n{"step": 2}\n')
-    (tmp_path / "other").replace(path)
-    assert [row["step"] for row in rows.new()] == [1, 2]
+    with RowsFile(path) as rows:
+        assert list(rows.new()) == []
+        with path.open("a") as file:
+            file.write('{"step": 1}\nno JSON\n[1]\n{"step"')
+            file.flush()
+            assert list(rows.new()) == [{"step": 1}]
+            file.write(": 2}\n")
+        assert list(rows.new()) == [{"step": 2}]
+        assert list(rows.new()) == []
+        for version in range(10):
+            for _ in range(2):  # a file system gives the number of the file before the last one to the second
+                (tmp_path / "other").write_text(f'{{"step": 1, "eval/x": {version}}}\n{{"step": 2}}\n')
+                (tmp_path / "other").replace(path)
+            assert list(rows.new()) == [{"step": 1, "eval/x": version}, {"step": 2}]
+            assert list(rows.new()) == []
 
 
 class Mortal:
@@ -128,29 +143,60 @@ def test_whenever_processes_die_every_point_is_logged_once(
     stop = threading.Event()
     stop.set()
     for left in [*lives, 1000]:
-        try:
-            follow(Mortal(stored, lives=left, keeps=keeps), RowsFile(path), OPTIONS, stop)
-        except KeyboardInterrupt:
-            continue
+        with suppress(KeyboardInterrupt), RowsFile(path) as rows:
+            follow(Mortal(stored, lives=left, keeps=keeps), rows, OPTIONS, stop)
     assert len(stored) == len(set(stored))
     assert set(stored) == {point.key for line in lines for point in points_of(json.loads(line))}
 
 
 def test_rows_before_the_stop_are_logged_and_none_is_waited_for(tmp_path: Path) -> None:
     path, stored, stop = tmp_path / "metrics.jsonl", list[PointKey](), threading.Event()
-    worker = threading.Thread(
-        target=follow,
-        args=(Mortal(stored, lives=1000, keeps=1000), RowsFile(path), OPTIONS, stop),
-        kwargs={"look_every_s": 30.0},
-    )
-    worker.start()
-    path.write_text(json.dumps(ROW) + "\n")
-    stop.set()
-    worker.join(10)
+    with RowsFile(path) as rows:
+        worker = threading.Thread(
+            target=follow,
+            args=(Mortal(stored, lives=1000, keeps=1000), rows, OPTIONS, stop),
+            kwargs={"look_every_s": 30.0},
+        )
+        worker.start()
+        path.write_text(json.dumps(ROW) + "\n")
+        stop.set()
+        worker.join(10)
     assert stored == [PointKey("rollout", 2), PointKey("train", 2), PointKey("eval", 3)]
 
 
-@pytest.mark.parametrize(("name", "axis"), [("train/a/b", "train"), ("eval/x", "eval"), ("other", "rollout")])
+REFUSED = """
+import sys
+from actors.trackers.__main__ import TRACKERS, main
+class Refused:
+    place = "https://user:pass@word@mlflow.example:5000"
+    def __init__(self, options, run_dir, name): pass
+    def logged(self): return set()
+    def begin(self): pass
+    def flush(self): raise ConnectionError("no answer from " + self.place)
+TRACKERS["refused"] = Refused
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_no_login_of_a_tracker_is_printed(tmp_path: Path) -> None:
+    (tmp_path / "run-id.json").write_text('{"id": "0123456789abcdef"}')
+    done = subprocess.run(
+        [sys.executable, "-c", REFUSED, "refused", json.dumps(OPTIONS | {"run": "r"})],
+        env={"PYTHONPATH": str(ROOT), "PHYSARUM_RUN_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "logging to https://***@mlflow.example:5000," in done.stderr
+    assert "ConnectionError: no answer from https://***@mlflow.example:5000" in done.stderr
+    assert "word" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "axis"), [("train/a/b", "train"), ("eval/x", "eval"), ("other", "rollout"), ("perf/eval_time", "eval")]
+)
 def test_metrics_of_other_families_are_on_the_rollout_axis(name: str, axis: str) -> None:
     assert axis_of(name) == axis
 

@@ -11,6 +11,8 @@ from messages import (
     BatchReady,
     BatchTrained,
     CheckpointRequested,
+    EvalEnded,
+    EvalIssued,
     GroupAborted,
     GroupCompleted,
     GroupFailed,
@@ -248,6 +250,17 @@ def test_an_evaluation_of_held_out_pairs_is_in_the_row_of_its_step() -> None:
     assert "evaluation after step 2: s 1.000" in story.lines()
     assert story.report.result(STARTED + 60).eval_last == 1.0
     assert "eval      0.500 → 1.000  s" in story.report.summary(STARTED + 60)
+
+
+def test_the_time_of_an_evaluation_is_in_its_row() -> None:
+    story = Story(num_steps=2)
+    one_step(story, 0, 0.5)
+    story.tell(EvalIssued(incarnation=1, step=1, version=2, sets=()))
+    one_step(story, 1, 0.5)  # the row of the evaluated step is written before the evaluation ends
+    story.tell(EvalEnded(incarnation=1, step=1, version=2, metrics={"eval/s": 0.75}), after_s=5.0)
+    story.notices += story.report.close()
+    evaluated = [(row["step"], row.get("eval/s"), row.get("perf/eval_time", 0.0) >= 5.0) for row in story.rows()]
+    assert evaluated == [(1, None, False), (1, 0.75, True), (2, None, False)]
 
 
 def test_the_summary_says_where_the_time_went() -> None:
