@@ -97,6 +97,7 @@ async def _fold(found: "FoundRun", trace: "Trace | None" = None) -> "tuple[Obser
                 observed.apply(received.message, received.seq, time)
                 if trace is not None:
                     trace.apply(received.message, time)
+    observed.problems = events.problems
     Screen(sys.stderr).show_all(events.problems)
     return observed, settings, live
 

@@ -20,6 +20,7 @@ from runtime.util.formatting import printable_json
 if TYPE_CHECKING:
     from anyio.abc import TaskStatus
 
+    from actors.observer.page import Address
     from runtime.node.reopen import FoundRun
 
 PROGRESS_EVERY = 50_000  # events
@@ -62,6 +63,7 @@ def _parser() -> argparse.ArgumentParser:
 def _watch(args: argparse.Namespace) -> int:
     import anyio  # this and the imports below bring in the bus, which --help does not need
 
+    from actors.observer.page import Address
     from runtime.bus.errors import BusError
     from runtime.node.external_clients import ClientsUnreadable
     from runtime.node.reopen import NoLog, NoSuchRun, find_run
@@ -73,11 +75,15 @@ def _watch(args: argparse.Namespace) -> int:
     except NoSuchRun as error:
         Screen(sys.stderr).show(str(error))
         return EXIT_INPUT_ERROR
+    try:
+        address = None if args.page is None else Address.of(args.page)
+    except ValueError as error:
+        raise WrongInput(f"--page {error}") from None
     problems: list[BaseException] = []
     try:
         with silenced():
-            if args.page is not None:
-                return anyio.run(_unless_stopped, lambda: _serve(found, args.page))
+            if address is not None:
+                return anyio.run(_unless_stopped, lambda: _serve(found, address))
             return anyio.run(_unless_stopped, lambda: _print_times(found, as_json=args.json))
     except* (NoLog, BusError, ClientsUnreadable, OSError, ValueError) as errors:
         problems = flatten(errors)
@@ -104,16 +110,12 @@ async def _unless_stopped(tell: Callable[[], Awaitable[int]]) -> int:
     return EXIT_INTERRUPTED
 
 
-async def _serve(found: "FoundRun", address: str) -> int:
+async def _serve(found: "FoundRun", place: "Address") -> int:
     import anyio
 
-    from actors.observer.page import Address, Page, follow, new_token, observed_of, served
+    from actors.observer.page import Page, follow, new_token, observed_of, served
     from runtime.node.display import page_lines
 
-    try:
-        place = Address.of(address)
-    except ValueError as error:
-        raise WrongInput(f"--page {error}") from None
     screen, token = Screen(sys.stdout), new_token()
     observed, settings = observed_of(found)
     page = Page(observed, token, settings)

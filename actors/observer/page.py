@@ -41,11 +41,11 @@ HEADERS: Final = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-LOCAL_NAMES: Final = ("127.0.0.1", "localhost", "[::1]")
-COOKIE: Final = "physarum"
+DIGEST_CHARS: Final = 16  # of the token, in the name of its cookie
 UPDATE_EVERY_S: Final = 1.0  # at most; a page gets what changed meanwhile together
 PING_EVERY_S: Final = 15.0  # without a change, so that a lost page is noticed
 SEND_TIMEOUT_S: Final = 30.0  # a page that takes nothing for so long is dropped; it connects again by itself
+LATE_STEPS: Final = 8  # newest steps whose times a late checkpoint may change
 MAX_STREAMS: Final = 16  # pages open at once
 AGAIN_S: Final = 2.0  # after a log that cannot be read
 LOOK_EVERY_S: Final = 1.0  # whether a run that ended was started again
@@ -89,6 +89,8 @@ class Page:
         self._observed = observed
         self._settings = settings or {}
         self._token = token
+        digest = hashlib.sha256(token.encode()).hexdigest()
+        self.cookie = f"physarum-{digest[:DIGEST_CHARS]}"  # pages of other runs on this machine get it too
         self._changed = asyncio.Event()
         self._num_streams = 0
         self._files = {name: (STATIC / name).read_bytes() for name in FILES}
@@ -111,16 +113,16 @@ class Page:
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Refuse foreign hosts, which a foreign page may have pointed here, and requests without the token."""
-        if request.host.rpartition(":")[0] not in LOCAL_NAMES and request.host not in LOCAL_NAMES:
-            return _refused(403, "This page is served to 127.0.0.1 and localhost alone.")
+        if not is_loopback(_host_of(request.host)):
+            return _refused(403, "This page is served to localhost and loopback addresses alone.")
         given = request.query.get("token")
         if request.path == "/" and given is not None:
             if not self._is_token(given):
                 return _refused(403, "This is not the token of this page: open the URL that the command printed.")
             response = web.Response(status=303, headers={**HEADERS, "Location": "/"})
-            response.set_cookie(COOKIE, self._token, httponly=True, samesite="Strict", path="/")
+            response.set_cookie(self.cookie, self._token, httponly=True, samesite="Strict", path="/")
             return response
-        if not self._is_token(request.cookies.get(COOKIE, "")):
+        if not self._is_token(request.cookies.get(self.cookie, "")):
             return _refused(401, "Open the URL that the command printed: it has the token of this page.")
         return await handler(request)
 
@@ -145,11 +147,12 @@ class Page:
         try:
             response = web.StreamResponse(headers={**HEADERS, "Content-Type": "text/event-stream"})
             await response.prepare(request)
-            from_step = 0
+            since = from_step = 0
             while True:
                 changed = self._changed
-                await _send(response, b"data: " + msgspec.json.encode(self._state(from_step)) + b"\n\n")
-                from_step = max(0, self._observed.steps - 8)  # rows of late evaluations change
+                content = msgspec.json.encode(self._state(since, from_step))
+                since, from_step = self._observed.seq, max(0, self._observed.steps - LATE_STEPS)
+                await _send(response, b"data: " + content + b"\n\n")
                 await asyncio.sleep(UPDATE_EVERY_S)
                 while not changed.is_set():
                     with anyio.move_on_after(PING_EVERY_S):
@@ -161,22 +164,32 @@ class Page:
         finally:
             self._num_streams -= 1
 
-    def _state(self, from_step: int) -> Mapping[str, Any]:
-        settings = self._settings if from_step == 0 else None  # they do not change
-        return _state_of(self._observed, settings, from_step=from_step, live=self.live, problem=self.problem)
+    def _state(self, since: int, from_step: int) -> Mapping[str, Any]:
+        settings = self._settings if since == 0 else None  # they do not change
+        shown = _state_of(self._observed, settings, since=since, from_step=from_step, live=self.live)
+        return shown | {"problem": self.problem}
 
 
 def _state_of(
-    observed: Observed, settings: Mapping[str, str] | None, *, from_step: int = 0, live: bool, problem: str = ""
+    observed: Observed, settings: Mapping[str, str] | None, *, since: int = 0, from_step: int = 0, live: bool
 ) -> dict[str, Any]:
+    """Return what a page shows.
+
+    Args:
+        observed: the run.
+        settings: of the run; None: the page has them.
+        since: log sequence up to which the page has the rows; 0: it has nothing.
+        from_step: first step whose times the page lacks.
+        live: whether the run goes on.
+    """
     return {
-        "from_step": from_step,
+        "whole": since == 0,
         "live": live,
-        "problem": problem,
+        "problem": "",
         "now": observed.now(),
         "ledger": observed.ledger(),
         "times": observed.times(from_step),
-        "rows": observed.curves(from_step),
+        "rows": observed.curves(since),
         **({} if settings is None else {"settings": settings}),
     }
 
@@ -245,6 +258,12 @@ def _flat(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
         yield key, msgspec.json.encode(value).decode()
 
 
+def _host_of(header: str) -> str:
+    """Return the host of a Host header, without its port."""
+    host, colon, port = header.rpartition(":")
+    return host if colon and port.isdigit() else header
+
+
 async def _send(response: web.StreamResponse, content: bytes) -> None:
     with anyio.fail_after(SEND_TIMEOUT_S):
         await response.write(content)
@@ -299,14 +318,17 @@ async def follow(run: FoundRun, observed: Observed, page: Page, progress: Callab
 
 
 async def _follow_once(run: FoundRun, observed: Observed, page: Page, progress: Callable[[str], None]) -> None:
+    earlier = tuple(observed.problems)
     async with followed(run, from_seq=observed.seq + 1) as events:
         async for batch in events.batches():
             page.live = events.live
+            observed.problems = [*earlier, *events.problems]
             for received in batch:
                 observed.apply(received.message, received.seq, received.time.timestamp())
             page.changed()
             progress(f"{observed.num_events:,} events read, step {observed.steps}")
             await asyncio.sleep(0)  # requests get their turn between two batches of a long history
+        observed.problems = [*earlier, *events.problems]
 
 
 def _start_of(run: FoundRun) -> int:

@@ -301,6 +301,8 @@ class NodeDaemon:
             return
         key = await engine_key(bus.kv)
         agreements = group_starts(bus, self._plan.node, self._plan.processes, self._show)
+        if has_page := any(spec.name == PAGE for spec in self._plan.processes):
+            (self._plan.run_dir / PAGE_FILE).unlink(missing_ok=True)  # of a start that was killed
         for spec in self._plan.processes:
             agreement = spec.restart_group and agreements.get(spec.restart_group.name)
             self._supervision.start(self._with_secrets(spec, incarnation, key), agreement)
@@ -312,7 +314,7 @@ class NodeDaemon:
         async with bus.serve(handlers), anyio.create_task_group() as tasks:
             tasks.start_soon(self._keep_claim, claim)
             tasks.start_soon(self._publish_changes, bus)
-            if any(spec.name == PAGE for spec in self._plan.processes):
+            if has_page:
                 tasks.start_soon(self._show_page)
             if self._accounts is not None and self._bus_url is not None:
                 url, _ = split_login(self._bus_url.reveal())

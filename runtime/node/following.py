@@ -33,6 +33,7 @@ from runtime.node.reopen import (
     live_url,
     server_in,
 )
+from runtime.util.formatting import count_of
 from runtime.util.retrying import Backoff
 from runtime.util.secrets import Login, Secret, split_login, with_login
 
@@ -79,7 +80,8 @@ class Followed:
     def __init__(self, run: FoundRun, from_seq: int, *, waits: bool, ends: bool) -> None:
         self.live = False  # whether a node daemon runs the run, as last seen
         self.first_seq = 0  # sequence of the first event. Above from_seq: the earlier ones are lost; 0: no event yet
-        self.problems: list[str] = []  # why events are missing, at most one line per archive file
+        self._damaged: list[str] = []  # a line per archive file
+        self._num_skipped = 0  # events of the log that this version cannot decode
         self._run = run
         self._next = from_seq
         self._waits = waits
@@ -87,6 +89,14 @@ class Followed:
         send, receive = anyio.create_memory_object_stream[Batch](BATCHES)
         self._send: MemoryObjectSendStream[Batch] = send
         self._receive: MemoryObjectReceiveStream[Batch] = receive
+
+    @property
+    def problems(self) -> list[str]:
+        """Why events are missing: at most one line per archive file, and one for the log."""
+        if not self._num_skipped:
+            return [*self._damaged]
+        events = count_of(self._num_skipped, "event")
+        return [*self._damaged, f"{events} of the log cannot be decoded by this version: they are missing"]
 
     async def batches(self) -> AsyncGenerator[Batch, None]:
         """The events in lists that are not empty. Quicker than one by one."""
@@ -160,7 +170,9 @@ class Followed:
     async def _read_on(self, view: Viewing) -> bool:
         """Read until the caller wants no more, and return True."""
         while True:
+            skipped = view.num_skipped
             events, next_seq = await view.batch(self._next)
+            self._num_skipped += view.num_skipped - skipped
             if next_seq > self._next:
                 await self._pass_on(events)
                 self._next = next_seq
@@ -191,7 +203,7 @@ class Followed:
                 await self._hand_over(batch)
         except ArchiveDamaged as error:
             log.error("archive_damaged", error=str(error))
-            self.problems.append(f"{error}: events are missing")
+            self._damaged.append(f"{error}: events are missing")
 
     async def _hand_over(self, batch: Batch) -> None:
         if not batch:

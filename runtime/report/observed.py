@@ -115,7 +115,10 @@ class Observed:
         self.seq = 0  # of the newest event
         self.time = 0.0  # of the newest event
         self.ended = ""  # how the run ended, if nothing happened since
+        self.problems: list[str] = []  # why events are missing, as the reader of the log says
         self.rows = Thinned(kept_rows)
+        self._changed: dict[int, int] = {}  # sequence of the event that last changed a kept row, by its step
+        self._newest_row = 0  # step of it
         self.course = Thinned(KEPT_COURSE)
         self.breakdown = Breakdown()
         self.step_times = Thinned(kept_rows)
@@ -165,12 +168,16 @@ class Observed:
             self._report.begin(content_of(event))
 
     def _put(self, row: MetricRow) -> None:
-        """Add a row; a late evaluation completes the row of its step."""
-        for index in range(len(self.rows.items) - 1, max(-1, len(self.rows.items) - 8), -1):
-            if self.rows.items[index]["step"] == row["step"]:
-                self.rows.items[index] = row
-                return
-        self.rows.add(row)
+        """Add a row; a late evaluation completes the row of its step, unless that was left out."""
+        step, rows = row["step"], self.rows.items
+        if step in self._changed:
+            index = next(index for index, known in enumerate(rows) if known["step"] == step)
+            rows[index], self._changed[step] = row, self.seq
+        elif step > self._newest_row or step == 0:
+            self._newest_row = max(self._newest_row, step)
+            self.rows.add(row)
+            kept = {known["step"] for known in self.rows.items}
+            self._changed = {known: seq for known, seq in {**self._changed, step: self.seq}.items() if known in kept}
 
     def _note(self, event: Message, time: float) -> None:
         match event:
@@ -217,11 +224,12 @@ class Observed:
         """Number of trained steps."""
         return self._report.steps
 
-    def curves(self, from_step: int = 0) -> list[MetricRow]:
-        """The rows of the steps from one on, with numbers that JSON cannot express as text."""
+    def curves(self, since: int = 0) -> list[MetricRow]:
+        """The rows that events after a log sequence changed, with numbers that JSON cannot express as text."""
         newest = self._report.open_row
-        rows: list[MetricRow] = [*self.rows.items, *([] if newest is None else [newest])]
-        return [{key: spelled(value) for key, value in row.items()} for row in rows if row["step"] >= from_step]
+        changed = [row for row in self.rows.items if self._changed[row["step"]] > since]
+        rows: list[MetricRow] = [*changed, *([] if newest is None else [newest])]
+        return [{key: spelled(value) for key, value in row.items()} for row in rows]
 
     def now(self) -> dict[str, Any]:
         """The states as of the newest event."""
@@ -234,6 +242,7 @@ class Observed:
             "num_events": self.num_events,
             "first_seq": self.first_seq,
             "ended": self.ended,
+            "problems": self.problems,
             "step": report.steps,
             "num_steps": report.num_steps,
             "progress": report.progress_line(self.time),

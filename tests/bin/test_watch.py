@@ -28,6 +28,13 @@ def test_the_times_of_a_run_that_ended_are_printed_and_nothing_is_written(ended:
     assert content_of(ended) == before
 
 
+def test_an_address_that_others_reach_is_refused_in_one_line(ended: Path) -> None:
+    done = called(main, str(ended), "--page", "0.0.0.0:80")
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("--page '0.0.0.0:80': the page has no TLS")
+
+
 def test_a_run_that_does_not_exist_or_has_no_log_is_named(tmp_path: Path) -> None:
     assert called(main, "nobody", "--time", cwd=tmp_path).returncode == 2
     (tmp_path / "bus.url").write_text("")

@@ -19,6 +19,7 @@ const COLOURS = ["#1a73e8", "#e8710a", "#188038", "#a142f4", "#d93025", "#129eaf
   "#c5221f", "#5f6368", "#34a853", "#fa7b17", "#4285f4", "#9334e6", "#e52592"];
 const BOOKS = ["issued", "trained", "skipped", "dropped", "failed", "pooled", "ready", "in_flight"];
 const LIVE = ["in_flight", "pooled", "ready"];
+const AGAIN_MS = 5000; // before a refused connection is tried again
 const MAX_FOUND = 24; // charts of a search
 const TABS = ["curves", "now", "time", "ledger", "settings"];
 
@@ -256,7 +257,7 @@ function take(text) {
   state = JSON.parse(text);
   settings = state.settings || settings;
   const now = state.now;
-  if (state.from_step === 0) {
+  if (state.whole) {
     rows.clear();
     times.clear();
   }
@@ -267,20 +268,28 @@ function take(text) {
   document.title = `${now.run} · Physarum`;
   const steps = now.num_steps ? `step ${now.step} of ${now.num_steps}` : `${now.step} steps`;
   const late = now.first_seq > 1 ? `; the log begins at event ${now.first_seq}, and earlier ones are not archived here` : "";
+  const missing = now.problems.map((problem) => `; ${problem}`).join("");
   if (state.problem) {
     status(state.problem, true);
     show();
     return;
   }
-  status(`${state.live ? "running" : now.ended || "not running"}, ${steps}, weights v${now.weights.held}, ${now.num_events} events${late}`, false);
+  status(`${state.live ? "running" : now.ended || "not running"}, ${steps}, weights v${now.weights.held}, ${now.num_events} events${late}${missing}`, Boolean(missing));
   show();
+}
+
+function listen() {
+  const source = new EventSource("/events");
+  source.onmessage = (message) => take(message.data);
+  source.onerror = () => {
+    status("The connection is lost; it is tried again.", true);
+    if (source.readyState === EventSource.CLOSED) setTimeout(listen, AGAIN_MS); // refused: the browser gives up
+  };
 }
 
 if (at("state")) { // a report: one file with all that it shows
   take(at("state").textContent);
 } else {
-  const source = new EventSource("/events");
-  source.onmessage = (message) => take(message.data);
-  source.onerror = () => status("The connection is lost; it is tried again.", true);
+  listen();
   show();
 }

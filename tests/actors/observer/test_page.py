@@ -16,7 +16,7 @@ import pytest
 from aiohttp import DummyCookieJar
 from yarl import URL
 
-from actors.observer.page import COOKIE, FILES, STATIC, Address, Page, follow, new_token, served
+from actors.observer.page import FILES, STATIC, Address, Page, follow, new_token, served
 from runtime.node.reopen import FoundRun
 from runtime.report.observed import Observed
 from tests.bin.test_ledger import RUN, make
@@ -26,6 +26,7 @@ from tests.support.log_of_a_run import LOG
 pytestmark = pytest.mark.anyio
 
 TOKEN = new_token()
+COOKIE = Page(Observed(RUN), TOKEN).cookie
 ANY_PORT = Address("127.0.0.1", 0)
 
 
@@ -65,6 +66,25 @@ async def test_the_token_of_the_url_becomes_a_cookie_and_all_else_needs_it() -> 
         assert (await client.get("/", params={"token": "guess"}, allow_redirects=False)).status == 403
 
 
+async def test_pages_on_one_machine_have_cookies_of_their_own() -> None:
+    jar = aiohttp.CookieJar(unsafe=True)  # it keeps cookies of an address, which ignore the port
+    pages = [Page(folded(), new_token()) for _ in range(2)]
+    async with (
+        served(pages[0], ANY_PORT) as one,
+        served(pages[1], ANY_PORT) as two,
+        aiohttp.ClientSession(cookie_jar=jar) as client,
+    ):
+        for port, page in ((one, pages[0]), (two, pages[1])):
+            assert (await client.get(f"http://127.0.0.1:{port}/", params={"token": page._token})).status == 200
+        assert [(await client.get(f"http://127.0.0.1:{port}/")).status for port in (one, two)] == [200, 200]
+
+
+@pytest.mark.parametrize("host", ["127.0.0.2:80", "[::1]:80", "[::1]", "localhost", "localhost:1", "127.0.0.1"])
+async def test_each_loopback_address_may_serve_the_page(host: str) -> None:
+    async with opened(folded()) as (_, client):
+        assert (await client.get("/", headers={"Host": host, "Cookie": f"{COOKIE}={TOKEN}"})).status == 200
+
+
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example:80", "0.0.0.0:80", ""])
 async def test_a_foreign_host_gets_nothing_even_with_the_token(host: str) -> None:
     async with opened(folded()) as (_, client):
@@ -94,14 +114,17 @@ async def test_a_page_gets_all_then_what_changes() -> None:
     async with opened(observed) as (page, client):
         response = await client.get("/events", headers={"Cookie": f"{COOKIE}={TOKEN}"})
         first = await sent(response)
-        assert (first["from_step"], first["now"]["step"], first["now"]["num_events"]) == (0, 2, len(LOG))
+        assert (first["whole"], first["now"]["step"], first["now"]["num_events"]) == (True, 2, len(LOG))
         assert [step["step"] for step in first["times"]["steps"]] == [1]
         assert first["ledger"]["books"]["issued"] == 8
+        observed.problems = ["2 events cannot be decoded"]
         observed.apply(failed(7, "<script>alert(1)</script>"), len(LOG) + 1, 2000.0)
         page.changed()
         with anyio.fail_after(10):
             second = await sent(response)
         assert second["ledger"]["endings"][0]["reason"] == "<script>alert(1)</script>"
+        assert second["now"]["problems"] == ["2 events cannot be decoded"]
+        assert (second["whole"], [row["step"] for row in second["rows"]]) == (False, [1])  # the newest one
         response.close()
 
 

@@ -143,6 +143,20 @@ async def test_a_damaged_archive_is_named_and_the_rest_is_read(tmp_path: Path) -
         assert path.name in events.problems[0]
 
 
+async def test_events_that_this_version_cannot_decode_are_counted(tmp_path: Path) -> None:
+    async with a_run(tmp_path) as (bus, server):
+        await publish(bus, LOG[:2])
+        client = await nats.connect(server.url)  # pyright: ignore[reportUnknownMemberType]
+        for _ in range(2):
+            await client.jetstream().publish(f"phy.{RUN}.event.later", b"of a later version")
+        await client.close()
+        await publish(bus, LOG[2:])
+        async with followed(found(tmp_path), waits=False) as events:
+            seen = [received.seq async for received in events]
+        assert len(seen) == len(LOG)
+        assert events.problems == ["2 events of the log cannot be decoded by this version: they are missing"]
+
+
 async def test_a_run_without_a_log_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ExceptionGroup) as refused:
         await so_far(tmp_path)

@@ -14,6 +14,7 @@ import pytest
 from messages import ActorExited, ActorStarted
 from runtime.settings.observe import PAGE, PAGE_FILE
 from runtime.settings.processes import ProcessSpec, Tier
+from runtime.util.files import write_atomically
 from runtime.util.import_path import ROOT
 from tests.fixtures.nats import eventually
 from tests.runtime.node.daemons import Running, plan, player
@@ -111,6 +112,8 @@ async def test_a_page_that_is_killed_comes_back_with_its_token_and_the_run_does_
         env={"PYTHONPATH": str(ROOT)},
         max_restarts=3,
     )
+    run_dir.mkdir()
+    write_atomically(run_dir / PAGE_FILE, b"http://127.0.0.1:1/?token=left-by-a-start-that-was-killed\n")
     jar = aiohttp.CookieJar(unsafe=True)  # it keeps cookies of an address without a name
     running = Running(plan(run_dir, player("3", "--wait", str(ended)), page))
     async with anyio.create_task_group() as tasks, aiohttp.ClientSession(cookie_jar=jar) as client:

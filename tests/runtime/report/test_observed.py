@@ -7,6 +7,8 @@ from messages import (
     ActorStarted,
     EngineState,
     EngineStateChanged,
+    EvalEnded,
+    EvalIssued,
     Message,
     Outcome,
     RunFinished,
@@ -83,6 +85,21 @@ def test_a_log_without_its_first_part_begins_with_a_snapshot() -> None:
     assert observed.now()["first_seq"] == 10
 
 
+def test_an_evaluation_that_ends_late_completes_its_row_and_is_news() -> None:
+    events = list[Message]()
+    for step in range(22):
+        seq = len(events) + 2
+        events += [issued(step), completed(step), verdict(step, seq), batch(step, (step, seq)), trained(step)]
+        events += [EvalIssued(incarnation=1, step=1, version=2, sets=())] if step == 0 else []
+    observed = folded(*events)
+    before = observed.curves()
+    ended = EvalEnded(incarnation=1, step=1, version=2, metrics={"eval/x": 0.75})
+    observed.apply(ended, observed.seq + 1, 3000.0)
+    assert [row["step"] for row in before] == [row["step"] for row in observed.curves()] == list(range(1, 23))
+    news = observed.curves(observed.seq - 1)
+    assert [(row["step"], row.get("eval/x")) for row in news] == [(1, 0.75), (22, None)]
+
+
 def test_its_memory_is_bounded() -> None:
     thinned = Thinned(10)
     for number in range(1000):
@@ -102,5 +119,6 @@ def test_its_memory_is_bounded() -> None:
     assert kept_rows <= len(observed.curves()) <= 2 * kept_rows
     assert len(observed.now()["course"]) < 2 * KEPT_COURSE
     assert len(observed.ledger()["endings"]) == KEPT_ENDINGS
+    assert len(observed._changed) == len(observed.rows.items)
     kept = observed.breakdown
     assert (len(kept.lives), len(kept.ended), len(kept.batches), len(kept.spans)) == (0, 0, 0, 0)
