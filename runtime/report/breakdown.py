@@ -30,6 +30,8 @@ from messages import (
     Message,
     Outcome,
     PairsEvaluated,
+    Phase,
+    PhaseChanged,
     RunFinished,
     TrainerStarted,
     VerdictGiven,
@@ -50,6 +52,7 @@ PARTS: Final = {  # in the order in which they are shown
     "fetch": "the trainer fetches the batch",
     "train": "the trainer trains",
     "weights": "weights are exported and brought to the engines",
+    "memory": "trainer and engines hand over the memory that they share",
     "evaluation": "the weights are evaluated",
     "checkpoint": "training stands still for a checkpoint",
     "faults": "a process is restarted, or steps are trained again",
@@ -61,6 +64,14 @@ MAX_LINKS: Final = 256  # groups in the chain that explains one wait
 KEPT_STEPS: Final = 5_000
 KEPT_GROUPS: Final = 4_096  # that ended outside of a batch, and weight updates and others of the newest step
 TRAINER: Final = "trainer"
+BUS, BUFFER = "nats-server", "buffer"
+PHASES: Final = {  # kinds of the spans of phases in which trainer and engines share memory
+    Phase.RELEASE: "memory",
+    Phase.OFFLOAD: "memory",
+    Phase.RESUME_WEIGHTS: "memory",
+    Phase.UPDATE: "update",
+    Phase.RESUME_KV: "memory",
+}
 BEFORE_ALL: Final = {
     "start": "start",
     "no trainer": "faults",
@@ -69,14 +80,19 @@ BEFORE_ALL: Final = {
 BEFORE_THE_WAIT: Final = {
     "evaluation by the trainer": "evaluation",
     "checkpoint": "checkpoint",
-    "writing": "checkpoint",
     "sync": "weights",
+    "update": "weights",
+    "memory": "memory",
+    "writing": "checkpoint",
+    "weights": "weights",
 }
 IN_THE_WAIT: Final = {
     "faults": "faults",
     "evaluation": "evaluation",
     "sync": "weights",
     "weights": "weights",
+    "update": "weights",
+    "memory": "memory",
     "checkpoint": "checkpoint",
 }
 TRAINING: Final = (
@@ -184,6 +200,7 @@ class Breakdown(msgspec.Struct):
     down: dict[str, float] = {}  # processes that ended and are not back, with the time
     actors: set[str] = set()  # processes that were started once
     unpublished: float = 0.0  # start of a trainer that has neither announced weights nor trained; 0: there is none
+    phase: tuple[PhaseChanged, float] | None = None  # the current one with colocation, and when it began
     starting: float = 0.0  # time of a start of the run whose trainer is not there yet; 0: there is none
 
     def apply(self, event: Message, time: float) -> StepTime | None:
@@ -292,6 +309,8 @@ class Breakdown(msgspec.Struct):
                 self._started(event, time)
             case TrainerStarted():
                 self._trainer_started(time)
+            case PhaseChanged():
+                self._phase_changed(event, time)
             case _:
                 pass
 
@@ -314,8 +333,9 @@ class Breakdown(msgspec.Struct):
                 step.worst["checkpoint"] = f"step {event.step}"
 
     def _started(self, event: ActorStarted, time: float) -> None:
-        if event.restarts == 0 and event.actor in self.actors and not self.starting:
-            self._begin_again(time)  # its daemon was started again
+        of_home = BUS if BUS in self.actors else BUFFER  # the daemon of another node may start while the run goes on
+        if event.restarts == 0 and event.actor == of_home and event.actor in self.actors:
+            self._begin_again(time)
         self.actors.add(event.actor)
         left = self.down.pop(event.actor, None)
         if left is not None and event.actor != TRAINER:
@@ -327,6 +347,7 @@ class Breakdown(msgspec.Struct):
         self.stopped_s += time - self.last
         self._count({"faults": self.last - self.boundary})  # what was not finished is done again
         self.boundary = self.starting = time
+        self.unpublished, self.phase = 0.0, None
         self.down.clear()
         self.spans.clear()
 
@@ -339,6 +360,16 @@ class Breakdown(msgspec.Struct):
         elif left is not None:
             self._add(Named("no trainer", left, time, TRAINER))
 
+    def _phase_changed(self, event: PhaseChanged, time: float) -> None:
+        if self.phase is not None:
+            before, begin = self.phase
+            if event.incarnation < before.incarnation:
+                return
+            if before.phase in PHASES:
+                named = "" if before.phase is Phase.UPDATE else f"phase {before.phase}"
+                self._add(Named(PHASES[before.phase], begin, time, named))
+        self.phase = event, time
+
     # steps
 
     def _train(self, event: BatchTrained, time: float) -> StepTime:
@@ -350,12 +381,15 @@ class Breakdown(msgspec.Struct):
             canvas.rest("faults")
             worst["faults"] = f"step {event.step + 1} trained again"
         trained = time - metrics.get("perf/update_weights_time", 0.0)
-        fetched = trained - metrics.get("perf/train_time", 0.0)
-        waited = fetched - metrics.get("perf/fetch_time", 0.0)
+        training = trained - metrics.get("perf/train_time", 0.0)
+        waited, fetched = wait_of(metrics, time)
         began = max(begin, waited - metrics.get("perf/train_wait_time", 0.0))
         canvas.paint("weights", trained, time)
-        canvas.paint("train", fetched, trained)
+        canvas.paint("train", training, trained)
         canvas.paint("fetch", waited, fetched)
+        self._named(canvas, worst, {"memory": "memory"}, (fetched, training))
+        if self.phase is not None and self.phase[0].phase is Phase.TRAIN:  # the trainer loads what it had offloaded
+            canvas.paint("memory", max(fetched, self.phase[1]), training)
         worst |= _longest(metrics)
         self._named(canvas, worst, BEFORE_THE_WAIT, (begin, began))
         batch = self._batch(event.step)
@@ -403,7 +437,7 @@ class Breakdown(msgspec.Struct):
                     continue
                 left, right = max(begin, span.begin), min(end, span.end)
                 canvas.paint(part, left, right)
-                if right - left > longest.get(part, 0.0) and canvas.parts.get(part):
+                if span.name and right - left > longest.get(part, 0.0) and canvas.parts.get(part):
                     longest[part], worst[part] = right - left, span.name
 
     def _batch(self, step: int) -> tuple[float, list[Life]] | None:
@@ -458,6 +492,17 @@ class Breakdown(msgspec.Struct):
             if span.kind == "faults":
                 paint("faults", max(life.issued, span.begin), min(life.begun, span.end))
         paint("queue", life.issued, life.begun)
+
+
+def wait_of(metrics: Mapping[str, float], end: float) -> tuple[float, float]:
+    """Return when the wait for a batch and its fetch ended, in a step that ended at a time.
+
+    They are at the step's begin, training is at its end. With colocation memory is handed over in between.
+    """
+    wait_s, fetch_s = metrics.get("perf/train_wait_time", 0.0), metrics.get("perf/fetch_time", 0.0)
+    known_s = wait_s + fetch_s + metrics.get("perf/train_time", 0.0) + metrics.get("perf/update_weights_time", 0.0)
+    waited = end - max(known_s, metrics.get("perf/step_time", 0.0)) + wait_s
+    return waited, waited + fetch_s
 
 
 def _longest(metrics: Mapping[str, float]) -> dict[str, str]:

@@ -15,9 +15,11 @@ from messages import (
     GroupCompleted,
     Message,
     Outcome,
+    PhaseChanged,
     VerdictGiven,
     WeightsApplied,
 )
+from runtime.report.breakdown import wait_of
 
 MAX_SPANS: Final = 500_000  # the newest ones; about 100 MB
 TRAINER, GROUPS, ENGINES, EVALUATION, PROCESSES = range(1, 6)  # lanes, which the format calls processes
@@ -27,12 +29,6 @@ LANES: Final = {
     ENGINES: "weight updates",
     EVALUATION: "evaluation",
     PROCESSES: "processes that are down",
-}
-PARTS: Final = {  # of a step, in their order
-    "perf/train_wait_time": "wait",
-    "perf/fetch_time": "fetch",
-    "perf/train_time": "train",
-    "perf/update_weights_time": "weights",
 }
 
 
@@ -69,6 +65,9 @@ class Trace:
                     self._group(event.group_id, name, began, time, {"outcome": event.outcome})
             case BatchTrained():
                 self._step(event, time)
+            case PhaseChanged() if event.previous is not None:
+                facts = {"step": event.step, "reason": event.reason}
+                self._add(TRAINER, "phases", event.previous, time - event.took_s, time, facts)
             case CheckpointSaved():
                 begin = time - event.took_s
                 self._add(
@@ -98,13 +97,17 @@ class Trace:
         return msgspec.json.encode({"traceEvents": [*lanes, *rows, *self.events], "displayTimeUnit": "ms"})
 
     def _step(self, event: BatchTrained, time: float) -> None:
-        """Add the parts of a step, which end one after the other at its end."""
-        seconds = [event.metrics.get(metric, 0.0) for metric in PARTS]
-        begin = time - sum(seconds)
+        """Add the parts of a step: wait and fetch at its begin, training and weights at its end."""
+        metrics = event.metrics
+        waited, fetched = wait_of(metrics, time)
+        begin = waited - metrics.get("perf/train_wait_time", 0.0)
+        trained = time - metrics.get("perf/update_weights_time", 0.0)
+        training = trained - metrics.get("perf/train_time", 0.0)
         self._add(TRAINER, "steps", f"step {event.step + 1}", begin, time, {"groups": event.num_groups})
-        for name, spent in zip(PARTS.values(), seconds, strict=True):
-            self._add(TRAINER, "work", name, begin, begin + spent, {})
-            begin += spent
+        self._add(TRAINER, "work", "wait", begin, waited, {})
+        self._add(TRAINER, "work", "fetch", waited, fetched, {})
+        self._add(TRAINER, "work", "train", training, trained, {})
+        self._add(TRAINER, "work", "weights", trained, time, {})
 
     def _group(self, group_id: int, name: str, begin: float, end: float, facts: dict[str, Any]) -> None:
         """Add a span of a group. Groups overlap, so each has a row of its own, by its number."""

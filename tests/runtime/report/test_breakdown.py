@@ -16,12 +16,16 @@ from messages import (
     LastSample,
     Message,
     Outcome,
+    Phase,
+    PhaseChanged,
     RunFinished,
+    RunStopped,
     TrainerStarted,
     WeightsApplied,
 )
 from messages.events import EngineUpdate
 from runtime.report.breakdown import PARTS, Breakdown, Canvas, StepTime
+from runtime.report.trace import Trace
 from tests.build.events import announced, batch, completed, issued, saved, trained, verdict
 
 Log = list[tuple[float, Message]]
@@ -30,6 +34,7 @@ LOADED = 10.0  # seconds from the first event to the trainer's start
 
 def started() -> Log:
     return [
+        (0.0, ActorStarted(actor="buffer", node="n", pid=1)),
         (0.0, ActorStarted(actor="trainer", node="n", pid=1)),
         (LOADED, TrainerStarted(incarnation=1, step=0)),
         (LOADED, announced(1)),
@@ -165,10 +170,90 @@ def test_restarts_evaluations_and_stops_have_parts_of_their_own() -> None:
     assert run.steps[1].worst["faults"] == "trainer"
     assert run.steps[2].parts == {"end": pytest.approx(1.0)}
     assert math.fsum(run.totals.values()) == pytest.approx(last + 1.0)
-    again: Log = [(last + 100.0, ActorStarted(actor="trainer", node="n", pid=9))]
+    again: Log = [(last + 100.0, ActorStarted(actor="buffer", node="n", pid=9))]
     resumed = folded(started(), first, again)
     assert resumed.stopped_s == pytest.approx(last + 100.0 - end)
     assert math.fsum(resumed.totals.values()) == pytest.approx(end)
+
+
+def home_of(bus: bool, at: float) -> Log:
+    names = (("nats-server",) if bus else ()) + ("buffer", "trainer")
+    return [(at, ActorStarted(actor=name, node="home", pid=1)) for name in names]
+
+
+@pytest.mark.parametrize("bus", [True, False])
+def test_a_start_that_fails_before_its_trainer_is_there_is_over_when_the_run_is_started_again(bus: bool) -> None:
+    failed: Log = [*home_of(bus, 0.0), (20.0, RunStopped(node="home", reason="no model", exit_code=1))]
+    loaded: Log = [(36_000.0 + LOADED, TrainerStarted(incarnation=1, step=0)), (36_000.0 + LOADED, announced(1))]
+    step, _ = a_step(0, 36_000.0 + LOADED)
+    run = folded(failed, home_of(bus, 36_000.0), loaded, step)
+    assert run.stopped_s == pytest.approx(36_000.0 - 20.0)
+    assert run.steps[0].parts["start"] == pytest.approx(LOADED)
+    assert run.totals["faults"] == pytest.approx(20.0)
+
+
+@pytest.mark.parametrize("bus", [True, False])
+def test_the_daemon_of_another_node_may_start_again_while_the_run_goes_on(bus: bool) -> None:
+    first, end = a_step(0, LOADED)
+    worker: Log = [(end + 1.0, ActorStarted(actor="rollout.1", node="other", pid=7))]
+    loaded: Log = [(LOADED, TrainerStarted(incarnation=1, step=0)), (LOADED, announced(1))]
+    second, last = a_step(1, end)
+    run = folded(
+        home_of(bus, 0.0), [(1.0, worker[0][1])], loaded, first, sorted([*worker, *second], key=lambda e: e[0])
+    )
+    assert run.stopped_s == 0.0
+    assert run.steps[1].begin == pytest.approx(1000.0 + end)
+    assert math.fsum(run.totals.values()) == pytest.approx(last)
+
+
+def colocated_step() -> Log:
+    """A wait of 4 s, a fetch of 0.5 s, then the memory is taken, training, and from 16.5 s on it is given back."""
+    metrics = {
+        "perf/train_wait_time": 4.0,
+        "perf/fetch_time": 0.5,
+        "perf/train_time": 2.0,
+        "perf/update_weights_time": 0.25,
+        "perf/step_time": 9.25,
+    }
+    order = (Phase.RELEASE, Phase.TRAIN, Phase.OFFLOAD, Phase.RESUME_WEIGHTS, Phase.UPDATE, Phase.RESUME_KV)
+    times = (14.5, 16.0, 19.25, 20.0, 21.0, 24.0, 24.5)
+    log: Log = [*started(), (10.0, issued(0)), (14.0, completed(0, rollout_time_s=4.0)), (14.0, verdict(0, 1))]
+    log += [(14.0, batch(0, (0, 1))), (19.25, trained(0, metrics=metrics))]
+    previous = Phase.GENERATE
+    for time, phase in zip(times, (*order, Phase.GENERATE), strict=True):
+        log.append((time, PhaseChanged(phase=phase, previous=previous, step=0, incarnation=1, took_s=1.5)))
+        previous = phase
+    again = metrics | {"perf/train_wait_time": 0.0, "perf/fetch_time": 0.0, "perf/step_time": 2.25}
+    return sorted([*log, (26.75, trained(1, metrics=again))], key=lambda item: item[0])
+
+
+def test_memory_that_trainer_and_engines_share_has_a_part_of_its_own() -> None:
+    first, second = folded(colocated_step()).steps
+    # from 14.5 s to 17.0 s engines release their memory and the trainer loads its state
+    expected = {"start": LOADED, "rollout": 4.0, "fetch": 0.5, "memory": 2.5, "train": 2.0, "weights": 0.25}
+    assert parts_of(first) == expected
+    assert parts_of(second) == {"memory": 2.25, "weights": 3.0 + 0.25, "train": 2.0}
+    assert second.worst["memory"] == "phase resume_weights"
+
+
+def test_weights_that_engines_read_after_a_step_are_no_unexplained_time() -> None:
+    log: Log = [*started(), (12.0, trained(0, metrics={"perf/train_time": 2.0, "perf/step_time": 2.0}))]
+    log += [(15.0, WeightsApplied(version=2, instance="rollout", num_engines=1, took_s=3.0))]
+    log += [(16.0, trained(1, metrics={"perf/train_time": 1.0, "perf/step_time": 1.0}))]
+    assert parts_of(folded(log).steps[1]) == {"weights": 3.0, "train": 1.0}
+
+
+def test_a_trace_places_wait_and_memory_where_they_were() -> None:
+    trace = Trace()
+    for time, event in colocated_step():
+        trace.apply(event, 1000.0 + time)
+    found = {event["name"]: event["ts"] / 1e6 for event in reversed(trace.events) if event["ph"] == "X"}
+    assert {name: found[name] for name in ("wait", "fetch", "train", "release")} == {
+        "wait": 10.0,
+        "fetch": 14.0,
+        "train": 17.0,
+        "release": 14.5,
+    }
 
 
 def test_a_step_without_times_is_unexplained_and_says_so() -> None:
