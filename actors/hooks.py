@@ -5,12 +5,14 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
+import anyio
 import msgspec
 
+from actors.buffer.deciding.selecting import selection_process
 from actors.buffer.deciding.selection import Kind, find_selection
 from actors.buffer.prompts.generated import find_source
-from actors.buffer.prompts.source_worker import METHODS
-from actors.filter.filters import find_filter
+from actors.buffer.prompts.source_worker import METHODS, OPTIONAL
+from actors.filter.filters import FILTER_KEY, filter_process, find_filter
 from actors.reward import isolation
 from actors.reward.frames import GraderSpec
 from actors.reward.graders.boxed import BOXED_PREFIX
@@ -20,9 +22,10 @@ from actors.rollout.samples.generate_function import find_generate_function
 from actors.rollout.samples.rollout_function import find_rollout_function
 from runtime.node.checks.apart import Doing, unlimited
 from runtime.process.actor import InputError
+from runtime.process.user_process import UserProcess, UserProcessError
 from runtime.settings.derived import trainer_functions
 from runtime.settings.load import places
-from runtime.settings.plugins import PluginError, is_plugin, load_class
+from runtime.settings.plugins import PluginError, is_plugin, load_class, located
 from runtime.settings.reading.config import Problem
 from runtime.settings.reading.toml import Loaded
 from runtime.settings.rules.topology import unmet_need
@@ -63,7 +66,8 @@ def _hooks(topology: Topology) -> Iterator[tuple[str, str, Find]]:
             yield key, item.source_class, partial(_find_class, key, item.source_class)
     name = topology.rollout.dynamic_filter
     if name is not None:
-        yield "rollout.dynamic_filter", name, partial(find_filter, name)
+        started = partial(_start, FILTER_KEY, name, partial(filter_process, topology))
+        yield FILTER_KEY, name, started if is_plugin(name) else partial(find_filter, name)
     custom = topology.rollout.custom_generate
     if custom is not None:
         yield "rollout.custom_generate", custom, partial(find_generate_function, custom)
@@ -79,11 +83,32 @@ def _hooks(topology: Topology) -> Iterator[tuple[str, str, Find]]:
     selections["buffer_filter"] = topology.rollout.buffer_filter
     for kind, selection in selections.items():
         if selection is not None:
-            yield f"rollout.{kind}", selection, partial(find_selection, kind, selection)
+            key = f"rollout.{kind}"
+            started = partial(_start, key, selection, partial(selection_process, topology, kind))
+            yield key, selection, started if is_plugin(selection) else partial(find_selection, kind, selection)
+
+
+def _start(key: str, value: str, process_of: Callable[[str], UserProcess], base_dirs: Sequence[Path]) -> None:
+    """Start the process of a filter or a selection as a run does, with its environment and its limits."""
+    name = located(key, value, base_dirs)
+
+    async def start() -> None:
+        process = process_of(name)
+        try:
+            await process.start()
+        finally:
+            await process.kill()
+
+    try:
+        anyio.run(start)
+    except UserProcessError as error:
+        raise ValueError(str(error)) from error
+    except ValueError as error:
+        raise ValueError(str(error).removeprefix(f"{key} = {name!r}: ")) from error
 
 
 def _find_class(key: str, value: str, base_dirs: Sequence[Path]) -> object:
-    return load_class(key, value, methods=METHODS, base_dirs=base_dirs)
+    return load_class(key, value, methods=METHODS, optional=OPTIONAL, base_dirs=base_dirs)
 
 
 def _try_in_trainer(topology: Topology, key: str, value: str, base_dirs: Sequence[Path]) -> None:

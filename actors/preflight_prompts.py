@@ -27,6 +27,7 @@ from runtime.settings.reading.config import Problem
 from runtime.settings.recipe import DataConfig
 from runtime.settings.rules.topology import REMOTE_RM, unmet_need
 from runtime.settings.topology import RewardConfig, Topology, answers_are_recorded
+from runtime.util.formatting import show
 
 MODEL = "model.hf_checkpoint"
 
@@ -119,7 +120,7 @@ def prompt_problems(topology: Topology, shape: HfConfig, broken: set[str], outpu
             continue
         found = SourceSummary()
         try:
-            for prompts in _parts(source, output.doing, settings):
+            for prompts in _parts(source, output, settings):
                 usable = found.add(prompts, source)
                 if found.problem is None and not trains_demonstrations(topology):
                     found.problem = _ungraded(source, usable, known, topology.reward)
@@ -140,16 +141,18 @@ def prompt_problems(topology: Topology, shape: HfConfig, broken: set[str], outpu
         yield from check_graders(topology, graded, output.doing, output.notes)
 
 
-def _parts(source: Source, doing: Doing, settings: SourceSettings | None) -> Iterator[list[Prompt]]:
+def _parts(source: Source, output: CheckOutput, settings: SourceSettings | None) -> Iterator[list[Prompt]]:
     """Yield a source's prompts in parts; of a function or a class, the first prompts."""
+    doing = output.doing
     if source.data.source_class is not None and settings is not None:
         limit_s = START_TIMEOUT_S + settings.timeout_s
 
         def drawing(first: int) -> None:
             doing(source.place_key, source.place, f"drawing rows from {first} on", limit_s=limit_s)
 
-        rows = drawn_twice(settings, doing=drawing)
-        yield [prompt_of(number, row, source.data, source.reader) for number, row in enumerate(rows)]
+        tried = drawn_twice(settings, doing=drawing)
+        output.notes.append(f"{source.place_key} = {show(source.place)}: {tried.note}")
+        yield [prompt_of(number, row, source.data, source.reader) for number, row in enumerate(tried.rows)]
         return
     if source.data.source is not None:
         doing(source.place_key, source.place, "calling it for its first rows")

@@ -285,11 +285,12 @@ def _try_class(args: argparse.Namespace) -> Iterator[tuple[str, bool]]:
     if state is not None and state.is_json:
         yield f"state: {_short(state.content.decode())}", True
     try:
-        drawn_twice(settings)
+        tried = drawn_twice(settings)
     except DataError as error:
         yield str(error), False
     else:
         yield "100 rows are the same after a kill", True
+        yield tried.note, True
 
 
 def _short(value: Any) -> str:

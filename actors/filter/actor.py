@@ -12,7 +12,7 @@ from actors.filter.filters import (
     FilterError,
     GroupSummary,
     Verdict,
-    answering,
+    filter_process,
     find_filter,
     keep_all,
     summary_of,
@@ -25,10 +25,10 @@ from messages.events import GroupCompleted, Outcome, VerdictGiven
 from messages.plain import clipped
 from runtime.bus.bus import Bus
 from runtime.bus.consumer import Deliveries, Delivery
-from runtime.bus.errors import BusError
+from runtime.bus.errors import BusError, PayloadLost
 from runtime.data.stored_prompts import fetch_prompt
 from runtime.process.actor import Actor
-from runtime.process.user_process import UserFunctionError, UserLimits, UserProcess, UserProcessError
+from runtime.process.user_process import NotReady, UserFunctionError, UserProcess, UserProcessError
 from runtime.settings.plugins import is_plugin
 from runtime.settings.topology import Topology
 from runtime.util.formatting import duration
@@ -39,6 +39,9 @@ GIVE_BACK_TIMEOUT_S = 1.0
 MAX_ACK_PENDING = 1024  # summed over all filter actors
 MAX_CONCURRENT_VERDICTS = 64  # concurrency of built-in filters, so that publishes and acks of several groups overlap
 FILTER_TIMEOUT_S = 10.0
+MAX_CALLS = 2  # calls of a user's filter for one group, each of which ends its process, before the group fails
+AGAIN_S = 1.0  # redelivery delay of a group that could not be judged
+MAX_DELIVERIES = 5  # of a group, whose filter's process does not start
 MAX_REASON_CHARS = 500
 
 log = structlog.get_logger()
@@ -71,8 +74,7 @@ class FilterActor(Actor):
         self._fields = topology.rollout.filter_fields
         self._own: UserProcess | None = None  # of a user's filter
         if is_plugin(self._name):
-            limits = UserLimits(memory_bytes=topology.reward.memory_bytes, env=topology.reward.env)
-            self._own = UserProcess(f"{answering.__module__}:{answering.__name__}", self._name, limits)
+            self._own = filter_process(topology, self._name)
         else:
             self._filter = find_filter(self._name)
         self._num_tasks = MAX_CONCURRENT_VERDICTS if self._own is None else 1
@@ -128,27 +130,39 @@ class FilterActor(Actor):
         self._judging[group.group_id] = time.monotonic()
         try:
             async with delivery.heartbeat():
-                verdict = await self._verdict_on(group)
-                await self._bus.publish(_verdict_given(delivery, verdict))
+                verdict = await self._verdict_on(delivery)
+                if verdict is not None:
+                    await self._bus.publish(_verdict_given(delivery, verdict))
         except anyio.get_cancelled_exc_class():
             with anyio.move_on_after(GIVE_BACK_TIMEOUT_S, shield=True):
                 await delivery.redeliver()  # hands it to another actor at once instead of after the ack wait
             raise
         finally:
             self._judging.pop(group.group_id, None)
+        if verdict is None:
+            await delivery.redeliver(AGAIN_S)
+            return
         await delivery.ack()
         self._counts[verdict.outcome] += 1
         log.debug("group_judged", attempt=group.attempt, outcome=verdict.outcome, reason=verdict.reason)
 
-    async def _verdict_on(self, group: GroupCompleted) -> Verdict:
+    async def _verdict_on(self, delivery: Delivery[GroupCompleted]) -> Verdict | None:
+        """Judge a group. None: it cannot be judged now, in an outage of the bus or without a process."""
+        group = delivery.message
         try:
             verdict = self._built_in(group) if self._own is None else await self._call(self._own, group)
         except TimeoutError:
             return _failed(f"no verdict within {self._timeout_s:g} s")
         except UserFunctionError as error:
             return _failed(str(error))
-        except (BusError, FilterError, UserProcessError, ValueError) as error:
+        except NotReady as error:
+            log.warning("filter_not_ready", error=str(error), num_delivered=delivery.num_delivered)
+            return _failed(repr(error)) if delivery.num_delivered >= MAX_DELIVERIES else None
+        except (PayloadLost, FilterError, UserProcessError, ValueError) as error:
             return _failed(repr(error))
+        except BusError as error:
+            log.warning("filter_without_data", error=str(error))
+            return None
         if self._keeps_spares and verdict.outcome is Outcome.DROP:
             return Verdict(outcome=Outcome.SPARE, reason=verdict.reason)
         return verdict
@@ -165,12 +179,21 @@ class FilterActor(Actor):
             BusError: data of the group cannot be read.
             FilterError: a sample has no reward.
             TimeoutError: it took too long; its process is killed.
-            UserFunctionError, UserProcessError: it raised, or its process ended.
+            NotReady: its process does not start.
+            UserFunctionError, UserProcessError: it raised, or its process ended, as did the next one.
         """
-        await own.start()  # again, if an earlier call has cost its process; not a part of the time limit
-        with anyio.fail_after(self._timeout_s):
-            payload = msgspec.msgpack.encode(await self._summary(group))
-            return msgspec.msgpack.decode(await own.call(payload), type=Verdict)
+        payload = msgspec.msgpack.encode(await self._summary(group))
+        calls = 0
+        while True:
+            await own.start()  # again, if an earlier call has cost its process; not a part of the time limit
+            try:
+                with anyio.fail_after(self._timeout_s):
+                    return msgspec.msgpack.decode(await own.call(payload), type=Verdict)
+            except UserProcessError as error:  # the kernel may have chosen it when memory was short
+                calls += 1
+                if calls == MAX_CALLS:
+                    raise
+                log.warning("filter_process_ended", reason=str(error))
 
     async def _summary(self, group: GroupCompleted) -> GroupSummary:
         stored = await fetch_prompt(self._bus, group.prompt_parts) if group.prompt_parts else None

@@ -16,8 +16,10 @@ from numpy.typing import NDArray
 from messages import SampleStatus, SampleSummary, Segment
 from messages.events import GroupCompleted, Outcome
 from runtime.data.dumps import DumpedGroup
+from runtime.process.user_process import UserLimits, UserProcess
 from runtime.settings.plugins import OWN, is_plugin, load_plugin
 from runtime.settings.recipe import FilterField
+from runtime.settings.topology import Topology
 
 FILTER_KEY = "rollout.dynamic_filter"
 MIN_STD = 1e-6  # in units of reward; smaller differences count as rounding
@@ -202,6 +204,12 @@ def find_filter(name: str | None, base_dirs: Sequence[Path] = ()) -> Filter:
         names = ", ".join(BUILT_IN_FILTERS)
         raise ValueError(f"no filter {name!r}: {hint}allowed: {names}, or {OWN}")
     return found
+
+
+def filter_process(topology: Topology, name: str) -> UserProcess:
+    """The process of a user's filter."""
+    limits = UserLimits(memory_bytes=topology.reward.memory_bytes, env=topology.reward.env)
+    return UserProcess(f"{answering.__module__}:{answering.__name__}", name, limits)
 
 
 def answering(name: str) -> Callable[[bytes], bytes]:

@@ -11,14 +11,13 @@ from typing import Final, Literal
 import msgspec
 
 from actors.reward.graders.code.grader import SECONDS
-from runtime.process.user_process import PASSED_ON
+from runtime.process.user_limits import AGENT_MARK, PASSED_ON
 from runtime.settings.plugins import file_of, is_plugin
 from runtime.settings.slices import split_slice
 from runtime.settings.topology import GraderLimits, RewardConfig, Topology
 from runtime.util.secrets import make_private
 
 ROOT: Final = Path(__file__).resolve().parents[2]  # import path of `actors`
-AGENT_MARK: Final = "PHYSARUM_AGENT"  # lets a node daemon find leftover processes of its run; no secret
 RUN_DIR: Final = "PHYSARUM_RUN_DIR"
 
 

@@ -7,6 +7,7 @@ import anyio
 from anyio.abc import TaskStatus
 
 from messages import Message
+from runtime.process.user_process import UserProcessError
 from runtime.settings.reading.config import TopologyError
 
 
@@ -23,6 +24,7 @@ INPUT_ERRORS: Final = (
     NotADirectoryError,
     IsADirectoryError,
     PermissionError,
+    UserProcessError,  # a user's function ends its process while it is imported, or is never ready
 )
 
 

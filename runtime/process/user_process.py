@@ -1,13 +1,12 @@
 """A user's function in a process of its own, which can be killed: filters and selections.
 
-The process dies with its parent. A call that takes too long costs its process, and the next call starts another one.
+The process and what it started die with its parent. A call that takes too long costs its process, and the next call
+starts another one.
 Graders have processes of their own kind (actors/reward), which can also be isolated.
 """
 
-import ctypes
 import importlib
 import os
-import resource
 import signal
 import sys
 import traceback
@@ -20,26 +19,28 @@ import anyio
 from anyio.abc import Process
 from anyio.streams.buffered import BufferedByteReceiveStream
 
-from runtime.util.exit_codes import EXIT_OK, EXIT_ORPHANED
+from runtime.bus.background import in_background
+from runtime.process.user_limits import end_group, end_with_parent, environment, forward, limit, take_pipes
+from runtime.util.exit_codes import EXIT_OK
 from runtime.util.formatting import signal_name
-from runtime.util.import_path import ROOT, user_folder_last
+from runtime.util.import_path import user_folder_last
 
 Answer = Callable[[bytes], bytes]
 
 START_S: Final = 30.0  # users' modules may be slow to import
 KILL_S: Final = 5.0
 MAX_BYTES: Final = 256 << 20  # of one call or answer
-MAX_FILES: Final = 1024  # open files
+MAX_STARTS: Final = 2  # processes that may end, or not be ready in time, before one is ready
+PRINTED_LAST_S: Final = 0.2  # to read the last output of a process that ended
 LENGTH_BYTES: Final = 4
-PR_SET_PDEATHSIG: Final = 1
-PASSED_ON: Final = (  # environment variables that users' functions get
-    *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ", "VIRTUAL_ENV", "LD_LIBRARY_PATH"),
-    *("PYTHONHASHSEED", "PYTHONUNBUFFERED", "SSL_CERT_FILE", "SSL_CERT_DIR", "NLTK_DATA"),
-)
 
 
 class UserProcessError(Exception):
     """The process cannot start, or ended during a call."""
+
+
+class NotReady(UserProcessError):
+    """The process cannot start."""
 
 
 class UserFunctionError(Exception):
@@ -74,15 +75,22 @@ class UserProcess:
 
         Raises:
             ValueError: the function cannot be used.
-            UserProcessError: the process did not start.
+            NotReady: the process did not start, nor did another one.
         """
+        for starts in range(1, MAX_STARTS + 1):
+            try:
+                return await self._start()
+            except UserProcessError as error:
+                if starts == MAX_STARTS:
+                    raise NotReady(f"loading {self._name}: {error}, {MAX_STARTS} times") from error
+
+    async def _start(self) -> None:
         if self._running is not None:
             return
-        words = (self._adapter, self._name, str(os.getpid()), str(self._limits.memory_bytes))
+        words = (self._adapter, self._name, str(self._limits.memory_bytes))
         process = await anyio.open_process(
             [sys.executable, "-P", "-m", "runtime.process.user_process", *words],
-            stderr=None,
-            env=self._environment(),
+            env=environment(self._limits.env),
             start_new_session=True,
         )
         running = self._running = _Running(process)
@@ -91,7 +99,7 @@ class UserProcess:
                 problem = (await running.receive()).decode()
         except TimeoutError as error:
             await self.kill()
-            raise UserProcessError(f"the process of {self._name} was not ready after {START_S:g} s") from error
+            raise UserProcessError(f"its process was not ready after {START_S:g} s") from error
         except BaseException:
             await self.kill()
             raise
@@ -125,12 +133,6 @@ class UserProcess:
         if running is not None:
             await running.kill()
 
-    def _environment(self) -> dict[str, str]:
-        wanted = {*PASSED_ON, *self._limits.env}
-        kept = {name: value for name, value in os.environ.items() if name in wanted or name.startswith("LC_")}
-        places = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-        return {"OMP_NUM_THREADS": "1", **kept, "PYTHONPATH": os.pathsep.join(places)}
-
 
 class _Running:
     """The pipes of a process."""
@@ -138,7 +140,8 @@ class _Running:
     def __init__(self, process: Process) -> None:
         assert process.stdin is not None
         assert process.stdout is not None
-        self._process, self._stdin = process, process.stdin
+        assert process.stderr is not None
+        self._process, self._stdin, self._stderr = process, process.stdin, process.stderr
         self._stdout = BufferedByteReceiveStream(process.stdout)
 
     async def send(self, payload: bytes) -> None:
@@ -148,6 +151,24 @@ class _Running:
             raise await self._died() from error
 
     async def receive(self) -> bytes:
+        """Receive an answer, and forward what the function prints until then."""
+        self._printed, wait_s = 0, 0.0
+        try:
+            async with in_background(self._forward):
+                return await self._receive()
+        except UserProcessError:
+            wait_s = PRINTED_LAST_S
+            raise
+        finally:
+            with anyio.move_on_after(wait_s, shield=True):  # 0: what has been read already
+                await self._forward()
+
+    async def _forward(self) -> None:
+        with suppress(anyio.EndOfStream, anyio.ClosedResourceError, anyio.BrokenResourceError):
+            while True:
+                self._printed = forward(await self._stderr.receive(), self._printed)
+
+    async def _receive(self) -> bytes:
         """Receive an answer: a byte, 0 if the function raised, its length and its content."""
         try:
             head = await self._stdout.receive_exactly(1 + LENGTH_BYTES)
@@ -177,21 +198,12 @@ class _Running:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Answer calls on standard input until it ends."""
-    adapter, name, parent, memory_bytes = arguments
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != int(parent):
-        return EXIT_ORPHANED
-    calls, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(2, 1)  # the function may print
-    for kind, limit in {
-        resource.RLIMIT_DATA: int(memory_bytes),
-        resource.RLIMIT_NOFILE: MAX_FILES,
-        resource.RLIMIT_CORE: 0,
-    }.items():
-        _, hard = resource.getrlimit(kind)
-        resource.setrlimit(kind, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
+    """Answer calls on standard input until it ends, then kill this process group. Return an exit code before that."""
+    adapter, name, memory_bytes = arguments
+    fd_in, fd_out = take_pipes()
+    calls, answers = os.fdopen(fd_in, "rb"), os.fdopen(fd_out, "wb")
+    end_with_parent(fd_in)
+    limit(int(memory_bytes))
     user_folder_last()
     module, _, function = adapter.partition(":")
     try:
@@ -207,7 +219,7 @@ def main(arguments: Sequence[str]) -> int:
         except Exception as error:  # noqa: BLE001 - a user's function may raise anything; the caller hears of it
             traceback.print_exc()
             _write(answers, 0, repr(error).encode(errors="replace")[: 1 << 16])
-    return EXIT_OK
+    end_group()
 
 
 def _write(answers: BinaryIO, kind: int, content: bytes) -> None:

@@ -78,17 +78,20 @@ def load_plugin(
     return Plugin(found, is_async)
 
 
-def load_class(key: str, value: str, *, methods: Sequence[str], base_dirs: Sequence[Path] = ()) -> type[Any]:
+def load_class(
+    key: str, value: str, *, methods: Sequence[str], optional: Sequence[str] = (), base_dirs: Sequence[Path] = ()
+) -> type[Any]:
     """Load a user class and check that it has the methods that are called.
 
     Args:
         key: setting that names it, for messages.
         value: "module:Class" or "path/file.py:Class".
         methods: names of the methods that it needs.
+        optional: names of further methods that are called if it has them.
         base_dirs: directories to look up relative files in, in order; empty: the current directory.
 
     Raises:
-        PluginError: no such file, module or attribute; not a class; a method is missing.
+        PluginError: no such file, module or attribute; not a class; a method is missing, async or a generator.
     """
     place, separator, attribute = value.rpartition(":")
     if not (separator and place and attribute):
@@ -96,11 +99,12 @@ def load_class(key: str, value: str, *, methods: Sequence[str], base_dirs: Seque
     found = _find(key, value, _load_module(key, value, place, attribute, base_dirs), attribute)
     if not inspect.isclass(found):
         raise PluginError(key, value, f"{attribute} is a {type(found).__name__}; name a class")
-    for method in methods:
+    for method in (*methods, *(name for name in optional if hasattr(found, name))):
         if not callable(getattr(found, method, None)):
             raise PluginError(key, value, f"{attribute} has no method {method}; needed: {', '.join(methods)}")
         if inspect.iscoroutinefunction(getattr(found, method)):
             raise PluginError(key, value, f"{attribute}.{method} is async; a plain method is needed here")
+        _refuse_generators(key, value, getattr(found, method), f"{attribute}.{method}")
     return found
 
 
@@ -118,6 +122,19 @@ def _load_slime(
     except PluginError as error:
         raise PluginError(key, value, error.problem) from error
     return Plugin(adapted(plugin.function, parameters, is_async=plugin.is_async), plugin.is_async)
+
+
+def located(key: str, value: str, base_dirs: Sequence[Path]) -> str:
+    """Return a user function's name with the absolute path of its file; the name of one in a module is unchanged.
+
+    Raises:
+        PluginError: no such file.
+    """
+    prefix = PREFIX if value.startswith(PREFIX) else ""
+    place, colon, attribute = value.removeprefix(prefix).rpartition(":")
+    if not place.endswith(".py"):
+        return value
+    return f"{prefix}{find_file(key, value, Path(place), base_dirs)}{colon}{attribute}"
 
 
 def file_of(value: str) -> str:

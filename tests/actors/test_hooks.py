@@ -141,3 +141,16 @@ def test_a_machine_that_cannot_isolate_graders_is_named_with_the_reason(monkeypa
     assert problem.startswith(
         'reward.sandbox = "isolated": this machine cannot isolate graders: unshare: Operation not permitted'
     )
+
+
+@pytest.mark.parametrize("key", ["dynamic_filter", "buffer_filter"])
+def test_a_filter_is_imported_with_the_environment_of_a_run(
+    key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_KEY", "k")
+    file = tmp_path / "mine.py"
+    file.write_text('import os\nMINE = os.environ["MY_KEY"]\ndef f(groups, n=None): return True\n')
+    rollout = {key: f"{file}:f"}
+    assert problems(rollout=rollout, reward={"env": ["MY_KEY"]}) == []
+    (problem,) = problems(rollout=rollout)
+    assert problem == f"rollout.{key} = \"{file}:f\": importing it failed: KeyError: 'MY_KEY'"

@@ -43,13 +43,11 @@ class Selector:
     ) -> None:
         names = {"over_sampling_filter": topology.rollout.over_sampling_filter}
         names["buffer_filter"] = topology.rollout.buffer_filter
-        limits = UserLimits(memory_bytes=topology.reward.memory_bytes, env=topology.reward.env)
         self._processes: dict[Kind, UserProcess] = {}
         for kind in get_args(Kind):
             name = names[kind]
             if name is not None and is_plugin(name):
-                adapter = f"{answering.__module__}:{answering.__name__}"
-                self._processes[kind] = UserProcess(adapter, f"{kind}{SEPARATOR}{name}", limits)
+                self._processes[kind] = selection_process(topology, kind, name)
             elif name is not None:
                 find_selection(kind, name)
         self._report = report
@@ -89,6 +87,12 @@ class Selector:
         await process.start()  # again, if an earlier call has cost it
         with anyio.fail_after(self._timeout_s):
             return msgspec.msgpack.decode(await process.call(msgspec.msgpack.encode(selection)), type=Chosen)
+
+
+def selection_process(topology: Topology, kind: Kind, name: str) -> UserProcess:
+    """The process of a user's selection."""
+    limits = UserLimits(memory_bytes=topology.reward.memory_bytes, env=topology.reward.env)
+    return UserProcess(f"{answering.__module__}:{answering.__name__}", f"{kind}{SEPARATOR}{name}", limits)
 
 
 def answering(named: str) -> Callable[[bytes], bytes]:

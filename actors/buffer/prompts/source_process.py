@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Final, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 import msgspec
 import structlog
@@ -18,6 +18,7 @@ import structlog
 from actors.buffer.prompts.source_worker import LENGTH_BYTES, Draw, Drawn, Hello, Ready, SavedState, framed
 from runtime.data.data_files import DataError
 from runtime.ledger.state import GroupOutcome
+from runtime.process.user_limits import environment, forward
 from runtime.settings.recipe import Recipe
 from runtime.settings.topology import RewardConfig, Topology
 from runtime.util.exit_codes import EXIT_OK
@@ -27,12 +28,7 @@ START_TIMEOUT_S: Final = 60.0  # to import the user's module and read the files
 KILL_TIMEOUT_S: Final = 5.0
 MAX_TRIES: Final = 3  # processes that may die in one draw
 MAX_ANSWER_BYTES: Final = 1 << 30
-PRINTED_BYTES: Final = 64 << 10  # output of the class that is logged per draw, so that it cannot fill a disk
-PASSED_ON: Final = (  # environment variables that the process gets, besides those of reward.env
-    *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ", "VIRTUAL_ENV", "LD_LIBRARY_PATH"),
-    *("PYTHONHASHSEED", "PHYSARUM_AGENT"),
-)
-ROOT: Final = Path(__file__).resolve().parents[3]  # import path of `actors`
+REST_S: Final = 1.0  # between two pieces of an answer that has begun, past the time limit
 
 log = structlog.get_logger()
 StructT = TypeVar("StructT", bound=msgspec.Struct)
@@ -79,6 +75,7 @@ class SourceProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._at: SavedState | None = None  # the state after the newest draw of the process
         self._has_drawn = False
+        self.gets_outcomes = False  # whether the class has a method `told`; known after the start
 
     def __enter__(self) -> "SourceProcess":
         return self
@@ -94,12 +91,19 @@ class SourceProcess:
         Raises:
             DataError: the class cannot be used, or the process does not start.
         """
+        try:
+            self._start()
+        except _DiedError as error:
+            self.kill()
+            raise DataError(f"{self._settings.hello.value}: loading it: {error}") from None
+
+    def _start(self) -> None:
         if self._process is not None:
             return
         pipe = subprocess.PIPE
         command = [sys.executable, "-P", "-m", "actors.buffer.prompts.source_worker"]
         self._process = process = subprocess.Popen(
-            command, stdin=pipe, stdout=pipe, stderr=pipe, env=self._environment(), start_new_session=True
+            command, stdin=pipe, stdout=pipe, stderr=pipe, env=environment(self._settings.env), start_new_session=True
         )
         for stream in (process.stdin, process.stdout, process.stderr):
             assert stream is not None
@@ -109,6 +113,7 @@ class SourceProcess:
         if ready.error:
             self.kill()
             raise DataError(ready.error)
+        self.gets_outcomes = ready.gets_outcomes
 
     def draw(
         self, first: int, count: int, outcomes: Sequence[GroupOutcome] = (), *, state: SavedState | None = None
@@ -127,7 +132,7 @@ class SourceProcess:
         name = self._settings.hello.value
         for tries in range(1, self._max_tries + 1):
             try:
-                self.start()
+                self._start()
                 restart = not self._has_drawn or state is not self._at
                 request = Draw(
                     first=first,
@@ -173,12 +178,6 @@ class SourceProcess:
         """Process id; None while no process runs."""
         return None if self._process is None else self._process.pid
 
-    def _environment(self) -> dict[str, str]:
-        wanted = {*PASSED_ON, *self._settings.env}
-        kept = {name: value for name, value in os.environ.items() if name in wanted or name.startswith("LC_")}
-        places = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-        return {"OMP_NUM_THREADS": "1", **kept, "PYTHONPATH": os.pathsep.join(places)}
-
     def _ask(self, request: msgspec.Struct, answer: type[StructT], timeout_s: float, what: str) -> StructT:
         """Send a request and return its answer.
 
@@ -213,9 +212,10 @@ def _exchange(process: subprocess.Popen[bytes], frame: bytes, deadline: float) -
         ready.register(process.stderr, selectors.EVENT_READ)
         while not _is_complete(received):
             left_s = deadline - time.monotonic()
-            if left_s <= 0:
-                raise TimeoutError
-            for key, _ in ready.select(left_s):
+            found = ready.select(left_s if left_s > 0 else REST_S if received else 0)
+            if left_s <= 0 and not any(key.fileobj is process.stdout for key, _ in found):
+                raise TimeoutError  # an answer that is ready counts: this process may have been stopped meanwhile
+            for key, _ in found:
                 if key.fileobj is process.stdin:
                     to_write = to_write[_written(key.fd, to_write) :]
                     if not to_write:
@@ -225,8 +225,7 @@ def _exchange(process: subprocess.Popen[bytes], frame: bytes, deadline: float) -
                 if not data:
                     ready.unregister(key.fileobj)
                 if key.fileobj is process.stderr:
-                    _forward(data[: max(0, PRINTED_BYTES - printed)])
-                    printed += len(data)
+                    printed = forward(data, printed)
                 elif data:
                     received += data
                 else:
@@ -256,12 +255,6 @@ def _available(fd: int) -> bytes:
     return os.read(fd, 1 << 20)
 
 
-def _forward(data: bytes) -> None:
-    sys.stderr.flush()
-    while data:
-        data = data[os.write(2, data) :]
-
-
 def _ending(process: subprocess.Popen[bytes]) -> str:
     try:
         code = process.wait(KILL_TIMEOUT_S)
@@ -272,9 +265,21 @@ def _ending(process: subprocess.Popen[bytes]) -> str:
     return "its process ended" if code == EXIT_OK else f"its process exited with code {code}"
 
 
+class Tried(NamedTuple):
+    """What a trial of a class found."""
+
+    rows: list[bytes]
+    gets_outcomes: bool
+
+    @property
+    def note(self) -> str:
+        """Whether the class gets outcomes, as a sentence."""
+        return "it gets outcomes by told()" if self.gets_outcomes else "it has no method told, so it gets no outcomes"
+
+
 def drawn_twice(
     settings: SourceSettings, count: int = 100, at_a_time: int = 10, doing: Callable[[int], object] = lambda _: None
-) -> list[bytes]:
+) -> Tried:
     """Draw rows twice, the second time with a kill half way, and return them.
 
     Outcomes with rewards from 0 to 1 are given in between, some of them dropped or failed.
@@ -282,7 +287,7 @@ def drawn_twice(
     Raises:
         DataError: the class cannot be used, or its rows differ the second time.
     """
-    runs: list[list[bytes]] = []
+    runs, gets_outcomes = list[list[bytes]](), False
     for kills in (False, True):
         state, rows, outcomes = None, list[bytes](), tuple[GroupOutcome, ...]()
         with SourceProcess(settings) as source:
@@ -293,6 +298,7 @@ def drawn_twice(
                 drawn = source.draw(first, at_a_time, outcomes, state=state)
                 state, rows = drawn.state, [*rows, *drawn.rows]
                 outcomes = tuple(_tried_outcome(number) for number in range(first, first + at_a_time))
+            gets_outcomes = source.gets_outcomes
         runs.append(rows)
     for number, (one, other) in enumerate(zip(*runs, strict=True)):
         if one != other:
@@ -301,7 +307,7 @@ def drawn_twice(
                 f"The second one was killed at row {count // 2} and went on from its state: rows must follow from "
                 "state and outcomes alone"
             )
-    return runs[0]
+    return Tried(runs[0], gets_outcomes)
 
 
 def _tried_outcome(number: int) -> GroupOutcome:

@@ -5,14 +5,9 @@ Run as `python -m actors.buffer.prompts.source_worker`, with frames on stdin and
 
 import inspect
 import os
-import resource
-import select
-import signal
 import sys
-import threading
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar, cast
@@ -21,16 +16,18 @@ import msgspec
 
 from runtime.data.data_files import DataError, read_records
 from runtime.ledger.state import GroupOutcome
+from runtime.process.user_limits import end_group, end_with_parent, limit, take_pipes
 from runtime.settings.plugins import load_class
 from runtime.util.exit_codes import EXIT_NO_HELLO, EXIT_OK
 from runtime.util.import_path import user_folder_last
 
 MAX_STATE_BYTES: Final = 1 << 20
-METHODS: Final = ("draw", "state", "restore")  # of the user's class; `told` is optional
+METHODS: Final = ("draw", "state", "restore")  # of the user's class
+OPTIONAL: Final = ("told",)
 LENGTH_BYTES: Final = 4
-NOT_JSON: Final = (
-    "expected bytes, or a value that JSON brings back as it is: objects with text keys, lists (no tuples), texts, "
-    "finite numbers, true, false, null"
+JSON: Final = (
+    "a value that JSON brings back as it is: objects with text keys, lists (no tuples), texts, finite numbers, true, "
+    "false, null"
 )
 
 T = TypeVar("T")
@@ -59,6 +56,7 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True):
     """First frame from the process: ready, or the error that prevents it."""
 
     error: str = ""
+    gets_outcomes: bool = False  # whether the class has a method `told`
 
 
 class Draw(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,8 +99,13 @@ class Source:
         """Load the class and its files. Raises PluginError, or DataError for a file."""
         self._hello = hello
         self._class = load_class(
-            hello.key, hello.value, methods=METHODS, base_dirs=[Path(base) for base in hello.base_dirs]
+            hello.key,
+            hello.value,
+            methods=METHODS,
+            optional=OPTIONAL,
+            base_dirs=[Path(base) for base in hello.base_dirs],
         )
+        self.gets_outcomes = hasattr(self._class, "told")
         self._arguments: list[Any] = []
         if hello.files or not _takes(self._class, 0):
             if not _takes(self._class, 1):
@@ -136,7 +139,13 @@ class Source:
         row: Any = _call(f"draw({number})", lambda: self._object.draw(number))
         if not isinstance(row, dict):
             raise UserError(f"draw({number}): expected a dict, the columns of a row, and got {type(row).__name__}")
-        content = _json(f"draw({number})", cast("dict[str, Any]", row))
+        columns = cast("dict[Any, Any]", row)
+        try:
+            content = _json(f"draw({number})", columns)
+        except UserError:
+            for name, value in columns.items():
+                _json(f"draw({number}): column {name!r:.200}", value)  # names the one to blame
+            raise
         if len(content) > 2 * self._hello.max_row_bytes:
             raise UserError(f"draw({number}): the row has {len(content)} bytes of JSON (data.max_row_bytes)")
         return content
@@ -144,7 +153,7 @@ class Source:
     def _state(self) -> SavedState:
         value: Any = _call("state()", lambda: self._object.state())
         is_json = not isinstance(value, bytes)
-        content = _json("state()", value, exact=True) if is_json else value
+        content = _json("state()", value, "bytes, or ") if is_json else value
         if len(content) > MAX_STATE_BYTES:
             raise UserError(f"state(): has {len(content)} bytes, and at most {MAX_STATE_BYTES} are allowed")
         return SavedState(content=content, is_json=is_json)
@@ -162,74 +171,53 @@ def _takes(user_class: type[Any], number: int) -> bool:
 
 def _call(name: str, call: Callable[[], T]) -> T:
     try:
-        return call()
+        answer = call()
     except (Exception, SystemExit) as error:  # a user's class may raise anything
         raise UserError(f"{name}: raised {type(error).__name__}: {error}", traceback.format_exc()) from error
+    if inspect.isawaitable(answer) or inspect.isgenerator(answer) or inspect.isasyncgen(answer):
+        if inspect.iscoroutine(answer):
+            answer.close()  # else Python warns that it was never awaited
+        raise UserError(f"{name}: returned a {type(answer).__name__}, which would have to run first; return a value")
+    return answer
 
 
-def _json(name: str, value: Any, *, exact: bool = False) -> bytes:
-    """Encode a user's value.
+def _json(name: str, value: Any, otherwise: str = "") -> bytes:
+    """Encode a user's value, which decoding must bring back.
 
     Args:
         name: the call that returned it, for messages.
         value: the value.
-        exact: whether decoding must give an equal value.
+        otherwise: what else is allowed, for messages.
     """
     try:
         content = msgspec.json.encode(value)
-        same = not exact or bool(msgspec.json.decode(content) == value)
+        same = bool(msgspec.json.decode(content) == value)
     except Exception as error:  # comparing a user's objects may raise anything
-        raise UserError(f"{name}: {NOT_JSON}: {error}") from error
+        raise UserError(f"{name}: expected {otherwise}{JSON}: {error}") from error
     if not same:
-        raise UserError(f"{name}: {NOT_JSON}")
+        raise UserError(f"{name}: expected {otherwise}{JSON}")
     return content
 
 
 def main() -> int:
-    """Answer requests until the input ends; return the exit code."""
-    fd_in, fd_out = _take_pipes()
-    threading.Thread(target=_end_with_parent, args=(fd_in,), daemon=True).start()
+    """Answer requests until the input ends, then kill this process group. Return an exit code before that."""
+    fd_in, fd_out = take_pipes()
+    end_with_parent(fd_in)
     user_folder_last()
     frame = _read(fd_in)
     if frame is None:
         return EXIT_NO_HELLO
     hello = msgspec.msgpack.decode(frame, type=Hello)
-    _limit(resource.RLIMIT_DATA, hello.memory_bytes)
-    _limit(resource.RLIMIT_NOFILE, hello.max_files)
-    _limit(resource.RLIMIT_CORE, 0)
+    limit(hello.memory_bytes, hello.max_files)
     try:
         source = Source(hello)
     except (ValueError, DataError, UserError, MemoryError) as error:
         _write(fd_out, framed(Ready(error=str(error) or type(error).__name__)))
         return EXIT_OK
-    _write(fd_out, framed(Ready()))
+    _write(fd_out, framed(Ready(gets_outcomes=source.gets_outcomes)))
     while (frame := _read(fd_in)) is not None:
         _write(fd_out, framed(source.answer(msgspec.msgpack.decode(frame, type=Draw))))
-    return EXIT_OK
-
-
-def _take_pipes() -> tuple[int, int]:
-    """Move the pipes to other descriptors, and redirect the class's output to stderr, which is logged."""
-    fd_in, fd_out = os.dup(0), os.dup(1)
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.close(null)
-    os.dup2(2, 1)
-    return fd_in, fd_out
-
-
-def _end_with_parent(fd_in: int) -> None:
-    """Kill this process and those that it started once the parent's end of the pipe is closed."""
-    poll = select.poll()
-    poll.register(fd_in, 0)  # only POLLHUP and POLLERR
-    poll.poll()
-    os.killpg(0, signal.SIGKILL)
-
-
-def _limit(kind: int, limit: int) -> None:
-    _, hard = resource.getrlimit(kind)
-    with suppress(OSError, ValueError):
-        resource.setrlimit(kind, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
+    end_group()
 
 
 def _read(fd: int) -> bytes | None:

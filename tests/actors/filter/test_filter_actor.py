@@ -11,11 +11,16 @@ import pytest
 
 from actors.filter.actor import FILTER_TIMEOUT_S, FilterActor
 from actors.filter.filters import Verdict, answering, summary_of
+from actors.registry import hosted
 from messages import SegmentsPublished
 from messages.events import GroupCompleted, Outcome, VerdictGiven
 from messages.samples import SampleStatus, SampleSummary, SegmentRef
 from runtime.bus.bus import Bus
+from runtime.bus.errors import BusUnavailable
 from runtime.bus.events import Events
+from runtime.process.actor import InputError
+from runtime.process.hosting import host
+from runtime.util.errors import flatten
 from tests.build.samples import segment
 from tests.build.topology import topology_with
 from tests.fixtures.nats import eventually
@@ -96,6 +101,12 @@ def all_sorts(group):
         case 4: return bool(bytearray(1 << 50))
         case 5: return "PHYSARUM_SECRET" in os.environ, "no secret"
         case _: return group.rewards[0] == 1, "first is wrong"
+def dies_once(group):
+    place = os.path.join(os.path.dirname(__file__), "once")
+    if not os.path.exists(place):
+        open(place, "w").close()
+        os.kill(os.getpid(), 9)
+    return False, "in another process"
 async def later(group): return len(group.response_lens) == 2
 def hangs(group): time.sleep(60)
 def hangs_first(group):
@@ -158,6 +169,38 @@ async def test_a_filter_that_hangs_costs_its_group_alone(bus: Bus, tmp_path: Pat
             assert (verdict.outcome, verdict.reason) == expected
 
 
+async def test_a_filter_whose_process_is_killed_is_called_once_more(bus: Bus, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(USER_FILTERS)
+    async with running(bus, f"{tmp_path}/mine.py:dies_once"), bus.read(VerdictGiven) as verdicts:
+        await complete(bus, 1, [1.0])
+        verdict = await next_verdict(verdicts)
+    assert (verdict.outcome, verdict.reason) == (Outcome.DROP, "in another process")
+
+
+async def test_a_filter_whose_process_does_not_start_for_a_while_fails_no_group(bus: Bus, tmp_path: Path) -> None:
+    """The import ends the process three times, after a call that killed it."""
+    (tmp_path / "mine.py").write_text(
+        "import os\nplace = os.path.join(os.path.dirname(__file__), 'left')\n"
+        "left = int(open(place).read()) if os.path.exists(place) else 0\n"
+        "if left:\n    open(place, 'w').write(str(left - 1))\n    os._exit(3)\n"
+        "def judge(group):\n    if not os.path.exists(place):\n        open(place, 'w').write('3')\n"
+        "        os.kill(os.getpid(), 9)\n    return True\n"
+    )
+    async with running(bus, f"{tmp_path}/mine.py:judge"), bus.read(VerdictGiven) as verdicts:
+        await complete(bus, 1, [1.0])
+        assert (await next_verdict(verdicts)).outcome is Outcome.KEEP
+
+
+async def test_a_filter_that_ends_its_process_while_it_is_imported_is_wrong_input(bus: Bus, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("import os\nos._exit(3)")
+    topology = topology_with(rollout={"dynamic_filter": f"{tmp_path}/mine.py:judge"})
+    with pytest.raises(ExceptionGroup) as caught:
+        await host(bus, [hosted("filter", topology, tmp_path)])
+    (error,) = flatten(caught.value)
+    assert isinstance(error, InputError)
+    assert "its process ended: exit code 3, 2 times" in str(error)
+
+
 async def test_a_filter_that_cannot_be_used_ends_its_actor_before_it_has_started(bus: Bus, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def other(group): return True")
     with pytest.RaisesGroup(pytest.RaisesExc(ValueError, match="there is no 'filter' in it")):
@@ -182,6 +225,39 @@ async def test_a_filter_reads_tokens_and_texts_on_request(bus: Bus, tmp_path: Pa
         await bus.publish(event)
         verdict = await next_verdict(verdicts)
     assert verdict.reason == "([[6, 7, 8, 9]], [[-1.0, -1.0, 0.0, -1.0]], 'p', '4', ['abab'])"
+
+
+async def test_an_outage_while_the_data_of_a_group_is_fetched_fails_no_group(
+    bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first fetch finds no server, the second one takes longer than a filter may, the third finds no payload."""
+    (tmp_path / "mine.py").write_text("def judge(group): return False, str(group.tokens)")
+    stored = SegmentsPublished(group_id=1, attempt=1, lease="l", segments=(segment([6], prompt=[5]),), prompt="p")
+    seq, fetch, fetches = await bus.publish(stored), Bus.fetch, 0
+
+    async def fetched(self: Bus, *arguments: Any) -> Any:
+        nonlocal fetches
+        fetches += 1
+        if fetches == 1:
+            raise BusUnavailable("no server for 30 s")
+        await anyio.sleep(1.5)
+        return await fetch(self, *arguments)
+
+    monkeypatch.setattr(Bus, "fetch", fetched)
+    async with (
+        running(bus, f"{tmp_path}/mine.py:judge", timeout_s=1.0, filter_fields=("tokens",)),
+        bus.read(VerdictGiven) as verdicts,
+    ):
+        for place, expected in ((seq, (Outcome.DROP, "[[6]]")), (seq + 1, (Outcome.FAILED, "PayloadLost("))):
+            refs = (SegmentRef(seq=place, position=0),)
+            sample = SampleSummary(index=0, status=SampleStatus.COMPLETED, reward=1.0, segments=refs)
+            event = GroupCompleted(
+                group_id=place, attempt=1, lease="l", round=0, instance="rollout.0", data="d", samples=(sample,)
+            )
+            await bus.publish(event)
+            verdict = await next_verdict(verdicts)
+            assert (verdict.outcome, (verdict.reason or "")[: len(expected[1])]) == expected
+    assert fetches == 3
 
 
 async def test_a_filter_that_takes_its_time_is_named(bus: Bus, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -21,6 +22,7 @@ from runtime.ledger.fold import LEDGER_EVENTS, LedgerState, fold
 from runtime.ledger.state import GroupOutcome
 from runtime.process.actor import InputError
 from runtime.process.hosting import host
+from runtime.process.user_limits import PRINTED_BYTES
 from runtime.settings.topology import Topology
 from runtime.util.errors import flatten
 from tests.build.events import completed, saved, trained
@@ -38,6 +40,9 @@ def scrawl():
             os.write(fd, b"x" * 99)
         except OSError:
             pass
+
+async def later():
+    return {{}}
 
 class Source:
     def __init__(self):
@@ -91,7 +96,11 @@ def test_a_class_goes_on_from_a_state_in_another_process(tmp_path: Path) -> None
         ("1 / 0", "return 1", "draw(0): raised ZeroDivisionError: division by zero\nTraceback"),
         ("sys.exit(3)", "return 1", "draw(0): raised SystemExit: 3"),
         ("return 7", "return 1", "draw(0): expected a dict, the columns of a row, and got int"),
-        ("return {'a': object()}", "return 1", "draw(0): expected bytes, or a value that JSON brings back as it is"),
+        ("return {'a': object()}", "return 1", "draw(0): column 'a': expected a value that JSON brings back as it is"),
+        ("return {'a': 1, 'label': float('nan')}", "return 1", "draw(0): column 'label': expected a value that JSON"),
+        ("return {'a': (1, 2)}", "return 1", "draw(0): column 'a': expected a value that JSON brings back as it is"),
+        ("return {1: 2}", "return 1", "draw(0): expected a value that JSON brings back as it is: objects with text"),
+        ("return later()", "return 1", "draw(0): returned a coroutine, which would have to run first"),
         ("pass", "return (1, 2)", "state(): expected bytes, or a value that JSON brings back as it is"),
         ("pass", "return float('nan')", "state(): expected bytes, or a value that JSON brings back as it is"),
         ("pass", "return {1: 2}", "state(): expected bytes, or a value that JSON brings back as it is"),
@@ -113,6 +122,64 @@ def test_a_process_that_dies_again_or_breaks_its_pipe_is_named(tmp_path: Path) -
             source.draw(0, 1)
 
 
+def test_a_class_that_ends_its_process_while_it_is_imported_cannot_be_used(tmp_path: Path) -> None:
+    settings = settings_of(tmp_path)
+    with (tmp_path / "mine.py").open("a") as file:
+        file.write("os._exit(3)")
+    with SourceProcess(settings) as source, pytest.raises(DataError, match="loading it: its process exited with code"):
+        source.start()
+
+
+@pytest.mark.parametrize(
+    ("told", "said"),
+    [
+        ("async def told(self, outcome): pass", "Source.told is async; a plain method is needed here"),
+        ("def told(self, outcome): yield", "Source.told is a generator: it has yield where return is needed"),
+        ("told = 7", "Source has no method told"),
+    ],
+)
+def test_a_method_that_would_not_run_is_refused(tmp_path: Path, told: str, said: str) -> None:
+    settings = settings_of(tmp_path)
+    with (tmp_path / "mine.py").open("a") as file:
+        file.write(f"\n    {told}\n")
+    with SourceProcess(settings) as source, pytest.raises(DataError, match=said):
+        source.start()
+
+
+def test_a_trial_says_whether_the_class_gets_outcomes(tmp_path: Path) -> None:
+    settings = settings_of(tmp_path)
+    assert drawn_twice(settings, 10).note == "it gets outcomes by told()"
+    (tmp_path / "mine.py").write_text((tmp_path / "mine.py").read_text().replace("def told(", "def tolled("))
+    assert drawn_twice(settings, 10).note == "it has no method told, so it gets no outcomes"
+
+
+def test_an_answer_that_is_ready_counts_although_this_process_was_stopped_past_the_time_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(data: bytes, printed: int) -> int:
+        time.sleep(1.0)
+        return printed + len(data)
+
+    monkeypatch.setattr("actors.buffer.prompts.source_process.forward", stopped)
+    settings = settings_of(tmp_path, draw="os.write(2, b'x'); time.sleep(0.1)", timeout_s=0.8)
+    with SourceProcess(settings) as source:
+        assert len(source.draw(0, 1).rows) == 1
+
+
+def test_what_a_class_gets_of_the_environment_and_what_it_may_print(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("SSL_CERT_FILE", "PHYSARUM_AGENT", "MY_KEY", "SECRET"):
+        monkeypatch.setenv(name, "x")
+    draw = "os.write(2, b'y' * 200_000); return {'names': sorted(n for n in os.environ if os.environ[n] == 'x')}"
+    with SourceProcess(settings_of(tmp_path, draw=draw, env=("MY_KEY",))) as source:
+        (row,) = source.draw(0, 1).rows
+    assert msgspec.json.decode(row) == {"names": ["MY_KEY", "PHYSARUM_AGENT", "SSL_CERT_FILE"]}
+    printed = capfd.readouterr().err
+    assert printed.count("y") == PRINTED_BYTES
+    assert "(further output of this call is left out)" in printed
+
+
 def test_a_class_that_hangs_is_killed_with_what_it_started(tmp_path: Path) -> None:
     draw = "__import__('subprocess').Popen(['sleep', '99']); time.sleep(99)"
     with SourceProcess(settings_of(tmp_path, draw, timeout_s=1.0)) as source:
@@ -126,7 +193,7 @@ def test_a_class_that_hangs_is_killed_with_what_it_started(tmp_path: Path) -> No
 
 
 def test_a_class_whose_state_lacks_something_is_found(tmp_path: Path) -> None:
-    assert len(drawn_twice(settings_of(tmp_path), 40)) == 40
+    assert len(drawn_twice(settings_of(tmp_path), 40).rows) == 40
     with pytest.raises(DataError, match=r"row 20 differs between two runs .* went on from its state"):
         drawn_twice(settings_of(tmp_path, state="return []"), 40)
 

@@ -1,0 +1,95 @@
+"""Environment, limits, output and end of a process that runs a user's filter, selection or data source."""
+
+import os
+import resource
+import select
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Final, NoReturn
+
+from runtime.util.import_path import ROOT
+
+PASSED_ON: Final = (  # environment variables that users' functions get
+    *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ", "VIRTUAL_ENV", "LD_LIBRARY_PATH"),
+    *("PYTHONHASHSEED", "PYTHONUNBUFFERED", "SSL_CERT_FILE", "SSL_CERT_DIR", "NLTK_DATA"),
+)
+AGENT_MARK: Final = "PHYSARUM_AGENT"  # lets a node daemon find leftover processes of its run; no secret
+PRINTED_BYTES: Final = 64 << 10  # of a call's output that is logged, so that it cannot fill a disk
+MAX_FILES: Final = 1024  # open files
+LEFT_OUT: Final = b"\n(further output of this call is left out)\n"
+
+
+def environment(names: Sequence[str]) -> dict[str, str]:
+    """Environment variables of a process that runs a user's function.
+
+    Args:
+        names: further variables of this process that it gets.
+    """
+    wanted = {*PASSED_ON, AGENT_MARK, *names}
+    kept = {name: value for name, value in os.environ.items() if name in wanted or name.startswith("LC_")}
+    places = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {"OMP_NUM_THREADS": "1", **kept, "PYTHONPATH": os.pathsep.join(places)}
+
+
+def forward(data: bytes, printed: int) -> int:
+    """Write a function's output to stderr, up to PRINTED_BYTES of each call. Blocks.
+
+    Args:
+        data: the output.
+        printed: bytes of this call's output before.
+
+    Returns:
+        Bytes of this call's output so far.
+    """
+    kept = data[: max(0, PRINTED_BYTES - printed)]
+    total = printed + len(data)
+    if printed <= PRINTED_BYTES < total:
+        kept += LEFT_OUT
+    sys.stderr.flush()
+    while kept:
+        kept = kept[os.write(2, kept) :]
+    return total
+
+
+def take_pipes() -> tuple[int, int]:
+    """Move stdin and stdout to other descriptors, and the output of the user's code to stderr."""
+    fd_in, fd_out = os.dup(0), os.dup(1)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    os.dup2(2, 1)
+    return fd_in, fd_out
+
+
+def end_with_parent(fd_in: int) -> None:
+    """Kill this process and those that it started once the parent's end of a pipe is closed.
+
+    Args:
+        fd_in: the pipe that the parent writes to. The process must lead its own process group.
+    """
+
+    def watch() -> None:
+        poll = select.poll()
+        poll.register(fd_in, 0)  # only POLLHUP and POLLERR
+        poll.poll()
+        end_group()
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def end_group() -> NoReturn:
+    """Kill this process and those that it started."""
+    os.killpg(0, signal.SIGKILL)
+    raise AssertionError("this process is dead")
+
+
+def limit(memory_bytes: int, max_files: int = MAX_FILES) -> None:
+    """Limit this process's data and open files, and let it write no core dump."""
+    limits = {resource.RLIMIT_DATA: memory_bytes, resource.RLIMIT_NOFILE: max_files, resource.RLIMIT_CORE: 0}
+    for kind, wanted in limits.items():
+        _, hard = resource.getrlimit(kind)
+        with suppress(OSError, ValueError):
+            resource.setrlimit(kind, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
