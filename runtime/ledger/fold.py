@@ -39,7 +39,7 @@ from messages import (
 from messages.subjects import key_of
 from runtime.ledger.batches import evaluate, lose_ending_of_item, lose_item, note_same_weights, take_batch, take_step
 from runtime.ledger.changes import Change
-from runtime.ledger.groups import close, end_attempt, issue, judge, note_outcomes, set_verdicts, spill, take_draws
+from runtime.ledger.groups import close, end_attempt, issue, judge, note_outcomes, set_verdicts, spill
 from runtime.ledger.state import MAX_ENDINGS_LOST, Books, EvalItem, Evaluation, Group, LedgerState, Stage
 
 __all__ = [
@@ -57,7 +57,7 @@ __all__ = [
     "in_flight",
 ]
 
-FOLD_VERSION: Final = 17  # raised when the same log folds to another state; older snapshots are then ignored
+FOLD_VERSION: Final = 18  # raised when the same log folds to another state; older snapshots are then ignored
 
 PART: Final = 512  # groups of an issue that are folded at a time, in about 2 ms
 MAX_DIGITS: Final = 20  # of a group id in a subject
@@ -135,7 +135,6 @@ def _apply(state: LedgerState, event: LedgerEvent, seq: int) -> tuple[Change, ..
         case VerdictGiven():
             return judge(state, event)
         case GroupsIssued():
-            take_draws(state, event)
             return issue(state, event)
         case BufferStarted():
             return _start(state, event)

@@ -53,9 +53,10 @@ def _keep(state: LedgerState, group: Group) -> Judged:
 
 
 def issue(state: LedgerState, event: GroupsIssued) -> tuple[Change, ...]:
-    """Add new groups, and issue pooled groups again."""
+    """Add new groups, and issue pooled groups again. New groups of a data source with a state cite its state."""
     kept = set_verdicts(state, needed=event.verdicts)
     groups: list[Group] = []
+    num_groups = state.next_group
     for issued in event.groups:
         group = state.groups.get(issued.group_id)
         if issued.group_id >= state.next_group and not issued.attempt:
@@ -86,6 +87,9 @@ def issue(state: LedgerState, event: GroupsIssued) -> tuple[Change, ...]:
             state.newest_payload = max((state.newest_payload, *issued.prompt_parts))
             state.index.enter(group)
             groups.append(group)
+    if state.next_group > num_groups and event.draws not in ((), state.draws):  # with the first part of an issue
+        state.draws, state.draws_digest = event.draws, event.draws_digest
+        state.outcomes = state.outcomes[event.num_told :]
     if groups:
         state.to_issue, state.issue_round = event.more, event.round
     return *kept, Issued(tuple(groups))
@@ -210,13 +214,6 @@ def note_outcomes(state: LedgerState, changes: Iterable[Change]) -> None:
         )
         group.is_told = True
         state.outcomes = (*state.outcomes, outcome)
-
-
-def take_draws(state: LedgerState, event: GroupsIssued) -> None:
-    """Record the state of a data source after it got outcomes and drew the rows of an issue."""
-    if event.draws:
-        state.draws, state.draws_digest = event.draws, event.draws_digest
-        state.outcomes = state.outcomes[event.num_told :]
 
 
 def _count_barren(state: LedgerState, group: Group) -> None:

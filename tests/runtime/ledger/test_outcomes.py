@@ -51,6 +51,16 @@ def test_an_issue_takes_the_outcomes_that_the_source_was_told() -> None:
     assert log.state.groups[3].draws == (9,)
 
 
+def test_a_repeated_issue_changes_neither_the_state_of_the_source_nor_the_outcomes() -> None:
+    log = log_with_a_source()
+    log.complete(0)
+    log.add(issued(4, 1, num_told=1, draws=(20,)))
+    log.complete(1)
+    for repeated in (issued(0, 4, num_told=1), issued(4, 1, num_told=1, draws=(20,))):
+        log.add(repeated)
+        assert (log.state.draws, [outcome.number for outcome in log.state.outcomes]) == ((20,), [101])
+
+
 def test_the_newest_state_and_the_rows_of_live_groups_are_not_purged() -> None:
     log = log_with_a_source()
     log.add(issued(4, 1, draws=(20,)))
@@ -67,7 +77,7 @@ def test_an_issue_that_is_folded_in_parts_takes_outcomes_once() -> None:
         log = log_with_a_source()
         log.complete(0)
         log.complete(1)
-        event, seq = issued(4, 1200, num_told=1), len(log.events) + 1
+        event, seq = issued(4, 1200, num_told=1, draws=(20,)), len(log.events) + 1
         if whole:
             fold(log.state, event, seq)
         else:
