@@ -3,7 +3,7 @@
 
 const CURVES = [
   ["Reward", ["rollout/raw_reward", "rollout/rewards"]],
-  ["Evaluation", /^eval\/(?!step$)(?!.*-(truncated|newer_weights)_ratio$)[^/]+$/],
+  ["Evaluation", /^eval\/(?!step$)(?!.*-(truncated|newer_weights|ungraded)_ratio$)[^/]+$/],
   ["Loss", ["train/loss", "train/pg_loss", "train/sft_loss", "train/preference_loss"]],
   ["KL", ["train/kl_loss", "train/ppo_kl", "rollout/kl"]],
   ["Entropy", ["train/entropy_loss"]],
@@ -59,6 +59,18 @@ function number(value) {
   return Number.isFinite(found) ? found : null;
 }
 
+function tick(value) { // of the y axis; very small and very large values would else be 0 or too wide
+  if (value === null) return "";
+  const size = Math.abs(value);
+  return size && (size < 1e-3 || size >= 1e7) ? value.toExponential(1) : value.toLocaleString("en-US");
+}
+
+function yRange(chart, low, high) { // a constant is a line in the middle
+  if (low === null) return [0, 1];
+  if (low === high) return [low - (Math.abs(low) || 1), high + (Math.abs(high) || 1)];
+  return uPlot.rangeNum(low, high, 0.1, true);
+}
+
 function draw(place, names, data, options = {}) {
   const style = getComputedStyle(document.documentElement);
   const [text, line] = ["--text", "--line"].map((name) => style.getPropertyValue(name).trim());
@@ -82,8 +94,8 @@ function draw(place, names, data, options = {}) {
     return { label: name, stroke: colour, width: 1.5, spanGaps: true, ...fill, value: options.value };
   });
   const chart = new uPlot({
-    width, height: options.height || 200, scales: { x: { time: Boolean(options.time) } },
-    axes: [axis, { ...axis, size: 64 }], series: [{ label: options.time ? "time" : "step" }, ...series],
+    width, height: options.height || 200, scales: { x: { time: Boolean(options.time) }, y: { range: yRange } },
+    axes: [axis, { ...axis, size: 64, values: (chart, splits) => splits.map(tick) }], series: [{ label: options.time ? "time" : "step" }, ...series],
   }, data, place);
   charts.set(place, { chart, key });
 }
