@@ -66,6 +66,7 @@ class Outcome:
 
     membership: Membership
     failed: dict[str, str] = field(default_factory=dict[str, str])  # by engine, by rollout actor, or "" for the trainer
+    is_cut_off: bool = False  # the bus failed while engines were prepared; they request another weight sync
     is_finished: bool = False  # all was sent, and the engines were called to verify it
     num_buckets: int = 0
     sent_bytes: int = 0

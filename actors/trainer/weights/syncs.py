@@ -18,7 +18,7 @@ steps. Kernels of two NCCL communicators deadlock if they wait for each other in
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Final
 
 import anyio
@@ -148,7 +148,7 @@ class WeightSessions:
             await anyio.sleep(RETRY.pause_s(failures + 1))
 
     async def _session(self, part: int) -> Outcome | None:
-        """Run one weight sync with an update group. Returns None if none of its engines takes part."""
+        """Run one weight sync with an update group. Returns None if no engine takes part, or the bus fails."""
         self._num_sessions += 1
         session = f"{self._incarnation}.{self._num_sessions}"
         outcome = await self._prepare(session, part)
@@ -160,14 +160,15 @@ class WeightSessions:
         finally:
             if not outcome.is_finished:
                 await self._abort(session, outcome)
-        return outcome
+        return None if outcome.is_cut_off else outcome
 
     async def _prepare(self, session: str, part: int) -> Outcome:
         """Have all rollout actors prepare their engines, and wait for engines at work. Their last answers count.
 
         A rollout actor that restarts meanwhile answers with the engines that it found. Engines of one that does not
-        answer take no part.
+        answer take no part. If the bus fails, those that answered before must be aborted: their engines may be paused.
         """
+        prepared: Mapping[str, WeightSyncAnswered] = {}
         step = WeightSyncPrepared(
             session=session,
             incarnation=self._incarnation,
@@ -182,9 +183,10 @@ class WeightSessions:
             except BusError as error:  # engines request a weight sync once the bus is back
                 log.warning("weight_sync_not_prepared", error=str(error))
                 self._note_at_work({})
-                return Outcome(Membership((), part))
+                return Outcome(Membership.of(prepared, part), {"": str(error)}, is_cut_off=True)
             for instance, reason in asked.refused.items():
                 log.warning("weight_sync_not_prepared", instance=instance, reason=reason)
+            prepared = {**prepared, **asked.answers}
             answers = asked.answers.values()
             self._note_at_work({engine: doing for answer in answers for engine, doing in answer.pending.items()})
             if not self._at_work:

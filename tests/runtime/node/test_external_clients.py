@@ -37,7 +37,7 @@ from runtime.node.network import NodeAddress
 from runtime.node.node_plan import NodePlan
 from runtime.util.secrets import Login, Secret, with_login
 from tests.fixtures.nats import eventually
-from tests.runtime.node.test_daemon import Running, events_of, plan, player
+from tests.runtime.node.test_daemon import Running, plan
 from tests.support.running_server import running_server
 
 pytestmark = pytest.mark.anyio
@@ -259,19 +259,6 @@ def test_a_name_is_taken_while_its_credential_is_valid(tmp_path: Path) -> None:
     second = add_client(tmp_path, "bob", ClientKind.VIEWER, expires=later())
     assert read_clients(tmp_path).clients == (second,)
     assert first.password != second.password
-
-
-async def test_a_run_that_began_without_accounts_resumes_with_them(tmp_path: Path) -> None:
-    assert (await Running(plan(tmp_path, player("2", "--then", "fail"))).run()).error is not None
-    before = await events_of(tmp_path)
-    async with running(tmp_path):
-        join = read_join(tmp_path / JOIN_FILE)
-        async with (
-            Bus.connect(join.url_with_login, "r", name="actor", certificate=join.certificate) as bus,
-            bus.read() as events,
-        ):
-            found = [received.message async for received in events.so_far()]
-    assert found[: len(before)] == before
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from messages import (
     WeightSyncRequested,
 )
 from runtime.bus.bus import Bus
+from runtime.bus.errors import BusUnavailable
 from runtime.bus.roster import Member, Roster
 from runtime.settings.load import load_topology
 
@@ -89,3 +90,28 @@ async def test_a_sync_that_keeps_failing_is_tried_five_times_and_again_when_an_e
     assert syncs.is_requested
     refused = await syncs.requested(WeightSyncRequested(version=6, engines=(ENGINE,)))
     assert refused.failed == {ENGINE: "the trainer has no weights 6 to send"}
+
+
+@pytest.mark.anyio
+async def test_a_bus_that_fails_while_engines_are_at_work_has_those_paused_already_aborted(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    topology = load_topology(ROOT / "topologies" / "laptop-colocated.toml").topology
+    actor, rank, call_all = RolloutActor(), Rank(), Roster.call_all
+
+    async def calling(self: Roster, *arguments: Any, **options: Any) -> Any:
+        if actor.prepared:
+            raise BusUnavailable("no server for 30 s")
+        return await call_all(self, *arguments, **options)
+
+    monkeypatch.setattr(Roster, "call_all", calling)
+    handlers: Any = {WeightSyncPrepared: actor.prepare, WeightSyncDecided: actor.decide}
+    with TorchThread("cpu") as torch_thread:
+        syncs = WeightSessions(topology, bus, torch_thread, rank, incarnation=2, wake=wake)  # pyright: ignore[reportArgumentType]
+        syncs.weights_are(7)
+        await Roster(bus).join("rollout", Member(instance="rollout.0", incarnation=1, node="n0"))
+        async with bus.serve(handlers, instance="rollout.0"):
+            await syncs.bring()
+    assert len(actor.prepared) == 1
+    assert actor.aborted == ["no server for 30 s"]
+    assert syncs.waits_for() == ""
