@@ -156,7 +156,8 @@ def _grade_of_value(value: Any, details: dict[str, Any] | None, sample: GradedSa
     if len(rewards) != number:
         return _bad(f"returned {len(rewards)} rewards for {number} {sample.per}s")
     try:
-        found = array("f", rewards)
+        numbers = array("d", rewards)
+        found = array("f", numbers)
     except Exception as error:  # noqa: BLE001 - a third-party number type may raise anything
         return _bad(f"returned a list of rewards that are not all numbers: {_cut(str(error))}")
     for place, reward in enumerate(found):
@@ -166,7 +167,7 @@ def _grade_of_value(value: Any, details: dict[str, Any] | None, sample: GradedSa
         of_turns, found = found, array("f", bytes(4 * sample.response_len))
         for turn, reward in zip(sample.turns, of_turns, strict=True):
             found[turn.end - 1] += reward
-    return Graded(reward=math.fsum(found), details=details, token_rewards=found.tobytes())
+    return Graded(reward=math.fsum(numbers), details=details, token_rewards=found.tobytes())
 
 
 def _grade_of_number(number: Any, details: dict[str, Any] | None) -> Graded:

@@ -1,7 +1,8 @@
 """One conversation of a sample, as a generate function uses it: turns, input between them, and what is trained."""
 
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import index
 from typing import Any, Final, NamedTuple, Never, cast
@@ -10,12 +11,14 @@ import anyio
 import msgspec
 import numpy as np
 
+from actors.rollout.samples.buffer import NOTHING
 from actors.rollout.samples.sample import NUM_TURNS, TEMPERATURES, OpenSample, Turn, tokens_left
 from actors.rollout.sglang.served_model import ServedModel
 from messages import Int32Array, Prompt, SampleStatus, Score
 
 MAX_METADATA_BYTES: Final = 65_536  # of one sample, as JSON: events carry it
 MAX_RANGES: Final = 1_024  # ranges of tokens that do not train, of one sample
+SHOWN_IDS: Final = 50  # tokens in an error
 
 Ask = Callable[[OpenSample, Sequence[str] | None, int], Awaitable[bool]]
 Keep = Callable[[OpenSample], Awaitable[None]]
@@ -49,8 +52,10 @@ class FunctionRun:
     mismatch: str | None = None  # what a replay found to differ
 
     def let_work(self) -> None:
-        """Give the function its time until the next turn."""
+        """Give the function its time until the next turn. A halted one ends at its next wait."""
         self.scope.deadline = math.inf if self.num_asking else anyio.current_time() + self.limit_s
+        if self.halted and not self.num_asking:
+            self.scope.cancel()
 
     async def leave(self, status: SampleStatus | None = None, *, mismatch: str | None = None) -> Never:
         """End the function, which is waiting in this call."""
@@ -82,6 +87,7 @@ class Context:
         self.reward: float | None = None
         self.rewards: dict[str, float] = {}
         self.asking = False
+        self.is_cut_off = False  # the newest turn failed after its first tokens, e.g. by a timeout of the function
         self._run = run
         self._sample = sample
         self._inputs: list[int] = []
@@ -140,7 +146,8 @@ class Context:
         turn = await self._next_turn(temperature)
         train = train and temperature in (None, self._run.temperature)
         if self._num_turns >= self._num_replayed:
-            await self._go_on(turn, stop, self._run.max_tokens if max_new_tokens is None else max_new_tokens)
+            with self._running(turn):
+                await self._go_on(turn, stop, self._run.max_tokens if max_new_tokens is None else max_new_tokens)
         return self._end_turn(turn, train=train)
 
     async def generate_by(self, service: Service, *, train: bool = True) -> str:
@@ -155,11 +162,15 @@ class Context:
         """
         turn = await self._next_turn()
         if self._num_turns >= self._num_replayed:
+            if turn.num_tokens:
+                await self._run.leave(mismatch=f"turn {self._num_turns + 1}: begun by an engine, now of a service")
             sample = self._sample
-            answer = await service([*self.prompt_ids, *self.ids])
-            ids, log_probs, text = self._checked(answer, train=train)
-            sample.buffer.append(ids, log_probs, text, "")
-            await self._run.keep(sample)
+            with self._running(turn):
+                answer = await service([*self.prompt_ids, *self.ids])
+                ids, log_probs, text = self._checked(answer, train=train)
+                sample.buffer.append_input(sample.pending)
+                sample.buffer.append(ids, log_probs, text, "")
+                await self._run.keep(sample)
         return self._end_turn(turn, train=train)
 
     def append(self, text: str) -> None:
@@ -221,27 +232,50 @@ class Context:
         if self._num_turns == len(sample.turns):
             sample.pending = inputs
             sample.turns.append(Turn(inputs=inputs, temperature=temperature))
-            chosen = [turn.temperature for turn in sample.turns]
-            if any(each is not None for each in chosen):
-                sample.metadata = {**sample.metadata, TEMPERATURES: chosen}  # before its first token is stored
+            self._note_temperatures()  # before its first token is stored
         turn = sample.turns[self._num_turns]
         if not np.array_equal(turn.inputs, inputs):
             where = f"input before turn {self._num_turns + 1}"
-            await self._run.leave(mismatch=f"{where}: {turn.inputs.tolist()!r:.300}, now {inputs.tolist()!r:.300}")
+            await self._run.leave(mismatch=f"{where}: {shown_ids(turn.inputs)}, now {shown_ids(inputs)}")
         if turn.temperature != temperature:
             where = f"temperature of turn {self._num_turns + 1}"
             await self._run.leave(mismatch=f"{where}: {turn.temperature}, now {temperature}")
         return turn
 
+    @contextmanager
+    def _running(self, turn: Turn) -> Generator[None]:
+        """Mark a turn as running. If it fails without a token, it has not begun; otherwise `generate` continues it."""
+        self.asking = True
+        try:
+            yield
+        except BaseException:
+            self.is_cut_off = turn.num_tokens > 0
+            if not self.is_cut_off:
+                self._sample.turns = [each for each in self._sample.turns if each is not turn]
+                self._sample.pending = NOTHING
+                self._note_temperatures()
+            raise
+        finally:
+            self.asking = False
+
+    def _note_temperatures(self) -> None:
+        """Copy the temperatures of the turns to the sample's metadata, if the function chose any."""
+        sample, chosen = self._sample, [turn.temperature for turn in self._sample.turns]
+        others = {name: value for name, value in sample.metadata.items() if name != TEMPERATURES}
+        is_any = any(each is not None for each in chosen)
+        sample.metadata = {**others, TEMPERATURES: chosen} if is_any else others
+
     async def _go_on(self, turn: Turn, stop: Sequence[str] | None, max_new_tokens: int) -> None:
         """Send requests until the turn has ended."""
         run = self._run
-        self.asking, run.num_asking = True, run.num_asking + 1
+        run.num_asking += 1
         run.let_work()
-        async with run.requests:
-            await self._ask(turn, stop, max_new_tokens)
-        self.asking, run.num_asking = False, run.num_asking - 1
-        run.let_work()
+        try:
+            async with run.requests:
+                await self._ask(turn, stop, max_new_tokens)
+        finally:
+            run.num_asking -= 1
+            run.let_work()
 
     async def _ask(self, turn: Turn, stop: Sequence[str] | None, max_new_tokens: int) -> None:
         sample, cut_short = self._sample, True
@@ -255,6 +289,7 @@ class Context:
 
     def _end_turn(self, turn: Turn, *, train: bool) -> str:
         self._num_turns += 1
+        self.is_cut_off = False
         self._inputs = []
         self.text += turn.text
         if not train:
@@ -302,14 +337,21 @@ class Context:
         self._sample.metadata = {**noted, **kept, NUM_TURNS: max(self._num_turns, self._sample.num_turns)}
 
     def settle(self) -> None:
-        """Copy text, reward and what does not train to the sample, after the function has ended.
+        """Copy text, metadata and what does not train to the sample, after the function has ended.
 
         Raises:
-            ValueError: the reward is no finite number, or too many ranges do not train.
+            ValueError: no event can carry the metadata, or too many ranges do not train.
         """
         self.note()
         self._sample.dialogue = self.text
         self._sample.untrained = _merged(self._untrained)
+
+    def settle_reward(self) -> None:
+        """Copy the function's reward to the sample, which has all its tokens.
+
+        Raises:
+            TypeError, ValueError, OverflowError: it is no finite number, or there are others without it.
+        """
         self._sample.own_score = self._own_score()
 
     def _own_score(self) -> Score | None:
@@ -319,6 +361,7 @@ class Context:
             return None
         values = {"reward": self.reward, **self.rewards}
         for name, value in values.items():
+            checked_text(name, "the name of a reward: ")
             if isinstance(value, bool | int | float) and math.isfinite(value):  # pyright: ignore[reportUnnecessaryIsInstance] - a user's
                 continue
             raise ValueError(f"the reward {name!r} is {value!r:.100}, not a finite number")
@@ -329,12 +372,18 @@ class Context:
     def left_out(self) -> str | None:
         """Return what this run of the function left out of what it had done before; None: nothing."""
         recorded = sum(turn.num_tokens > 0 for turn in self._sample.turns)
-        return f"{recorded} turns, now {self._num_turns}" if recorded > self._num_turns else None
+        begun = self._num_turns + self.is_cut_off
+        return f"{recorded} turns, now {begun}" if recorded > begun else None
 
     @property
     def num_turns(self) -> int:
         """Number of finished turns."""
         return self._num_turns
+
+
+def shown_ids(ids: Int32Array) -> str:
+    """Return the first tokens for an error."""
+    return f"{ids[:SHOWN_IDS].tolist()}{'...' if len(ids) > SHOWN_IDS else ''}"
 
 
 def checked_text(text: Any, call: str) -> str:

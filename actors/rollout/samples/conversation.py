@@ -10,9 +10,9 @@ from typing import Final
 
 import numpy as np
 
-from actors.rollout.samples.context import Ask, Context, FunctionRun, Keep, checked_ids, checked_text
+from actors.rollout.samples.context import Ask, Context, FunctionRun, Keep, checked_ids, checked_text, shown_ids
 from actors.rollout.samples.generate_function import KEY
-from actors.rollout.samples.sample import OpenSample
+from actors.rollout.samples.sample import FINISHED, OpenSample
 from actors.rollout.sglang.errors import EngineError
 from actors.rollout.sglang.served_model import ServedModel
 from messages import Int32Array, Prompt, SampleStatus
@@ -91,8 +91,8 @@ class Conversation(Context):
         if sibling is None:
             sibling = sample.open_sibling(part, ids)
         elif not np.array_equal(sibling.prompt_of(ids), ids):
-            recorded = sibling.prompt_of(ids).tolist()
-            run.mismatch = f"prompt of conversation {part}: {recorded!r:.300}, now {ids.tolist()!r:.300}"
+            recorded = shown_ids(sibling.prompt_of(ids))
+            run.mismatch = f"prompt of conversation {part}: {recorded}, now {shown_ids(ids)}"
             run.scope.cancel()  # takes effect at the function's next wait
         opened = Context(run, sibling)
         if opened.room <= 0:
@@ -120,6 +120,8 @@ class Conversation(Context):
     async def run(self, function: GenerateFunction) -> SampleStatus:
         """Run the function; return the sample's final status, ABORTED if it was halted or starts again.
 
+        A reward that is no finite number fails the sample. That of a sample without all its tokens is not looked at.
+
         Raises:
             ValueError: the function raised, took too long, requested no turn, or set what no event can carry.
         """
@@ -146,6 +148,12 @@ class Conversation(Context):
             run.mismatch = self._left_out(conversations)
         self.starts_again = run.mismatch is not None or (run.over is None and self._end is SampleStatus.ABORTED)
         status = SampleStatus.ABORTED if run.mismatch is not None else run.over or self._end
+        if status in FINISHED:
+            try:
+                for each in conversations:
+                    each.settle_reward()
+            except (TypeError, ValueError, OverflowError) as error:
+                status, self.reason = SampleStatus.FAILED, str(error)
         for sibling in self._sample.siblings.values():
             sibling.status = status
         return status
@@ -164,13 +172,14 @@ class Conversation(Context):
         run, was_cancelled = self._run, self._run.scope.cancelled_caught
         if run.mismatch is not None:
             return
-        if not was_cancelled and any(each.asking for each in conversations):
+        ended_early = self._end in (SampleStatus.ABORTED, SampleStatus.FAILED)
+        cut_off = not ended_early and any(each.is_cut_off for each in conversations)
+        if not was_cancelled and (cut_off or any(each.asking for each in conversations)):
             raise ValueError(f"{KEY}: ended in the middle of a turn")
         if was_cancelled and run.halted:
             run.over = run.over or SampleStatus.ABORTED
         if was_cancelled and run.over is None:
             raise ValueError(f"{KEY}: took more than {run.limit_s:g} s outside of generate")
-        ended_early = self._end in (SampleStatus.ABORTED, SampleStatus.FAILED)
         if run.over is None and not ended_early and not any(each.num_turns for each in conversations):
             raise ValueError(f"{KEY}: ended without a turn of the model: it never called generate")
 

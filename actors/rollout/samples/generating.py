@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Sequence
 from typing import Final
 
+import anyio
 import msgspec
 import structlog
 
@@ -22,6 +23,7 @@ from messages import EngineNumbers, SampleStatus, SamplingParams
 log = structlog.get_logger()
 
 MAX_STARTS: Final = 3  # runs of a generate function from the prompt, for one sample of a delivery
+STORE_S: Final = 5.0  # seconds for which a halted function waits for a store; the end of its sample then repeats it
 
 
 class Generation:
@@ -137,10 +139,11 @@ class Generation:
         return conversation
 
     async def _keep(self, sample: OpenSample) -> None:
-        """Store the tokens that a service gave as a turn."""
+        """Store the tokens that a service gave as a turn. A halt or a timeout of the function comes afterwards."""
         self._store.take(sample)
-        sample.end_turn()
-        await self._store.flush()
+        sample.end_turn()  # with its tokens: a turn that is stored as unfinished would get the service's tokens twice
+        with anyio.move_on_after(STORE_S, shield=True):
+            await self._store.flush()
 
     async def _ask_for_turn(self, sample: OpenSample, stop: Sequence[str] | None, limit: int) -> bool:
         sample.turn_status = SampleStatus.ABORTED
@@ -160,7 +163,14 @@ class Generation:
         request = self._request(samples, params, limit)
         for sample in samples:
             sample.request = request
-        outcome = await self._tools.generator.generate(request)
+        try:
+            outcome = await self._tools.generator.generate(request)
+        except BaseException:  # e.g. a timeout of a generate function: tokens that no segment has are dropped
+            for sample in samples:
+                sample.request = None
+            for reader in request.readers:
+                reader.discard()
+            raise
         self.last_engine = request.engine
         self.engine = self.engine.plus(numbers_of(reader.meta for reader in request.readers))
         in_turns = self._function is not None

@@ -82,11 +82,19 @@ class SegmentStore:
             self._outbox.append((sample, segment))
 
     async def flush(self) -> None:
-        """Store all taken segments. Those that are taken during a store are stored together afterwards."""
+        """Store all taken segments. Those that are taken during a store are stored together afterwards.
+
+        If a store fails or is cancelled, the next call stores its segments.
+        """
         async with self._storing:
             while self._outbox:
-                taken, self._outbox = self._outbox, []
-                await self._store([sample for sample, _ in taken], [segment for _, segment in taken])
+                taken, self._outbox, is_stored = self._outbox, [], False
+                try:
+                    await self._store([sample for sample, _ in taken], [segment for _, segment in taken])
+                    is_stored = True
+                finally:
+                    if not is_stored:
+                        self._outbox = [*taken, *self._outbox]
 
     async def start_again(self, sample: OpenSample) -> None:
         """Forget the tokens of a sample, which begins again from its prompt and has no request running."""

@@ -17,6 +17,7 @@ from runtime.settings.topology import TOKEN_REWARDS
 FINISHED = (SampleStatus.COMPLETED, SampleStatus.TRUNCATED)
 TEMPERATURES = "turn_temperatures"  # metadata key: of each turn, those that a function chose; null: the recipe's
 NUM_TURNS = "num_turns"  # metadata key: number of finished turns of a conversation
+FLOAT32_ERROR = 1e-6  # of a sum of rewards, relative to the sum of their absolute values
 
 
 @dataclass
@@ -232,6 +233,8 @@ class OpenSample:
 def with_sum(score: Score, num_tokens: int, *, allowed: bool) -> Score:
     """Check the rewards per token of a score. Return it with their sum as the reward, or with the error.
 
+    A reward that agrees with the sum stays: a grader sums its numbers before they are rounded to float32.
+
     Args:
         score: a grader's answer that has rewards per token.
         num_tokens: of the response.
@@ -246,7 +249,10 @@ def with_sum(score: Score, num_tokens: int, *, allowed: bool) -> Score:
         problem = f"the reward of token {int(np.argmin(np.isfinite(rewards)))} is not a finite number"
     if problem:
         return Score(index=score.index, part=score.part, details=score.details, error=problem, cause="bad_answer")
-    return msgspec.structs.replace(score, reward=float(rewards.sum(dtype=np.float64)))
+    total, size = float(rewards.sum(dtype=np.float64)), float(np.abs(rewards).sum(dtype=np.float64))
+    if score.reward is not None and abs(score.reward - total) <= FLOAT32_ERROR * size:
+        return score
+    return msgspec.structs.replace(score, reward=total)
 
 
 def named_rewards(details: Mapping[str, object] | None, keys: Sequence[str]) -> dict[str, float]:
@@ -288,6 +294,8 @@ def inherit(sample: OpenSample, carried: SampleSummary, segments: Sequence[Segme
     sample.status, sample.reward, sample.details = carried.status, carried.reward, carried.score
     sample.rewards = dict(carried.rewards)
     sample.metadata, sample.columns = dict(carried.metadata), dict(carried.columns)
+    if sample.num_turns > len(sample.turns):  # a turn without its tokens is generated
+        sample.metadata[NUM_TURNS] = len(sample.turns)
     sample.untrained = carried.untrained
     if carried.own_reward:
         details = carried.score

@@ -72,6 +72,11 @@ def test_a_list_is_a_reward_per_token_or_turn(answer: Any, sample: GradedSample,
     assert graded.reward == sum(rewards)
 
 
+def test_the_reward_is_summed_before_numbers_are_rounded_to_float32() -> None:
+    """The sum of the rounded ones is 1.0000000149, which is no 1."""
+    assert grade_of([0.2, 0.8], None, PER_TURN).reward == 1.0
+
+
 @pytest.mark.parametrize(
     ("answer", "sample", "reason"),
     [

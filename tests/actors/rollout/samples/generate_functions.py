@@ -5,6 +5,7 @@ import anyio
 from actors.rollout.samples.conversation import Conversation
 
 RUNS: list[str] = []  # prompts of the runs that began
+SCOPES: list[anyio.CancelScope] = []  # of turns that a test cancels
 
 
 async def calculator(conversation: Conversation) -> None:
@@ -174,6 +175,25 @@ async def asks_a_service(conversation: Conversation) -> None:
 
     await conversation.generate_by(service)
     conversation.append_ids([60])
+    await conversation.generate()
+
+
+async def asks_a_service_in_between(conversation: Conversation) -> None:
+    async def service(ids: list[int]) -> tuple[list[int], None]:
+        RUNS.append(f"service {ids}")
+        return [30, 31], None
+
+    await conversation.generate()
+    conversation.append_ids([60])
+    await conversation.generate_by(service, train=False)
+    conversation.append_ids([61])
+    await conversation.generate()
+
+
+async def tries_a_turn_twice(conversation: Conversation) -> None:
+    with anyio.CancelScope() as scope:
+        SCOPES.append(scope)
+        await conversation.generate()
     await conversation.generate()
 
 

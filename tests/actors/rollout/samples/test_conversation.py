@@ -6,11 +6,13 @@ from typing import Any
 
 import anyio
 import msgspec
+import numpy as np
 import pytest
 
 from actors.hooks import check_hooks
 from actors.rollout.samples.conversation import Conversation
 from actors.rollout.samples.sample import OpenSample, Turn
+from actors.rollout.sglang.errors import EngineUnavailable
 from messages import (
     EvalCompleted,
     EvalRequested,
@@ -19,6 +21,7 @@ from messages import (
     GroupFailed,
     RolloutRequested,
     RoundHalted,
+    SampleKey,
     SampleStatus,
     SampleSummary,
     SamplingParams,
@@ -143,7 +146,7 @@ async def test_a_conversation_without_end_is_truncated_where_there_is_no_more_ro
         ("appends_letters_as_ids", "'str' object cannot be interpreted as an integer"),
         ("appends_what_is_no_token", "1000000 is not a token of the model, whose vocabulary has 1000000"),
         ("talks_twice_at_once", "two turns at the same time"),
-        ("leaves_a_turn", "ended in the middle of a turn"),
+        ("leaves_a_turn", "ended without a turn of the model"),
         ("notes_what_no_message_can_carry", "sample_metadata cannot be sent"),
     ],
 )
@@ -311,3 +314,149 @@ async def test_a_halt_during_a_turn_ends_the_function_where_it_next_waits(waits:
     with anyio.fail_after(5):
         assert await talk.run(function) is status
     assert sample.metadata["num_turns"] == 1
+
+
+class Answers:
+    """An engine whose first calls do what a test says. All others answer with one token."""
+
+    def __init__(self, *calls: str) -> None:
+        self.calls = list(calls)
+        self.asked = anyio.Event()
+
+    async def __call__(self, sample: OpenSample, stop: Sequence[str] | None, limit: int) -> bool:
+        call = self.calls.pop(0) if self.calls else "answers"
+        if call == "fails":
+            raise EngineUnavailable("no engine")
+        if call != "hangs":
+            await self.keep(sample)
+        if call != "answers":
+            self.asked.set()
+            await anyio.sleep_forever()
+        sample.turn_status = SampleStatus.COMPLETED
+        return False
+
+    async def keep(self, sample: OpenSample) -> None:
+        sample.buffer.append_input(sample.pending)
+        sample.buffer.append(np.array([5]), np.array([-1.0]), "e", "1@engine")
+        sample.take(SampleKey(group_id=0, attempt=0, index=0), sample.prompt_of(task(0).prompt.prompt_ids))
+
+
+def conversation(answers: Answers, *, max_tokens: int = 9, limit_s: float = 5.0) -> tuple[Conversation, OpenSample]:
+    sample = OpenSample(index=0, prompt_len=2)
+    talk = Conversation(
+        task(0).prompt,
+        sample,
+        max_tokens=max_tokens,
+        ask=answers,
+        model=AnyTokens(),
+        keep=answers.keep,
+        limit_s=limit_s,
+    )
+    return talk, sample
+
+
+async def waits_after_a_turn_that_it_gave_up(talk: Conversation) -> None:
+    with anyio.move_on_after(0.01):
+        await talk.generate()
+    await anyio.sleep_forever()
+
+
+@pytest.mark.parametrize("call", ["hangs", "begins"])
+async def test_after_a_turn_that_a_function_gave_up_its_time_counts_again(call: str) -> None:
+    talk, _ = conversation(Answers(call), limit_s=0.05)
+    with anyio.fail_after(5), pytest.raises(ValueError, match=r"took more than 0\.05 s outside of generate"):
+        await talk.run(waits_after_a_turn_that_it_gave_up)
+
+
+async def test_a_halt_during_a_turn_that_is_given_up_ends_the_function() -> None:
+    answers = Answers("hangs")
+    talk, _ = conversation(answers)
+    with anyio.fail_after(2):
+        async with anyio.create_task_group() as group:
+
+            async def run() -> None:
+                assert await talk.run(waits_after_a_turn_that_it_gave_up) is SampleStatus.ABORTED
+
+            group.start_soon(run)
+            await answers.asked.wait()
+            talk.halt()
+
+
+async def test_a_turn_that_was_cut_off_goes_on() -> None:
+    """Otherwise the sample would end in the middle of it."""
+
+    async def goes_on(talk: Conversation) -> None:
+        with anyio.move_on_after(0.01):
+            await talk.generate()
+        if waits:
+            assert await talk.generate() == "ee"
+
+    waits = True
+    talk, sample = conversation(Answers("begins"))
+    assert await talk.run(goes_on) is SampleStatus.COMPLETED
+    assert sample.buffer.ids.tolist() == [5, 5]
+    waits = False
+    talk, _ = conversation(Answers("begins"))
+    with pytest.raises(ValueError, match="ended in the middle of a turn"):
+        await talk.run(goes_on)
+
+
+async def test_a_turn_whose_call_failed_has_not_begun() -> None:
+    async def service(ids: list[int]) -> tuple[list[int], list[float]]:
+        if len(ids) == 2:
+            raise OSError("no service")
+        raise AssertionError
+
+    async def uses_what_answers(talk: Conversation) -> None:
+        with pytest.raises(OSError, match="no service"):
+            await talk.generate_by(service)
+        with pytest.raises(EngineUnavailable):
+            await talk.generate(temperature=0.0)
+        await talk.generate(temperature=0.5)
+        talk.append_ids([60])
+        with pytest.raises(EngineUnavailable):
+            await talk.generate(temperature=0.5)
+        await talk.generate()
+
+    answers = Answers("fails", "answers", "fails")
+    talk, sample = conversation(answers)
+    assert await talk.run(uses_what_answers) is SampleStatus.COMPLETED
+    assert sample.metadata == {"num_turns": 2, "turn_temperatures": [0.5, None]}
+    assert sample.buffer.ids.tolist() == [5, 60, 5]
+
+
+async def sets_rewards(talk: Conversation) -> None:
+    talk.rewards["format"] = 1.0
+    await talk.generate()
+    talk.append_ids([60])
+    await talk.generate()
+
+
+async def sets_no_number(talk: Conversation) -> None:
+    talk.reward = float("nan")
+    await talk.generate()
+
+
+@pytest.mark.parametrize(
+    ("function", "max_tokens", "reason"),
+    [
+        (sets_rewards, 9, "rewards without a reward: set both"),
+        (sets_rewards, 2, "rewards without a reward: set both"),  # truncated before the function set it
+        (sets_no_number, 9, "the reward 'reward' is nan, not a finite number"),
+    ],
+)
+async def test_a_reward_that_is_none_fails_the_sample(function: Any, max_tokens: int, reason: str) -> None:
+    talk, _ = conversation(Answers(), max_tokens=max_tokens)
+    assert await talk.run(function) is SampleStatus.FAILED
+    assert talk.reason == reason
+
+
+async def test_a_halted_function_need_not_have_set_its_reward() -> None:
+    async def is_halted(talk: Conversation) -> None:
+        talk.rewards["format"] = 1.0
+        await talk.generate()
+        talk.halt()
+        await anyio.sleep_forever()
+
+    talk, _ = conversation(Answers())
+    assert await talk.run(is_halted) is SampleStatus.ABORTED

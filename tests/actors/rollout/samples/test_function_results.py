@@ -17,7 +17,7 @@ from messages import (
     with_untrained,
 )
 from runtime.bus.bus import Bus
-from tests.actors.rollout.samples.generate_functions import RUNS
+from tests.actors.rollout.samples.generate_functions import RUNS, SCOPES
 from tests.actors.rollout.samples.test_conversation import one_sample, segments_of, with_function
 from tests.support.rollout import announcement, grade, next_event, rollout_actor
 from tests.support.scripted_engine import ScriptedEngine, serving
@@ -177,6 +177,44 @@ async def test_a_service_gives_tokens_in_place_of_an_engine_and_is_not_asked_aga
     assert [(span.version, span.start, span.end) for span in segments[0].weight_spans] == [(0, 0, 2)]
     assert segments[0].text == "ab"
     assert engine.requests[0]["input_ids"] == [7, 8, 30, 31, 60]
+
+
+async def test_a_turn_of_a_service_is_stored_with_the_input_before_it(bus: Bus, router_url: str) -> None:
+    event, engine = await resumed(bus, router_url, "asks_a_service_in_between", held=2)
+    assert isinstance(event, GroupCompleted)
+    (sample,) = event.samples
+    assert RUNS == [f"service {[7, 8, *TURN, 60]}"]
+    stored = await tokens_of(bus, sample)
+    assert stored[:5] == [[7, 8], TURN, [60], [30, 31], [61]]
+    assert [token for ids in stored for token in ids] == [7, 8, *TURN, 60, 30, 31, 61, 1, 2, *TURN]
+    assert engine.requests[1]["input_ids"] == [7, 8, *TURN, 60, 30, 31, 61]
+    assert sample.untrained == ((5, 7),)
+    assert sample.metadata == {"num_turns": 3}
+
+
+async def test_a_turn_that_a_function_gave_up_leaves_no_tokens(bus: Bus, router_url: str) -> None:
+    """Two tokens of its first request have come."""
+    engine = ScriptedEngine()
+
+    def script(prompt: list[int], params: dict[str, Any]) -> list[int]:
+        engine.hold = len(engine.requests) == 1
+        return TURN
+
+    engine.script = script
+    async with serving(engine), anyio.create_task_group() as group:
+        group.start_soon(grade, bus)
+        async with rollout_actor(bus, router_url, [engine], with_function("tries_a_turn_twice")):
+            await bus.publish(announcement(1))
+            await bus.publish(one_sample())
+            await engine.wait_for_streams(1)
+            await anyio.wait_all_tasks_blocked()
+            SCOPES.pop().cancel()
+            event, _ = await next_event(bus, GroupCompleted, GroupFailed)
+        group.cancel_scope.cancel()
+    assert isinstance(event, GroupCompleted)
+    (sample,) = event.samples
+    assert await tokens_of(bus, sample) == [[7, 8], TURN]
+    assert [request["input_ids"] for request in engine.requests] == [[7, 8], [7, 8]]
 
 
 async def test_a_service_without_log_probs_is_told_what_to_set(bus: Bus, router_url: str) -> None:

@@ -2,12 +2,13 @@
 
 from typing import Any, cast
 
+import anyio
 import numpy as np
 import pytest
 
 from actors.rollout.samples.failures import FailurePolicy, policy_of
 from actors.rollout.samples.partial import SegmentStore
-from actors.rollout.samples.sample import OpenSample, fresh_samples, inherit, tokens_left
+from actors.rollout.samples.sample import OpenSample, fresh_samples, inherit, tokens_left, with_sum
 from actors.rollout.samples.tasks import training_task
 from messages import (
     Float32Array,
@@ -211,19 +212,65 @@ class Told:
         return len(self.events)
 
 
-@pytest.mark.anyio
-async def test_a_spill_tells_what_is_new_of_the_samples_that_changed() -> None:
-    samples, bus = fresh_samples(2, Int32Array([7])), Told()
+def store_of(samples: list[OpenSample], bus: Any) -> SegmentStore:
     requested = RolloutRequested(
         group_id=1,
         attempt=2,
         round=0,
         min_version=1,
         prompt=Prompt(data="d", row=0, text="", prompt_ids=Int32Array([7])),
-        num_samples=2,
+        num_samples=len(samples),
         sampling=SamplingParams(max_new_tokens=99),
     )
-    store = SegmentStore(training_task(requested, "lease", group_rm=False), samples, cast("Bus", bus))
+    return SegmentStore(training_task(requested, "lease", group_rm=False), samples, cast("Bus", bus))
+
+
+class Slow(Told):
+    """A bus whose first message waits without end."""
+
+    async def publish(self, message: Message) -> int:
+        seq = await super().publish(message)
+        if seq == 1:
+            await anyio.sleep_forever()
+        return seq
+
+
+@pytest.mark.anyio
+async def test_segments_whose_store_was_cancelled_are_stored_by_the_next_call() -> None:
+    """The call may be that of another sample."""
+    samples, bus = fresh_samples(2, Int32Array([7])), Slow()
+    store = store_of(samples, bus)
+    for sample in samples:
+        received(sample, [1, 2], 3, "ab")
+        store.take(sample)
+    with anyio.move_on_after(0.01):
+        await store.flush()
+    assert [sample.stored for sample in samples] == [False, False]
+    received(samples[0], [3], 3, "c")
+    store.take(samples[0])
+    await store.flush()
+    assert [sample.stored for sample in samples] == [True, True]
+    assert [len(sample.refs) for sample in samples] == [2, 1]
+
+
+def test_a_turn_whose_tokens_were_not_stored_is_not_finished() -> None:
+    sample = fresh()
+    carried = SampleSummary(index=0, status=SampleStatus.ABORTED, segments=(FIRST,), metadata={"num_turns": 2})
+    inherit(sample, carried, [segment([1, 2], 3, "ab")], max_new_tokens=8)
+    assert (sample.num_turns, carried.metadata) == (1, {"num_turns": 2})
+
+
+@pytest.mark.parametrize(("given", "reward"), [(1.0, 1.0), (None, 1.0000000149011612), (9.0, 1.0000000149011612)])
+def test_the_reward_is_the_sum_of_the_numbers_before_they_were_rounded(given: float | None, reward: float) -> None:
+    """As float32, 0.2 is 0.20000000298 and 0.8 is 0.80000001192."""
+    score = Score(index=0, reward=given, token_rewards=Float32Array([0.2, 0.8]))
+    assert with_sum(score, 2, allowed=True).reward == reward
+
+
+@pytest.mark.anyio
+async def test_a_spill_tells_what_is_new_of_the_samples_that_changed() -> None:
+    samples, bus = fresh_samples(2, Int32Array([7])), Told()
+    store = store_of(samples, bus)
 
     def stored(index: int, *ids: int) -> None:
         samples[index].restore(SegmentRef(seq=10 * ids[0], position=index), segment(list(ids), 1, "x"))
