@@ -2,6 +2,8 @@
 
 import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -187,6 +189,25 @@ async def test_an_isolated_grader_sees_no_network_no_run_and_no_parents(tmp_path
     assert (seen["writes"], seen["undoes"]) == ("OSError", "CalledProcessError")
     assert seen["devices"] == "fd full null random shm stderr stdin stdout urandom zero"
     assert (seen["scratch"], seen["python"]) == ("yes", "yes")
+
+
+def test_a_file_in_the_place_of_dev_null_is_a_reason_and_no_wrong_answer(tmp_path: Path) -> None:
+    """In a mount namespace of its own; programs that open /dev/null would fail there, and score 0."""
+    program = """
+import ctypes, sys
+from actors.reward import isolation
+if (reason := isolation.refusal()) is None:
+    isolation.enter_user_and_pid_namespaces()
+    libc = ctypes.CDLL(None)
+    assert libc.unshare(0x00020000) == 0  # CLONE_NEWNS
+    assert libc.mount(sys.argv[1].encode(), b"/dev/null", None, 4096, None) == 0  # MS_BIND
+    reason = isolation.refusal()
+print(reason)
+"""
+    (tmp_path / "file").touch()
+    command = [sys.executable, "-c", program, str(tmp_path / "file")]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.strip()
+    assert said == (REFUSAL or "/dev/null: Read-only file system")
 
 
 async def test_an_isolated_grader_is_limited_and_has_no_privileges() -> None:

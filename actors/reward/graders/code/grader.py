@@ -17,7 +17,7 @@ MAX_PROGRAM_CHARS: Final = 200_000
 TOLERANCE: Final = 1e-6  # of floats that a function returns, relative and absolute
 
 _FENCE: Final = re.compile(
-    r"^[ \t]*```[ \t]*(?P<language>[A-Za-z0-9_+-]*)[^\n`]*\n(?P<text>.*?)(?:^[ \t]*```|\Z)", re.M | re.S
+    r"^(?P<indent>[ \t]*)```[ \t]*(?P<language>[A-Za-z0-9_+-]*)[^\n`]*\n(?P<text>.*?)(?:^[ \t]*```|\Z)", re.M | re.S
 )
 _PYTHON: Final = frozenset({"", "python", "py", "python3"})
 
@@ -33,10 +33,10 @@ class Cases(NamedTuple):
 def code(response: str, label: Any, metadata: Mapping[str, Any] | None = None, *, timeout_s: float = TOTAL_S) -> float:
     """Run the Python program of a response on the tests of the label, in a sandbox of its own.
 
-    The program is the last block between ``` fences, of Python or without a language, after the last `</think>`;
-    without any fence, all of the text. Tests of input and output run it once each, as a script in a sandbox of its own.
-    With a function's name it runs once, and the function is called with each input; a method of a class `Solution`
-    counts too.
+    The program is the last block between ``` fences, of Python or without a language, after the last `</think>`,
+    without the indent of its fence; without any fence, all of the text. Tests of input and output run it once each, as
+    a script in a sandbox of its own. With a function's name it runs once, and the function is called with each input; a
+    method of a class `Solution` counts too.
 
     Args:
         response: The whole response.
@@ -51,7 +51,8 @@ def code(response: str, label: Any, metadata: Mapping[str, Any] | None = None, *
         1.0 if all tests pass, else 0.0. The first test that fails ends the run.
 
     Raises:
-        TimeoutError: A program ran out of `timeout_s`, and this machine was too busy to run it.
+        TimeoutError: `timeout_s` ended, the program did not sleep, and its runs got less than half of that time as CPU
+            time: this machine was too busy.
         SandboxError: This machine cannot isolate programs, or something else killed the sandbox. No response does that.
 
     Edges:
@@ -77,7 +78,8 @@ def program_in(response: str) -> str:
     text = response.rpartition("</think>")[2]
     blocks = [match for match in _FENCE.finditer(text) if match["language"].lower() in _PYTHON]
     if blocks:
-        return blocks[-1]["text"].strip("\n")
+        last, indent = blocks[-1], len(blocks[-1]["indent"])
+        return re.sub(rf"^[ \t]{{1,{indent}}}" if indent else "^", "", last["text"], flags=re.M).strip("\n")
     return "" if "```" in text else text.strip()
 
 

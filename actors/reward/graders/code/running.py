@@ -21,6 +21,7 @@ SANDBOX_S: Final = 30.0  # time for the sandbox to stand, beyond that of the pro
 READ_BYTES: Final = 1 << 16
 LENGTH_BYTES: Final = 8
 MORE_OUTPUT_BYTES: Final = 1 << 20
+_MOST_DEEP: Final = 4  # processes: the launcher, one for the run, the first of the namespace, the program
 KILLED: Final = "the sandbox of a program was killed"
 
 
@@ -70,12 +71,12 @@ def run_program(
         limits: of the program.
 
     Raises:
-        TimeoutError: it was killed after `wall_s`, and was ready to run, but got less than half of that time.
+        TimeoutError: it was killed after `wall_s`, did not sleep then, and got less than half of that time.
         SandboxError: this machine cannot isolate it, and nothing ran; or something else killed the sandbox.
     """
     order = {"program": program, "function": function, "calls": calls, "inputs": None, **limits._asdict()}
     with _launched(order, given) as (process, reading):
-        ran = _read(process, wall_s, max_output_bytes)
+        ran = _read(process, _Clock(process.pid, wall_s), max_output_bytes)
         if process.returncode is not None and (process.returncode < 0 or os.read(reading, 1)):
             raise SandboxError(KILLED)
         return ran
@@ -98,14 +99,14 @@ def run_inputs(
         One for each input. A run whose code is not 0 is the last.
 
     Raises:
-        TimeoutError: as `run_program`.
+        TimeoutError: as `run_program`, by the time of all runs.
         SandboxError: as `run_program`; the runs before it have ended.
     """
     order = {"program": program, "function": None, "calls": (), "inputs": inputs, **limits._asdict()}
     with _launched(order, b"") as (process, reading):
-        received, deadline = bytearray(), time.monotonic() + wall_s
+        received, clock = bytearray(), _Clock(process.pid, wall_s)
         for _ in inputs:
-            ran = _next_run(process, received, deadline)
+            ran = _next_run(process, received, clock)
             if ran is None or ran.code != 0:
                 _check_alive(reading)
             if ran is None:
@@ -139,15 +140,13 @@ def _launched(order: dict[str, Any], given: bytes) -> Generator[tuple[subprocess
             _end(process)
 
 
-def _next_run(process: subprocess.Popen[bytes], received: bytearray, deadline: float) -> Ran | None:
+def _next_run(process: subprocess.Popen[bytes], received: bytearray, clock: "_Clock") -> Ran | None:
     """The next run that the launcher reports; None if the launcher has ended."""
     assert process.stdout is not None
-    wall_s = deadline - time.monotonic()
     while (ran := _taken(received)) is None:
-        left_s = deadline - time.monotonic()
+        left_s = clock.left_s()
         if left_s <= 0 or not select.select([process.stdout], [], [], left_s)[0]:
-            if is_starved(_stat_of_program(_only_child(str(process.pid))), wall_s):
-                raise TimeoutError(f"this machine was too busy to run a program for {wall_s:g} s")
+            clock.check_not_starved()
             return Ran(-1, b"")
         read = os.read(process.stdout.fileno(), READ_BYTES)
         if not read:
@@ -201,14 +200,13 @@ def _await_sandbox(reading: int) -> None:
     _check_status(said or "the launcher ended")
 
 
-def _read(process: subprocess.Popen[bytes], wall_s: float, max_bytes: int) -> Ran:
+def _read(process: subprocess.Popen[bytes], clock: "_Clock", max_bytes: int) -> Ran:
     assert process.stdout is not None
-    output, deadline = bytearray(), time.monotonic() + wall_s
+    output = bytearray()
     while True:
-        left_s = deadline - time.monotonic()
+        left_s = clock.left_s()
         if left_s <= 0 or not select.select([process.stdout], [], [], left_s)[0]:
-            if is_starved(_stat_of_program(str(process.pid)), wall_s):
-                raise TimeoutError(f"this machine was too busy to run a program for {wall_s:g} s")
+            clock.check_not_starved()
             break
         read = os.read(process.stdout.fileno(), READ_BYTES)
         output += read
@@ -216,18 +214,58 @@ def _read(process: subprocess.Popen[bytes], wall_s: float, max_bytes: int) -> Ra
             break
         if not read:
             with suppress(subprocess.TimeoutExpired):
-                return Ran(process.wait(max(0.0, deadline - time.monotonic())), bytes(output))
+                return Ran(process.wait(max(0.0, clock.left_s())), bytes(output))
             break
     return Ran(-1, bytes(output[:max_bytes]))
 
 
-def _stat_of_program(launcher: str) -> str:
-    """The line of /proc/PID/stat of the program; empty if it has ended."""
-    with suppress(OSError):
-        init = _only_child(launcher)
-        if program := init and _only_child(init):
-            return Path(f"/proc/{program}/stat").read_text(encoding="utf-8", errors="replace")
-    return ""
+class _Clock:
+    """The time of a launcher's programs: when it ends, and how much of it they got."""
+
+    def __init__(self, launcher: int, wall_s: float) -> None:
+        self._launcher = launcher
+        self._wall_s = wall_s
+        self._deadline = time.monotonic() + wall_s
+        self._cpu_s_before, _ = _use_of(launcher)
+
+    def left_s(self) -> float:
+        return self._deadline - time.monotonic()
+
+    def check_not_starved(self) -> None:
+        cpu_s, states = _use_of(self._launcher)
+        if is_starved(cpu_s - self._cpu_s_before, self._wall_s, states):
+            raise TimeoutError(f"this machine was too busy to run a program for {self._wall_s:g} s")
+
+
+def is_starved(cpu_s: float, wall_s: float, states: str) -> bool:
+    """Whether a program got less than half of the time and does not sleep, by the states of its threads in /proc.
+
+    Without any state it has just ended.
+    """
+    return cpu_s < wall_s / 2 and (not states or any(state not in "ST" for state in states))
+
+
+def _use_of(launcher: int) -> tuple[float, str]:
+    """CPU seconds of a launcher and of all that it started; the states of the threads of the last of them.
+
+    The last is the program, or what makes or ends its sandbox.
+    """
+    ticks, states, pid = 0, "", str(launcher)
+    for _ in range(_MOST_DEEP):
+        states = ""
+        with suppress(OSError):
+            ticks += sum(map(int, _fields_of(f"/proc/{pid}/stat")[11:15]))  # of itself and of children that ended
+            states = "".join(_fields_of(f"{task}/stat")[0] for task in Path(f"/proc/{pid}/task").iterdir())
+        child = _only_child(pid)
+        if not child:
+            break
+        pid = child
+    return ticks / os.sysconf("SC_CLK_TCK"), states
+
+
+def _fields_of(stat: str) -> list[str]:
+    """The fields of a file /proc/PID/stat after the name, which may have spaces."""
+    return Path(stat).read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
 
 
 def _only_child(pid: str) -> str:
@@ -235,15 +273,6 @@ def _only_child(pid: str) -> str:
     with suppress(OSError):
         return Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").partition(" ")[0]
     return ""
-
-
-def is_starved(stat: str, wall_s: float) -> bool:
-    """Whether a program could run, and got less than half of the time; from its line of /proc/PID/stat."""
-    fields = stat.rpartition(")")[2].split()
-    if len(fields) < 13:
-        return False
-    cpu_s = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-    return fields[0] == "R" and cpu_s < wall_s / 2
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

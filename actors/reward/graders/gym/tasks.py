@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from random import Random
 from typing import Any, Final
@@ -19,6 +20,8 @@ from actors.reward.samples import GradedSample
 WORKER: Final = Path(__file__).with_name("worker.py")
 ASK: Final = "Give the final answer between <answer> and </answer>."
 MAX_ANSWER_BYTES: Final = 4 << 20
+IMPORT_S: Final = 60.0  # for the process to start and to import reasoning-gym
+MORE_S: Final = 20.0  # for an answer, beyond the time after which the process ends itself
 EXTRA: Final = 'pip install "physarum[gym]"'
 _ANSWER: Final = re.compile(r"<answer>(.*?)</answer>", re.S)
 
@@ -31,7 +34,7 @@ class Gym:
     """Tasks of reasoning-gym, each a pure function of the seed and the number of its prompt.
 
     `row` is a data function (`data.source`), `grade` the grader of its rows (`data.rm_type`). Both ask a process of the
-    interpreter `python`, which the first call starts.
+    interpreter `python`, which starts with this object, so that the first score need not wait for its import.
     """
 
     def __init__(
@@ -51,7 +54,7 @@ class Gym:
             seed: Another seed gives other tasks.
             python: Interpreter that has reasoning-gym.
             ask: Text after each question. Without it the whole answer is scored, not the part between the tags.
-            timeout_s: Seconds that making or scoring one task may take.
+            timeout_s: Seconds that making or scoring one task may take, without the import of reasoning-gym.
 
         Raises:
             ValueError: there is no task, or a weight is not positive.
@@ -64,6 +67,7 @@ class Gym:
         self._ask = ask
         self._timeout_s = timeout_s
         self._worker = _Worker(str(python))
+        self._worker.begin()
 
     def row(self, number: int) -> dict[str, Any]:
         """The row of prompt `number`: question, label and what `grade` needs."""
@@ -111,13 +115,26 @@ class _Worker:
     def __init__(self, python: str) -> None:
         self.python = python
         self._process: subprocess.Popen[bytes] | None = None
+        self._has_imported = False
         self._lock = threading.Lock()
+
+    def begin(self) -> None:
+        """Start the process, without waiting; the next request says why it cannot be started."""
+        with self._lock, suppress(GymError):
+            self._started()
 
     def ask(self, request: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
         with self._lock:
             process = self._started()
             try:
-                return self._exchange(process, json.dumps(request).encode() + b"\n", timeout_s)
+                if not self._has_imported:
+                    if problem := self._line(process, IMPORT_S, "the import of reasoning-gym"):
+                        self._end()
+                        return problem
+                    self._has_imported = True
+                assert process.stdin is not None
+                process.stdin.write(json.dumps(request).encode() + b"\n")
+                return self._line(process, timeout_s + MORE_S, f"a task that takes over {timeout_s:g} s ends it")
             except (OSError, ValueError, TimeoutError) as error:
                 self._end()
                 raise GymError(f"the process of {self.python} gave no answer: {error}") from error
@@ -129,6 +146,7 @@ class _Worker:
     def _started(self) -> subprocess.Popen[bytes]:
         if self._process is None or self._process.poll() is not None:
             self._end()
+            self._has_imported = False
             try:
                 self._process = subprocess.Popen(
                     [self.python, "-P", "-s", str(WORKER)],
@@ -141,18 +159,16 @@ class _Worker:
                 raise GymError(f"the interpreter {self.python} cannot be started: {error}") from error
         return self._process
 
-    def _exchange(self, process: subprocess.Popen[bytes], request: bytes, timeout_s: float) -> dict[str, Any]:
-        assert process.stdin is not None
+    def _line(self, process: subprocess.Popen[bytes], limit_s: float, doing: str) -> dict[str, Any]:
         assert process.stdout is not None
-        process.stdin.write(request)
-        read, until = bytearray(), time.monotonic() + timeout_s + 20.0  # the first call also imports the package
+        read, until = bytearray(), time.monotonic() + limit_s
         while not read.endswith(b"\n"):
             if not select.select([process.stdout], [], [], max(0.0, until - time.monotonic()))[0]:
-                raise TimeoutError(f"it took longer than {timeout_s:g} s")
+                raise TimeoutError(f"nothing after {limit_s:g} s ({doing})")
             part = process.stdout.read(1 << 16)
             read += part
             if not part:
-                raise OSError(f"it ended with code {process.wait(10)}; a task that takes over {timeout_s:g} s ends it")
+                raise OSError(f"it ended with code {process.wait(10)} ({doing})")
             if len(read) > MAX_ANSWER_BYTES:
                 raise ValueError(f"its answer has more than {MAX_ANSWER_BYTES} bytes")
         return json.loads(read)

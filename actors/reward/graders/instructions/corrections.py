@@ -6,7 +6,7 @@ import re
 import string
 import unicodedata
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from actors.reward.graders.instructions.package import RuleError, checker_of, language_of, sentences_in
 
@@ -19,6 +19,15 @@ _CAPITALS: Final = (
 _CONJUNCTIONS: Final = frozenset({"and", "but", "for", "nor", "or", "so", "yet"})
 _MINOR_WORDS: Final = frozenset(
     "a an the and but or nor for so yet as at by in of off on out per to up via with from into onto over if".split()
+)
+_LISTS: Final = frozenset({"keywords", "forbidden_words"})  # arguments by their type, which is the same in all rules
+_TEXTS: Final = frozenset(
+    "keyword keyword1 keyword2 keyword3 keyword4 keyword5 word first_word end_phrase prompt_to_repeat section_spliter "
+    "postscript_marker sep options reference_text language relation capital_relation".split()
+)
+_WHOLE: Final = frozenset(
+    "frequency let_frequency capital_frequency num_sentences num_paragraphs num_words nth_paragraph num_placeholders "
+    "num_bullets num_highlights num_sections N n m small_n min_words max_words n_start n_end".split()
 )
 _NAMES: Final = re.compile(r"from this list of person names: (.*?)\s*\.$")
 
@@ -260,6 +269,25 @@ def _whole(arguments: Arguments, name: str, least: int = 0) -> None:
     value = arguments.get(name)
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise RuleError(f"{name} must be a whole number of at least {least}, not {value!r}")
+
+
+def check_types(arguments: Arguments) -> None:
+    """Refuse arguments of another type than the rules take; the package accepts some, and then errs on each response.
+
+    Raises:
+        RuleError: names the argument, what is allowed and what was given.
+    """
+    for name, value in arguments.items():
+        if name in _LISTS and not (isinstance(value, list) and value and all(map(_is_text, cast("list[Any]", value)))):
+            raise RuleError(f"{name} must be a list of texts that are not blank, not {value!r}")
+        if name in _TEXTS and not _is_text(value):
+            raise RuleError(f"{name} must be a text that is not blank, not {value!r}")
+        if name in _WHOLE and (not isinstance(value, int) or isinstance(value, bool)):
+            raise RuleError(f"{name} must be a whole number, not {value!r}")
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value.strip())
 
 
 def _check_letter(arguments: Arguments) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Final, cast
 
 import msgspec
 
-from actors.reward.graders.instructions.corrections import CORRECTED, OWN_ARGUMENTS
+from actors.reward.graders.instructions.corrections import CORRECTED, OWN_ARGUMENTS, check_types
 from actors.reward.graders.instructions.package import RuleError, checker_of, missing_data, rules_of
 
 IDS: Final = "instruction_id_list"
@@ -110,8 +110,14 @@ def _check_of(benchmark: str, rule: str, given: dict[str, Any] | None) -> Callab
         hint = f"; did you mean {close[0]!r}?" if close else ""
         raise RuleError(f"{benchmark} has no rule {rule!r}{hint}")
     arguments = {name: _whole(value) for name, value in (given or {}).items() if value is not None}
-    if (check := OWN_ARGUMENTS.get(rule)) is not None:
-        check(arguments)
+    check = OWN_ARGUMENTS.get(rule)
+    try:
+        check_types(arguments)
+        if check is not None:
+            check(arguments)
+    except RuleError as error:
+        raise RuleError(f"the rule {rule!r}: {error}") from error
+    if check is not None:
         corrected = CORRECTED[rule]
         return partial(corrected, arguments)
     for name in _POSITIONS.get(rule, ()):

@@ -6,6 +6,7 @@ import signal
 import socket
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -71,6 +72,8 @@ def test_a_program_is_right_if_all_tests_pass(program: str, label: Any, expected
         ("```python\na\n```\n```bash\nls\n```", "a"),
         ("```python\ncut off", "cut off"),
         ("<think>```python\na\n```</think>b = 2", "b = 2"),
+        ("1. So:\n   ```python\n   def f():\n       return 1\n\n   f()\n   ```", "def f():\n    return 1\n\nf()"),
+        ("  ```\n  a = [\n 1]\n  ```", "a = [\n1]"),  # no more than the indent of the fence
         ("```json\n{}\n```", ""),
         ("  \n", ""),
         ("", ""),
@@ -170,10 +173,28 @@ def test_a_program_ends_at_its_time_and_at_its_cpu_time() -> None:
 
 
 def test_a_program_that_got_no_time_is_not_wrong() -> None:
-    fields = ["0"] * 10 + ["5", "5"]  # 0.1 s of CPU time, at 100 ticks a second
-    assert running.is_starved(" ".join(["1 (a) b) R", *fields]), wall_s=8.0)
-    assert not running.is_starved(" ".join(["1 (a) b) S", *fields]), wall_s=8.0)
-    assert not running.is_starved(" ".join(["1 (a) b) R", *fields]), wall_s=0.1)
+    assert running.is_starved(3.9, wall_s=8.0, states="R")
+    assert running.is_starved(3.9, wall_s=8.0, states="SR")  # a thread waits for another
+    assert running.is_starved(3.9, wall_s=8.0, states="")
+    assert not running.is_starved(3.9, wall_s=8.0, states="S")
+    assert not running.is_starved(4.1, wall_s=8.0, states="R")
+
+
+def test_a_slow_program_is_judged_by_the_time_of_all_its_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its last run begins when no time is left."""
+    now, judged = [0.0], list[tuple[float, float]]()
+    monkeypatch.setattr(running, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(running, "is_starved", lambda cpu_s, wall_s, _: judged.append((cpu_s, wall_s)))
+    runs = run_inputs("import time\nwhile time.process_time() < 0.5: pass", [("", 10), ("", 10)], wall_s=60)
+    if REFUSAL is not None:
+        with pytest.raises(SandboxError, match="cannot isolate"):
+            next(runs)
+        return
+    assert next(runs) == Ran(0, b"")
+    now[0] = 60.0
+    assert next(runs) == Ran(-1, b"")
+    ((cpu_s, wall_s),) = judged
+    assert (cpu_s > 0.3, wall_s) == (True, 60)
 
 
 def test_a_program_reaches_no_server_of_this_machine() -> None:

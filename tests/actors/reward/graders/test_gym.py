@@ -129,6 +129,34 @@ def test_the_files_of_the_page_feed_and_grade_a_run(
     make.__self__.close()  # type: ignore[attr-defined] - the method of a Gym
 
 
+@pytest.fixture
+def slow_import(tmp_path: Path) -> Path:
+    """An interpreter whose reasoning-gym takes 1.5 s to import."""
+    (tmp_path / "reasoning_gym.py").write_text("""
+import time
+time.sleep(1.5)
+class Tasks(list):
+    def score_answer(self, answer, entry):
+        return float(answer == entry["answer"])
+def create_dataset(name, seed, size):
+    return Tasks([{"question": name, "answer": "7"}])
+""")
+    script = tmp_path / "python"
+    script.write_text(f'#!/bin/sh\nshift\nPYTHONPATH={tmp_path} exec {sys.executable} "$@"\n')  # without -P
+    script.chmod(0o755)
+    return script
+
+
+def test_the_time_of_a_task_is_without_the_import(slow_import: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gym = Gym({"sevens": {}}, python=slow_import, timeout_s=1.0)
+    sample = GradedSample(response="<answer>7</answer>", metadata={"task": "sevens", "seed": 1})
+    assert gym.grade(sample) == 1.0
+    gym.close()
+    monkeypatch.setattr("actors.reward.graders.gym.tasks.IMPORT_S", 0.1)
+    with pytest.raises(GymError, match=r"nothing after 0.1 s \(the import of reasoning-gym\)"):
+        gym.grade(sample)
+
+
 def test_an_interpreter_without_the_package_is_refused_with_the_extra() -> None:
     gym = Gym({"chain_sum": {}}, python=sys.executable)
     with pytest.raises(GymError, match=r'has no reasoning-gym: pip install "physarum\[gym\]"'):

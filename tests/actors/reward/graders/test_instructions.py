@@ -150,11 +150,31 @@ def test_all_instructions_must_be_followed_after_the_thought() -> None:
             },
             "letter must be one character",
         ),
+        *(
+            ({"instruction_id_list": [rule], "kwargs": [arguments]}, f"the rule '{rule}': {reason}")
+            for rule, arguments, reason in (
+                ("keywords:existence", {"keywords": "dragons"}, "keywords must be a list of texts .* not 'dragons'"),
+                ("keywords:existence", {"keywords": ["sea", " "]}, "keywords must be a list of texts that are not"),
+                ("keywords:forbidden_words", {"forbidden_words": [1]}, r"forbidden_words must be a list .* not \[1\]"),
+                ("startend:end_checker", {"end_phrase": ""}, "end_phrase must be a text that is not blank, not ''"),
+                ("combination:repeat_prompt", {"prompt_to_repeat": 3}, "prompt_to_repeat must be a text"),
+                ("length_constraints:number_paragraphs", {"num_paragraphs": 2.5}, "num_paragraphs must be a whole"),
+            )
+        ),
     ],
 )
 def test_a_row_that_cannot_be_checked_is_refused_by_name(row: dict[str, Any] | None, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         find_grader("ifeval")(GradedSample(metadata=row or {}))
+
+
+@pytest.mark.parametrize(
+    ("rule", "arguments"), [("sentence:keyword", {"word": ["rain"], "N": 1}), ("format:list", {"sep": 1})]
+)
+def test_an_argument_that_would_fail_each_response_is_refused(rule: str, arguments: dict[str, Any]) -> None:
+    row = {"instruction_id_list": [rule], "kwargs": [arguments]}
+    with pytest.raises(ValueError, match=f"the rule '{rule}': (word|sep) must be a text that is not blank"):
+        find_grader("ifbench")(GradedSample(metadata=row))
 
 
 def test_check_refuses_the_row_and_finds_data_in_the_folder_of_the_setting(tmp_path: Path, nltk_data: Path) -> None:
@@ -170,6 +190,9 @@ def test_check_refuses_the_row_and_finds_data_in_the_folder_of_the_setting(tmp_p
 
     assert checked("ratio:stop_words", percentage=50) == ""
     assert "row 0 of" in (refusal := checked("ratio:stop_word", percentage=50))
+    typed = checked("format:list", sep=1)
+    assert "row 0 of" in typed
+    assert "the rule 'format:list': sep must be a text that is not blank, not 1" in typed
     assert "ifbench has no rule 'ratio:stop_word'; did you mean 'ratio:stop_words'?" in refusal
 
 
