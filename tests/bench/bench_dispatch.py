@@ -346,7 +346,8 @@ class Stage:
 
     async def update(self) -> dict[str, Any]:
         """New weights, and tasks that wait for them: until the first token of the first engine, and of the last."""
-        num_groups = self._size.num_slots // self._size.num_samples
+        # as many as all engines take: with fewer, the engines that are updated first could take all of them
+        num_groups = 2 * self._size.num_slots // self._size.num_samples
         first = self._num_groups
         begin = await self.announce()
         await self.put_groups(range(first, first + num_groups), 1)

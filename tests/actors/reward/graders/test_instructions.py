@@ -179,7 +179,8 @@ def test_an_argument_that_would_fail_each_response_is_refused(rule: str, argumen
 
 def test_check_refuses_the_row_and_finds_data_in_the_folder_of_the_setting(tmp_path: Path, nltk_data: Path) -> None:
     rows = tmp_path / "rows.jsonl"
-    settings = (f"data.0.path={rows}", "data.0.rm_type=ifbench", f"reward.nltk_data={nltk_data}", "eval=[]")
+    paths = (f"run.dir={tmp_path}", f"data.0.path={rows}", f"reward.nltk_data={nltk_data}")
+    settings = (*paths, "data.0.rm_type=ifbench", "eval=[]")
     arguments = [part for setting in settings for part in ("--set", setting)]
 
     def checked(rule: str, **given: Any) -> str:
