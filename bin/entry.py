@@ -3,15 +3,19 @@
 import argparse
 import io
 import os
+import signal
 import sys
 import sysconfig
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from runtime.util.exit_codes import EXIT_INPUT_ERROR, EXIT_INTERRUPTED
 from runtime.util.formatting import printable
 from runtime.util.import_path import IS_CHECKOUT, ROOT, command_name, user_folder_last
+
+if TYPE_CHECKING:
+    from anyio.abc import TaskStatus
 
 TAKE_BACK = "\r\x1b[K"  # moves to the start of the line and clears it
 COLUMNS = 80
@@ -137,6 +141,25 @@ def ended(work: Callable[[], int], *wrong_input: type[Exception]) -> int:
     except KeyboardInterrupt:
         Screen(sys.stderr).show("interrupted")
         return EXIT_INTERRUPTED
+
+
+async def unless_stopped(tell: Callable[[], Awaitable[int]]) -> int:
+    """Run `tell` and return its exit code. A signal cancels it cleanly: no server or temporary files remain."""
+    import anyio  # not at the top: --help does not need it
+
+    async with anyio.create_task_group() as tasks:
+
+        async def obey_signals(*, task_status: "TaskStatus[None]") -> None:
+            with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM, signal.SIGHUP) as received:
+                task_status.started()
+                async for _ in received:
+                    tasks.cancel_scope.cancel()
+
+        await tasks.start(obey_signals)
+        exit_code = await tell()
+        tasks.cancel_scope.cancel()
+        return exit_code
+    return EXIT_INTERRUPTED
 
 
 def run(main: Callable[[], int]) -> None:

@@ -2,9 +2,7 @@
 
 import argparse
 import logging
-import signal
 import sys
-from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,13 +13,11 @@ if __name__ == "__main__":
 
     handle_ctrl_c()
 
-from bin.entry import Screen, ended, parser_of, run
-from runtime.util.exit_codes import EXIT_FAILED, EXIT_INPUT_ERROR, EXIT_INTERRUPTED, EXIT_OK
+from bin.entry import Screen, ended, parser_of, run, unless_stopped
+from runtime.util.exit_codes import EXIT_FAILED, EXIT_INPUT_ERROR, EXIT_OK
 from runtime.util.formatting import printable_json
 
 if TYPE_CHECKING:
-    from anyio.abc import TaskStatus
-
     from runtime.node.reopen import FoundRun
 
 EPILOG = """While a node daemon runs the run, the command reads the run's bus, otherwise a copy of the stored events.
@@ -66,30 +62,11 @@ def _print_ledger(args: argparse.Namespace) -> int:
         tell = partial(_print_group, run, args.group)
     problems: list[BaseException] = []
     try:
-        return anyio.run(_unless_stopped, tell)
+        return anyio.run(unless_stopped, tell)
     except* (NoLog, BusError, OSError) as errors:
         problems = flatten(errors)
     Screen(sys.stderr).show(str(problems[0]))
     return EXIT_FAILED
-
-
-async def _unless_stopped(tell: Callable[[], Awaitable[int]]) -> int:
-    """Run `tell` and return its exit code. A signal cancels it cleanly: no server or temporary files remain."""
-    import anyio
-
-    async with anyio.create_task_group() as tasks:
-
-        async def obey_signals(*, task_status: "TaskStatus[None]") -> None:
-            with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM, signal.SIGHUP) as received:
-                task_status.started()
-                async for _ in received:
-                    tasks.cancel_scope.cancel()
-
-        await tasks.start(obey_signals)
-        exit_code = await tell()
-        tasks.cancel_scope.cancel()
-        return exit_code
-    return EXIT_INTERRUPTED
 
 
 async def _print_books(run: "FoundRun", as_json: bool) -> int:

@@ -1,9 +1,7 @@
 """Show a run, live or after its end: as a page in a browser, or where the time of its steps went."""
 
 import argparse
-import signal
 import sys
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,13 +11,11 @@ if __name__ == "__main__":
 
     handle_ctrl_c()
 
-from bin.entry import Screen, WrongInput, ended, parser_of, run
-from runtime.util.exit_codes import EXIT_FAILED, EXIT_INPUT_ERROR, EXIT_INTERRUPTED, EXIT_OK
+from bin.entry import Screen, WrongInput, ended, parser_of, run, unless_stopped
+from runtime.util.exit_codes import EXIT_FAILED, EXIT_INPUT_ERROR, EXIT_OK
 from runtime.util.formatting import printable_json
 
 if TYPE_CHECKING:
-    from anyio.abc import TaskStatus
-
     from actors.observer.page import Address
     from runtime.node.reopen import FoundRun
 
@@ -83,31 +79,12 @@ def _watch(args: argparse.Namespace) -> int:
     try:
         with silenced():
             if address is not None:
-                return anyio.run(_unless_stopped, lambda: _serve(found, address))
-            return anyio.run(_unless_stopped, lambda: _print_times(found, as_json=args.json))
+                return anyio.run(unless_stopped, lambda: _serve(found, address))
+            return anyio.run(unless_stopped, lambda: _print_times(found, as_json=args.json))
     except* (NoLog, BusError, ClientsUnreadable, OSError, ValueError) as errors:
         problems = flatten(errors)
     Screen(sys.stderr).show(str(problems[0]))
     return EXIT_FAILED
-
-
-async def _unless_stopped(tell: Callable[[], Awaitable[int]]) -> int:
-    """Run `tell` and return its exit code. A signal cancels it cleanly: no server or temporary files remain."""
-    import anyio
-
-    async with anyio.create_task_group() as tasks:
-
-        async def obey_signals(*, task_status: "TaskStatus[None]") -> None:
-            with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM, signal.SIGHUP) as received:
-                task_status.started()
-                async for _ in received:
-                    tasks.cancel_scope.cancel()
-
-        await tasks.start(obey_signals)
-        exit_code = await tell()
-        tasks.cancel_scope.cancel()
-        return exit_code
-    return EXIT_INTERRUPTED
 
 
 async def _serve(found: "FoundRun", place: "Address") -> int:

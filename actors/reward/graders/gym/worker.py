@@ -1,4 +1,4 @@
-"""Makes and scores tasks of reasoning-gym. Runs in an interpreter of its own, so it imports nothing of ours.
+"""Makes and scores tasks of reasoning-gym. Runs in an interpreter of its own, so it imports no module of this project.
 
 It writes an empty JSON object once it has imported the package, or the reason why it cannot. Then it reads a JSON
 object per line from standard input and answers with one per line, until its input ends. A request that takes longer

@@ -91,7 +91,7 @@ async def test_a_score_is_asked_for_while_another_member_still_generates(bus: Bu
 
 
 async def test_rewards_per_token_are_stored_and_their_sum_is_the_reward(bus: Bus, router_url: str) -> None:
-    """Those that do not fit the tokens fail their sample, whoever graded it."""
+    """Rewards that do not fit the tokens fail their sample, be they of a grader here or of an external one."""
     asked = topology_with(reward={"per": "token"}, algorithm={"advantage_estimator": "reinforce_plus_plus"})
     async with (
         serving(ScriptedEngine()) as engine,
