@@ -8,6 +8,8 @@ from structlog.testing import capture_logs
 
 from actors.rollout.engines.refusing import MAX_RESTARTS
 from messages import (
+    EngineState,
+    EngineStateChanged,
     EvalCompleted,
     EvalRequested,
     GroupAborted,
@@ -102,7 +104,13 @@ async def test_an_engine_that_refuses_new_weights_is_asked_no_more(
         group.start_soon(grade, bus)
         async with rollout_actor(bus, router_url, [stale, current], topology):
             await bus.publish(announcement(1))
-            await eventually(lambda: bool(stale.updates and current.updates))
+            current_engines = set[str]()
+            async with bus.read(EngineStateChanged) as changes:
+                while len(current_engines) < 2:
+                    change = await changes.next(10)
+                    assert change is not None
+                    if change.message.new is EngineState.CURRENT:
+                        current_engines.add(change.message.engine)
             for group_id in range(2):
                 await bus.publish(under(1, group_id))
             await completed_groups(bus, 2)
