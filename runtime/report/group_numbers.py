@@ -40,11 +40,10 @@ def _round_numbers(samples: Iterable[SampleSummary]) -> Iterator[float]:
             yield float(number)
 
 
-class CompletedNumbers:
+class CompletedNumbers(msgspec.Struct):
     """Keeps the numbers of groups by their completion event, until the groups are trained or closed."""
 
-    def __init__(self) -> None:
-        self._completed: dict[int, GroupNumbers] = {}  # by log sequence
+    _completed: dict[int, GroupNumbers] = {}  # by log sequence
 
     def complete(self, event: GroupCompleted, seq: int) -> None:
         """Record a completed group."""
@@ -70,27 +69,28 @@ class CompletedNumbers:
 FIRST_SCORES: Final = 64  # graded samples
 
 
-class EqualScores:
+class EqualScores(msgspec.Struct):
     """Checks samples from the start of a run, until two scores differ or FIRST_SCORES are equal."""
 
-    def __init__(self) -> None:
-        self._num = 0
-        self._num_truncated = 0
-        self._score: float | None = None
-        self._over = False
+    is_over: bool = False
+    _num: int = 0
+    _num_truncated: int = 0
+    _score: float | None = None
 
     def take(self, samples: Sequence[SampleSummary]) -> bool:
         """Add samples; return whether the first FIRST_SCORES ones are complete and all equal. True at most once."""
+        if self.is_over:
+            return False
         for sample in samples:
-            if self._over or sample.reward is None or is_ungraded(sample):
+            if self.is_over or sample.reward is None or is_ungraded(sample):
                 continue
-            self._over = self._score is not None and sample.reward != self._score
+            self.is_over = self._score is not None and sample.reward != self._score
             self._score = sample.reward
             self._num += 1
             self._num_truncated += sample.status is SampleStatus.TRUNCATED
-        if self._over or self._num < FIRST_SCORES:
+        if self.is_over or self._num < FIRST_SCORES:
             return False
-        self._over = True
+        self.is_over = True
         return True
 
     @property

@@ -2,9 +2,10 @@
 
 import math
 import statistics
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+import msgspec
 
 from messages import (
     ActorExited,
@@ -40,25 +41,24 @@ SHOWN_ENGINES = 3  # of slow weight updates
 SHOWN_NOT_FINITE = 5  # NaN or infinite metrics shown per step
 
 
-class Failures:
-    """Lines for failures, limited per reason.
+class Failures(msgspec.Struct):
+    """Lines for failures, limited per reason."""
 
-    Args:
-        run: its name, for the hint to the command `ledger`.
-    """
+    _reported: dict[str, int] = {}  # lines per failure text
+    _all_reported: bool = False  # further reasons are not shown
 
-    def __init__(self, run: str) -> None:
-        self._run = run
-        self._reported: Counter[str] = Counter()  # lines per failure text
-        self._all_reported = False  # further reasons are not shown
+    def lines(self, text: str, run: str) -> list[str]:
+        """Return the line for a failure, or nothing at the limit.
 
-    def lines(self, text: str) -> list[str]:
-        """Return the line for a failure, or nothing at the limit."""
+        Args:
+            text: the failure.
+            run: name of the run, for the hint to the command `ledger`.
+        """
         if text not in self._reported and len(self._reported) >= SHOWN_REASONS:
             was_reported, self._all_reported = self._all_reported, True
-            ledger = f"{command_name('ledger')} {self._run}"
+            ledger = f"{command_name('ledger')} {run}"
             return [] if was_reported else [f"failures for further reasons are not shown; see {ledger}"]
-        self._reported[text] += 1
+        self._reported[text] = 1 + self._reported.get(text, 0)
         if self._reported[text] > SHOWN_PER_REASON:
             return []
         return [text if self._reported[text] < SHOWN_PER_REASON else f"{text} (no more of these are shown)"]

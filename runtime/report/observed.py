@@ -3,8 +3,7 @@
 Its memory is bounded: curves and the course of groups are thinned, and lists keep their newest entries.
 """
 
-from collections import deque
-from typing import Any, Final
+from typing import Any, Final, Generic, TypeVar
 
 import msgspec
 
@@ -32,7 +31,7 @@ from messages import (
 from runtime.ledger.fold import FOLD_VERSION
 from runtime.ledger.snapshots import content_of
 from runtime.ledger.state import Stage
-from runtime.report.breakdown import PARTS, Breakdown
+from runtime.report.breakdown import PARTS, Breakdown, StepTime
 from runtime.report.report import Line, Report, RowDone
 from runtime.report.rows import MetricRow, spelled
 
@@ -42,7 +41,12 @@ KEPT_LINES: Final = 200
 KEPT_ENDINGS: Final = 200
 SHOWN_GROUPS: Final = 50  # live groups of each stage
 COURSE_EVERY_S: Final = 1.0  # at first
+OBSERVED_VERSION: Final = 1  # raised when the same log folds to another state of the same shape; snapshots are ignored
 STATES: Final = ("in_flight", "pooled", "ready", "trained", "skipped", "dropped", "failed")
+
+
+CoursePoint = tuple[int | float, ...]  # time, then the number of groups by state, in the order of Books
+ItemT = TypeVar("ItemT")
 
 
 class Process(msgspec.Struct):
@@ -78,59 +82,62 @@ class Ending(msgspec.Struct, frozen=True):
     group_ids: tuple[int, ...]
 
 
-class Thinned:
+class Thinned(msgspec.Struct, Generic[ItemT]):
     """A growing list of bounded length: when it is full, every second entry is left out, and of new ones too."""
 
-    def __init__(self, bound: int) -> None:
-        self.items: list[Any] = []
-        self.num_thinned = 0  # how often
-        self._bound = bound
-        self._num_seen = 0
+    bound: int
+    items: list[ItemT] = []
+    num_thinned: int = 0  # how often
+    num_seen: int = 0
 
-    def add(self, item: Any) -> None:
-        """Add an entry, or leave it out."""
-        self._num_seen += 1
-        if self._num_seen % 2**self.num_thinned:
-            return
+    def add(self, item: ItemT) -> bool:
+        """Add an entry, or leave it out. Return whether the list changed."""
+        self.num_seen += 1
+        if self.num_seen % 2**self.num_thinned:
+            return False
         self.items.append(item)
-        if len(self.items) >= 2 * self._bound:
+        if len(self.items) >= 2 * self.bound:
             self.items = self.items[1::2]
             self.num_thinned += 1
+        return True
 
 
-class Observed:
+class Observed(msgspec.Struct):
     """Folds the events of a run, from the first one on, into what people look at.
 
-    Args:
-        run: its name.
-        num_steps: planned train steps; 0: unknown.
-        step_groups: prompt groups of a train step; 0: unknown.
-        kept_rows: steps that it keeps at least.
+    It is plain data: each field is part of a snapshot, from which another process goes on (`encoded`, `decoded`).
     """
 
-    def __init__(self, run: str, num_steps: int = 0, step_groups: int = 0, *, kept_rows: int = KEPT_ROWS) -> None:
-        self.run = run
-        self.num_events = 0
-        self.first_seq = 0
-        self.seq = 0  # of the newest event
-        self.time = 0.0  # of the newest event
-        self.ended = ""  # how the run ended, if nothing happened since
-        self.problems: list[str] = []  # why events are missing, as the reader of the log says
-        self.rows = Thinned(kept_rows)
-        self._changed: dict[int, int] = {}  # sequence of the event that last changed a kept row, by its step
-        self._newest_row = 0  # step of it
-        self.course = Thinned(KEPT_COURSE)
-        self.breakdown = Breakdown()
-        self.step_times = Thinned(kept_rows)
-        self._report = Report(run, num_steps, 0.0, step_groups=step_groups)
-        self._processes: dict[str, Process] = {}
-        self._engines: dict[str, EngineView] = {}
-        self._lines: deque[tuple[float, str]] = deque(maxlen=KEPT_LINES)
-        self._endings: deque[Ending] = deque(maxlen=KEPT_ENDINGS)
-        self._waiting: dict[str, str] = {}
-        self._announced: tuple[int, float] = 0, 0.0
-        self._evaluation: tuple[int, float] | None = None
-        self._course_at = 0.0
+    run: str  # its name
+    num_steps: int = 0  # planned train steps; 0: unknown
+    step_groups: int = 0  # prompt groups of a train step; 0: unknown
+    kept_rows: int = KEPT_ROWS  # steps that it keeps at least
+    num_events: int = 0
+    first_seq: int = 0
+    seq: int = 0  # of the newest event
+    time: float = 0.0  # of the newest event
+    ended: str = ""  # how the run ended, if nothing happened since
+    problems: list[str] = []  # why events are missing, as the reader of the log says
+    rows: Thinned[MetricRow] = msgspec.field(default_factory=lambda: Thinned[MetricRow](KEPT_ROWS))
+    course: Thinned[CoursePoint] = msgspec.field(default_factory=lambda: Thinned[CoursePoint](KEPT_COURSE))
+    breakdown: Breakdown = msgspec.field(default_factory=Breakdown)
+    step_times: Thinned[StepTime] = msgspec.field(default_factory=lambda: Thinned[StepTime](KEPT_ROWS))
+    _changed: dict[int, int] = {}  # sequence of the event that last changed a kept row, by its step
+    _newest_row: int = 0  # step of it
+    _report: Report = msgspec.field(default_factory=Report)
+    _processes: dict[str, Process] = {}
+    _engines: dict[str, EngineView] = {}
+    _lines: list[tuple[float, str]] = []
+    _endings: list[Ending] = []
+    _waiting: dict[str, str] = {}
+    _announced: tuple[int, float] = (0, 0.0)
+    _evaluation: tuple[int, float] | None = None
+    _course_at: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.rows.bound = self.step_times.bound = self.kept_rows
+        report = self._report
+        report.run, report.num_steps, report.step_groups = self.run, self.num_steps, self.step_groups
 
     def apply(self, event: Message, seq: int, time: float) -> None:
         """Fold the next event.
@@ -149,6 +156,7 @@ class Observed:
             match notice:
                 case Line(text):
                     self._lines.append((time, text))
+                    del self._lines[:-KEPT_LINES]
                 case RowDone(row):
                     self._put(row)
                 case _:
@@ -175,9 +183,12 @@ class Observed:
             rows[index], self._changed[step] = row, self.seq
         elif step > self._newest_row or step == 0:
             self._newest_row = max(self._newest_row, step)
-            self.rows.add(row)
-            kept = {known["step"] for known in self.rows.items}
-            self._changed = {known: seq for known, seq in {**self._changed, step: self.seq}.items() if known in kept}
+            if not self.rows.add(row):
+                return
+            self._changed[step] = self.seq
+            if len(self._changed) > len(self.rows.items):
+                kept = {known["step"] for known in self.rows.items}
+                self._changed = {known: seq for known, seq in self._changed.items() if known in kept}
 
     def _note(self, event: Message, time: float) -> None:
         match event:
@@ -188,7 +199,8 @@ class Observed:
                 known.is_up, known.since, known.reason = False, time, event.reason
             case EngineStateChanged():
                 engine = self._engines.setdefault(event.engine, EngineView(event.engine))
-                engine.state, engine.version, engine.since, engine.reason = event.new, event.version, time, event.reason
+                engine.state, engine.version = event.new.value, event.version
+                engine.since, engine.reason = time, event.reason
             case WeightsAnnounced():
                 self._announced = event.version, time
             case WeightsApplied():
@@ -196,12 +208,12 @@ class Observed:
                     engine = self._engines.setdefault(update.engine, EngineView(update.engine))
                     engine.version, engine.update_s, engine.pause_s = event.version, update.took_s, update.pause_s
             case GroupsClosed():
-                self._endings.append(Ending(time, event.outcome, event.reason, event.group_ids[:SHOWN_GROUPS]))
+                self._end(time, event.outcome, event.reason, event.group_ids[:SHOWN_GROUPS])
             case VerdictGiven(outcome=Outcome.DROP | Outcome.FAILED):
                 outcome = "dropped" if event.outcome is Outcome.DROP else "failed"
-                self._endings.append(Ending(time, outcome, event.reason or "", (event.group_id,)))
+                self._end(time, outcome, event.reason or "", (event.group_id,))
             case GroupFailed():
-                self._endings.append(Ending(time, "failed", event.reason, (event.group_id,)))
+                self._end(time, "failed", event.reason, (event.group_id,))
             case EvalIssued():
                 self._evaluation = event.step, time
             case EvalEnded():
@@ -216,6 +228,28 @@ class Observed:
                 self.ended = f"stopped: {event.reason}"
             case _:
                 pass
+
+    def _end(self, time: float, outcome: str, reason: str, group_ids: tuple[int, ...]) -> None:
+        self._endings.append(Ending(time, outcome, reason, group_ids))
+        del self._endings[:-KEPT_ENDINGS]
+
+    # snapshots
+
+    def encoded(self) -> bytes:
+        """The state as MessagePack."""
+        return msgspec.msgpack.encode(self)
+
+    @classmethod
+    def decoded(cls, content: bytes) -> "Observed":
+        """Return the state that `encoded` returned.
+
+        Raises:
+            ValueError: the bytes hold no such state.
+        """
+        observed = msgspec.msgpack.decode(content, type=cls)
+        times = {(step.step, step.end): step for step in observed.breakdown.steps}  # both lists have the same objects
+        observed.step_times.items = [times.get((step.step, step.end), step) for step in observed.step_times.items]
+        return observed
 
     # what a page shows: values that JSON can hold
 
@@ -251,7 +285,7 @@ class Observed:
             "waiting": self._waiting,
             "processes": [msgspec.to_builtins(process) for _, process in sorted(self._processes.items())],
             "engines": [msgspec.to_builtins(engine) for _, engine in sorted(self._engines.items())],
-            "lines": list(self._lines),
+            "lines": self._lines,
             "course": self.course.items,
         }
 

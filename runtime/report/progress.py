@@ -1,5 +1,7 @@
 """Progress of the current train step or evaluation, for the progress line. Pure."""
 
+import msgspec
+
 from messages import (
     BatchReady,
     BatchTrained,
@@ -18,22 +20,14 @@ from runtime.util.formatting import duration
 ROLLOUT, TRAIN, WEIGHTS, EVALUATION = "rollout", "train", "weights", "evaluation"
 
 
-class StepProgress:
-    """Folds events into the progress of the current step.
+class StepProgress(msgspec.Struct):
+    """Folds events into the progress of the current step."""
 
-    Args:
-        started: Unix time of the command.
-        step_groups: prompt groups of a step; 0: unknown.
-    """
-
-    def __init__(self, started: float, step_groups: int) -> None:
-        self._step_groups = step_groups
-        self._started = started
-        self._began = started  # start of the step
-        self._running: dict[str, float] = {}  # running parts, with their start times
-        self._spent_s: dict[str, float] = {}  # durations of ended parts
-        self._tokens = 0  # generated tokens
-        self._any = False
+    _began: float = 0.0  # start of the step
+    _running: dict[str, float] = {}  # running parts, with their start times
+    _spent_s: dict[str, float] = {}  # durations of ended parts
+    _tokens: int = 0  # generated tokens
+    _any: bool = False
 
     def note(self, event: Message, time: float) -> None:
         """Fold an event."""
@@ -59,11 +53,22 @@ class StepProgress:
             case _:
                 pass
 
-    def line(self, ledger: LedgerState, *, step: int, num_steps: int, now: float) -> str:
-        """Format the line as of `now`."""
+    def line(
+        self, ledger: LedgerState, *, step: int, num_steps: int, step_groups: int, started: float, now: float
+    ) -> str:
+        """Format the line as of `now`.
+
+        Args:
+            ledger: the state of the groups.
+            step: number of the current step.
+            num_steps: planned train steps.
+            step_groups: prompt groups of a step; 0: unknown.
+            started: Unix time of the command.
+            now: Unix time.
+        """
         lasted_s = max(0.0, now - self._began)
         if not self._any:
-            return f"starting for {duration(max(0.0, now - self._started))}"
+            return f"starting for {duration(max(0.0, now - started))}"
         evaluation = ledger.evaluation
         if evaluation is not None:
             done = _evaluated(evaluation)
@@ -71,8 +76,8 @@ class StepProgress:
             done = f"all {num_steps} steps are trained"
         else:
             ready = len(ledger.in_stage(Stage.READY)) + len(ledger.in_stage(Stage.BATCHED))
-            of = f" of {self._step_groups}" if self._step_groups else ""
-            done = f"step {step}/{num_steps}: {min(ready, self._step_groups or ready)}{of} groups"
+            of = f" of {step_groups}" if step_groups else ""
+            done = f"step {step}/{num_steps}: {min(ready, step_groups or ready)}{of} groups"
         rate = [f"{self._tokens / lasted_s:,.0f} tok/s"] if self._tokens and lasted_s >= 1 else []
         return ", ".join([done, *rate, *self._slowest(now), f"{duration(lasted_s)} so far"])
 

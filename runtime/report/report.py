@@ -65,43 +65,35 @@ class SampleShown(msgspec.Struct, frozen=True):
 Notice = Line | RowDone | SampleShown
 
 
-class Report:
-    """Folds the events of a run, from the first on, into the report.
+class Report(msgspec.Struct):
+    """Folds the events of a run, from the first on, into the report. Plain data, stored in an observer's snapshots."""
 
-    Args:
-        run: its name.
-        num_steps: planned train steps.
-        started: Unix time of the command.
-        step_groups: prompt groups of a train step; 0: unknown.
-        graded: samples have scores, unlike demonstrations.
-    """
-
-    def __init__(self, run: str, num_steps: int, started: float, *, step_groups: int = 0, graded: bool = True) -> None:
-        self.run = run
-        self.num_steps = num_steps
-        self.started = started
-        self.first_seq = 1  # log sequence of the first event of this start; clocks of two machines are not compared
-        self.steps = 0  # trained train steps
-        self._earlier_steps = 0  # of these, trained before the command
-        self.finished: str | None = None  # reason
-        self.rewards: list[float] = []  # mean per step
-        self.losses: list[float] = []  # of steps on demonstrations
-        self.evals: dict[str, float] = {}  # newest mean by set
-        self.first_evals: dict[str, float] = {}
-        self.tokens = 0
-        self.version = 0
-        self._ledger = LedgerState()
-        self._numbers = CompletedNumbers()
-        self._cited: set[int] = set()  # completion events that the initial state cites
-        self._times = Times()
-        self._progress = StepProgress(started, step_groups)
-        self._failures = Failures(run)
-        self._graded = graded
-        self._scores = EqualScores() if graded else None
-        self._first_rollout: float | None = None
-        self._row: MetricRow | None = None  # row of the newest step; complete when the next one is trained
-        self._evaluated_row: MetricRow | None = None  # row of an older step whose evaluation still runs
-        self._dropped: dict[str, int] = {}  # counts at the newest row
+    run: str = ""  # its name
+    num_steps: int = 0  # planned train steps
+    started: float = 0.0  # Unix time of the command
+    step_groups: int = 0  # prompt groups of a train step; 0: unknown
+    graded: bool = True  # samples have scores, unlike demonstrations
+    first_seq: int = 1  # log sequence of the first event of this start; clocks of two machines are not compared
+    steps: int = 0  # trained train steps
+    finished: str | None = None  # reason
+    rewards: list[float] = []  # mean per step
+    losses: list[float] = []  # of steps on demonstrations
+    evals: dict[str, float] = {}  # newest mean by set
+    first_evals: dict[str, float] = {}
+    tokens: int = 0
+    version: int = 0
+    _earlier_steps: int = 0  # of the steps, trained before the command
+    _ledger: LedgerState = msgspec.field(default_factory=LedgerState)
+    _numbers: CompletedNumbers = msgspec.field(default_factory=CompletedNumbers)
+    _cited: set[int] = set()  # completion events that the initial state cites
+    _times: Times = msgspec.field(default_factory=Times)
+    _progress: StepProgress = msgspec.field(default_factory=StepProgress)
+    _failures: Failures = msgspec.field(default_factory=Failures)
+    _scores: EqualScores = msgspec.field(default_factory=EqualScores)
+    _first_rollout: float | None = None
+    _row: MetricRow | None = None  # row of the newest step; complete when the next one is trained
+    _evaluated_row: MetricRow | None = None  # row of an older step whose evaluation still runs
+    _dropped: dict[str, int] = {}  # counts at the newest row
 
     @property
     def ledger(self) -> LedgerState:
@@ -118,7 +110,7 @@ class Report:
         self._ledger, self.version = ledger, ledger.version
         self._cited = {group.event_seq for group in ledger.groups.values()}
         self.steps = self._earlier_steps = ledger.trained_steps
-        self._scores = None  # the first samples are among the earlier events
+        self._scores.is_over = True  # the first samples are among the earlier events
 
     def apply(self, event: Message, seq: int, time: float) -> list[Notice]:
         """Fold the next event of the log.
@@ -175,13 +167,13 @@ class Report:
 
     def _lines_of(self, event: Message) -> list[Notice]:
         failure, line = failure_in(event), line_of(event)
-        texts = self._failures.lines(failure) if failure is not None else [line] if line is not None else []
+        texts = self._failures.lines(failure, self.run) if failure is not None else [line] if line is not None else []
         return [Line(text) for text in texts]
 
     def _batch(self, event: BatchReady, seq: int) -> list[Notice]:
         if event.step + 1 != self.num_steps or seq < self.first_seq or not event.groups:
             return []
-        return [SampleShown("last", max(ref.event_seq for ref in event.groups), graded=self._graded)]
+        return [SampleShown("last", max(ref.event_seq for ref in event.groups), graded=self.graded)]
 
     def close(self) -> list[Notice]:
         """Emit the newest row, since no more events will come."""
@@ -221,7 +213,14 @@ class Report:
 
     def progress_line(self, now: float) -> str:
         """Return the progress of the current step or evaluation as of `now`."""
-        return self._progress.line(self._ledger, step=self.steps + 1, num_steps=self.num_steps, now=now)
+        return self._progress.line(
+            self._ledger,
+            step=self.steps + 1,
+            num_steps=self.num_steps,
+            step_groups=self.step_groups,
+            started=self.started,
+            now=now,
+        )
 
     def books_line(self, *, brief: bool = False) -> str:
         """Return the group counts of the ledger as a sum; with `brief`, without zeros."""
@@ -252,7 +251,7 @@ class Report:
     def _untrained(self, event: BatchTrained) -> list[Notice]:
         reasons = sorted({item.reason for item in event.untrained})
         texts = [f"samples left no gradient: {REASONS_UNTRAINED.get(reason, reason)}" for reason in reasons]
-        return [Line(line) for text in texts for line in self._failures.lines(text)]
+        return [Line(line) for text in texts for line in self._failures.lines(text, self.run)]
 
     def _step_line(self, row: MetricRow) -> str:
         return step_line(
@@ -278,13 +277,15 @@ class Report:
         ungraded = [sample for sample in event.samples if is_ungraded(sample)]
         reasons = {f"no score, reward {sample.reward:g} instead: {sample.reason}" for sample in ungraded}
         reasons |= {f"sample left out: {sample.reason}" for sample in event.samples if is_left_out(sample)}
-        lines: list[Notice] = [Line(text) for reason in sorted(reasons) for text in self._failures.lines(reason)]
-        if self._scores is not None and self._scores.take(event.samples) and seq >= self.first_seq:
+        lines: list[Notice] = [
+            Line(text) for reason in sorted(reasons) for text in self._failures.lines(reason, self.run)
+        ]
+        if self.graded and self._scores.take(event.samples) and seq >= self.first_seq:
             lines.append(SampleShown("typical", seq, why=self._scores.why, causes=self._scores.causes))
         if self._first_rollout is not None or seq < self.first_seq:
             return lines
         self._first_rollout = time
-        return [*lines, SampleShown("first", seq, graded=self._graded)]
+        return [*lines, SampleShown("first", seq, graded=self.graded)]
 
     def _evaluate(
         self, event: EvalEnded | PairsEvaluated, time: float, weights: str = "", *, took_s: float | None = None

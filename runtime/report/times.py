@@ -1,7 +1,6 @@
 """The step timer: durations of the parts of each step, from the times of the log. Pure."""
 
 import math
-from collections import Counter, deque
 
 import msgspec
 
@@ -38,14 +37,13 @@ class _Clock(msgspec.Struct):
     eval_s: float = 0.0  # evaluation time since the newest step
 
 
-class Times:
+class Times(msgspec.Struct):
     """Computes the duration of each step's parts from event times."""
 
-    def __init__(self) -> None:
-        self.recent_s: deque[float] = deque(maxlen=RECENT)  # step times
-        self._clock = _Clock()
-        self._spent_s: Counter[str] = Counter()  # by part of a step
-        self._num_steps = 0  # number of timed steps
+    recent_s: list[float] = []  # step times
+    _clock: _Clock = msgspec.field(default_factory=_Clock)
+    _spent_s: dict[str, float] = {}  # by part of a step
+    _num_steps: int = 0  # number of timed steps
 
     def note(self, event: Message, time: float) -> None:
         """Record the time of an event."""
@@ -127,11 +125,12 @@ class Times:
         return row
 
     def _account(self, times: MetricRow, step_s: float, eval_s: float) -> None:
-        self.recent_s.append(step_s)
+        self.recent_s = [*self.recent_s, step_s][-RECENT:]
         self._num_steps += 1
         parts = {part: times.get(key, 0.0) for part, key in PARTS.items()} | {"evaluation": eval_s}
         parts["other"] = max(0.0, step_s - math.fsum(parts.values()))
-        self._spent_s.update({**parts, "step": step_s})  # pyright: ignore[reportArgumentType] - it adds any numbers
+        for part, seconds in {**parts, "step": step_s}.items():
+            self._spent_s[part] = self._spent_s.get(part, 0.0) + seconds
 
     def lines(self) -> list[str]:
         """Format the mean step time and its parts."""
@@ -143,5 +142,5 @@ class Times:
             for part, seconds in self._spent_s.items()
             if part != "step" and seconds > 0
         ]
-        overlap = "; parts overlap" if self._spent_s.total() - whole_s > 1.01 * whole_s else ""
+        overlap = "; parts overlap" if math.fsum(self._spent_s.values()) - whole_s > 1.01 * whole_s else ""
         return [f"time      {whole_s / self._num_steps:.3f} s a step: {', '.join(shares)}{overlap}"]

@@ -1,6 +1,11 @@
 """What observers show of a run, folded from hand-made logs."""
 
+from collections.abc import Sequence
+
 import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from messages import (
     ActorExited,
@@ -11,6 +16,8 @@ from messages import (
     EvalIssued,
     Message,
     Outcome,
+    Phase,
+    PhaseChanged,
     RunFinished,
     RunStalled,
     WeightsApplied,
@@ -18,8 +25,9 @@ from messages import (
 from messages.events import EngineUpdate
 from runtime.ledger.fold import LedgerState, fold
 from runtime.report.observed import KEPT_COURSE, KEPT_ENDINGS, KEPT_ROWS, Observed, Thinned
-from tests.build.events import announced, batch, completed, issued, snapshot, trained, verdict
-from tests.support.log_of_a_run import LOG
+from tests.build.events import announced, batch, completed, issued, saved, snapshot, trained, verdict
+from tests.support.archived_run import events_of_a_run
+from tests.support.log_of_a_run import LOG, THE_END
 
 
 def folded(*events: Message, first_seq: int = 1, kept_rows: int = KEPT_ROWS) -> Observed:
@@ -122,3 +130,59 @@ def test_its_memory_is_bounded() -> None:
     assert len(observed._changed) == len(observed.rows.items)
     kept = observed.breakdown
     assert (len(kept.lives), len(kept.ended), len(kept.batches), len(kept.spans)) == (0, 0, 0, 0)
+
+
+MIXED: tuple[Message, ...] = (  # what the log of a small run lacks
+    ActorExited(actor="reward", node="n", pid=7, exit_code=-9, reason="killed", restart_in_s=1.0),
+    ActorStarted(actor="reward", node="n", pid=8, restarts=1),
+    ActorStarted(actor="buffer", node="n", pid=9),
+    EngineStateChanged(
+        instance="rollout", engine="e", old=EngineState.SUSPECT, new=EngineState.PAUSED, reason="x", version=2
+    ),
+    WeightsApplied(version=3, instance="rollout", num_engines=1, took_s=2.0),
+    EvalEnded(incarnation=1, step=2, version=3, metrics={"eval/x": 0.75}),
+    PhaseChanged(incarnation=1, step=1, phase=Phase.TRAIN, previous=Phase.UPDATE, took_s=0.5, reason="x"),
+    RunStalled(idle_s=300.0, waiting={"trainer": "batch 3"}),
+    saved(3, took_s=5.0, pause_s=4.0),
+    THE_END,
+)
+NOT_FINITE = EvalEnded(incarnation=1, step=1, version=3, metrics={"eval/x": float("nan"), "eval/y": float("inf")})
+
+
+def views(observed: Observed) -> bytes:
+    shown = (observed.now(), observed.ledger(), observed.times(), observed.curves(), observed.curves(observed.seq // 2))
+    return msgspec.json.encode(shown)
+
+
+def interrupted(events: Sequence[Message], cuts: set[int], kept_rows: int) -> Observed:
+    """The fold of events by several processes, each from the snapshot of the one before."""
+    observed = Observed("r", 2, kept_rows=kept_rows)
+    for seq, event in enumerate(events, 1):
+        observed.apply(event, seq, 1000.0 + seq)
+        if seq in cuts:
+            observed = Observed.decoded(observed.encoded())
+    return observed
+
+
+@pytest.mark.parametrize("kept_rows", [KEPT_ROWS, 3])
+def test_a_fold_goes_on_from_a_snapshot_at_any_event(kept_rows: int) -> None:
+    events = (*LOG, *MIXED, *events_of_a_run(800, samples=2))
+    whole = folded(*events, kept_rows=kept_rows)
+    each = interrupted(events, set(range(1, len(events), 3)), kept_rows)
+    assert views(each) == views(whole)
+    assert each == whole
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.sampled_from((*LOG, *MIXED, NOT_FINITE)), max_size=60), st.sets(st.integers(1, 60), max_size=4))
+def test_a_snapshot_loses_nothing_of_any_log(events: list[Message], cuts: set[int]) -> None:
+    whole, parts = folded(*events, kept_rows=2), interrupted(events, cuts, 2)
+    assert views(parts) == views(whole)
+
+
+def test_a_late_checkpoint_changes_times_after_a_snapshot_too() -> None:
+    events = list[Message](events_of_a_run(160, samples=1))[:-1]
+    pause = msgspec.structs.replace(saved(2, took_s=30.0), pause_s=25.0)
+    whole, parts = folded(*events, pause), interrupted([*events, pause], {len(events)}, KEPT_ROWS)
+    assert whole.times() != folded(*events).times()
+    assert parts.times() == whole.times()
