@@ -47,8 +47,8 @@ def _parser() -> argparse.ArgumentParser:
         metavar="ADDRESS",
         nargs="?",
         const="127.0.0.1:0",
-        help="Serve a page with curves, states, times and the ledger, until Ctrl-C. ADDRESS is a loopback address "
-        "and a port; by default 127.0.0.1:0, any free port.",
+        help="Serve a page with curves, states, times, samples and the ledger, until Ctrl-C. ADDRESS is a loopback "
+        "address and a port; by default 127.0.0.1:0, any free port.",
     )
     parser.add_argument(
         "--json", action="store_true", help="With --time: print one JSON object, with the parts of each step."

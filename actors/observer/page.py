@@ -13,6 +13,7 @@ import anyio
 import msgspec
 from aiohttp import web
 
+from actors.observer.samples import Samples, add_routes
 from runtime.bus.addresses import host_port
 from runtime.bus.errors import BusError
 from runtime.node.claims.rundir import BUS_FILE, TOPOLOGY_FILE
@@ -26,6 +27,7 @@ from runtime.util.errors import flatten
 STATIC: Final = Path(__file__).parent / "static"
 FILES: Final = {  # what is served, and as what; nothing else is
     "index.html": "text/html",
+    "samples.js": "text/javascript",
     "app.js": "text/javascript",
     "app.css": "text/css",
     "uPlot.iife.min.js": "text/javascript",
@@ -94,6 +96,7 @@ class Page:
         self._changed = asyncio.Event()
         self._num_streams = 0
         self._files = {name: (STATIC / name).read_bytes() for name in FILES}
+        self._samples = Samples(dump_directory(self._settings))
         self.live = False
         self.problem = ""  # why the log cannot be read
 
@@ -108,6 +111,7 @@ class Page:
         application.router.add_get("/", self._index)
         application.router.add_get("/static/{name}", self._file)
         application.router.add_get("/events", self._events)
+        add_routes(application, self._samples, _responded)
         return application
 
     @web.middleware
@@ -210,7 +214,7 @@ def report_page(
         other: another run to compare with, and its settings.
     """
     files = {name: (STATIC / name).read_text(encoding="utf-8") for name in FILES}
-    scripts, styles = ("uPlot.iife.min.js", "app.js"), ("uPlot.min.css", "app.css")
+    scripts, styles = ("uPlot.iife.min.js", "samples.js", "app.js"), ("uPlot.min.css", "app.css")
     shown = _state_of(observed, settings, live=live)
     if other is not None:
         run, its = other
@@ -258,6 +262,12 @@ def _flat(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
         yield key, msgspec.json.encode(value).decode()
 
 
+def dump_directory(settings: Mapping[str, str]) -> Path | None:
+    """Return the directory of a run's dumps; None if it writes none."""
+    stored: Any = msgspec.json.decode(settings.get("run.dump_details", "null"))
+    return Path(stored) if isinstance(stored, str) else None
+
+
 def _host_of(header: str) -> str:
     """Return the host of a Host header, without its port."""
     host, colon, port = header.rpartition(":")
@@ -271,6 +281,10 @@ async def _send(response: web.StreamResponse, content: bytes) -> None:
 
 def _refused(status: int, text: str) -> web.Response:
     return web.Response(status=status, text=text, headers=HEADERS)
+
+
+def _responded(status: int, content: bytes, content_type: str) -> web.Response:
+    return web.Response(status=status, body=content, content_type=content_type, headers=HEADERS)
 
 
 @asynccontextmanager

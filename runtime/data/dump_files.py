@@ -20,10 +20,11 @@ atomically, the lines last. Line i and row i of the columns are the same sample.
 
 import re
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 
 import msgspec
 import numpy as np
@@ -39,6 +40,7 @@ from runtime.util.files import atomic_file
 RUN_FILE: Final = "run.json"
 TOPOLOGY_FILE: Final = "topology.json"
 TOKENIZER: Final = "tokenizer"  # directory of the tokenizer's files
+SKIPPED_BYTES: Final = 2**20  # of a column at once
 _NAME: Final = re.compile(r"rollout_(\d+)\.jsonl")
 _KEYS: Final = ("group_id", "attempt", "index", "part")
 
@@ -167,12 +169,48 @@ def read_pair(directory: Path, step: int, vocab_size: int | None = None) -> tupl
         [*_KEYS, "sample_offsets", "segment_attempt", *_ARRAYS, *_OFFSETS],
         may_lack=(*_ROUTED, *_KEPT, *_COMPUTED),
     )
+    return _groups_of(samples, columns, path, vocab_size)
+
+
+def read_sample(directory: Path, step: int, row: int, sample: DumpedSample) -> tuple[Segment, ...]:
+    """Read the tokens of one sample, in the memory of this sample alone. Experts and kept tokens are left out.
+
+    Args:
+        directory: directory of the dump.
+        step: train step of the pair.
+        row: row of the sample, from 0.
+        sample: its line.
+
+    Raises:
+        DumpError: the columns cannot be read, or are not this sample's; names the file.
+    """
+    path = columns_path(directory, step)
+    with _reading(path) as opened, zipfile.ZipFile(opened) as file:
+        columns: dict[str, NDArray[Any]] = {name: _rows(file, name, row, row + 1) for name in _KEYS}
+        first, last = (int(bound) for bound in _rows(file, "sample_offsets", row, row + 2))
+        columns |= {
+            "sample_offsets": np.array([0, last - first]),
+            "segment_attempt": _rows(file, "segment_attempt", first, last),
+        }
+        for offsets, names in _TOKENS_BY_OFFSETS.items():
+            bounds = _rows(file, offsets, first, last + 1)
+            begin, end = int(bounds[0]), int(bounds[-1])
+            columns |= {offsets: bounds - begin} | {name: _rows(file, name, begin, end) for name in names}
+    (group,) = _groups_of([sample], columns, path, None, first_row=row)
+    if group.samples[0].status is SampleStatus.FAILED and sample.status is not SampleStatus.FAILED:
+        raise DumpError(group.samples[0].reason or str(path))
+    return group.segments[0]
+
+
+def _groups_of(
+    samples: list[DumpedSample], columns: Columns, path: Path, vocab_size: int | None, first_row: int = 0
+) -> tuple[DumpedGroup, ...]:
+    """Check samples and their columns, and return them by group."""
     for number, sample in enumerate(samples):
         key = tuple(int(columns[name][number]) for name in _KEYS)
         if key != (sample.group_id, sample.attempt, sample.index, sample.part):
-            raise DumpError(
-                f"{lines_path(directory, step)}:{number + 1}: is not the sample that {path.name} has at this place"
-            )
+            lines = path.with_suffix(".jsonl")
+            raise DumpError(f"{lines}:{first_row + number + 1}: is not the sample that {path.name} has at this place")
     segments: list[tuple[Segment, ...]] = []
     for number, sample in enumerate(samples):
         own, problem = _checked_segments(sample, number, columns, vocab_size)
@@ -198,6 +236,11 @@ def read_pair(directory: Path, step: int, vocab_size: int | None = None) -> tupl
 
 _ARRAYS: Final = ("prompt_ids", "response_ids", "loss_mask", "rollout_log_probs", "weight_spans")
 _OFFSETS: Final = ("prompt_offsets", "response_offsets", "span_offsets")
+_TOKENS_BY_OFFSETS: Final = {  # columns by those that have their offsets
+    "prompt_offsets": ("prompt_ids",),
+    "response_offsets": ("response_ids", "loss_mask", "rollout_log_probs"),
+    "span_offsets": ("weight_spans",),
+}
 _KEPT: Final = ("kept_counts", "kept_ids", "kept_offsets")
 _ROUTED: Final = ("routed_experts", "routed_offsets")
 _PER_TOKEN: Final[Mapping[str, type[PackedArray]]] = {  # of engine pools and graders, of tokens after the first prompt
@@ -284,16 +327,39 @@ def _joined(arrays: Sequence[Any], dtype: Any) -> NDArray[Any]:
 
 
 def _load(path: Path, names: Sequence[str], may_lack: Sequence[str] = ()) -> Columns:
+    with _reading(path) as opened, np.load(opened, allow_pickle=False) as file:
+        return {name: file[name] for name in (*names, *(name for name in may_lack if name in file))}
+
+
+def _rows(archive: zipfile.ZipFile, name: str, begin: int, end: int) -> NDArray[Any]:
+    """Read rows of a column, and skip those before."""
+    with archive.open(f"{name}.npy") as column:
+        np.lib.format.read_magic(column)
+        shape, column_major, dtype = np.lib.format.read_array_header_1_0(column)
+        if dtype.hasobject or column_major or not shape or not 0 <= begin <= end <= shape[0]:
+            raise ValueError(f"column {name} has no rows {begin} to {end}")
+        row_bytes = dtype.itemsize * int(np.prod(shape[1:], dtype=np.int64))
+        left = begin * row_bytes
+        while left:
+            skipped = len(column.read(min(left, SKIPPED_BYTES)))
+            if not skipped:
+                raise ValueError(f"column {name} is cut short")
+            left -= skipped
+        return np.frombuffer(column.read((end - begin) * row_bytes), dtype).reshape(end - begin, *shape[1:])
+
+
+@contextmanager
+def _reading(path: Path) -> Generator[BinaryIO]:
+    """Open the columns of a step; what a block finds wrong in them is a DumpError."""
     try:
-        with (
-            path.open("rb") as opened,
-            np.load(opened, allow_pickle=False) as file,
-        ):  # np.load does not close a truncated file
-            return {name: file[name] for name in (*names, *(name for name in may_lack if name in file))}
+        with path.open("rb") as opened:  # np.load does not close a truncated file
+            yield opened
     except FileNotFoundError as error:
         raise DumpError(f"{path}: no such file") from error
     except KeyError as error:
         raise DumpError(f"{path}: has no column {error}") from error
+    except DumpError:
+        raise
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
         raise DumpError(f"{path}: cannot be read: {error}") from error
 

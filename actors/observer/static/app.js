@@ -21,7 +21,7 @@ const BOOKS = ["issued", "trained", "skipped", "dropped", "failed", "pooled", "r
 const LIVE = ["in_flight", "pooled", "ready"];
 const AGAIN_MS = 5000; // before a refused connection is tried again
 const MAX_FOUND = 24; // charts of a search
-const TABS = ["curves", "now", "time", "ledger", "settings"];
+const TABS = ["curves", "now", "time", "samples", "ledger", "settings"];
 
 const rows = new Map(); // metrics by step
 const others = new Map(); // metrics by step of a run to compare with
@@ -204,11 +204,22 @@ function drawLedger() {
   const [issued, ...parts] = BOOKS;
   at("books").textContent = `${ledger.books[issued]} issued = ${parts.map((name) => `${ledger.books[name]} ${name.replace("_", " ")}`).join(" + ")}`;
   fillTable(at("stages"), [["state"], ["groups", "number"], ["ids"]], Object.entries(ledger.stages).filter(([, stage]) => stage.count).map(([name, stage]) =>
-    [name.replace("_", " "), stage.count, stage.groups.join(", ") + (stage.count > stage.groups.length ? ", ..." : "")]));
+    [name.replace("_", " "), stage.count, groupLinks(stage.groups, stage.count > stage.groups.length)]));
   const reasons = ["dropped", "failed"].flatMap((outcome) => Object.entries(ledger[outcome]).map(([reason, count]) => [outcome, reason, count]));
   fillTable(at("reasons"), [["outcome"], ["reason"], ["groups", "number"]], reasons);
   fillTable(at("endings"), [["time"], ["outcome"], ["reason"], ["ids"]], ledger.endings.map((ending) =>
-    [clock(ending.time), ending.outcome, ending.reason, ending.group_ids.join(", ")]));
+    [clock(ending.time), ending.outcome, ending.reason, groupLinks(ending.group_ids, false)]));
+}
+
+function groupLinks(ids, more) { // each opens the samples of its group
+  const cell = make("td");
+  for (const id of ids) {
+    const link = make("a", id);
+    link.href = `#group=${id}`;
+    cell.append(...(cell.firstChild ? [", "] : []), link);
+  }
+  if (more) cell.append(", ...");
+  return cell;
 }
 
 function drawSettings() {
@@ -222,11 +233,17 @@ function drawSettings() {
   fillTable(at("settings"), [["key that differs", "keep"], [state.now.run], [state.other.run]], lines);
 }
 
-const DRAW = { curves: drawCurves, now: drawNow, time: drawTime, ledger: drawLedger, settings: drawSettings };
+const DRAW = { curves: drawCurves, now: drawNow, time: drawTime, samples: drawSamples, ledger: drawLedger, settings: drawSettings };
 
 // tabs
 
-const chosen = () => (TABS.includes(location.hash.slice(1)) ? location.hash.slice(1) : TABS[0]);
+function chosen() {
+  const name = location.hash.slice(1);
+  if (name.startsWith("group=")) return "samples";
+  return TABS.includes(name) ? name : TABS[0];
+}
+
+const isTyping = (event) => ["INPUT", "SELECT"].includes(event.target.tagName) || event.ctrlKey || event.metaKey || event.altKey;
 
 function show() {
   const tab = chosen();
@@ -251,7 +268,7 @@ at("tabs").addEventListener("keydown", (event) => {
 });
 document.addEventListener("keydown", (event) => {
   const tab = TABS[Number(event.key) - 1];
-  if (tab && event.target.tagName !== "INPUT" && !event.ctrlKey && !event.metaKey && !event.altKey) choose(tab, true);
+  if (tab && !isTyping(event)) choose(tab, true);
 });
 at("search").addEventListener("input", () => state && drawCurves());
 window.addEventListener("hashchange", show);

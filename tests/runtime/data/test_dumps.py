@@ -24,7 +24,17 @@ from messages import (
     UInt8Array,
     WeightSpan,
 )
-from runtime.data.dump_files import DumpError, columns_path, lines_path, read_pair, steps_in, told_by_of, write_pair
+from runtime.data.dump_files import (
+    DumpError,
+    columns_path,
+    lines_path,
+    read_lines,
+    read_pair,
+    read_sample,
+    steps_in,
+    told_by_of,
+    write_pair,
+)
 from runtime.data.dumps import DumpedGroup, Fate, group_of
 
 TOLD_BY = (17, 1_700_000_000_000_000)
@@ -261,3 +271,22 @@ def test_a_segment_of_another_sample_is_refused() -> None:
     completed = GroupCompleted(group_id=1, attempt=0, lease="l", round=0, instance="r", data="d", samples=(sample,))
     with pytest.raises(ValueError, match="belongs to"):
         group_of(completed, {1: payload}, Fate())
+
+
+def test_one_sample_is_read_without_the_others_of_its_step(tmp_path: Path) -> None:
+    written = [example(3), example(8)]
+    write_pair(tmp_path, 0, written, TOLD_BY)
+    lines = read_lines(tmp_path, 0)
+    found = [read_sample(tmp_path, 0, row, line) for row, line in enumerate(lines)]
+    expected = [own for group in written for own in group.segments]
+    assert [[segment.response_ids.tolist() for segment in own] for own in found] == [[[7, 8]], [[9], [4, 3]]] * 2
+    assert msgspec.to_builtins(found, enc_hook=lambda array: array.tolist()) == msgspec.to_builtins(
+        expected, enc_hook=lambda array: array.tolist()
+    )
+    with pytest.raises(DumpError, match=r"rollout_0.jsonl:2: is not the sample"):
+        read_sample(tmp_path, 0, 1, lines[0])
+    with pytest.raises(DumpError, match="has no rows 4 to 5"):
+        read_sample(tmp_path, 0, 4, lines[0])
+    columns_path(tmp_path, 0).write_bytes(b"no archive")
+    with pytest.raises(DumpError, match=r"rollout_0.npz: cannot be read: File is not a zip file"):
+        read_sample(tmp_path, 0, 0, lines[0])

@@ -1,0 +1,211 @@
+"""The page's view of samples: who gets them, what a request may ask, and that texts of a run stay texts."""
+
+import shutil
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+from aiohttp import DummyCookieJar
+from hypothesis import given
+from hypothesis import strategies as st
+
+from actors.observer.page import Page, served
+from actors.observer.samples import MAX_TOKENS, token_texts, tokens_shown, worst_and_best_first
+from messages import Outcome, SampleStatus
+from runtime.data.dump_files import columns_path, write_pair
+from runtime.data.dumps import Fate
+from runtime.report.observed import Observed
+from tests.actors.observer.test_page import ANY_PORT, COOKIE, TOKEN
+from tests.build.dumps import dumped_group
+from tests.build.samples import segment
+
+MODEL = Path(__file__).parents[3] / "topologies/demo/models/reverse-digits"
+SCRIPT = "<script>alert(1)</script>"
+WITH_COOKIE = {"Cookie": f"{COOKIE}={TOKEN}"}
+
+pytestmark = pytest.mark.anyio
+
+
+@asynccontextmanager
+async def opened(directory: Path | None) -> AsyncGenerator[aiohttp.ClientSession]:
+    stored = None if directory is None else str(directory)
+    page = Page(Observed("r"), TOKEN, {"run.dump_details": msgspec.json.encode(stored).decode()})
+    async with (
+        served(page, ANY_PORT) as port,
+        aiohttp.ClientSession(f"http://127.0.0.1:{port}", cookie_jar=DummyCookieJar()) as client,
+    ):
+        yield client
+
+
+async def answered(client: aiohttp.ClientSession, path: str, **query: Any) -> tuple[int, Any]:
+    response = await client.get(path, params=query, headers=WITH_COOKIE)
+    assert response.headers["Content-Type"] == "application/json"
+    assert response.headers["X-Content-Type-Options"] == "nosniff"
+    assert "script-src 'self'" in response.headers["Content-Security-Policy"]
+    return response.status, msgspec.json.decode(await response.read())
+
+
+@pytest.fixture
+def dumps(tmp_path: Path) -> Path:
+    groups = [
+        dumped_group(1, (0.5, 1.0, 0.0, None), prompt=SCRIPT),
+        dumped_group(
+            2,
+            (0.0,),
+            texts=("see SCRIPT",),
+            status=SampleStatus.FAILED,
+            reason=f"the grader raised {SCRIPT}",
+            score={"why": SCRIPT},
+            fate=Fate(verdict=Outcome.DROP, verdict_reason="zero std"),
+        ),
+    ]
+    directory = tmp_path / "dump"
+    directory.mkdir()
+    write_pair(directory, 0, groups, (1, 0))
+    (tmp_path / "rollout_1.jsonl").write_bytes(b"secret")
+    (directory / "tokenizer").mkdir()
+    shutil.copy(MODEL / "tokenizer.json", directory / "tokenizer")
+    return directory
+
+
+async def test_a_group_has_its_worst_and_best_sample_first_and_what_the_grader_said(dumps: Path) -> None:
+    async with opened(dumps) as client:
+        status, listed = await answered(client, "/samples", sort="reward")
+        assert (status, listed["num_groups"], listed["next"], listed["problem"]) == (200, 2, None, "")
+        assert [(each["group"], each["reward"], each["length"]) for each in listed["groups"]] == [
+            (1, 0.5, 2.5),
+            (2, 0, 1),
+        ]
+        status, group = await answered(client, "/samples/group", group=1)
+        assert [(each["place"], each["reward"]) for each in group["samples"]] == [(2, 0), (1, 1), (0, 0.5), (3, None)]
+        status, group = await answered(client, "/samples/group", group=2, step=0)
+        assert (group["outcome"], group["reason"]) == ("dropped", "zero std")
+        assert group["samples"][0]["status"] == "failed"
+
+
+async def test_a_script_in_a_prompt_or_of_a_grader_is_a_text_in_json(dumps: Path) -> None:
+    async with opened(dumps) as client:
+        _, listed = await answered(client, "/samples", search="<SCRIPT>ALERT")
+        assert [(each["group"], each["prompt"]) for each in listed["groups"]] == [(1, SCRIPT)]
+        _, group = await answered(client, "/samples/group", group=1)
+        assert group["prompt"] == SCRIPT
+        _, group = await answered(client, "/samples/group", group=2)
+        assert group["samples"][0]["reason"] == f"the grader raised {SCRIPT}"
+        assert msgspec.json.decode(group["samples"][0]["score"]) == {"why": SCRIPT}
+
+
+async def test_tokens_have_text_log_prob_mask_and_weights(dumps: Path) -> None:
+    async with opened(dumps) as client:
+        status, tokens = await answered(client, "/samples/tokens", group=1, step=0, place=1)
+        assert (status, tokens["total"], tokens["ids"]) == (200, 3, [5, 10, 11])
+        assert (tokens["inputs"], tokens["mask"]) == ([1, 0, 0], [0, 1, 0])
+        assert (tokens["log_probs"], tokens["versions"]) == ([None, -0.5, -0.5], [None, 1, 1])
+        assert len(tokens["texts"]) == 3
+        _, rest = await answered(client, "/samples/tokens", group=1, step=0, place=1, **{"from": 2})
+        assert (rest["from"], rest["ids"], rest["texts"]) == (2, [11], tokens["texts"][2:])
+
+
+@pytest.mark.parametrize(
+    ("path", "query", "status", "problem"),
+    [
+        ("/samples/group", {"group": "../../rollout_1"}, 400, "group: is no number"),
+        ("/samples/group", {"group": "1", "step": "../rollout_1"}, 400, "step: is no number"),
+        ("/samples/group", {"group": "1", "step": "-1"}, 400, "step: is no number"),
+        ("/samples/group", {"group": "\u0663"}, 400, "group: is no number"),
+        ("/samples/group", {"group": "9" * 16}, 400, "group: is no number"),
+        ("/samples/group", {}, 400, "group: is missing"),
+        ("/samples/group", {"group": "7"}, 404, "The dumps have no group 7."),
+        ("/samples/group", {"group": "1", "step": "1"}, 404, "no group 1 in the files of step 1"),
+        ("/samples/tokens", {"group": "1", "place": "4"}, 404, "no sample at place 4"),
+        ("/samples/tokens", {"group": "1", "place": "x"}, 400, "place: is no number"),
+        ("/samples", {"sort": "__class__"}, 400, "sort: is not known; allowed: step, reward"),
+        ("/samples", {"order": "up"}, 400, "order: is not known"),
+        ("/samples", {"offset": "1e9"}, 400, "offset: is no number"),
+        ("/samples", {"search": "x" * 1001}, 400, "search: has 1001 characters"),
+    ],
+)
+async def test_a_wrong_parameter_is_named(
+    dumps: Path, path: str, query: dict[str, str], status: int, problem: str
+) -> None:
+    async with opened(dumps) as client:
+        found, content = await answered(client, path, **query)
+        assert found == status
+        assert problem in content["problem"]
+
+
+async def test_the_guard_of_the_page_stands_before_samples(dumps: Path) -> None:
+    async with opened(dumps) as client:
+        for path in ("/samples", "/samples/group?group=1", "/samples/tokens?group=1&place=0"):
+            for headers, expected in (
+                ({}, 401),
+                ({"Cookie": f"{COOKIE}=guess"}, 401),
+                ({**WITH_COOKIE, "Host": "evil.example"}, 403),
+            ):
+                response = await client.get(path, headers=headers)
+                assert response.status == expected
+                assert SCRIPT not in await response.text()
+
+
+async def test_without_dumps_the_setting_is_named(tmp_path: Path) -> None:
+    async with opened(None) as client:
+        for path in ("/samples", "/samples/group", "/samples/tokens"):
+            status, content = await answered(client, path)
+            assert status == 404
+            assert "run.dump_details = DIRECTORY" in content["problem"]
+    async with opened(tmp_path / "later") as client:
+        status, content = await answered(client, "/samples")
+        assert (status, content["groups"]) == (200, [])
+        assert "later: cannot be read: No such file" in content["problem"]
+
+
+async def test_damaged_tokens_cost_their_sample_alone(dumps: Path) -> None:
+    async with opened(dumps) as client:
+        assert (await answered(client, "/samples"))[0] == 200
+        columns_path(dumps, 0).write_bytes(b"")
+        status, content = await answered(client, "/samples/tokens", group=1, place=0)
+        assert status == 409
+        assert "rollout_0.npz: cannot be read" in content["problem"]
+        assert (await answered(client, "/samples/group", group=1))[0] == 200
+
+
+def test_the_order_of_samples_by_hand() -> None:
+    assert worst_and_best_first([0.5, 2.0, None, -1.0, 2.0]) == [3, 1, 4, 0, 2]
+    assert worst_and_best_first([1.0, 1.0]) == [1, 0]
+    assert worst_and_best_first([None]) == [0]
+
+
+def test_input_of_a_tool_is_told_from_what_the_engine_sampled() -> None:
+    shown = tokens_shown(
+        [segment((7,), prompt=(1, 2), spans=((3, 0, 1),)), segment((8, 9), prompt=(4,), spans=((3, 0, 1), (4, 1, 2)))],
+        None,
+        0,
+    )
+    assert shown["ids"] == [1, 2, 7, 4, 8, 9]
+    assert shown["inputs"] == [1, 1, 0, 1, 0, 0]
+    assert shown["versions"] == [None, None, 3, None, 3, 4]
+    assert shown["texts"] is None
+
+
+def test_a_long_sample_comes_in_parts() -> None:
+    long = [segment(tuple(range(MAX_TOKENS + 5)))]
+    assert (len(tokens_shown(long, None, 0)["ids"]), tokens_shown(long, None, 0)["total"]) == (4000, 4006)
+    assert tokens_shown(long, None, MAX_TOKENS)["ids"] == [3999, 4000, 4001, 4002, 4003, 4004]
+    assert tokens_shown(long, None, 9999)["ids"] == []
+
+
+@given(text=st.text(max_size=60), begin=st.integers(0, 10))
+def test_texts_of_tokens_add_up_to_the_text_even_if_a_character_has_several_tokens(text: str, begin: int) -> None:
+    ids = list(text.encode())
+
+    def decode(some: Any) -> str:
+        return bytes(some).decode(errors="replace")
+
+    texts = token_texts(ids, decode, 0, len(ids))
+    assert len(texts) == len(ids)
+    assert "".join(texts) == text
+    first = len(text[:begin].encode())
+    assert "".join(token_texts(ids, decode, first, len(ids))) == text[begin:]
