@@ -1,5 +1,6 @@
 """Parts of a sample: keys, segments, weight spans, and the small summary that events carry."""
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from enum import StrEnum
 from typing import Any
@@ -42,7 +43,7 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     Raises:
         ValueError: response_ids, loss_mask and rollout_log_probs differ in length, the spans do not cover [0, T), or
-            routed_experts or the kept tokens do not fit the number of tokens.
+            routed_experts or the kept tokens do not fit the number of tokens, or the temperature is none.
     """
 
     sample: SampleKey
@@ -57,6 +58,7 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     # Tokens that top-p and top-k kept; the log-probs are then those of the softmax over them. None: not recorded.
     kept_counts: Int32Array | None = None  # [T], number of kept tokens; 0: unknown, as for input of a tool
     kept_ids: Int32Array | None = None  # their ids, those of the first token first
+    temperature: float | None = None  # that a generate function chose for its turn; 0: greedy. None: the recipe's
 
     def __post_init__(self) -> None:
         routed, num_tokens = self.routed_experts, len(self.prompt_ids) + len(self.response_ids)
@@ -66,6 +68,8 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         if len(lengths) != 1:
             raise ValueError(f"response_ids, loss_mask, rollout_log_probs differ in length: {sorted(lengths)}")
         self._check_kept()
+        if self.temperature is not None and not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise ValueError(f"temperature = {self.temperature!r}: expected a number of at least 0")
         position = 0
         for span in self.weight_spans:
             if span.start != position or span.end <= span.start:

@@ -29,7 +29,7 @@ from actors.rollout.sglang.served_model import ServedModel
 from messages import Int32Array, Prompt, SampleKey, SamplingParams
 from runtime.bus.background import in_background
 from runtime.node.supervisor.ports import free_port
-from runtime.settings.derived import rollout_sampling
+from runtime.settings.derived import rollout_sampling, sampling_params
 from runtime.settings.topology import Topology
 
 START_S: Final = 60.0  # until the engine serves
@@ -88,16 +88,7 @@ class _Trial:
         self._url = url
         self._seed = topology.run.seed
         self._limit_s = topology.rollout.custom_generate_timeout_s
-        sampling, rollout = rollout_sampling(topology), topology.rollout
-        self._params = SamplingParams(
-            max_new_tokens=sampling.max_response_len,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            stop=rollout.stop,
-            stop_token_ids=rollout.stop_token_ids,
-            skip_special_tokens=rollout.skip_special_tokens,
-        )
+        self._topology = topology
         self._prompt_ids = Int32Array()
         self._num_requests = 0
         self._engine_s = self._blocked_s = 0.0
@@ -106,15 +97,14 @@ class _Trial:
         ids = self._prompt_ids = Int32Array(self._model.encode(row.prompt))
         prompt = Prompt(data="try", row=number, text=row.prompt, prompt_ids=ids, label=row.label, metadata=row.metadata)
         sample = OpenSample(index=number, prompt_len=len(ids))
-        max_tokens = self._params.max_new_tokens
+        sampling = rollout_sampling(self._topology)
         talk = Conversation(
             prompt,
             sample,
-            max_tokens=max_tokens,
+            params=sampling_params(self._topology.rollout, sampling, len(ids), trains=False),
             ask=self._ask,
             model=self._model,
             keep=self._keep,
-            temperature=self._params.temperature,
             limit_s=self._limit_s,
         )
         started, error, trace, status = time.monotonic(), None, None, "failed"
@@ -137,11 +127,8 @@ class _Trial:
             peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
         )
 
-    async def _ask(self, sample: OpenSample, stop: Sequence[str] | None, limit: int) -> bool:
+    async def _ask(self, sample: OpenSample, params: SamplingParams, limit: int) -> bool:
         self._num_requests += 1
-        params = self._params if stop is None else msgspec.structs.replace(self._params, stop=tuple(stop))
-        if (temperature := sample.turns[-1].temperature) is not None:
-            params = msgspec.structs.replace(params, temperature=temperature)
         ids = SampleInput(sample.prompt_of(self._prompt_ids), sample.buffer, sample.pending).ids()
         seed = sampling_seed(self._seed, ("try",), sample.index, sample.part)
         body = generate_body(f"try-{self._num_requests}", [ids], params, max_new_tokens=limit, seeds=[seed])

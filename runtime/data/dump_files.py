@@ -11,6 +11,7 @@ atomically, the lines last. Line i and row i of the columns are the same sample.
     weight_spans [k, 3], span_offsets [s + 1]   version, start, end within the segment's response
     routed_experts, routed_offsets [s + 1]      experts of all layers for each token; optional
     kept_counts, kept_ids, kept_offsets [s + 1] tokens that top-p and top-k kept for each response token; optional
+    temperatures [s]                     that a generate function chose; NaN: the recipe's. Optional
     teacher_log_probs, teacher_log_probs_offsets [n + 1]   of all tokens after the first prompt; optional
     token_rewards, token_rewards_offsets [n + 1]           of a grader, of the same tokens; optional
     teacher_topk_ids, teacher_topk_log_probs   the teacher's likeliest tokens, K for each of these; optional, each with
@@ -18,6 +19,7 @@ atomically, the lines last. Line i and row i of the columns are the same sample.
     told_by [2]                          log sequence and Unix microseconds of the event that closed the pair
 """
 
+import math
 import re
 import zipfile
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -167,7 +169,7 @@ def read_pair(directory: Path, step: int, vocab_size: int | None = None) -> tupl
     columns = _load(
         path,
         [*_KEYS, "sample_offsets", "segment_attempt", *_ARRAYS, *_OFFSETS],
-        may_lack=(*_ROUTED, *_KEPT, *_COMPUTED),
+        may_lack=(*_ROUTED, *_KEPT, _TEMPERATURES, *_COMPUTED),
     )
     return _groups_of(samples, columns, path, vocab_size)
 
@@ -243,6 +245,7 @@ _TOKENS_BY_OFFSETS: Final = {  # columns by those that have their offsets
 }
 _KEPT: Final = ("kept_counts", "kept_ids", "kept_offsets")
 _ROUTED: Final = ("routed_experts", "routed_offsets")
+_TEMPERATURES: Final = "temperatures"
 _PER_TOKEN: Final[Mapping[str, type[PackedArray]]] = {  # of engine pools and graders, of tokens after the first prompt
     TEACHER_LOG_PROBS: Float32Array,
     TOKEN_REWARDS: Float32Array,
@@ -270,6 +273,7 @@ def _columns(groups: Sequence[DumpedGroup]) -> dict[str, NDArray[Any]]:
         "weight_spans": np.array(spans, dtype=np.int64).reshape(-1, 3),
         **_routed(segments),
         **_kept(segments),
+        **_temperatures(segments),
         **_computed(groups),
     }
 
@@ -316,6 +320,13 @@ def _kept(segments: Sequence[Segment]) -> dict[str, NDArray[Any]]:
         "kept_ids": _joined(ids, np.int32),
         "kept_offsets": _offsets([*map(len, ids)]),
     }
+
+
+def _temperatures(segments: Sequence[Segment]) -> dict[str, NDArray[Any]]:
+    own = [segment.temperature for segment in segments]
+    if all(temperature is None for temperature in own):
+        return {}
+    return {_TEMPERATURES: np.array([math.nan if each is None else each for each in own], np.float64)}
 
 
 def _offsets(lengths: Sequence[int]) -> NDArray[np.int64]:
@@ -399,7 +410,13 @@ def _segments_of(sample: DumpedSample, number: int, columns: Columns) -> Iterato
             text=text,
             routed_experts=_routed_of(at, columns),
             **_kept_of(at, response, columns),
+            temperature=_temperature_of(at, columns),
         )
+
+
+def _temperature_of(segment: int, columns: Columns) -> float | None:
+    found = float(columns[_TEMPERATURES][segment]) if _TEMPERATURES in columns else math.nan
+    return None if math.isnan(found) else found
 
 
 def _routed_of(segment: int, columns: Columns) -> Int32Array | None:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from messages import Segment
 
 MAX_LOG_PROB: Final = 1e-3  # rounding may exceed 0
+GREEDY: Final = 1e-6  # below this temperature SGLang takes the likeliest token
 MIN_LOG_PROB: Final = -1000.0  # float64 has no probability below e^-745, so no sampler draws such a token
 
 
@@ -182,6 +183,8 @@ def sample_problem(
             problem = id_problem(segment.response_ids, vocab_size) or log_prob_problem(segment.rollout_log_probs)
             if problem is not None:
                 return f"{where}response: {problem}"
+        if segment.temperature is not None and segment.temperature < GREEDY and np.any(segment.loss_mask):
+            return f"{where}response: trained tokens were sampled at temperature {segment.temperature}, without chance"
         problem = _segment_kept_problem(segment, vocab_size, needs_kept=needs_kept)
         if problem is not None:
             return f"{where}response: {problem}"

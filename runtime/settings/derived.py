@@ -5,6 +5,7 @@ from typing import Final
 
 import msgspec
 
+from messages import SamplingParams
 from runtime.settings.recipe import (
     PAIR_LOSSES,
     AggMode,
@@ -230,6 +231,32 @@ def eval_sampling(recipe: Recipe, item: EvalConfig) -> FilledSampling:
         top_p=rollout.top_p if item.top_p is None else item.top_p,
         top_k=rollout.top_k if item.top_k is None else item.top_k,
         max_response_len=item.max_response_len or rollout.max_response_len,
+    )
+
+
+def sampling_params(
+    rollout: RolloutConfig, sampling: FilledSampling, prompt_len: int, *, trains: bool
+) -> SamplingParams:
+    """Return the sampling parameters of a prompt's samples.
+
+    Args:
+        rollout: the recipe's settings.
+        sampling: of training samples, or of an evaluation set.
+        prompt_len: tokens of the prompt, which leave room for a response.
+        trains: whether the samples are trained, so that the tokens that top-p and top-k kept are recorded.
+    """
+    room = sampling.max_response_len
+    if rollout.max_context_len is not None:
+        room = max(1, min(room, rollout.max_context_len - prompt_len))
+    return SamplingParams(
+        max_new_tokens=room,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        stop=rollout.stop,
+        stop_token_ids=rollout.stop_token_ids,
+        skip_special_tokens=rollout.skip_special_tokens,
+        return_sampling_mask=trains and rollout.return_sampling_mask,
     )
 
 

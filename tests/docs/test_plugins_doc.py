@@ -2,7 +2,6 @@
 
 import tomllib
 from array import array
-from collections.abc import Sequence
 from pathlib import Path
 
 import anyio
@@ -19,7 +18,7 @@ from actors.reward.samples import GradedSample, Turn
 from actors.rollout.samples.conversation import Conversation
 from actors.rollout.samples.generate_function import find_generate_function
 from actors.rollout.samples.sample import OpenSample
-from messages import Int32Array, Prompt, SampleKey, SampleStatus
+from messages import Int32Array, Prompt, SampleKey, SampleStatus, SamplingParams
 from messages.events import Outcome
 from tests.docs.snippets import snippets
 from tests.support.any_tokens import AnyTokens
@@ -109,9 +108,9 @@ async def test_the_generate_function_of_the_pages_works(folder: Path) -> None:
     turns, asked = ["<add>3 4</add>", "it is 7"], list[list[int]]()
     sample = OpenSample(index=0, prompt_len=1)
 
-    async def ask(sample: OpenSample, stop: Sequence[str] | None, limit: int) -> bool:
+    async def ask(sample: OpenSample, params: SamplingParams, limit: int) -> bool:
         buffer = sample.buffer
-        assert (stop, limit) == (["</add>"], 100 - buffer.num_tokens - len(sample.pending))
+        assert (params.stop, limit) == (("</add>",), 100 - buffer.num_tokens - len(sample.pending))
         asked.append([*buffer.ids.tolist(), *sample.pending.tolist()])
         buffer.append_input(sample.pending)
         buffer.append(np.array([2]), np.array([-1.0]), turns[len(asked) - 1], "1@engine")
@@ -120,7 +119,9 @@ async def test_the_generate_function_of_the_pages_works(folder: Path) -> None:
         return False
 
     prompt = Prompt(data="d", row=0, text="3 and 4?", prompt_ids=Int32Array([1]))
-    conversation = Conversation(prompt, sample, max_tokens=100, ask=ask, model=AnyTokens(lambda text: [len(text)]))
+    conversation = Conversation(
+        prompt, sample, params=SamplingParams(max_new_tokens=100), ask=ask, model=AnyTokens(lambda text: [len(text)])
+    )
     assert await conversation.run(find_generate_function("my_agent.py:adds", [folder])) is SampleStatus.COMPLETED
     assert conversation.text == "<add>3 4</add><sum>7</sum>it is 7"
     assert conversation.sample_metadata == {"sums": 1}
@@ -129,7 +130,7 @@ async def test_the_generate_function_of_the_pages_works(folder: Path) -> None:
 
 @pytest.mark.anyio
 async def test_the_further_conversations_of_the_pages_work(folder: Path) -> None:
-    async def ask(sample: OpenSample, stop: Sequence[str] | None, limit: int) -> bool:
+    async def ask(sample: OpenSample, params: SamplingParams, limit: int) -> bool:
         assert limit <= 64
         sample.buffer.append_input(sample.pending)
         sample.buffer.append(np.array([2, 3]), np.array([-1.0, -1.0]), "ab", "1@engine")
@@ -140,14 +141,14 @@ async def test_the_further_conversations_of_the_pages_work(folder: Path) -> None
     prompt = Prompt(data="d", row=0, text="3 and 4?", prompt_ids=Int32Array([1]))
     model = AnyTokens(lambda text: [len(text)])
     sample = OpenSample(index=0, prompt_len=1)
-    conversation = Conversation(prompt, sample, max_tokens=64, ask=ask, model=model)
+    conversation = Conversation(prompt, sample, params=SamplingParams(max_new_tokens=64), ask=ask, model=model)
     assert (
         await conversation.run(find_generate_function("my_helper.py:asks_a_helper", [folder])) is SampleStatus.COMPLETED
     )
     assert sample.siblings[1].own_score is not None
     assert sample.siblings[1].own_score.reward == 0.5
     sample = OpenSample(index=0, prompt_len=1)
-    conversation = Conversation(prompt, sample, max_tokens=66, ask=ask, model=model)
+    conversation = Conversation(prompt, sample, params=SamplingParams(max_new_tokens=66), ask=ask, model=model)
     assert await conversation.run(find_generate_function("my_helper.py:forgets", [folder])) is SampleStatus.COMPLETED
     go_on = len("<user>go on<assistant>")
     assert [sibling.prompt_of(prompt.prompt_ids).tolist() for sibling in sample.parts] == [[1], *[[1, 2, 3, go_on]] * 3]

@@ -385,17 +385,21 @@ def test_golden_bytes_of_packed_segments() -> None:
     written = encode(published([258, 3], [1])).payload.hex()
     assert written == (
         "87a474797065b27365676d656e74735f7075626c6973686564a867726f75705f696401a7617474656d707402a56c65617365a16c"
-        "a87365676d656e7473918aa673616d706c6584a867726f75705f696401a7617474656d707402a5696e64657803a47061727400"
+        "a87365676d656e7473918ba673616d706c6584a867726f75705f696401a7617474656d707402a5696e64657803a47061727400"
         "aa70726f6d70745f696473d60101000000ac726573706f6e73655f696473d7010201000003000000a96c6f73735f6d61736bd5"
         "030101b1726f6c6c6f75745f6c6f675f70726f6273d702000000bf000000bfac7765696768745f7370616e739183a7766572"
         "73696f6e03a5737461727400a3656e6402a474657874a178ae726f757465645f65787065727473c0"
-        "ab6b6570745f636f756e7473c0a86b6570745f696473c0a670726f6d7074a0a56c6162656cc0"
+        "ab6b6570745f636f756e7473c0a86b6570745f696473c0ab74656d7065726174757265c0a670726f6d7074a0a56c6162656cc0"
     )
-    before_kept = written.replace("918aa673", "9188a673").replace("ab6b6570745f636f756e7473c0a86b6570745f696473c0", "")
+    before_turns = written.replace("918ba673", "918aa673").replace("ab74656d7065726174757265c0", "")
+    before_kept = before_turns.replace("918aa673", "9188a673").replace(
+        "ab6b6570745f636f756e7473c0a86b6570745f696473c0", ""
+    )
     older = before_kept.replace("9188a673", "9187a673").replace("ae726f757465645f65787065727473c0", "")
-    for old in (before_kept, older):
+    for old in (before_turns, before_kept, older):
         (segment,) = decode(bytes.fromhex(old), encode(published([258, 3], [1])).headers).segments  # type: ignore[attr-defined]
-        assert (segment.routed_experts, segment.kept_counts, segment.kept_ids) == (None, None, None)
+        absent = (segment.routed_experts, segment.kept_counts, segment.kept_ids, segment.temperature)
+        assert absent == (None, None, None, None)
 
 
 def test_golden_bytes_of_a_column() -> None:

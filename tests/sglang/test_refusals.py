@@ -1,6 +1,5 @@
 """The contract: what a server refuses is a refusal, and what a server would die of is never sent."""
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import anyio
@@ -13,7 +12,7 @@ from actors.rollout.sglang.errors import RequestRefused
 from actors.rollout.sglang.facts import KEPT_OF_INPUT
 from actors.rollout.sglang.memory import EngineMemory
 from actors.rollout.sglang.served_model import ServedModel
-from messages import Int32Array, Prompt, SampleStatus
+from messages import Int32Array, Prompt, SampleStatus, SamplingParams
 from tests.sglang.model import CONTEXT, UNKNOWN, VOCAB_SIZE
 from tests.sglang.rig import Rig, body_of, readers_of, request
 from tests.sglang.wire import recorded
@@ -95,8 +94,8 @@ async def test_token_outside_the_vocabulary_is_never_sent(rig: Rig, streamed: bo
 async def test_appended_token_outside_the_vocabulary_is_never_sent(rig: Rig, contract_model: Path) -> None:
     prompt = Prompt(data="d", row=0, text="", prompt_ids=Int32Array(PROMPT), label="", rm_type="exact_match")
 
-    async def ask_for_turn(sample: OpenSample, stop: Sequence[str] | None, limit: int) -> bool:
-        asked = request(PROMPT, limit, stop=tuple(stop or ()))
+    async def ask_for_turn(sample: OpenSample, params: SamplingParams, limit: int) -> bool:
+        asked = request(PROMPT, limit, stop=params.stop)
         asked.inputs = [SampleInput(Int32Array(PROMPT), sample.buffer, sample.pending)]
         await rig.generator.generate(asked)
         sample.take(KEY, prompt.prompt_ids)
@@ -115,7 +114,9 @@ async def test_appended_token_outside_the_vocabulary_is_never_sent(rig: Rig, con
         rig.fleet._target.router = wire.url  # pyright: ignore[reportPrivateUsage]
         (sample,) = fresh_samples(1, prompt.prompt_ids)
         model = ServedModel.read(contract_model)
-        conversation = Conversation(prompt, sample, max_tokens=100, ask=ask_for_turn, model=model)
+        conversation = Conversation(
+            prompt, sample, params=SamplingParams(max_new_tokens=100), ask=ask_for_turn, model=model
+        )
         assert await conversation.run(two_turns) is SampleStatus.COMPLETED
         assert [turn.num_tokens for turn in sample.turns] == [8, 8]
         assert sample.buffer.ids[8:10].tolist() == [5, VOCAB_SIZE - 1]

@@ -4,18 +4,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 from actors.buffer.deciding.decide import EvalPlan, Schedule
-from messages import EvalCompleted, EvalRequested, GroupFailed, Prompt, RolloutRequested, SampleSummary, SamplingParams
+from messages import EvalCompleted, EvalRequested, GroupFailed, Prompt, RolloutRequested, SampleSummary
 from messages.plain import clipped
 from runtime.data.stored_prompts import cited
 from runtime.ledger.fold import Evaluation, Group, LedgerState, Stage
 from runtime.ledger.groups import longest
 from runtime.ledger.spills import spilled_samples
 from runtime.settings.derived import (
-    FilledSampling,
     eval_sampling,
     needs_baseline,
     over_sampling_batch_size,
     rollout_sampling,
+    sampling_params,
     trains_pairs,
 )
 from runtime.settings.topology import Topology, is_colocated
@@ -92,7 +92,7 @@ def rollout_task(topology: Topology, group: Group, prompts: Prompts, steps: Mapp
         min_version=group.min_version,
         prompt=cited(prompt, group.prompt_parts) if group.prompt_parts else prompt,
         num_samples=num_samples,
-        sampling=_params(topology, rollout_sampling(topology), prompt, trains=True),
+        sampling=sampling_params(topology.rollout, rollout_sampling(topology), len(prompt.prompt_ids), trains=True),
         baseline=baseline,
         carried=tuple(
             sample for sample in longest(carried, spilled_samples(group)) if sample.index < num_samples + baseline
@@ -132,25 +132,10 @@ def eval_tasks(
                     version=evaluation.version,
                     prompt=prompt,
                     num_samples=item.n_samples_per_eval_prompt,
-                    sampling=_params(topology, eval_sampling(topology, item), prompt, trains=False),
+                    sampling=sampling_params(
+                        topology.rollout, eval_sampling(topology, item), len(prompt.prompt_ids), trains=False
+                    ),
                 )
-
-
-def _params(topology: Topology, sampling: FilledSampling, prompt: Prompt, *, trains: bool) -> SamplingParams:
-    rollout = topology.rollout
-    room = sampling.max_response_len
-    if rollout.max_context_len is not None:
-        room = max(1, min(room, rollout.max_context_len - len(prompt.prompt_ids)))
-    return SamplingParams(
-        max_new_tokens=room,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        stop=rollout.stop,
-        stop_token_ids=rollout.stop_token_ids,
-        skip_special_tokens=rollout.skip_special_tokens,
-        return_sampling_mask=trains and rollout.return_sampling_mask,
-    )
 
 
 def failed_ending(task: RolloutRequested | EvalRequested, reason: str, instance: str) -> GroupFailed | EvalCompleted:

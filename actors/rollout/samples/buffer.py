@@ -190,12 +190,13 @@ class SampleBuffer:
         if found >= 0:
             del self._text[found + len(text.encode(errors="surrogatepass")) :]
 
-    def take(self, sample: SampleKey, prompt_ids: Int32Array) -> Segment:
+    def take(self, sample: SampleKey, prompt_ids: Int32Array, temperature: float | None = None) -> Segment:
         """Return the tokens since the last segment as a segment, with views instead of copies.
 
         Args:
             sample: key of the sample.
             prompt_ids: [P], input of the first segment.
+            temperature: of their turn; None: the recipe's.
         """
         taken, first = self._taken.num_tokens, max(self._taken.num_tokens, self._input_end)
         kept_counts, kept_ids = self._kept_since(first)
@@ -209,6 +210,7 @@ class SampleBuffer:
             text=self.new_text,
             kept_counts=kept_counts,
             kept_ids=kept_ids,
+            temperature=temperature,
         )
         self._note_taken()
         return segment

@@ -5,24 +5,27 @@ from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import index
-from typing import Any, Final, NamedTuple, Never, cast
+from typing import Any, Final, NamedTuple, Never, TypeVar, cast
 
 import anyio
 import msgspec
 import numpy as np
 
 from actors.rollout.samples.buffer import NOTHING
-from actors.rollout.samples.sample import NUM_TURNS, TEMPERATURES, OpenSample, Turn, tokens_left
+from actors.rollout.samples.sample import NUM_TURNS, OpenSample, Turn, tokens_left
 from actors.rollout.sglang.served_model import ServedModel
-from messages import Int32Array, Prompt, SampleStatus, Score
+from messages import Int32Array, Prompt, SampleStatus, SamplingParams, Score
+from runtime.bus.errors import BusError
+from runtime.data.tokens import GREEDY
 
 MAX_METADATA_BYTES: Final = 65_536  # of one sample, as JSON: events carry it
 MAX_RANGES: Final = 1_024  # ranges of tokens that do not train, of one sample
 SHOWN_IDS: Final = 50  # tokens in an error
 
-Ask = Callable[[OpenSample, Sequence[str] | None, int], Awaitable[bool]]
+Ask = Callable[[OpenSample, SamplingParams, int], Awaitable[bool]]
 Keep = Callable[[OpenSample], Awaitable[None]]
 Service = Callable[[list[int]], Awaitable[Any]]
+Returned = TypeVar("Returned")
 
 
 class TurnTokens(NamedTuple):
@@ -38,11 +41,11 @@ class FunctionRun:
     """What the conversations of one sample share, while its function runs."""
 
     prompt: Prompt
-    max_tokens: int  # of each conversation's response
+    params: SamplingParams  # of the sample, with the limit of each conversation's response
     ask: Ask
     keep: Keep
     model: ServedModel
-    temperature: float = 1.0  # the recipe's
+    trains_temperatures: bool = True  # whether turns at other temperatures than the recipe's train
     limit_s: float = 300.0  # of the function, outside of `generate`
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
     requests: anyio.Lock = field(default_factory=anyio.Lock)  # a sample has one slot, so one request at a time
@@ -50,12 +53,21 @@ class FunctionRun:
     halted: bool = False
     over: SampleStatus | None = None  # final status, if the sample ended before its function
     mismatch: str | None = None  # what a replay found to differ
+    bus_error: BusError | None = None  # the actor's to handle, so the function does not see it
 
     def let_work(self) -> None:
         """Give the function its time until the next turn. A halted one ends at its next wait."""
         self.scope.deadline = math.inf if self.num_asking else anyio.current_time() + self.limit_s
         if self.halted and not self.num_asking:
             self.scope.cancel()
+
+    async def over_bus(self, call: Awaitable[Returned]) -> Returned:
+        """Wait for a call that stores tokens. If the bus fails, the function ends: it cannot go on without them."""
+        try:
+            return await call
+        except BusError as error:
+            self.bus_error = error
+        await self.leave()
 
     async def leave(self, status: SampleStatus | None = None, *, mismatch: str | None = None) -> Never:
         """End the function, which is waiting in this call."""
@@ -93,8 +105,6 @@ class Context:
         self._inputs: list[int] = []
         self._num_turns = 0
         self._num_replayed = sample.num_turns
-        for turn, temperature in zip(sample.turns, sample.metadata.get(TEMPERATURES, ()), strict=False):
-            turn.temperature = temperature
         self._untrained: list[tuple[int, int]] = []
 
     @property
@@ -123,6 +133,8 @@ class Context:
         stop: Sequence[str] | None = None,
         max_new_tokens: int | None = None,
         temperature: float | None = None,
+        top_p: float | None = None,
+        top_k: int | None = None,
         train: bool = True,
     ) -> str:
         """Return the model's next turn as text. Never returns if the sample is halted or has no room for more tokens.
@@ -130,8 +142,12 @@ class Context:
         Args:
             stop: stop strings of the turn; None: those of the recipe.
             max_new_tokens: limit of this turn; None: the room left in the conversation.
-            temperature: of this turn; None: the recipe's. A turn at another one than the recipe's does not train.
-            train: whether the turn's tokens train.
+            temperature: of this turn; None: the recipe's. The trainer computes its log-probs at it. A greedy turn does
+                not train.
+            top_p: of this turn; None: the recipe's. A turn with a cut distribution of its own trains only with
+                `rollout.return_sampling_mask` and a `top_k` from 2 to the recipe's.
+            top_k: as `top_p`; -1: off.
+            train: whether the turn's tokens train, if the trainer can compute their log-probs.
 
         Raises:
             ValueError: the previous turn is still running, no input was added after it, or an argument is invalid.
@@ -141,14 +157,12 @@ class Context:
         self._run.model.check_stop(stop or ())
         if max_new_tokens is not None and max_new_tokens < 1:
             raise ValueError(f"max_new_tokens = {max_new_tokens}: a turn has at least 1 token")
-        if temperature is not None and not (math.isfinite(temperature) and temperature >= 0):
-            raise ValueError(f"temperature = {temperature!r}: expected a number of at least 0")
+        params = self._params_of(stop, temperature, top_p, top_k)
         turn = await self._next_turn(temperature)
-        train = train and temperature in (None, self._run.temperature)
         if self._num_turns >= self._num_replayed:
             with self._running(turn):
-                await self._go_on(turn, stop, self._run.max_tokens if max_new_tokens is None else max_new_tokens)
-        return self._end_turn(turn, train=train)
+                await self._go_on(turn, params, params.max_new_tokens if max_new_tokens is None else max_new_tokens)
+        return self._end_turn(turn, train=train and self._trains(params))
 
     async def generate_by(self, service: Service, *, train: bool = True) -> str:
         """Return the next turn, from a service of yours instead of an engine. A replay does not call it again.
@@ -170,7 +184,7 @@ class Context:
                 ids, log_probs, text = self._checked(answer, train=train)
                 sample.buffer.append_input(sample.pending)
                 sample.buffer.append(ids, log_probs, text, "")
-                await self._run.keep(sample)
+                await self._run.over_bus(self._run.keep(sample))
         return self._end_turn(turn, train=train)
 
     def append(self, text: str) -> None:
@@ -211,7 +225,46 @@ class Context:
     def _limit(self) -> int:
         """Most response tokens: a conversation with a longer prompt than the row's has less room."""
         prompt_len = len(self._run.prompt.prompt_ids)
-        return self._run.max_tokens - max(0, len(self._prompt_ids) - prompt_len)
+        return self._run.params.max_new_tokens - max(0, len(self._prompt_ids) - prompt_len)
+
+    def _params_of(
+        self, stop: Sequence[str] | None, temperature: float | None, top_p: float | None, top_k: int | None
+    ) -> SamplingParams:
+        """Return the sampling parameters of a turn. The greedy sample of a group stays greedy.
+
+        Raises:
+            ValueError: one is impossible.
+        """
+        if temperature is not None and not (math.isfinite(temperature) and temperature >= 0):
+            raise ValueError(f"temperature = {temperature!r}: expected a number of at least 0")
+        if top_p is not None and not 0 < top_p <= 1:
+            raise ValueError(f"top_p = {top_p!r}: expected a number above 0, at most 1")
+        if top_k is not None and index(top_k) != -1 and top_k < 1:
+            raise ValueError(f"top_k = {top_k!r}: expected -1 (off), or at least 1")
+        recipe = self._run.params
+        own: dict[str, Any] = {} if stop is None else {"stop": tuple(stop)}
+        if not self._sample.is_baseline:
+            chosen = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
+            own |= {name: value for name, value in chosen.items() if value is not None}
+        params = msgspec.structs.replace(recipe, **own)
+        if params.temperature < GREEDY:
+            return msgspec.structs.replace(params, top_p=1.0, top_k=-1, return_sampling_mask=False)
+        is_listed = params.return_sampling_mask and 2 <= params.top_k <= recipe.top_k
+        return msgspec.structs.replace(params, return_sampling_mask=is_listed)
+
+    def _trains(self, params: SamplingParams) -> bool:
+        """Whether the trainer's log-probs are those of the distribution that a turn's tokens come from.
+
+        What the recipe's top-p and top-k cut off without a list of the kept tokens is the recipe's choice.
+        """
+        recipe = self._run.params
+        if params.temperature != recipe.temperature and (
+            params.temperature < GREEDY or not self._run.trains_temperatures
+        ):
+            return False
+        if params.return_sampling_mask or recipe.return_sampling_mask:
+            return params.return_sampling_mask
+        return (params.top_p, params.top_k) in ((recipe.top_p, recipe.top_k), (1.0, -1))
 
     def _end_of(self, num_turns: int) -> int:
         """Return the number of response tokens up to the end of that many turns."""
@@ -232,7 +285,6 @@ class Context:
         if self._num_turns == len(sample.turns):
             sample.pending = inputs
             sample.turns.append(Turn(inputs=inputs, temperature=temperature))
-            self._note_temperatures()  # before its first token is stored
         turn = sample.turns[self._num_turns]
         if not np.array_equal(turn.inputs, inputs):
             where = f"input before turn {self._num_turns + 1}"
@@ -253,37 +305,30 @@ class Context:
             if not self.is_cut_off:
                 self._sample.turns = [each for each in self._sample.turns if each is not turn]
                 self._sample.pending = NOTHING
-                self._note_temperatures()
             raise
         finally:
             self.asking = False
 
-    def _note_temperatures(self) -> None:
-        """Copy the temperatures of the turns to the sample's metadata, if the function chose any."""
-        sample, chosen = self._sample, [turn.temperature for turn in self._sample.turns]
-        others = {name: value for name, value in sample.metadata.items() if name != TEMPERATURES}
-        is_any = any(each is not None for each in chosen)
-        sample.metadata = {**others, TEMPERATURES: chosen} if is_any else others
-
-    async def _go_on(self, turn: Turn, stop: Sequence[str] | None, max_new_tokens: int) -> None:
+    async def _go_on(self, turn: Turn, params: SamplingParams, max_new_tokens: int) -> None:
         """Send requests until the turn has ended."""
         run = self._run
         run.num_asking += 1
         run.let_work()
         try:
             async with run.requests:
-                await self._ask(turn, stop, max_new_tokens)
+                await self._ask(turn, params, max_new_tokens)
         finally:
             run.num_asking -= 1
             run.let_work()
 
-    async def _ask(self, turn: Turn, stop: Sequence[str] | None, max_new_tokens: int) -> None:
+    async def _ask(self, turn: Turn, params: SamplingParams, max_new_tokens: int) -> None:
         sample, cut_short = self._sample, True
         while cut_short and turn.num_tokens < max_new_tokens:
             room = tokens_left(sample, self._limit) - len(sample.pending)
             if room <= 0:
                 await self._run.leave(SampleStatus.TRUNCATED)
-            cut_short = await self._run.ask(sample, stop, min(room, max_new_tokens - turn.num_tokens))
+            limit = min(room, max_new_tokens - turn.num_tokens)
+            cut_short = await self._run.over_bus(self._run.ask(sample, params, limit))
             if not cut_short and sample.turn_status is SampleStatus.ABORTED:
                 await self._run.leave(SampleStatus.ABORTED)
 
@@ -332,9 +377,7 @@ class Context:
             raise ValueError(f"sample_metadata cannot be sent: {error}") from error
         if len(encoded) > MAX_METADATA_BYTES:
             raise ValueError(f"sample_metadata has {len(encoded)} bytes as JSON; allowed: at most {MAX_METADATA_BYTES}")
-        noted.pop(TEMPERATURES, None)  # not the function's to set
-        kept = {name: value for name, value in self._sample.metadata.items() if name == TEMPERATURES}
-        self._sample.metadata = {**noted, **kept, NUM_TURNS: max(self._num_turns, self._sample.num_turns)}
+        self._sample.metadata = {**noted, NUM_TURNS: max(self._num_turns, self._sample.num_turns)}
 
     def settle(self) -> None:
         """Copy text, metadata and what does not train to the sample, after the function has ended.

@@ -15,8 +15,7 @@ from actors.rollout.samples.generate_function import KEY
 from actors.rollout.samples.sample import FINISHED, OpenSample
 from actors.rollout.sglang.errors import EngineError
 from actors.rollout.sglang.served_model import ServedModel
-from messages import Int32Array, Prompt, SampleStatus
-from runtime.bus.errors import BusError
+from messages import Int32Array, Prompt, SampleStatus, SamplingParams
 
 GenerateFunction = Callable[["Conversation"], Awaitable[None]]
 
@@ -41,14 +40,14 @@ class Conversation(Context):
         prompt: Prompt,
         sample: OpenSample,
         *,
-        max_tokens: int,
+        params: SamplingParams,
         ask: Ask,
         model: ServedModel,
         keep: Keep = keep_nothing,
-        temperature: float = 1.0,
+        trains_temperatures: bool = True,
         limit_s: float = 300.0,
     ) -> None:
-        super().__init__(FunctionRun(prompt, max_tokens, ask, keep, model, temperature, limit_s), sample)
+        super().__init__(FunctionRun(prompt, params, ask, keep, model, trains_temperatures, limit_s), sample)
         self.starts_again = False  # the function asks for another start from the prompt
         self.reason = ""
         self._end = SampleStatus.COMPLETED
@@ -131,10 +130,12 @@ class Conversation(Context):
         with run.scope:
             try:
                 await function(self)
-            except (BusError, EngineError):  # errors of this project, raised through the function
+            except EngineError:  # an error of this project, raised through the function
                 raise
             except Exception as error:  # noqa: BLE001 - a user's function may raise anything; the group fails
                 failed = error
+        if run.bus_error is not None:
+            raise run.bus_error
         conversations = self.all
         try:
             for each in conversations:

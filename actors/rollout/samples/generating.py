@@ -118,11 +118,11 @@ class Generation:
         conversation = Conversation(
             self._task.prompt,
             sample,
-            max_tokens=self._task.sampling.max_new_tokens,
+            params=self._params(sample),
             ask=self._ask_for_turn,
             model=self._tools.model,
             keep=self._keep,
-            temperature=self._task.sampling.temperature,
+            trains_temperatures=not self._tools.pools_of(self._task.prompt.data),  # they compute log-probs at 1
             limit_s=self._tools.function_limit_s,
         )
         self._conversations.append(conversation)
@@ -145,15 +145,8 @@ class Generation:
         with anyio.move_on_after(STORE_S, shield=True):
             await self._store.flush()
 
-    async def _ask_for_turn(self, sample: OpenSample, stop: Sequence[str] | None, limit: int) -> bool:
+    async def _ask_for_turn(self, sample: OpenSample, params: SamplingParams, limit: int) -> bool:
         sample.turn_status = SampleStatus.ABORTED
-        params = self._params(sample)
-        if stop is not None:
-            params = msgspec.structs.replace(params, stop=tuple(stop))
-        if (temperature := sample.turns[-1].temperature) is not None and not sample.is_baseline:
-            params = msgspec.structs.replace(params, temperature=temperature)
-        if params.temperature == 0.0:
-            params = msgspec.structs.replace(params, top_p=1.0, top_k=-1, return_sampling_mask=False)
         goes_on = await self._send([sample], params, limit)
         await self._store.flush()
         return goes_on

@@ -15,7 +15,6 @@ from messages import Int32Array, SampleKey, SampleStatus, SampleSummary, Score, 
 from runtime.settings.topology import TOKEN_REWARDS
 
 FINISHED = (SampleStatus.COMPLETED, SampleStatus.TRUNCATED)
-TEMPERATURES = "turn_temperatures"  # metadata key: of each turn, those that a function chose; null: the recipe's
 NUM_TURNS = "num_turns"  # metadata key: number of finished turns of a conversation
 FLOAT32_ERROR = 1e-6  # of a sum of rewards, relative to the sum of their absolute values
 
@@ -118,7 +117,7 @@ class OpenSample:
         """Take the new tokens of the buffer as a segment; call `stored_at` once it is stored. None without tokens."""
         if self.buffer.num_tokens == self.buffer.num_taken:
             return None
-        segment = self.buffer.take(key, prompt_ids)
+        segment = self.buffer.take(key, prompt_ids, self.turns[-1].temperature if self.turns else None)
         self.pending = NOTHING
         self._note(segment)
         return segment
@@ -132,7 +131,8 @@ class OpenSample:
 
     def _note(self, segment: Segment) -> None:
         if not self.turns or (len(segment.prompt_ids) and self.turns[-1].num_tokens):
-            self.turns.append(Turn(inputs=segment.prompt_ids if self.turns else NOTHING))
+            inputs = segment.prompt_ids if self.turns else NOTHING
+            self.turns.append(Turn(inputs=inputs, temperature=segment.temperature))
         if not self.turns[-1].num_tokens:
             self.turns[-1].start = self.buffer.num_taken - len(segment.response_ids)
         self.columns = {name: seq for name, seq in self.columns.items() if name == TOKEN_REWARDS}  # of fewer tokens

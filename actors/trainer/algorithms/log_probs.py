@@ -43,7 +43,7 @@ def log_probs_and_entropy(
     weight_VH: Tensor,
     targets_M: Tensor,
     *,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     group: Any = None,
     into_VH: Tensor | None = None,
     kept: KeptTokens | None = None,
@@ -58,7 +58,7 @@ def log_probs_and_entropy(
         hidden_MH: [M, H], hidden states, any float dtype.
         weight_VH: [V, H], this rank's slice of the output weight.
         targets_M: [M], int64, token ids in the whole vocabulary.
-        temperature: Sampling temperature; the logits are divided by it.
+        temperature: Sampling temperature; the logits are divided by it. [M], float32: one for each position.
         group: Torch process group that shares the vocabulary, in vocabulary order. None: this rank has all of it.
         into_VH: [V, H], float32 buffer that accumulates the weight's gradient. Autograd then gets an uninitialised
             gradient for the weight, or none.
@@ -121,7 +121,7 @@ class _LogProbsAndEntropy(torch.autograd.Function):
         hidden_MH: Tensor,
         weight_VH: Tensor,
         targets_M: Tensor,
-        temperature: float,
+        temperature: float | Tensor,
         group: Any,
         into_VH: Tensor | None,
         kept: KeptTokens | None,
@@ -137,7 +137,7 @@ class _LogProbsAndEntropy(torch.autograd.Function):
         chosen_topk = None if topk_MK is None else hidden_MH.new_empty(topk_MK.shape, dtype=torch.float32)
         ctx.kept, room = {}, KEPT_ELEMENTS if keeps else 0
         for rows in _chunks(hidden_MH, weight_VH):
-            logits = _logits(hidden_MH[rows], weight_VH, temperature)
+            logits = _logits(hidden_MH[rows], weight_VH, _of_rows(temperature, rows))
             _measure(logits, own_M[rows], _Statistics(*(column[rows] for column in own)))
             if kept_rows is not None:
                 _measure_kept(logits, kept_rows.of(rows), highest_kept[rows], sum_kept[rows])
@@ -179,7 +179,7 @@ class _LogProbsAndEntropy(torch.autograd.Function):
         for rows in _chunks(hidden_MH, weight_VH):
             logits = ctx.kept.pop(rows.start, None)
             if logits is None:
-                logits = _logits(hidden_MH[rows], weight_VH, ctx.temperature).sub_(highest[rows, None])
+                logits = _logits(hidden_MH[rows], weight_VH, _of_rows(ctx.temperature, rows)).sub_(highest[rows, None])
             own_grad, kept = grad_log_probs[rows], None
             if ctx.kept_rows is not None:
                 kept = _kept_gradient(logits, ctx.kept_rows.of(rows), ctx.log_scale_kept[rows], own_grad)
@@ -196,7 +196,7 @@ class _LogProbsAndEntropy(torch.autograd.Function):
             if grad_topk is not None:
                 local, inside = _local(ctx.own_topk[rows], logits.size(1))
                 gradient.scatter_add_(1, local, grad_topk[rows] * inside)
-            gradient = gradient.div_(ctx.temperature).to(hidden_MH.dtype)
+            gradient = gradient.div_(_of_rows(ctx.temperature, rows)).to(hidden_MH.dtype)
             torch.mm(gradient, weight_VH, out=of_hidden[rows])
             if of_weight is None:
                 continue
@@ -220,9 +220,16 @@ def _chunks(hidden_MH: Tensor, weight_VH: Tensor) -> Iterator[slice]:
     return (slice(start, min(start + size, count)) for start in range(0, count, size))
 
 
-def _logits(hidden_MH: Tensor, weight_VH: Tensor, temperature: float) -> Tensor:
+def _of_rows(temperature: float | Tensor, rows: slice) -> float | Tensor:
+    """Return the temperature of a chunk of positions: one number, or a column."""
+    return temperature[rows, None] if isinstance(temperature, Tensor) else temperature
+
+
+def _logits(hidden_MH: Tensor, weight_VH: Tensor, temperature: float | Tensor) -> Tensor:
     logits = torch.mm(hidden_MH, weight_VH.t()).float()
-    return logits if temperature == 1.0 else logits.div_(temperature)
+    if not isinstance(temperature, Tensor) and temperature == 1.0:
+        return logits
+    return logits.div_(temperature)
 
 
 def _measure(logits_MV: Tensor, targets_M: Tensor, out: _Statistics) -> None:

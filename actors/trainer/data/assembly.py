@@ -294,6 +294,7 @@ class _Builder:
             if self._kept_ids
             else None,
             kept_ids_K=np.concatenate(self._kept_ids) if self._kept_ids else None,
+            temperatures_N=self._temperatures(segments),
             **{
                 f"{name}_N": np.concatenate(parts) * (1 if name == TOKEN_REWARDS else mask)
                 for name, parts in self._columns.items()
@@ -308,6 +309,13 @@ class _Builder:
         values_N = np.full(len(is_response_N), others, dtype=values_R.dtype)
         values_N[is_response_N] = values_R
         return values_N
+
+    def _temperatures(self, segments: Sequence[Segment]) -> NDArray[np.float32] | None:
+        """Return the temperatures of all tokens, if a turn has one of its own; 0: the recipe's."""
+        if all(segment.temperature is None for segment in segments):
+            return None
+        temperatures = np.array([segment.temperature or 0.0 for segment in segments], dtype=np.float32)
+        return self._of_all_tokens(np.repeat(temperatures, [len(segment.response_ids) for segment in segments]))
 
     def _routed_experts(self) -> ExpertIds | None:
         """Return the routed experts of all tokens, if any sample has some.

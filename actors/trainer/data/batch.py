@@ -85,6 +85,7 @@ class TrainBatch:
     routed_experts_N: ExpertIds | None = None  # [N, E], E experts per input token over all layers; on rank 0 alone
     kept_counts_N: NDArray[np.int32] | None = None  # tokens that top-p and top-k kept; 0: all. None: all, everywhere
     kept_ids_K: NDArray[np.int32] | None = None  # their ids, those of the first token first
+    temperatures_N: Floats32 | None = None  # that the turn was sampled at; 0: the recipe's. None: so everywhere
     ref_log_probs_N: Floats32 | None = None  # of the reference, precomputed; NaN for groups without precomputed values
     teacher_log_probs_N: Floats32 | None = None  # of teachers in engine pools; 0 where the token does not train
     teacher_topk_ids_N: NDArray[np.int32] | None = None  # [N, K], the teacher's likeliest tokens; 0 as above
@@ -131,6 +132,10 @@ class TrainBatch:
         ids_MK = self.teacher_topk_ids_N[columns_M].astype(np.int64)
         return TeacherTopk(ids_MK, self.teacher_topk_log_probs_N[columns_M])
 
+    def temperatures_of(self, columns_M: Ints) -> Floats32 | None:
+        """Return the temperatures of some tokens; None if all of the batch have the recipe's."""
+        return None if self.temperatures_N is None else self.temperatures_N[columns_M]
+
     @cached_property
     def mask_sums_B(self) -> Ints:
         """Trained tokens of each sample."""
@@ -175,6 +180,7 @@ class MicroBatch:
     routed_experts: ExpertIds | None = None  # [b, s, E], for all layers, as the engine chose
     kept: KeptIds | None = None  # tokens that the engine sampled each target from; None: the whole vocabulary
     topk: TeacherTopk | None = None  # [M, K] for each target; None: no term of the loss reads them
+    temperatures_M: Floats32 | None = None  # of each target; 0: the recipe's. None: all of them
     mtp: MtpInputs | None = None  # MTP inputs; None: the model has no MTP layer
     context: Context = WHOLE  # context-parallel rank that holds this part of each sequence
 
@@ -239,7 +245,13 @@ def make_micro_batch(
         bounds=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32) if packed else None,
     )
     part = part_of(whole, lengths, context)
-    return replace(part, kept=batch.kept_of(part.columns_M), topk=batch.topk_of(part.columns_M))
+    columns_M = part.columns_M
+    return replace(
+        part,
+        kept=batch.kept_of(columns_M),
+        topk=batch.topk_of(columns_M),
+        temperatures_M=batch.temperatures_of(columns_M),
+    )
 
 
 def empty_micro_batch(*, packed: bool, multiple: int, context: Context) -> MicroBatch:

@@ -286,7 +286,7 @@ class Replica:
         Args:
             micro_batches: Micro-batches of this replica. Each replica has the same number.
             column_N: One number per token.
-            temperature: Temperature of the log-probs. None: the rollout temperature.
+            temperature: Temperature of the log-probs of tokens without one of their own. None: the rollout temperature.
             is_policy: True for the policy that is trained: if experts are replayed, keep its choice of experts.
         """
         route = self._routers.keep if is_policy and self._replays_experts else self._routers.look
@@ -400,7 +400,11 @@ class Replica:
         topk = None
         if micro_batch.topk is not None and torch.is_grad_enabled():  # passes for log-probs alone do not read it
             (topk,) = on_device([micro_batch.topk.ids], self.device)
-        request = HeadRequest(rows, targets, temperature, kept, topk, self._mtp_request(micro_batch))
+        of_targets: float | Tensor = temperature
+        if micro_batch.temperatures_M is not None:
+            own = torch.from_numpy(micro_batch.temperatures_M).to(self.device)
+            of_targets = torch.where(own > 0, own, temperature)
+        request = HeadRequest(rows, targets, of_targets, kept, topk, self._mtp_request(micro_batch))
         packed = packing(micro_batch.bounds, self.device)
         output = model(tokens, None, None, labels=request, packed_seq_params=packed)
         return output, partial(self._token_loss, loss, micro_batch, columns, num_tokens)

@@ -99,6 +99,7 @@ def _of_critic(batch: TrainBatch) -> TrainBatch:
         routed_experts_N=None,
         kept_counts_N=None,
         kept_ids_K=None,
+        temperatures_N=None,
         ref_log_probs_N=None,
         teacher_log_probs_N=None,
         old_log_probs_N=None,

@@ -72,6 +72,7 @@ def segments(draw: st.DrawFn, key: SampleKey) -> Segment:
         text=draw(TEXT),
         kept_counts=Int32Array(counts) if recorded else None,
         kept_ids=Int32Array(ids) if recorded else None,
+        temperature=draw(st.none() | st.floats(0.01, 5)),
     )
 
 

@@ -33,7 +33,7 @@ class HeadRequest:
 
     rows_M: Tensor  # positions in the flattened tokens [b, s]
     targets_M: Tensor  # token ids
-    temperature: float
+    temperature: float | Tensor  # of all positions, or [M], of each
     kept: KeptTokens | None = None  # tokens that the targets were sampled from; None: the whole vocabulary
     topk_MK: Tensor | None = None  # token ids whose log-probs are requested, too
     mtp: MtpRequest | None = None

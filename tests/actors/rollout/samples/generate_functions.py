@@ -205,8 +205,8 @@ async def asks_a_service_without_log_probs(conversation: Conversation) -> None:
 
 
 async def plans_greedily(conversation: Conversation) -> None:
-    """A greedy turn, then one at the recipe's temperature. The second run wants another one for the first turn."""
+    """A greedy turn, then one at 0.5. The second run wants the recipe's temperature for the first turn."""
     RUNS.append(conversation.prompt)
     await conversation.generate(temperature=0.0 if len(RUNS) != 2 else None)
     conversation.append_ids([60])
-    await conversation.generate()
+    await conversation.generate(temperature=0.5)

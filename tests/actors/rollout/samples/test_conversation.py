@@ -1,6 +1,6 @@
 """A user's generate function through a rollout actor: several turns, resumed where they were, bounded in any case."""
 
-from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from messages import (
     SegmentsPublished,
 )
 from runtime.bus.bus import Bus
+from runtime.bus.errors import BusError
 from runtime.settings.topology import Topology
 from tests.actors.rollout.samples.generate_functions import RUNS
 from tests.build.topology import topology_with
@@ -270,7 +271,7 @@ def two_turns() -> OpenSample:
     return OpenSample(index=0, prompt_len=2, turns=turns, metadata={"num_turns": 2})
 
 
-async def ask_nobody(sample: OpenSample, stop: Sequence[str] | None, limit: int) -> bool:
+async def ask_nobody(sample: OpenSample, params: SamplingParams, limit: int) -> bool:
     raise AssertionError("an engine was asked")
 
 
@@ -283,7 +284,9 @@ async def test_a_replay_that_is_halted_forgets_no_turn() -> None:
         await anyio.sleep_forever()
 
     sample = two_turns()
-    talk = Conversation(task(0).prompt, sample, max_tokens=9, ask=ask_nobody, model=AnyTokens())
+    talk = Conversation(
+        task(0).prompt, sample, params=SamplingParams(max_new_tokens=9), ask=ask_nobody, model=AnyTokens()
+    )
     async with anyio.create_task_group() as group:
 
         async def run() -> None:
@@ -300,7 +303,7 @@ async def test_a_replay_that_is_halted_forgets_no_turn() -> None:
 async def test_a_halt_during_a_turn_ends_the_function_where_it_next_waits(waits: bool, status: SampleStatus) -> None:
     sample = OpenSample(index=0, prompt_len=2)
 
-    async def ask(sample: OpenSample, stop: Sequence[str] | None, limit: int) -> bool:
+    async def ask(sample: OpenSample, params: SamplingParams, limit: int) -> bool:
         talk.halt()
         sample.turn_status = SampleStatus.COMPLETED
         return False
@@ -310,7 +313,7 @@ async def test_a_halt_during_a_turn_ends_the_function_where_it_next_waits(waits:
         if waits:
             await anyio.sleep_forever()
 
-    talk = Conversation(task(0).prompt, sample, max_tokens=9, ask=ask, model=AnyTokens())
+    talk = Conversation(task(0).prompt, sample, params=SamplingParams(max_new_tokens=9), ask=ask, model=AnyTokens())
     with anyio.fail_after(5):
         assert await talk.run(function) is status
     assert sample.metadata["num_turns"] == 1
@@ -321,10 +324,12 @@ class Answers:
 
     def __init__(self, *calls: str) -> None:
         self.calls = list(calls)
+        self.params: list[SamplingParams] = []  # of its requests
         self.asked = anyio.Event()
 
-    async def __call__(self, sample: OpenSample, stop: Sequence[str] | None, limit: int) -> bool:
+    async def __call__(self, sample: OpenSample, params: SamplingParams, limit: int) -> bool:
         call = self.calls.pop(0) if self.calls else "answers"
+        self.params.append(params)
         if call == "fails":
             raise EngineUnavailable("no engine")
         if call != "hangs":
@@ -346,7 +351,7 @@ def conversation(answers: Answers, *, max_tokens: int = 9, limit_s: float = 5.0)
     talk = Conversation(
         task(0).prompt,
         sample,
-        max_tokens=max_tokens,
+        params=SamplingParams(max_new_tokens=max_tokens),
         ask=answers,
         model=AnyTokens(),
         keep=answers.keep,
@@ -421,8 +426,94 @@ async def test_a_turn_whose_call_failed_has_not_begun() -> None:
     answers = Answers("fails", "answers", "fails")
     talk, sample = conversation(answers)
     assert await talk.run(uses_what_answers) is SampleStatus.COMPLETED
-    assert sample.metadata == {"num_turns": 2, "turn_temperatures": [0.5, None]}
+    assert sample.metadata == {"num_turns": 2}
+    assert [turn.temperature for turn in sample.turns] == [0.5, None]
     assert sample.buffer.ids.tolist() == [5, 60, 5]
+
+
+CUT = {"top_p": 0.9, "top_k": 50}
+LISTED = CUT | {"return_sampling_mask": True}
+GREEDY = {"temperature": 0.0, "top_p": 1.0, "top_k": -1, "return_sampling_mask": False}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "own", "sent", "trains"),
+    [
+        ({}, {"temperature": 0.5}, {"temperature": 0.5}, True),
+        ({}, {"temperature": 0.0, "top_p": 0.5}, GREEDY, False),
+        ({}, {"top_p": 0.5}, {"top_p": 0.5}, False),  # the engine's log-probs are those of all tokens
+        ({}, {"top_k": 5}, {"top_k": 5}, False),
+        (CUT, {"temperature": 0.5}, CUT | {"temperature": 0.5}, True),
+        (CUT, {"top_p": 1.0, "top_k": -1}, {"top_p": 1.0, "top_k": -1}, True),
+        (CUT, {"top_p": 1.0}, {"top_p": 1.0, "top_k": 50}, False),
+        (LISTED, {"top_p": 0.5, "top_k": 5}, {"top_p": 0.5, "top_k": 5, "return_sampling_mask": True}, True),
+        (LISTED, {"top_k": 51}, {"top_p": 0.9, "top_k": 51, "return_sampling_mask": False}, False),
+        (LISTED, {"top_k": 1}, {"top_p": 0.9, "top_k": 1, "return_sampling_mask": False}, False),
+        (LISTED, {"top_k": -1}, {"top_p": 0.9, "top_k": -1, "return_sampling_mask": False}, False),
+    ],
+)
+async def test_a_turn_trains_if_its_log_probs_are_of_the_distribution_it_came_from(
+    recipe: dict[str, Any], own: dict[str, Any], sent: dict[str, Any], trains: bool
+) -> None:
+    async def function(talk: Conversation) -> None:
+        await talk.generate(**own)
+
+    answers, params = Answers(), SamplingParams(max_new_tokens=9, **recipe)
+    sample = OpenSample(index=0, prompt_len=2)
+    talk = Conversation(task(0).prompt, sample, params=params, ask=answers, model=AnyTokens())
+    assert await talk.run(function) is SampleStatus.COMPLETED
+    assert answers.params == [SamplingParams(max_new_tokens=9, **sent)]
+    assert sample.untrained == (() if trains else ((0, 1),))
+
+
+async def test_beside_log_probs_of_pools_a_turn_at_its_own_temperature_does_not_train() -> None:
+    """Pools compute them at temperature 1."""
+
+    async def function(talk: Conversation) -> None:
+        await talk.generate(temperature=0.5)
+        talk.append_ids([60])
+        await talk.generate(temperature=1.0)
+
+    sample = OpenSample(index=0, prompt_len=2)
+    params = SamplingParams(max_new_tokens=9)
+    talk = Conversation(
+        task(0).prompt, sample, params=params, ask=Answers(), model=AnyTokens(), trains_temperatures=False
+    )
+    assert await talk.run(function) is SampleStatus.COMPLETED
+    assert sample.untrained == ((0, 1),)
+
+
+@pytest.mark.parametrize("own", [{"temperature": -1.0}, {"top_p": 0.0}, {"top_p": 1.5}, {"top_k": 0}, {"top_k": -2}])
+async def test_impossible_sampling_is_refused(own: dict[str, Any]) -> None:
+    async def function(talk: Conversation) -> None:
+        await talk.generate(**own)
+
+    talk, _ = conversation(Answers())
+    with pytest.raises(ValueError, match=f"{next(iter(own))} = "):
+        await talk.run(function)
+
+
+async def test_a_function_does_not_see_that_the_bus_fails() -> None:
+    """If it went on after its turn was not stored, an engine would add to a turn that is complete."""
+
+    async def service(ids: list[int]) -> tuple[list[int], list[float]]:
+        return [5], [-1.0]
+
+    async def goes_on(talk: Conversation) -> None:
+        with suppress(Exception):
+            await talk.generate_by(service)
+        with suppress(Exception):
+            await talk.generate()
+
+    async def keep(sample: OpenSample) -> None:
+        raise BusError("no bus")
+
+    sample, answers = OpenSample(index=0, prompt_len=2), Answers()
+    params = SamplingParams(max_new_tokens=9)
+    talk = Conversation(task(0).prompt, sample, params=params, ask=answers, model=AnyTokens(), keep=keep)
+    with pytest.raises(BusError, match="no bus"):
+        await talk.run(goes_on)
+    assert answers.params == []
 
 
 async def sets_rewards(talk: Conversation) -> None:

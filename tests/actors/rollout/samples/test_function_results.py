@@ -223,20 +223,24 @@ async def test_a_service_without_log_probs_is_told_what_to_set(bus: Bus, router_
     assert "give them, or set train=False" in event.reason
 
 
-async def test_a_turn_at_another_temperature_is_recorded_and_does_not_train(bus: Bus, router_url: str) -> None:
+async def test_the_temperature_of_a_turn_is_recorded_and_a_greedy_turn_does_not_train(
+    bus: Bus, router_url: str
+) -> None:
     event, engine = await ending(bus, router_url, "plans_greedily", graded=True)
     assert isinstance(event, GroupCompleted)
     (sample,) = event.samples
-    assert [request["sampling_params"]["temperature"] for request in engine.requests] == [0.0, 1.0]
+    temperatures = [segment.temperature for segment in await segments_of(bus, sample)]
+    assert [request["sampling_params"]["temperature"] for request in engine.requests] == [0.0, 0.5]
     assert sample.untrained == ((0, 4),)
-    assert sample.metadata == {"num_turns": 2, "turn_temperatures": [0.0, None]}
+    assert sample.metadata == {"num_turns": 2}
+    assert temperatures == [0.0, 0.5]
 
 
-async def test_tokens_of_another_temperature_never_train_after_a_replay(bus: Bus, router_url: str) -> None:
+async def test_greedy_tokens_never_train_after_a_replay(bus: Bus, router_url: str) -> None:
     """The second run would train the greedy tokens of the first: the third begins from the prompt."""
     event, engine = await resumed(bus, router_url, "plans_greedily", held=2)
     assert isinstance(event, GroupCompleted)
     (sample,) = event.samples
     assert len(RUNS) == 3
-    assert [request["sampling_params"]["temperature"] for request in engine.requests] == [0.0, 1.0, 0.0, 1.0]
+    assert [request["sampling_params"]["temperature"] for request in engine.requests] == [0.0, 0.5, 0.0, 0.5]
     assert sample.untrained == ((0, 4),)

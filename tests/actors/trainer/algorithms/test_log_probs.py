@@ -53,6 +53,29 @@ def test_values_and_gradients_equal_those_of_torch(
         torch.testing.assert_close(one.grad.double(), other.grad, rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES.keys())
+def test_each_position_may_have_a_temperature_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, sizes: dict[str, Any]
+) -> None:
+    """As if the positions were computed apart."""
+    for name, value in sizes.items():
+        monkeypatch.setattr(log_probs, name, value)
+    temperatures, mix = torch.tensor([0.5, 2.0, 0.7, 1.0, 1.3]), torch.arange(1.0, 6.0)
+    given, apart = example(), example()
+    result = log_probs_and_entropy(*given, TARGETS, temperature=temperatures)
+    rows = [
+        log_probs_and_entropy(apart[0][[row]], apart[1], TARGETS[[row]], temperature=temperature)
+        for row, temperature in enumerate(temperatures.tolist())
+    ]
+    expected = [torch.cat(parts) for parts in zip(*rows, strict=True)]
+    for value, wanted in zip(result, expected, strict=True):
+        torch.testing.assert_close(value, wanted)
+    (result[0] @ mix + result[1] @ mix.flip(0)).backward()
+    (expected[0] @ mix + expected[1] @ mix.flip(0)).backward()
+    for one, other in zip(given, apart, strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+
+
 def test_no_position_at_all_gives_a_zero_gradient() -> None:
     hidden, weight = example()
     values, entropy = log_probs_and_entropy(hidden[:0], weight, TARGETS[:0])
