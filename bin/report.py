@@ -86,19 +86,17 @@ async def _write(found: "FoundRun", other: "FoundRun | None", out: Path, trace_f
 async def _fold(found: "FoundRun", trace: "Trace | None" = None) -> "tuple[Observed, dict[str, str], bool]":
     """Fold a run as of now; return also its settings, and whether it goes on."""
     from actors.observer.page import observed_of
-    from runtime.node.following import followed
+    from runtime.node.observing import observing
 
     observed, settings = observed_of(found)
-    async with followed(found, waits=False) as events:
-        live = events.live
-        async for batch in events.batches():
-            for received in batch:
-                time = received.time.timestamp()
-                observed.apply(received.message, received.seq, time)
-                if trace is not None:
-                    trace.apply(received.message, time)
-    observed.problems = events.problems
-    Screen(sys.stderr).show_all(events.problems)
+    notes = Screen(sys.stderr)
+    async with observing(found, observed, note=notes.show, waits=False, restores=trace is None) as folding:
+        live = folding.events.live
+        async for batch in folding.batches():
+            if trace is not None:
+                for received in batch:
+                    trace.apply(received.message, received.unix_time)
+    notes.show_all(observed.problems)
     return observed, settings, live
 
 

@@ -106,29 +106,28 @@ async def _serve(found: "FoundRun", place: "Address") -> int:
             screen.show(line)
         screen.show("Ctrl-C ends the page; the run goes on")
         sys.stdout.flush()
-        tasks.start_soon(follow, found, observed, page, progress)
+        tasks.start_soon(follow, found, observed, page, progress, Screen(sys.stderr).show)
     return EXIT_OK
 
 
 async def _print_times(found: "FoundRun", *, as_json: bool) -> int:
     import msgspec
 
-    from runtime.node.following import followed
-    from runtime.report.breakdown import Breakdown
+    from actors.observer.page import observed_of
+    from runtime.node.observing import observing
 
-    breakdown, notes, num_events = Breakdown(), Screen(sys.stderr), 0
-    async with followed(found, waits=False) as events:
-        async for batch in events.batches():
-            for received in batch:
-                breakdown.apply(received.message, received.time.timestamp())
-            if (num_events + len(batch)) // PROGRESS_EVERY > num_events // PROGRESS_EVERY:
-                notes.show(f"{num_events + len(batch):,} events read, up to step {breakdown.num_steps}")
-            num_events += len(batch)
-    notes.show_all(events.problems)
-    if events.first_seq > 1:
+    observed, notes, num_shown = observed_of(found)[0], Screen(sys.stderr), 0
+    async with observing(found, observed, note=notes.show, waits=False) as folding:
+        async for _ in folding.batches():
+            if observed.num_events // PROGRESS_EVERY > num_shown // PROGRESS_EVERY:
+                notes.show(f"{observed.num_events:,} events read, up to step {observed.breakdown.num_steps}")
+                num_shown = observed.num_events
+    notes.show_all(observed.problems)
+    if observed.first_seq > 1:
         notes.show(
-            f"the log begins at event {events.first_seq}, and {found.directory} has no archive of earlier events"
+            f"the log begins at event {observed.first_seq}, and {found.directory} has no archive of earlier events"
         )
+    breakdown = observed.breakdown
     if as_json:
         steps = [msgspec.to_builtins(step) for step in breakdown.steps]
         shown = {"run": found.name, "seconds": breakdown.totals, "stopped_s": breakdown.stopped_s, "steps": steps}

@@ -29,7 +29,7 @@ async def _serve(run_dir: Path, address: Address) -> None:
     observed, settings = observed_of(run)
     page = Page(observed, token, settings)
     async with served(page, address) as port, anyio.create_task_group() as tasks:
-        tasks.start_soon(follow, run, observed, page, log.debug)
+        tasks.start_soon(follow, run, observed, page, log.debug, log.info)
         write_atomically(run_dir / PAGE_FILE, f"{address.url(port)}/?token={token}\n".encode())
         try:
             with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:

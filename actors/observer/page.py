@@ -18,7 +18,7 @@ from runtime.bus.addresses import host_port
 from runtime.bus.errors import BusError
 from runtime.node.claims.rundir import BUS_FILE, TOPOLOGY_FILE
 from runtime.node.external_clients import ClientsUnreadable
-from runtime.node.following import followed
+from runtime.node.observing import observing
 from runtime.node.reopen import FoundRun, NoLog
 from runtime.report.observed import Observed
 from runtime.settings.placement import is_loopback
@@ -305,7 +305,9 @@ async def served(page: Page, address: Address) -> AsyncGenerator[int, None]:
             await runner.cleanup()
 
 
-async def follow(run: FoundRun, observed: Observed, page: Page, progress: Callable[[str], None]) -> None:
+async def follow(
+    run: FoundRun, observed: Observed, page: Page, progress: Callable[[str], None], note: Callable[[str], None]
+) -> None:
     """Fold the events of a run into what the page shows, and go on when the run is started again. Never returns.
 
     Args:
@@ -313,12 +315,13 @@ async def follow(run: FoundRun, observed: Observed, page: Page, progress: Callab
         observed: what the page shows.
         page: told of every change.
         progress: called with what was read so far, or why the log cannot be read.
+        note: called with a line per snapshot that cannot be used or written.
     """
     while True:
         started = _start_of(run)
         page.problem = ""
         try:
-            await _follow_once(run, observed, page, progress)
+            await _follow_once(run, observed, page, progress, note)
         except* (NoLog, BusError, ClientsUnreadable, OSError) as errors:
             page.problem = str(flatten(errors)[0])
             progress(page.problem)
@@ -331,18 +334,15 @@ async def follow(run: FoundRun, observed: Observed, page: Page, progress: Callab
             await asyncio.sleep(LOOK_EVERY_S)
 
 
-async def _follow_once(run: FoundRun, observed: Observed, page: Page, progress: Callable[[str], None]) -> None:
-    earlier = tuple(observed.problems)
-    async with followed(run, from_seq=observed.seq + 1) as events:
-        async for batch in events.batches():
-            page.live = events.live
-            observed.problems = [*earlier, *events.problems]
-            for received in batch:
-                observed.apply(received.message, received.seq, received.time.timestamp())
+async def _follow_once(
+    run: FoundRun, observed: Observed, page: Page, progress: Callable[[str], None], note: Callable[[str], None]
+) -> None:
+    async with observing(run, observed, note=note) as folding:
+        async for _ in folding.batches():
+            page.live = folding.events.live
             page.changed()
             progress(f"{observed.num_events:,} events read, step {observed.steps}")
             await asyncio.sleep(0)  # requests get their turn between two batches of a long history
-        observed.problems = [*earlier, *events.problems]
 
 
 def _start_of(run: FoundRun) -> int:

@@ -16,7 +16,7 @@ from runtime.bus.dead import DeadLetters
 from runtime.bus.errors import BusUnavailable, UnknownDecision
 from runtime.bus.nats.connection import Connection, RawMessage
 from runtime.bus.nats.pull import time_of
-from runtime.bus.nats.store import Store
+from runtime.bus.nats.store import NANOSECONDS, Store
 from runtime.bus.reader import LogReader
 from runtime.bus.wire import to_wire
 
@@ -36,6 +36,11 @@ class Received(Generic[MessageT]):
     def time(self) -> datetime:
         """Time at which the server stored the event."""
         return time_of(self._time_ns)
+
+    @property
+    def unix_time(self) -> float:
+        """The same as Unix time in seconds."""
+        return self._time_ns / NANOSECONDS
 
     def __repr__(self) -> str:
         return f"Received(seq={self.seq}, pending={self.pending}, message={self.message!r})"

@@ -8,7 +8,7 @@ import gzip
 import os
 import re
 import zlib
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
 from itertools import islice
@@ -99,23 +99,38 @@ async def archive(bus: Bus, run_dir: Path, *, below_seq: int) -> tuple[Path, int
     return path, num_events
 
 
-def archived_events(run_dir: Path, *, from_seq: int = 1, below_seq: int | None = None) -> Iterator[Received[Message]]:
-    """The archived events of a range of the log, each once, in order. Skips events that cannot be decoded."""
+def archived_events(
+    run_dir: Path, *, from_seq: int = 1, below_seq: int | None = None, on_skip: Callable[[], None] = lambda: None
+) -> Iterator[Received[Message]]:
+    """The archived events of a range of the log, each once, in order.
+
+    Args:
+        run_dir: directory of the run.
+        from_seq: first sequence.
+        below_seq: sequence after the last one; None: there is no end.
+        on_skip: called for each event that cannot be decoded, which is left out.
+    """
     last = from_seq - 1
     for file in archived_files(run_dir):
         if file.last_seq <= last or (below_seq is not None and file.first_seq >= below_seq):
             continue
-        for received in _read(file.path):
-            if below_seq is not None and received.seq >= below_seq:
+        for stored in _read(file.path):
+            if below_seq is not None and stored.seq >= below_seq:
                 break
-            if received.seq > last:
-                last = received.seq
+            if stored.seq <= last:
+                continue
+            last = stored.seq
+            received = _decoded(stored)
+            if received is None:
+                on_skip()
+            else:
                 yield received
 
 
 def first_archived(run_dir: Path) -> Iterator[Received[Message]]:
     """The events of the oldest archive file: the start of the run."""
-    return _read(file.path) if (file := next(iter(archived_files(run_dir)), None)) is not None else iter(())
+    file = next(iter(archived_files(run_dir)), None)
+    return iter(()) if file is None else archived_events(run_dir, below_seq=file.last_seq + 1)
 
 
 async def start_state(bus: Bus, run_dir: Path) -> LedgerState | None:
@@ -213,15 +228,13 @@ def _line_of(stored: StoredMessage) -> bytes:
     return msgspec.json.encode(line) + b"\n"
 
 
-def _read(path: Path) -> Iterator[Received[Message]]:
+def _read(path: Path) -> Iterator[ArchivedEvent]:
     decoder, number = msgspec.json.Decoder(ArchivedEvent), 0
     try:
         with gzip.open(path, "rb") as file:
             for line in file:
                 number += 1
-                received = _decoded(decoder.decode(line))
-                if received is not None:
-                    yield received
+                yield decoder.decode(line)
     except (
         EOFError,
         zlib.error,

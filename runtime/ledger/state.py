@@ -151,6 +151,20 @@ class Index:
         self._count(group, -1)
         _add(self.versions, self._version_of.pop(group.group_id), -1)
 
+    def move(self, group: Group, stage: Stage) -> None:
+        """Move a group to another stage. Its stage and its counts must be unchanged since it was added."""
+        group_id = group.group_id
+        del self._by_stage[group.stage][group_id]
+        self._count(group, -1)
+        group.stage = stage
+        self._by_stage[stage][group_id] = group
+        self._count(group, 1)
+        version, before = oldest_version(group), self._version_of[group_id]
+        if version != before:
+            self._version_of[group_id] = version
+            _add(self.versions, before, -1)
+            _add(self.versions, version, 1)
+
     def of(self, stage: Stage) -> dict[int, Group]:
         """The groups of a stage by id, in the order in which they entered it."""
         return self._by_stage[stage]
@@ -218,9 +232,7 @@ class LedgerState(Steps, kw_only=True, dict=True):
 
     def move(self, group: Group, stage: Stage) -> None:
         """Move a live group to another stage."""
-        self.index.leave(group)
-        group.stage = stage
-        self.index.enter(group)
+        self.index.move(group, stage)
 
     def remove(self, group_id: int) -> Group | None:
         """Remove and return a live group; None if there is no such group."""

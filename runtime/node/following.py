@@ -81,7 +81,7 @@ class Followed:
         self.live = False  # whether a node daemon runs the run, as last seen
         self.first_seq = 0  # sequence of the first event. Above from_seq: the earlier ones are lost; 0: no event yet
         self._damaged: list[str] = []  # a line per archive file
-        self._num_skipped = 0  # events of the log that this version cannot decode
+        self._num_skipped = 0  # events of the log or its archive that this version cannot decode
         self._run = run
         self._next = from_seq
         self._waits = waits
@@ -197,7 +197,11 @@ class Followed:
 
     async def _fill(self, seq: int) -> None:
         """Pass on the archived events before one of the log."""
-        archived = archived_events(self._run.directory, from_seq=self._next, below_seq=seq)
+
+        def skip() -> None:
+            self._num_skipped += 1
+
+        archived = archived_events(self._run.directory, from_seq=self._next, below_seq=seq, on_skip=skip)
         try:
             while batch := await anyio.to_thread.run_sync(lambda: list(islice(archived, EVENTS))):
                 await self._hand_over(batch)

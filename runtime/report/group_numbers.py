@@ -49,12 +49,12 @@ class CompletedNumbers(msgspec.Struct):
         """Record a completed group."""
         samples = event.samples
         self._completed[seq] = GroupNumbers(
-            rewards=tuple(sample.reward for sample in samples if sample.reward is not None),
-            response_lens=tuple(sample.response_len for sample in samples),
-            num_truncated=sum(sample.status is SampleStatus.TRUNCATED for sample in samples),
-            num_ungraded=sum(is_ungraded(sample) for sample in samples),
-            num_own_rewards=sum(sample.own_reward for sample in samples),
-            round_numbers=tuple(_round_numbers(samples)),
+            rewards=tuple([sample.reward for sample in samples if sample.reward is not None]),
+            response_lens=tuple([sample.response_len for sample in samples]),
+            num_truncated=[sample.status for sample in samples].count(SampleStatus.TRUNCATED),
+            num_ungraded=len([sample for sample in samples if sample.reason is not None and is_ungraded(sample)]),
+            num_own_rewards=[sample.own_reward for sample in samples].count(True),
+            round_numbers=tuple(_round_numbers([sample for sample in samples if sample.metadata])),
             rollout_time_s=event.rollout_time_s,
             reward_time_s=event.reward_time_s,
             engine=event.engine,

@@ -84,6 +84,8 @@ def failure_in(event: Message) -> str | None:
 def line_of(event: Message) -> str | None:
     """Return the line for a rare event."""
     match event:
+        case VerdictGiven():  # the commonest one
+            return None
         case PromptsLoaded():
             return _data_line(event)
         case ActorExited(restart_in_s=float(delay_s)):

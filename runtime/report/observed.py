@@ -41,7 +41,6 @@ KEPT_LINES: Final = 200
 KEPT_ENDINGS: Final = 200
 SHOWN_GROUPS: Final = 50  # live groups of each stage
 COURSE_EVERY_S: Final = 1.0  # at first
-OBSERVED_VERSION: Final = 1  # raised when the same log folds to another state of the same shape; snapshots are ignored
 STATES: Final = ("in_flight", "pooled", "ready", "trained", "skipped", "dropped", "failed")
 
 
@@ -250,6 +249,11 @@ class Observed(msgspec.Struct):
         times = {(step.step, step.end): step for step in observed.breakdown.steps}  # both lists have the same objects
         observed.step_times.items = [times.get((step.step, step.end), step) for step in observed.step_times.items]
         return observed
+
+    def become(self, other: "Observed") -> None:
+        """Take over the state of another fold, which is not used any more."""
+        for name in self.__struct_fields__:
+            setattr(self, name, getattr(other, name))
 
     # what a page shows: values that JSON can hold
 

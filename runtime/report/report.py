@@ -31,6 +31,7 @@ from runtime.report.summary import Result, summary_lines
 from runtime.report.times import Times
 from runtime.util.formatting import number
 
+FOLDED = frozenset(LEDGER_EVENTS)
 ENDS = 5  # number of steps averaged for the first and the last reward
 REASONS_UNTRAINED = {
     "not_finite": "their loss, or the gradient of their optimizer step, was not finite",
@@ -148,7 +149,7 @@ class Report(msgspec.Struct):
         """Fold an event into the ledger; return the batches that it settles as trained."""
         if isinstance(event, GroupCompleted) and seq in self._cited:
             self._numbers.complete(event, seq)
-        if not isinstance(event, LEDGER_EVENTS):
+        if type(event) not in FOLDED:
             return []
         settled: list[Settled] = []
         for change in fold(self._ledger, event, seq):
@@ -274,9 +275,10 @@ class Report(msgspec.Struct):
         return [Line(f"trainer continues after step {event.step}")] if event.step else []
 
     def _complete(self, event: GroupCompleted, seq: int, time: float) -> list[Notice]:
-        ungraded = [sample for sample in event.samples if is_ungraded(sample)]
+        odd = [sample for sample in event.samples if sample.reason is not None or is_left_out(sample)]
+        ungraded = [sample for sample in odd if is_ungraded(sample)]
         reasons = {f"no score, reward {sample.reward:g} instead: {sample.reason}" for sample in ungraded}
-        reasons |= {f"sample left out: {sample.reason}" for sample in event.samples if is_left_out(sample)}
+        reasons |= {f"sample left out: {sample.reason}" for sample in odd if is_left_out(sample)}
         lines: list[Notice] = [
             Line(text) for reason in sorted(reasons) for text in self._failures.lines(reason, self.run)
         ]

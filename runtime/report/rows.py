@@ -4,7 +4,6 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from functools import reduce
 from pathlib import Path
 from typing import Any, Final
 
@@ -67,7 +66,10 @@ def group_metrics(groups: Sequence[GroupNumbers], *, graded: bool) -> MetricRow:
 
 def _engine_metrics(groups: Sequence[GroupNumbers], *, num_samples: int) -> MetricRow:
     """Compute metrics from the engines' statistics. A missing number gives no metric, as for offline samples."""
-    of = reduce(EngineNumbers.plus, (group.engine for group in groups))
+    engines = [group.engine for group in groups if group.engine.num_requests]
+    sums: MetricRow = {name: sum([getattr(each, name) for each in engines]) for name in EngineNumbers.__struct_fields__}
+    sums["max_queue_time_s"] = max([each.max_queue_time_s for each in engines], default=0.0)
+    of = EngineNumbers(**sums)
     row: MetricRow = {"rollout/num_retractions": of.num_retractions} if of.num_requests else {}
     if of.prompt_tokens:
         row["rollout/prefix_cache_hit_rate"] = of.cached_tokens / of.prompt_tokens

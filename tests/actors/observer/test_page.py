@@ -139,7 +139,7 @@ async def test_a_run_that_ended_is_shown_as_not_running(tmp_path: Path) -> None:
             caught_up.set()
 
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(follow, FoundRun(name=RUN, directory=run_dir), observed, page, progress)
+        tasks.start_soon(follow, FoundRun(name=RUN, directory=run_dir), observed, page, progress, progress)
         with anyio.fail_after(30):
             await caught_up.wait()
         tasks.cancel_scope.cancel()
