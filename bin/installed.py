@@ -14,6 +14,7 @@ OF_A_RUN: Final = ("aiohttp", "cryptography", "jinja2", "psutil", "tokenizers", 
 RUN_COMMANDS: Final = (
     "credentials",
     "export_hf",
+    "halt",
     "ledger",
     "replay",
     "report",
@@ -31,6 +32,11 @@ def start_topology() -> None:
 def ledger() -> None:
     """Print a run's ledger."""
     _run("ledger")
+
+
+def halt() -> None:
+    """Halt the round that a run generates now."""
+    _run("halt")
 
 
 def watch() -> None:

@@ -110,6 +110,26 @@ class SpillsGiven(Message, kw_only=True, tag="spills_given"):
 
 
 @register
+class HaltRequested(Message, kw_only=True, tag="halt_requested"):
+    """Asks the buffer to end the round that is generated now, as a person wishes. Answered by HaltAnswered."""
+
+    plane = Plane.CALL
+    topic = "halt"
+
+
+@register
+class HaltAnswered(Message, kw_only=True, tag="halt_answered"):
+    """Reports that the running round is halted, or why there is nothing to halt."""
+
+    plane = Plane.CALL
+    topic = "halt_answered"
+    answers = True
+    round: int = -1  # the halted round; -1: nothing was halted
+    num_groups: int = 0  # its groups in flight, which are given back to the pool
+    reason: str = ""  # why nothing was halted, human-readable
+
+
+@register
 class KillRequested(Message, kw_only=True, tag="kill_requested"):
     """Asks a node daemon to kill a hung server that it runs, and so to restart it. Answered by KillAnswered."""
 

@@ -48,12 +48,13 @@ class GroupsIssued(Message, kw_only=True, tag="groups_issued"):
 
 @register
 class RoundHalted(Message, kw_only=True, tag="round_halted"):
-    """A round reached its target. Rollout actors abort its remaining work."""
+    """A round reached its target, or a person ended it. Rollout actors abort its remaining work."""
 
     plane = Plane.EVENT
     topic = "ledger.round_halted"
     incarnation: int
     round: int
+    by_hand: bool = False  # a person ended the open round: its groups go on in the next one, for the same batch
 
 
 class GroupRef(msgspec.Struct, frozen=True, kw_only=True):

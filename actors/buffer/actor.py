@@ -11,7 +11,7 @@ import structlog
 from anyio import to_thread
 from anyio.abc import TaskStatus
 
-from actors.buffer.deciding.decide import Schedule, decide, snapshot_of
+from actors.buffer.deciding.decide import Schedule, decide, halt_by_hand, snapshot_of
 from actors.buffer.deciding.selecting import Selector
 from actors.buffer.deciding.selection import Selection
 from actors.buffer.deciding.tasks import eval_tasks, failed_ending, rollout_task, schedule_of, tasks_in_flight
@@ -41,6 +41,8 @@ from messages import (
     GroupFailed,
     GroupsClosed,
     GroupsIssued,
+    HaltAnswered,
+    HaltRequested,
     LogTrimmed,
     Message,
     MessageDeadLettered,
@@ -79,6 +81,7 @@ T = TypeVar("T")
 TrainingPrompts = PromptSet | GeneratedPrompts | DrawnPrompts
 
 MAX_CONCURRENT_PUBLISHES = 64  # tasks published concurrently
+HALT_TIMEOUT_S = 5.0
 EVAL_TASKS_QUEUED = 512  # tasks of one evaluation that are queued at a time
 NO_ROOM_FOR_PROMPTS = (
     "the data stream is full, and the run still needs all of it, so no prompt can be issued: raise bus.data_bytes, "
@@ -97,6 +100,7 @@ class BufferActor(Actor):
         PhaseChanged,
         PromptsLoaded,
         SpillsRequested,
+        HaltRequested,
         SegmentsPublished,
         ColumnPublished,
         PromptStored,
@@ -119,6 +123,7 @@ class BufferActor(Actor):
         RolloutRequested,
         EvalRequested,
         SpillsGiven,
+        HaltAnswered,
         CheckpointRequested,
         LogTrimmed,
         SelectionFailed,
@@ -168,6 +173,7 @@ class BufferActor(Actor):
         self._issue_prompts: dict[int, Prompt] = {}  # prompts of the groups being issued, by number
         self._recorder = Recorder(topology, bus)
         self._eval_tasks: Iterator[EvalRequested] = iter(())  # of the running evaluation, not published yet
+        self._folded = anyio.Event()  # set with the next folded event, and replaced
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         with self._activity(describe_source(self._topology.data)):
@@ -200,7 +206,7 @@ class BufferActor(Actor):
             for loaded in prompts.loaded:
                 await self._bus.publish(loaded)
             task_status.started()
-            async with self._bus.serve({SpillsRequested: self._spills}):
+            async with self._bus.serve({SpillsRequested: self._spills, HaltRequested: self._halt}):
                 await self._publish_open_tasks(prompts)
                 await self._keep_deciding(events, schedule, prompts)
 
@@ -221,6 +227,21 @@ class BufferActor(Actor):
         """Answer with the spilled segments from which an attempt resumes after a crash."""
         samples = spills_of(self._state, request.group_id, request.attempt)
         return SpillsGiven(group_id=request.group_id, attempt=request.attempt, samples=samples)
+
+    async def _halt(self, request: HaltRequested) -> HaltAnswered:
+        """End the running round for a person. A call while its groups end halts nothing more."""
+        with anyio.move_on_after(HALT_TIMEOUT_S):
+            while True:
+                state, folded = self._state, self._folded
+                halt = halt_by_hand(state)
+                if halt is None:
+                    return HaltAnswered(reason=f"no group is being generated; the run waits for {self.waits_for()}")
+                num_groups = sum(state.index.rounds.values())
+                if await self._log.append(halt):
+                    log.info("round_halted_by_hand", round=halt.round, num_groups=num_groups)
+                    return HaltAnswered(round=halt.round, num_groups=num_groups)
+                await folded.wait()  # another decision came first
+        return HaltAnswered(reason=f"other decisions kept the ledger busy for {HALT_TIMEOUT_S:g} s")
 
     async def _refuse_other_data(self, prompts: TrainingPrompts) -> None:
         """Refuse data that differs from the data of the run's start.
@@ -278,6 +299,8 @@ class BufferActor(Actor):
             return None
         await self._log.fold(received)
         self._pressure.folded(received.message, self._state)
+        self._folded.set()
+        self._folded = anyio.Event()
         event = received.message
         if isinstance(event, SnapshotTaken) and event.covers not in self._log.unreadable:
             self._snapshots.folded(event)
@@ -365,7 +388,8 @@ class BufferActor(Actor):
                 groups = [state.groups[issued.group_id] for issued in event.groups if issued.group_id in state.groups]
                 available = AvailablePrompts(self._issue_prompts, prompts)
                 await self._publish_tasks(
-                    rollout_task(self._topology, group, available, state.version_steps) for group in groups
+                    rollout_task(self._topology, group, available, state.version_steps, rounds_ahead=state.rounds_ahead)
+                    for group in groups
                 )
                 self._issue_prompts = {}
             case EvalIssued():
@@ -394,7 +418,10 @@ class BufferActor(Actor):
         keys = [key_of(subject, ending) for ending in (GroupCompleted, GroupAborted, GroupFailed)]
         lost = [group for key in keys if key is not None and (group := in_flight(self._state, key)) is not None]
         await self._publish_tasks(
-            rollout_task(self._topology, group, prompts, self._state.version_steps) for group in lost
+            rollout_task(
+                self._topology, group, prompts, self._state.version_steps, rounds_ahead=self._state.rounds_ahead
+            )
+            for group in lost
         )
         if key_of(subject, EvalCompleted) is not None:
             await self._begin_evaluation(prompts)

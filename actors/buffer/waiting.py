@@ -61,6 +61,8 @@ def describe_wait(state: LedgerState, schedule: Schedule) -> str:
     untrained = [step for step, batch in state.batches.items() if not batch.trained]
     if untrained:
         waits.append(f"batch {min(untrained)} to be trained")
+    if state.num_halting:
+        waits.append(f"{count_of(state.num_halting, 'group')} of a round that was halted by hand to end")
     step = state.taken_back[0] if state.taken_back else state.round  # its payloads were lost: the batch is rebuilt
     if step < schedule.num_steps:
         waits.append(_round(state, schedule, step))

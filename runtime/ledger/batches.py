@@ -29,7 +29,10 @@ def take_batch(state: LedgerState, event: BatchReady) -> tuple[Change, ...]:
         state.move(group, Stage.BATCHED)
     payload_seq = min((group.payload_seq for group in groups), default=state.newest_payload + 1)
     oldest = min(map(oldest_version, groups), default=state.version)
+    is_next = event.step >= state.round
     state.make(event.step, Batch(groups=kept, payload_seq=payload_seq, oldest_version=oldest))
+    if is_next:  # the groups of this batch's rounds that still run came too late
+        state.rounds_ahead_before = state.rounds_ahead
     state.barren = 0
     return (Batched(event.step, groups, _pass_over(state, event)),)
 

@@ -40,8 +40,8 @@ class LedgerSummary(msgspec.Struct, frozen=True, kw_only=True):
     steps: int  # trained steps
     trained: tuple[tuple[int, tuple[int, ...]], ...]  # step and its groups, in the order of settlement
     skipped: tuple[tuple[int, tuple[int, ...]], ...]  # step and its groups that contributed no gradient
-    round: int  # the open round: number of the next batch
-    halted: bool  # whether its generation was halted
+    round: int  # the open round: number of the next batch, more by the rounds that a person halted
+    halted_by_hand: int  # rounds that a person halted so far
     version: int  # newest announced weight version, 0 before the first
     version_step: int  # train steps in these weights
     checkpoint_step: int
@@ -102,8 +102,8 @@ class LedgerReport:
             steps=state.trained_steps,
             trained=tuple(self.trained),
             skipped=tuple(self.skipped),
-            round=state.round,
-            halted=state.halted_round >= state.round,
+            round=state.open_round,
+            halted_by_hand=state.rounds_ahead,
             version=state.version,
             version_step=state.version_step,
             checkpoint_step=state.checkpoint_step,
@@ -140,7 +140,8 @@ def lines_of(summary: LedgerSummary) -> Iterator[str]:
     yield from (f"            {skipped_text(reason, count)}" for reason, count in sorted(summary.untrained.items()))
     if summary.baselines:
         yield f"baselines   {count_of(summary.baselines, 'greedy sample')} scored, not trained"
-    yield f"steps       {summary.steps} trained; round {summary.round} is {'halted' if summary.halted else 'open'}"
+    by_hand = f"; {count_of(summary.halted_by_hand, 'round')} halted by hand" if summary.halted_by_hand else ""
+    yield f"steps       {summary.steps} trained; round {summary.round} is open{by_hand}"
     yield f"weights     {f'v{summary.version} of step {summary.version_step}' if summary.version else 'none yet'}"
     yield f"checkpoint  {f'of step {summary.checkpoint_step}' if summary.checkpoint_step else 'none yet'}"
     yield f"evaluation  {_evaluation(summary)}"

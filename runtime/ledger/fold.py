@@ -57,7 +57,7 @@ __all__ = [
     "in_flight",
 ]
 
-FOLD_VERSION: Final = 18  # raised when the same log folds to another state; older snapshots are then ignored
+FOLD_VERSION: Final = 19  # raised when the same log folds to another state; older snapshots are then ignored
 
 PART: Final = 512  # groups of an issue that are folded at a time, in about 2 ms
 MAX_DIGITS: Final = 20  # of a group id in a subject
@@ -174,6 +174,9 @@ def _note(
     """Apply an event that concerns no group."""
     match event:
         case RoundHalted():
+            if event.by_hand and event.round >= state.first_round:
+                state.ended_by_hand = max(state.ended_by_hand, event.round)
+                state.rounds_ahead = max(state.rounds_ahead, event.round + 1 - state.round)
             state.halted_round = max(state.halted_round, event.round)
         case WeightsAnnounced():
             _announce(state, event)

@@ -122,7 +122,8 @@ def end_attempt(state: LedgerState, event: GroupCompleted | GroupAborted | Group
     if completed and (reason := wrong_count(event, group.num_samples)):
         return ended, *close(state, event.group_id, state.failed, reason)
     state.baselines += completed and event.baseline is not None
-    group.fruitless += not completed and not _goes_on(group.carried, samples)
+    by_hand = group.round <= state.ended_by_hand  # a person may halt a round before its groups get an engine
+    group.fruitless += not completed and not by_hand and not _goes_on(group.carried, samples)
     group.carried = () if completed else samples
     group.data = event.data if completed else group.data
     describe(group, samples)
@@ -217,5 +218,5 @@ def note_outcomes(state: LedgerState, changes: Iterable[Change]) -> None:
 
 
 def _count_barren(state: LedgerState, group: Group) -> None:
-    if group.round >= state.round:  # groups left from a halted round came with a batch
+    if group.round >= state.first_round:  # groups left from a halted round came with a batch
         state.barren += 1

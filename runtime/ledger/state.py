@@ -206,6 +206,9 @@ class LedgerState(Steps, kw_only=True, dict=True):
     issue_round: int = -1  # round of the newest issue
     newest_payload: int = 0  # highest data sequence in any folded event
     halted_round: int = -1  # newest halted round
+    ended_by_hand: int = -1  # newest round that a person halted
+    rounds_ahead: int = 0  # how many more rounds than batches began, because a person halted some
+    rounds_ahead_before: int = 0  # the same when the newest batch was made
     version: int = 0  # newest announced weight version, 0 before the first
     version_step: int = 0  # train steps in these weights
     version_steps: dict[int, int] = {}  # train steps by version, for each version of a live group's or batch's tokens
@@ -215,6 +218,21 @@ class LedgerState(Steps, kw_only=True, dict=True):
     barren: int = 0  # groups of the open round that were dropped or failed
     finished: str | None = None  # reason; like gave_up, None again once a buffer starts, which may have more to do
     gave_up: str | None = None  # reason
+
+    @property
+    def open_round(self) -> int:
+        """The round to which groups are issued now."""
+        return max(self.round + self.rounds_ahead, self.halted_round + 1)
+
+    @property
+    def first_round(self) -> int:
+        """The round in which generation for the next batch began. Earlier ones had their batch."""
+        return self.round + self.rounds_ahead_before
+
+    @property
+    def num_halting(self) -> int:
+        """Number of groups in flight that a person halted."""
+        return sum(count for round, count in self.index.rounds.items() if round <= self.ended_by_hand)
 
     @cached_property
     def index(self) -> Index:

@@ -150,7 +150,7 @@ async def live_url(run: FoundRun, scratch: Path, look: Callable[[str], Awaitable
         while True:
             if run.bus_url is None and await anyio.to_thread.run_sync(_copy_events, run, scratch):
                 return None
-            url = _url_in(run.directory) or run.bus_url  # the stored URL contains the login
+            url = url_in(run.directory) or run.bus_url  # the stored URL contains the login
             if url is not None:
                 try:
                     await look(url)
@@ -179,7 +179,8 @@ def _copy_events(run: FoundRun, scratch: Path) -> bool:
         return True
 
 
-def _url_in(directory: Path) -> str | None:
+def url_in(directory: Path) -> str | None:
+    """Return the URL of a run's bus with the login of its nodes; None if no node daemon has written it."""
     path = directory / BUS_FILE
     return path.read_text().strip() or None if path.exists() else None
 
@@ -187,7 +188,7 @@ def _url_in(directory: Path) -> str | None:
 def certificate_in(directory: Path) -> str | None:
     """Return the PEM certificate of a run's own server; None if it uses no TLS."""
     path = directory / BUS_DIRECTORY / CERTIFICATE_FILE
-    return path.read_text() if path.exists() and not (_url_in(directory) or "").startswith("nats://") else None
+    return path.read_text() if path.exists() and not (url_in(directory) or "").startswith("nats://") else None
 
 
 async def _look(run: FoundRun, url: str) -> None:

@@ -22,6 +22,7 @@ from messages import (
     MessageDeadLettered,
     NodeLeft,
     PromptsLoaded,
+    RoundHalted,
     RunStalled,
     ScoreRequestsLost,
     SelectionFailed,
@@ -92,6 +93,8 @@ def line_of(event: Message) -> str | None:
             return f"{event.actor} ended: {event.reason}; restarting in {delay_s:.1f} s"
         case ActorStarted() if event.restarts:
             return f"{event.actor} restarted (restart {event.restarts}, pid {event.pid})"
+        case RoundHalted(by_hand=True):
+            return f"round {event.round} was halted by hand: its groups go on in the next round"
         case CheckpointSaved():
             return f"checkpoint of step {event.step} saved in {event.took_s:.1f} s"
         case CheckpointSetAside():

@@ -23,7 +23,7 @@ PARTS = {"rollout": "perf/rollout_time", "train": "perf/train_time", "weights": 
 class _Clock(msgspec.Struct):
     """Times of recent events, in Unix time."""
 
-    issued: dict[int, float] = {}  # first issue, by round
+    issued: dict[int, float] = {}  # first issue, by step
     batched: dict[int, float] = {}  # by step
     trained: float | None = None  # end of the newest step
     announced: dict[int, float] = {}  # start of publication, by weight version
@@ -44,14 +44,17 @@ class Times(msgspec.Struct):
     _clock: _Clock = msgspec.field(default_factory=_Clock)
     _spent_s: dict[str, float] = {}  # by part of a step
     _num_steps: int = 0  # number of timed steps
+    _open_step: int | None = None  # without a batch so far; None: unknown, but rounds are steps unless halted
 
     def note(self, event: Message, time: float) -> None:
         """Record the time of an event."""
         clock = self._clock
         match event:
             case GroupsIssued():
-                clock.issued.setdefault(event.round, time)
+                step = event.round if self._open_step is None else self._open_step
+                clock.issued.setdefault(step, time)
             case BatchReady():
+                self._open_step = max(self._open_step or 0, event.step + 1)
                 clock.batched[event.step] = time
             case WeightsAnnounced():
                 clock.announced[event.version] = time - event.took_s

@@ -18,7 +18,7 @@ PAGES: Final = [
     *sorted((ROOT / "docs").glob("*/*.md")),
 ]
 LINE: Final = re.compile(
-    r"^ *(bin/(?:start-topology|ledger|credentials|reward-worker|export-hf|replay|report|watch)) ([^#>\n]*)",
+    r"^ *(bin/(?:start-topology|ledger|credentials|reward-worker|export-hf|replay|report|watch|halt)) ([^#>\n]*)",
     re.MULTILINE,
 )
 NOT_HERE: Final = re.compile(r"\bFILE\b|\bNAME\b|\bDUMP\b")  # stands for the reader's own
@@ -50,6 +50,7 @@ def test_pages_show_each_command() -> None:
         "bin/ledger",
         "bin/credentials",
         "bin/export-hf",
+        "bin/halt",
         "bin/replay",
         "bin/report",
         "bin/reward-worker",

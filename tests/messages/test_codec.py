@@ -18,8 +18,10 @@ from messages import (
     Float32Array,
     GroupCompleted,
     GroupsIssued,
+    HaltAnswered,
     Int32Array,
     IssuedGroup,
+    RoundHalted,
     SampleKey,
     SampleStatus,
     SampleSummary,
@@ -160,6 +162,7 @@ def test_unknown_fields_are_ignored_so_that_fields_can_be_added() -> None:
 
 # Bytes as they were once written. They never change: a new form of a message is a new line.
 OLD = [
+    ("round_halted", b'{"type":"round_halted","incarnation":1,"round":2}'),
     ("buffer_started", b'{"type":"buffer_started","incarnation":1}'),
     ("buffer_started", b'{"type":"buffer_started","incarnation":1,"verdicts":true}'),
     (
@@ -319,6 +322,16 @@ GOLDEN = [
         JSON,
         b'{"type":"weight_sync_decided","session":"1.2","is_commit":true,"reason":"","checksum":"c","num_buckets":5}',
         WeightSyncDecided(session="1.2", is_commit=True, checksum="c", num_buckets=5),
+    ),
+    (
+        JSON,
+        b'{"type":"round_halted","incarnation":1,"round":2,"by_hand":false}',
+        RoundHalted(incarnation=1, round=2),
+    ),
+    (
+        JSON,
+        b'{"type":"halt_answered","round":2,"num_groups":8,"reason":""}',
+        HaltAnswered(round=2, num_groups=8),
     ),
     (
         JSON,

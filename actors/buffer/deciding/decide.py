@@ -178,9 +178,20 @@ def _select(
 
 def _halt(state: LedgerState, schedule: Schedule) -> Message | None:
     over = state.round >= schedule.num_steps and not state.taken_back
-    made = state.round if schedule.halts else 0
+    made = state.first_round if schedule.halts else 0
     running = [round for round in state.index.rounds if state.halted_round < round and (over or round < made)]
     return RoundHalted(incarnation=state.incarnation, round=max(running)) if running else None
+
+
+def halt_by_hand(state: LedgerState) -> RoundHalted | None:
+    """The halt of the open round by a person, or None if no group of it runs.
+
+    Its groups end as at any other halt, and are issued again, in the next round, for the same batch.
+    """
+    is_over = state.finished is not None or state.gave_up is not None
+    if is_over or not any(round > state.halted_round for round in state.index.rounds):
+        return None
+    return RoundHalted(incarnation=state.incarnation, round=state.open_round, by_hand=True)
 
 
 def _close_passed_over(state: LedgerState, schedule: Schedule) -> Message | None:
@@ -198,7 +209,7 @@ def _close_surplus(state: LedgerState, schedule: Schedule) -> Message | None:
     if schedule.on_surplus == "train" or state.taken_back:  # a rebuilt batch needs its groups
         return None
     kept = (*state.in_stage(Stage.READY).values(), *state.in_stage(Stage.SPARE).values())
-    surplus = [group for group in kept if group.round < state.round]
+    surplus = [group for group in kept if group.round < state.first_round]
     return _closed(state, surplus, "surplus") if surplus else None
 
 
@@ -239,7 +250,9 @@ def _give_up(state: LedgerState, schedule: Schedule) -> Message | None:
 def _refill(state: LedgerState, schedule: Schedule, chosen: Chosen | None) -> Message | Selection | None:
     if _open_step(state, schedule) is None or (state.evaluation is not None and not schedule.eval_overlap):
         return None
-    round = max(state.round, state.halted_round + 1)
+    if state.num_halting:
+        return None  # they go on before new groups begin
+    round = state.open_round
     num_missing = _num_missing(state, schedule, round)
     number = min(num_missing, MAX_ISSUED)
     if number <= 0:

@@ -71,7 +71,9 @@ def schedule_of(topology: Topology, eval_sizes: Mapping[str, int]) -> Schedule:
     )
 
 
-def rollout_task(topology: Topology, group: Group, prompts: Prompts, steps: Mapping[int, int]) -> RolloutRequested:
+def rollout_task(
+    topology: Topology, group: Group, prompts: Prompts, steps: Mapping[int, int], *, rounds_ahead: int = 0
+) -> RolloutRequested:
     """Build the task of an issued group.
 
     Args:
@@ -79,10 +81,11 @@ def rollout_task(topology: Topology, group: Group, prompts: Prompts, steps: Mapp
         group: a group in flight.
         prompts: the run's training prompts.
         steps: number of train steps in each weight version.
+        rounds_ahead: of the ledger's state: how far rounds are ahead of train steps.
     """
-    prompt = prompts.prompt(group.prompt)
+    step, prompt = group.round - rounds_ahead, prompts.prompt(group.prompt)
     carried = group.carried if topology.rollout.on_halt == "resume" else ()
-    carried = tuple(sample for sample in carried if not _too_old(topology, sample, group.round, steps))
+    carried = tuple(sample for sample in carried if not _too_old(topology, sample, step, steps))
     num_samples = group.num_samples or topology.rollout.n_samples_per_prompt  # a resumed run may have another recipe
     baseline = needs_baseline(topology.algorithm)
     return RolloutRequested(
@@ -112,7 +115,7 @@ def tasks_in_flight(topology: Topology, state: LedgerState, prompts: Prompts) ->
     """Yield the tasks of all groups in flight."""
     for group in state.groups.values():
         if group.stage is Stage.IN_FLIGHT:
-            yield rollout_task(topology, group, prompts, state.version_steps)
+            yield rollout_task(topology, group, prompts, state.version_steps, rounds_ahead=state.rounds_ahead)
 
 
 def eval_tasks(

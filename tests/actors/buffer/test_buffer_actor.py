@@ -26,6 +26,8 @@ from messages import (
     GroupCompleted,
     GroupFailed,
     GroupsIssued,
+    HaltAnswered,
+    HaltRequested,
     Message,
     Outcome,
     Plane,
@@ -124,6 +126,31 @@ async def test_whoever_works_on_an_attempt_after_a_crash_learns_what_was_spilled
 
         await eventually(folded)
         assert await spills(1) == ()
+
+
+async def test_a_person_halts_the_running_round_once(bus: Bus, topology: Topology) -> None:
+    async def halt() -> HaltAnswered:
+        return await bus.call("buffer", HaltRequested(), HaltAnswered, timeout_s=5)
+
+    async with buffer(bus, topology):
+        await next_event(bus, BufferStarted)
+        assert await halt() == HaltAnswered(reason="no group is being generated; the run waits for the first weights")
+        await bus.publish(announcement(1))
+        _, seq = await next_event(bus, GroupsIssued)
+        assert await halt() == HaltAnswered(round=0, num_groups=2)
+        halted, _ = await next_event(bus, RoundHalted)
+        assert halted == RoundHalted(incarnation=1, round=0, by_hand=True)
+        again = await halt()
+        assert (again.round, again.reason.partition("waits for ")[2]) == (
+            -1,
+            "2 groups of a round that was halted by hand to end; 2 groups for batch 0: 2 being generated",
+        )
+        for group_id in (0, 1):
+            who: dict[str, Any] = {"lease": "l", "round": 0, "instance": "rollout", "samples": ()}
+            await bus.publish(GroupAborted(group_id=group_id, attempt=0, **who))
+        issued, _ = await next_event(bus, GroupsIssued, from_seq=seq + 1)
+    assert isinstance(issued, GroupsIssued)
+    assert (issued.round, [(group.group_id, group.attempt) for group in issued.groups]) == (1, [(0, 1), (1, 1)])
 
 
 async def test_what_the_ledger_holds_unreadably_stops_no_decision(bus: Bus, topology: Topology) -> None:

@@ -1,11 +1,13 @@
 """What is decided on a ledger, and that its books close whatever happens to the log."""
 
+from typing import Any
+
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.buffer.deciding.decide import EvalPlan
+from actors.buffer.deciding.decide import EvalPlan, halt_by_hand
 from messages import (
     BatchReady,
     BufferStarted,
@@ -101,6 +103,52 @@ def test_an_aborted_group_is_pooled_and_issued_again_with_what_it_had() -> None:
     assert isinstance(issued, GroupsIssued)
     assert [(group.group_id, group.attempt) for group in issued.groups] == [(1, 1), (2, 0)]
     assert log.state.groups[1].carried[0].segments[0].seq == 7
+
+
+def halted_log(**settings: Any) -> Log:
+    """Of three groups one is kept; a person halts the round of the other two, twice, of which one counts."""
+    log = Log(rollout_batch_size=2, over_sampling_batch_size=3, **settings)
+    assert halt_by_hand(log.state) is None
+    log.announce(0)
+    log.decide()
+    log.complete(0)
+    halt = halt_by_hand(log.state)
+    assert halt == RoundHalted(incarnation=0, round=0, by_hand=True)
+    log.add(halt)
+    assert halt_by_hand(log.state) is None
+    return log
+
+
+def test_a_round_that_a_person_halted_goes_on_with_its_groups_before_new_ones_begin() -> None:
+    log = halted_log(max_attempts=1)
+    log.add(aborted(2, 0, payload=7))
+    assert log.decide() == []  # group 1 ends first
+    log.add(aborted(1, 0, samples=()))  # it had no engine: it is not given up, although max_attempts is 1
+    (issued,) = log.decide()
+    assert isinstance(issued, GroupsIssued)
+    assert (issued.round, [(group.group_id, group.attempt) for group in issued.groups]) == (1, [(1, 1), (2, 1), (3, 0)])
+    assert log.state.groups[2].carried[0].segments[0].seq == 7
+    assert (log.state.books().pooled, log.state.books().dropped, log.state.books().closed) == (0, 0, True)
+
+
+def test_the_batch_after_a_halt_by_hand_takes_groups_of_both_rounds_and_ends_them() -> None:
+    log = halted_log(on_surplus="drop")
+    log.add(aborted(1, 0))
+    log.add(aborted(2, 0))
+    log.decide()
+    log.complete(1)
+    batch, halt = log.decide()
+    assert isinstance(batch, BatchReady)
+    assert (batch.step, [ref.group_id for ref in batch.groups]) == (0, [0, 1])
+    assert halt == RoundHalted(incarnation=0, round=1)
+    log.add(aborted(2, 1))
+    log.complete(3)
+    log.train(0)
+    closed, issued = log.decide()
+    assert isinstance(closed, GroupsClosed)
+    assert (closed.group_ids, closed.reason) == ((3,), "surplus")
+    assert isinstance(issued, GroupsIssued)
+    assert (issued.round, issued.groups[0].group_id, issued.groups[0].attempt) == (2, 2, 2)
 
 
 def test_aborted_groups_are_closed_when_the_recipe_drops_them() -> None:

@@ -7,7 +7,7 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.buffer.deciding.decide import EvalPlan, Schedule, decide
+from actors.buffer.deciding.decide import EvalPlan, Schedule, decide, halt_by_hand
 from actors.buffer.deciding.selection import Chosen, Selection
 from messages import (
     BatchReady,
@@ -239,6 +239,11 @@ class World:
         self.state = from_snapshot
         self.add(BufferStarted(incarnation=self.state.incarnation + 1))
 
+    def halt(self) -> None:
+        """A person halts the running round."""
+        if (halt := halt_by_hand(self.state)) is not None:
+            self.add(halt)
+
     def repeat(self) -> None:
         """A zombie says again what it said, or what another one said of the same group."""
         event = self.random.choice(self.log)
@@ -285,6 +290,8 @@ def test_every_run_ends_whatever_dies(
             world.restart_buffer()
         elif chance < 0.06:
             world.repeat()
+        elif chance < 0.07:
+            world.halt()
         elif chance < 0.6:
             world.decide()
         elif not world.act():

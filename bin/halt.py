@@ -1,0 +1,61 @@
+"""Halt the round that a run generates now: requests end, their groups keep their tokens, and the run goes on."""
+
+import argparse
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    from bin.interrupt import handle_ctrl_c
+
+    handle_ctrl_c()
+
+from bin.entry import Screen, ended, parser_of, run, unless_stopped
+from runtime.util.exit_codes import EXIT_FAILED, EXIT_INPUT_ERROR, EXIT_OK
+
+EPILOG = """The groups go back to the pool as after a train step, by rollout.on_halt, and are issued again for the same
+batch.
+The call needs the login of the run's nodes (bus.url in the run directory): no external client may make it.
+
+exit codes: 0 the round is halted; 1 nothing is being generated, or the run cannot be reached; 2 the run does not
+exist; 130 stopped by Ctrl-C"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command and return its exit code."""
+    parser = parser_of("halt", __doc__, EPILOG)
+    parser.add_argument("run", metavar="RUN", help="Name of a run under ./runs, or a run directory.")
+    args = parser.parse_args(argv)
+    return ended(lambda: _halt(args))
+
+
+def _halt(args: argparse.Namespace) -> int:
+    import anyio  # this and the imports below bring in the bus, which --help does not need
+
+    from runtime.node.halting import NotHalted, halt_round, halted_line
+    from runtime.node.reopen import NoSuchRun, find_run
+    from runtime.process.logs import silenced
+    from runtime.util.errors import flatten
+
+    try:
+        found = find_run(args.run)
+    except NoSuchRun as error:
+        Screen(sys.stderr).show(str(error))
+        return EXIT_INPUT_ERROR
+
+    async def halt() -> int:
+        Screen(sys.stdout).show(halted_line(await halt_round(found)))
+        return EXIT_OK
+
+    problems: list[BaseException] = []
+    try:
+        with silenced():
+            return anyio.run(unless_stopped, halt)
+    except* NotHalted as errors:
+        problems = flatten(errors)
+    Screen(sys.stderr).show(str(problems[0]))
+    return EXIT_FAILED
+
+
+if __name__ == "__main__":
+    run(main)
