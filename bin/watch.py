@@ -40,18 +40,22 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("run", metavar="RUN", help="Name of a run under ./runs, or a run directory.")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument(
-        "--time", action="store_true", help="Print the time of all steps so far by part, each with its worst step."
+        "--time",
+        action="store_true",
+        help="Print the time of all steps so far by part, each with its worst step, and advice.",
     )
     what.add_argument(
         "--page",
         metavar="ADDRESS",
         nargs="?",
         const="127.0.0.1:0",
-        help="Serve a page with curves, states, times, samples and the ledger, until Ctrl-C. ADDRESS is a loopback "
-        "address and a port; by default 127.0.0.1:0, any free port.",
+        help="Serve a page with curves, states, times, advice, samples and the ledger, until Ctrl-C. ADDRESS is a "
+        "loopback address and a port; by default 127.0.0.1:0, any free port.",
     )
     parser.add_argument(
-        "--json", action="store_true", help="With --time: print one JSON object, with the parts of each step."
+        "--json",
+        action="store_true",
+        help="With --time: print one JSON object, with the parts of each step and the advice.",
     )
     return parser
 
@@ -115,6 +119,7 @@ async def _print_times(found: "FoundRun", *, as_json: bool) -> int:
 
     from actors.observer.page import observed_of
     from runtime.node.observing import observing
+    from runtime.report.advice import advice_lines
 
     observed, notes, num_shown = observed_of(found)[0], Screen(sys.stderr), 0
     async with observing(found, observed, note=notes.show, waits=False) as folding:
@@ -127,13 +132,14 @@ async def _print_times(found: "FoundRun", *, as_json: bool) -> int:
         notes.show(
             f"the log begins at event {observed.first_seq}, and {found.directory} has no archive of earlier events"
         )
-    breakdown = observed.breakdown
+    breakdown, advice = observed.breakdown, observed.adviser.advice(observed.breakdown)
     if as_json:
         steps = [msgspec.to_builtins(step) for step in breakdown.steps]
         shown = {"run": found.name, "seconds": breakdown.totals, "stopped_s": breakdown.stopped_s, "steps": steps}
+        shown["advice"] = msgspec.to_builtins(advice)
         Screen(sys.stdout).show(printable_json(msgspec.json.encode(shown).decode()))
     else:
-        Screen(sys.stdout).show_all(breakdown.lines())
+        Screen(sys.stdout).show_all([*breakdown.lines(), *advice_lines(advice)])
     return EXIT_OK
 
 

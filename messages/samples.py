@@ -120,6 +120,7 @@ class SampleSummary(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     # are in addition to the loss masks of its segments, and set by a generate function.
     untrained: tuple[tuple[int, int], ...] = ()
     own_reward: bool = False  # whether a generate function set its reward, and no grader
+    signs: tuple[str, ...] = ()  # of garbled output in a completed group: repetition, script, bytes
 
 
 def with_untrained(segments: Iterable[Segment], untrained: Sequence[tuple[int, int]]) -> Iterator[Segment]:

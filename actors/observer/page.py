@@ -29,10 +29,12 @@ FILES: Final = {  # what is served, and as what; nothing else is
     "index.html": "text/html",
     "samples.js": "text/javascript",
     "app.js": "text/javascript",
+    "advice.js": "text/javascript",
     "app.css": "text/css",
     "uPlot.iife.min.js": "text/javascript",
     "uPlot.min.css": "text/css",
 }
+SCRIPTS: Final = ("uPlot.iife.min.js", "advice.js", "samples.js", "app.js")  # in the order in which they run
 HEADERS: Final = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
@@ -193,6 +195,7 @@ def _state_of(
         "now": observed.now(),
         "ledger": observed.ledger(),
         "times": observed.times(from_step),
+        "advice": observed.advice(),
         "rows": observed.curves(since),
         **({} if settings is None else {"settings": settings}),
     }
@@ -214,7 +217,7 @@ def report_page(
         other: another run to compare with, and its settings.
     """
     files = {name: (STATIC / name).read_text(encoding="utf-8") for name in FILES}
-    scripts, styles = ("uPlot.iife.min.js", "samples.js", "app.js"), ("uPlot.min.css", "app.css")
+    scripts, styles = SCRIPTS, ("uPlot.min.css", "app.css")
     shown = _state_of(observed, settings, live=live)
     if other is not None:
         run, its = other

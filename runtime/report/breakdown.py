@@ -45,7 +45,7 @@ PARTS: Final = {  # in the order in which they are shown
     "start": "processes start, models and data are loaded",
     "rollout": "samples are generated, until four of five groups of the batch have their last token",
     "long tail": "the last fifth of the groups is generated",
-    "queue": "groups wait for a slot, or for the rollout actor to take them",
+    "queue": "all slots of the engines are taken, so groups wait for one; or the rollout actor has not taken them",
     "scores": "samples are graded",
     "filter": "groups wait for a verdict",
     "wait": "the trainer waits for its batch for another reason, such as the buffer",

@@ -31,6 +31,7 @@ from messages import (
 from runtime.ledger.fold import FOLD_VERSION
 from runtime.ledger.snapshots import content_of
 from runtime.ledger.state import Stage
+from runtime.report.advice import Adviser
 from runtime.report.breakdown import PARTS, Breakdown, StepTime
 from runtime.report.report import Line, Report, RowDone
 from runtime.report.rows import MetricRow, spelled
@@ -120,6 +121,7 @@ class Observed(msgspec.Struct):
     rows: Thinned[MetricRow] = msgspec.field(default_factory=lambda: Thinned[MetricRow](KEPT_ROWS))
     course: Thinned[CoursePoint] = msgspec.field(default_factory=lambda: Thinned[CoursePoint](KEPT_COURSE))
     breakdown: Breakdown = msgspec.field(default_factory=Breakdown)
+    adviser: Adviser = msgspec.field(default_factory=Adviser)
     step_times: Thinned[StepTime] = msgspec.field(default_factory=lambda: Thinned[StepTime](KEPT_ROWS))
     _changed: dict[int, int] = {}  # sequence of the event that last changed a kept row, by its step
     _newest_row: int = 0  # step of it
@@ -163,6 +165,7 @@ class Observed(msgspec.Struct):
         step = self.breakdown.apply(event, time)
         if step is not None:
             self.step_times.add(step)
+        self.adviser.apply(event, step)
         self._note(event, time)
         if time - self._course_at >= COURSE_EVERY_S:
             self._course_at = time
@@ -309,6 +312,10 @@ class Observed(msgspec.Struct):
             "failed": dict(ledger.failed),
             "endings": [msgspec.to_builtins(ending) for ending in reversed(self._endings)],
         }
+
+    def advice(self) -> list[dict[str, Any]]:
+        """What slows the run or keeps it from learning."""
+        return [msgspec.to_builtins(advice) for advice in self.adviser.advice(self.breakdown)]
 
     def times(self, from_step: int = 0) -> dict[str, Any]:
         """The time breakdown of the run, and of its steps from one on."""

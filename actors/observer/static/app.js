@@ -21,7 +21,7 @@ const BOOKS = ["issued", "trained", "skipped", "dropped", "failed", "pooled", "r
 const LIVE = ["in_flight", "pooled", "ready"];
 const AGAIN_MS = 5000; // before a refused connection is tried again
 const MAX_FOUND = 24; // charts of a search
-const TABS = ["curves", "now", "time", "samples", "ledger", "settings"];
+const TABS = ["curves", "now", "time", "advice", "samples", "ledger", "settings"];
 
 const rows = new Map(); // metrics by step
 const others = new Map(); // metrics by step of a run to compare with
@@ -233,7 +233,9 @@ function drawSettings() {
   fillTable(at("settings"), [["key that differs", "keep"], [state.now.run], [state.other.run]], lines);
 }
 
-const DRAW = { curves: drawCurves, now: drawNow, time: drawTime, samples: drawSamples, ledger: drawLedger, settings: drawSettings };
+const DRAW = {
+  curves: drawCurves, now: drawNow, time: drawTime, advice: () => drawAdvice(state), samples: drawSamples, ledger: drawLedger, settings: drawSettings,
+};
 
 // tabs
 
@@ -252,6 +254,7 @@ function show() {
     at(`tab-${name}`).setAttribute("aria-selected", String(name === tab));
     at(`tab-${name}`).tabIndex = name === tab ? 0 : -1;
   }
+  at("tab-advice").textContent = state && state.advice.length ? `Advice (${state.advice.length})` : "Advice";
   if (state) DRAW[tab]();
 }
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import structlog
 
+from actors.rollout.samples.garbled import signs_of
 from messages import (
     EvalCompleted,
     EvalRequested,
@@ -44,6 +45,12 @@ class Endings:
         samples = tuple(sample.summary() for sample in run.samples)
         if not run.complete:
             return self.aborted(samples)
+        prompt = self.task.prompt
+        signs = (signs_of(sample.text, prompt.text) for sample in run.samples)
+        samples = tuple(
+            msgspec.structs.replace(sample, signs=found) if found else sample
+            for sample, found in zip(samples, signs, strict=True)
+        )
         failed = [sample for sample in run.samples if sample.status is SampleStatus.FAILED]
         trained = [
             sample for sample in run.samples if sample.status is not SampleStatus.FAILED and not sample.is_baseline
@@ -51,9 +58,7 @@ class Endings:
         if failed and not (trained and all(sample.is_dropped_alone for sample in failed)):
             reason = failed[0].reason or "no reward"
             return self.failed(reason if failed[0].is_given_up else f"reward: {reason}")
-        completed = self.completed(
-            samples, self.task.prompt, rollout_time_s=run.generated_s, reward_time_s=run.scored_s
-        )
+        completed = self.completed(samples, prompt, rollout_time_s=run.generated_s, reward_time_s=run.scored_s)
         return msgspec.structs.replace(completed, engine=run.engine, last_sample=run.last_sample)
 
     def completed(

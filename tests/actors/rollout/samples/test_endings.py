@@ -1,13 +1,22 @@
 """What users' functions say of a group is cut and cleaned, so that the event about it can be sent."""
 
+from types import SimpleNamespace
+from typing import cast
+
+import numpy as np
 import pytest
 from msgspec.structs import replace
 
 from actors.rollout.samples.endings import Ending, Endings, publish_eval
+from actors.rollout.samples.group import GroupRun
+from actors.rollout.samples.sample import OpenSample
 from messages import (
+    EngineNumbers,
     EvalCompleted,
     EvalRequested,
+    GroupCompleted,
     GroupFailed,
+    LastSample,
     RolloutRequested,
     SampleStatus,
     SampleSummary,
@@ -28,6 +37,20 @@ def test_a_reason_of_any_length_and_no_text_can_be_sent() -> None:
     ending = endings().failed(LONG)
     assert decode(*encode(ending)) == ending
     assert len(ending.reason) < 3000
+
+
+def test_a_completed_group_has_the_signs_of_garbled_output_of_its_samples() -> None:
+    samples = [OpenSample(index=index, prompt_len=2, status=SampleStatus.COMPLETED, reward=1.0) for index in range(2)]
+    for sample, text in zip(samples, ("the answer is 4", "4 " * 1000), strict=True):
+        sample.buffer.append(np.array([1]), np.array([-1.0]), text, "v1")
+    run = SimpleNamespace(samples=samples, complete=True, generated_s=1.0, scored_s=1.0)
+    run.engine, run.last_sample = EngineNumbers(), LastSample()
+    ending = endings().of(cast("GroupRun", run))
+    assert isinstance(ending, GroupCompleted)
+    assert [sample.signs for sample in ending.samples] == [(), ("repetition",)]
+    (usual, garbled) = (encode(replace(ending, samples=(sample,)))[0] for sample in ending.samples)
+    assert b"signs" not in usual  # a usual sample costs no byte
+    assert b'"signs":["repetition"]' in garbled
 
 
 @pytest.mark.anyio

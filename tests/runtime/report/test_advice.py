@@ -1,0 +1,221 @@
+"""Advice on hand-made logs: each rule names its cause with the figure, and says nothing on too few steps or groups."""
+
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from messages import LastSample, Message, Outcome, RunFinished, RunStalled, SampleStatus, SampleSummary
+from runtime.report.advice import DROPPED, RULES, STALL, WINDOW, Advice, Adviser, advice_lines
+from runtime.report.breakdown import Breakdown
+from tests.build.events import batch, completed, issued, trained, verdict
+from tests.runtime.report.test_breakdown import LOADED, Log, a_step, started
+
+SETTINGS = Path(__file__).parents[3] / "docs" / "reference" / "settings.md"
+Samples = Callable[[int, int], Sequence[SampleSummary]]  # of a step and a group of it, both from 0
+
+
+def sample(
+    index: int, reward: float, *, length: int = 10, truncated: bool = False, signs: tuple[str, ...] = ()
+) -> SampleSummary:
+    status = SampleStatus.TRUNCATED if truncated else SampleStatus.COMPLETED
+    return SampleSummary(index=index, status=status, prompt_len=4, response_len=length, reward=reward, signs=signs)
+
+
+def usual(step: int, group: int) -> list[SampleSummary]:
+    """Eight samples with rewards 0 and 1 in turn, all of one length."""
+    return [sample(index, float(index % 2)) for index in range(8)]
+
+
+def a_run(
+    num_steps: int,
+    samples: Samples = usual,
+    *,
+    dropped: int = 0,
+    engine_s: Callable[[int], float] = lambda group: 1.0,
+) -> Log:
+    """The log of steps of eight groups each; `dropped` more are dropped, and a group takes `engine_s` on its engine."""
+    log, at = started(), LOADED
+    for step in range(num_steps):
+        groups = [100 * step + number for number in range(8 + dropped)]
+        log.append((at, issued(*groups)))
+        for number, group in enumerate(groups):
+            last = LastSample(engine=f"engine.policy.{number % 2}", grader="math")
+            given = samples(step, number)
+            event = completed(group, samples=tuple(given), rollout_time_s=engine_s(number % 2), last_sample=last)
+            log.append((at + 1.0, event))
+            judged = verdict(group, 1) if number < 8 else verdict(group, 1, Outcome.DROP, reason="dull")
+            log.append((at + 1.0, judged))
+        log.append((at + 1.0, batch(step, *((group, 1) for group in groups[:8]))))
+        at += 2.0
+        metrics = {"perf/train_wait_time": 1.0, "perf/train_time": 1.0}
+        log.append((at, trained(step, metrics=metrics)))
+    return log
+
+
+def advised(*logs: Log, more: Sequence[Message] = ()) -> list[Advice]:
+    adviser, breakdown = folded(*logs)
+    for event in more:
+        adviser.apply(event, breakdown.apply(event, breakdown.last))
+    return adviser.advice(breakdown)
+
+
+def folded(*logs: Log) -> tuple[Adviser, Breakdown]:
+    adviser, breakdown = Adviser(), Breakdown()
+    for log in logs:
+        for time, event in log:
+            adviser.apply(event, breakdown.apply(event, 1000.0 + time))
+    return adviser, breakdown
+
+
+def the_only(found: Sequence[Advice]) -> tuple[str, str, int]:
+    (advice,) = found
+    return advice.name, advice.figure, advice.since
+
+
+def test_a_usual_run_gets_no_advice() -> None:
+    assert advised(a_run(40)) == []
+
+
+def test_equal_rewards_are_groups_without_spread() -> None:
+    def equal(step: int, group: int) -> list[SampleSummary]:
+        return [sample(index, 1.0) for index in range(8)]
+
+    assert advised(a_run(5, equal)) == []  # found once
+    assert the_only(advised(a_run(6, equal))) == ("groups without spread", "100% of 48 groups", 1)
+
+
+def test_a_run_that_has_solved_its_prompts_is_not_blamed_for_equal_rewards() -> None:
+    def learning(last: float) -> Samples:
+        return lambda step, group: usual(step, group) if step < 10 else [sample(index, last) for index in range(8)]
+
+    assert advised(a_run(40, learning(1.0))) == []
+    assert the_only(advised(a_run(40, learning(0.0))))[0] == "groups without spread"  # it has collapsed
+
+
+def test_a_filter_that_drops_nine_of_ten_groups_is_named_with_its_reason() -> None:
+    name, figure, _ = the_only(advised(a_run(8, dropped=72)))
+    assert (name, figure) == ("filter drops groups", "90% of 640 groups, 576 with the reason 'dull'")
+    assert advised(a_run(8, dropped=16)) == []  # two of three
+
+
+def test_an_engine_that_takes_twice_as_long_per_token_is_named() -> None:
+    slow = advised(a_run(8, engine_s=lambda engine: 0.5 if engine else 0.1))
+    assert the_only(slow)[:2] == ("slow engine", "engine.policy.1 takes 50.0 ms a token, the others 10.0 ms")
+    assert advised(a_run(8, engine_s=lambda engine: 0.19 if engine else 0.1)) == []
+
+
+def test_responses_that_do_not_end_or_are_garbled_are_named() -> None:
+    def cut(step: int, group: int) -> list[SampleSummary]:
+        return [sample(index, float(index % 2), truncated=index < 6) for index in range(8)]
+
+    def at_first(step: int, group: int) -> list[SampleSummary]:
+        return cut(step, group) if step < 12 else usual(step, group)
+
+    assert the_only(advised(a_run(25, cut)))[:2] == ("no end token", "75% of 640 responses ran into a token limit")
+    assert advised(a_run(15, cut)) == []  # a model that was drawn at random does so at first
+    assert advised(a_run(25, at_first)) == []
+
+    def garbled(first: int, *signs: str) -> Samples:
+        def of(step: int, group: int) -> list[SampleSummary]:
+            return [sample(i, float(i % 2), signs=signs if i < 2 and step >= first else ()) for i in range(8)]
+
+        return of
+
+    found = [advice.name for advice in advised(a_run(30, garbled(10, "repetition", "script", "bytes")))]
+    assert found == ["repetition", "wrong script", "bytes that are no text"]
+    assert advised(a_run(30, garbled(0, "script"))) == []  # the task asks for it
+
+
+def test_a_reward_for_length_is_named_when_responses_grow() -> None:
+    def longer(growth: float) -> Samples:
+        def of(step: int, group: int) -> list[SampleSummary]:
+            base = int(20 * growth**step)
+            return [sample(index, float(index), length=base + index) for index in range(8)]
+
+        return of
+
+    assert the_only(advised(a_run(30, longer(1.05))))[0] == "reward for length"
+    assert advised(a_run(30, longer(1.0))) == []  # as long as ever
+    assert advised(a_run(15, longer(1.05))) == []
+
+    def worse(step: int, group: int) -> list[SampleSummary]:
+        return [sample(index, float(index % 2), length=20 if index % 2 else 20 + 2 * step) for index in range(8)]
+
+    assert the_only(advised(a_run(30, worse)))[0] == "worse responses grow"
+
+
+def timed(num_steps: int, **parts: float) -> Log:
+    log, at = started(), LOADED
+    for step in range(num_steps):
+        more, at = a_step(step, at, **parts)
+        log += more
+    return log
+
+
+@pytest.mark.parametrize(
+    ("parts", "name", "figure"),
+    [
+        ({"scores": 8.0}, "slow grader", "group 70 by math: 8.000 s"),
+        ({"rollout": 40.0}, "trainer waits for the engines", "93% of the time"),
+        ({"queue": 40.0}, "trainer waits for the engines", "all slots of the engines are taken"),
+        ({"train": 40.0}, "engines wait for the trainer", "of the time"),
+    ],
+)
+def test_what_takes_nearly_all_of_the_time_is_named(parts: dict[str, float], name: str, figure: str) -> None:
+    found = the_only(advised(timed(8, **parts)))
+    assert found[0] == name
+    assert figure in found[1]
+    assert advised(timed(5, **parts)) == []
+    assert advised(timed(8)) == []
+
+
+def test_a_stall_and_a_step_that_lasts_are_named_until_the_run_is_over() -> None:
+    stalled = RunStalled(idle_s=300.0, waiting={"trainer": "batch 3"})
+    name, figure, since = the_only(advised(a_run(6), more=[stalled]))
+    assert (name, figure, since) == ("stall", "no event for 5m00s: trainer waits for batch 3", 7)
+    assert advised(a_run(6), more=[stalled, issued(9)]) == []
+    late: Log = [(LOADED + 12.0 + 61.0, issued(9))]
+    assert the_only(advised(a_run(6), late))[:2] == ("stall", "step 7 has lasted 1m01s, and others 2.0s")
+    assert advised(a_run(6), late, [(200.0, RunFinished(incarnation=1, steps=6, reason=""))]) == []
+
+
+def test_a_finding_goes_after_three_steps_without_it() -> None:
+    def cut_until(last: int) -> Samples:
+        def of(step: int, group: int) -> list[SampleSummary]:
+            return [sample(index, float(index % 2), truncated=step < last) for index in range(8)]
+
+        return of
+
+    # over 10 steps half of the responses are cut until 5 others follow
+    assert len(advised(a_run(30 + 5, cut_until(30)))) == 1
+    assert len(advised(a_run(30 + 7, cut_until(30)))) == 1
+    assert advised(a_run(30 + 8, cut_until(30))) == []
+
+
+def test_each_setting_that_advice_names_exists() -> None:
+    known = set(re.findall(r"^\| `([^`]+)` \|", SETTINGS.read_text(), re.MULTILINE))
+    named = {key for rule in (*RULES, STALL) for key in rule.keys}
+    assert len(known) > 100
+    assert named - known == set()
+    assert all(rule.keys for rule in RULES)
+
+
+def test_advice_is_two_lines() -> None:
+    advice = Advice(name="slow grader", figure="92%", since=3, meaning="It waits.", keys=("reward.processes",))
+    assert advice_lines([advice]) == [
+        "advice: slow grader, since step 3: 92%",
+        "  It waits. Settings: reward.processes",
+    ]
+
+
+@given(st.lists(st.integers(0, 8), min_size=1, max_size=12))
+def test_its_memory_is_bounded_and_it_says_nothing_about_a_few_groups(dropped: list[int]) -> None:
+    adviser, breakdown = folded(a_run(len(dropped), dropped=dropped[0]))
+    assert len(adviser.steps) <= 2 * WINDOW
+    shown = {advice.name for advice in adviser.advice(breakdown)}
+    assert shown <= {"filter drops groups"}
+    assert not (shown and dropped[0] / (8 + dropped[0]) < DROPPED)
