@@ -9,7 +9,7 @@ import msgspec
 from actors.hooks import check_hooks
 from actors.preflight_pools import judge_problems, memory_of_pools, pool_problems
 from actors.preflight_prompts import MODEL, CheckOutput, context_of, end_of, prompt_problems
-from actors.rollout.engines.external import ServerRequirements
+from actors.rollout.engines.checks import ServerRequirements
 from actors.rollout.sglang.model_support import dense_layers_refusal, fp8_refusal, parallel_sizes
 from actors.rollout.sglang.served_model import ServedModel
 from actors.rollout.sglang.server_arguments import engine_problems
@@ -138,7 +138,7 @@ def _of_urls(topology: Topology, broken: set[str]) -> Iterator[Problem]:
             wanted = ServerRequirements.by(topology, engine)
         except (OSError, ValueError):  # the model's own check reports it
             continue
-        from actors.rollout.engines.liveness import url_problems  # imports an HTTP client, which most runs do not need
+        from actors.rollout.engines.checks import url_problems  # imports an HTTP client, which most runs do not need
 
         yield from url_problems(key, engine.urls, wanted)
 

@@ -10,20 +10,18 @@ import anyio
 import structlog
 from anyio.abc import TaskStatus
 
+from actors.rollout.engines.checks import ServerRequirements
 from actors.rollout.engines.dispatch import Direct
-from actors.rollout.engines.external import ServerRequirements
 from actors.rollout.engines.fleet import Fleet
-from actors.rollout.engines.memory.follower import PhaseFollower
-from actors.rollout.engines.memory.share import MemoryNotes, MemoryShare
+from actors.rollout.engines.memory import MemoryNotes, MemoryShare
+from actors.rollout.engines.phases import PhaseFollower
 from actors.rollout.engines.pressure import Bounds, EngineLimits
 from actors.rollout.engines.rate_limited_events import RateLimitedEvents
 from actors.rollout.engines.router import ThroughRouter
 from actors.rollout.engines.target import TargetWeights
-from actors.rollout.engines.weights.copies import FileSource, NodeCopies, PublishedFiles
-from actors.rollout.engines.weights.files import FileChecks
-from actors.rollout.engines.weights.pauses import Pauses
+from actors.rollout.engines.weights.files import FileSource, NodeCopies, PublishedFiles
 from actors.rollout.engines.weights.sync import SYNC_CALLS, take_part
-from actors.rollout.engines.weights.updater import Updater
+from actors.rollout.engines.weights.updater import Pauses, Updater
 from actors.rollout.engines.weights.updates import UpdateTracker
 from actors.rollout.engines.weights.verifier import WeightVerifier
 from actors.rollout.pools.columns import ColumnSource
@@ -172,7 +170,7 @@ class RolloutActor(Actor):
         }
         self._target = TargetWeights()
         self._tasks = TaskRunner(topology, bus, pool, self._target, ack_wait_s=ack_wait_s)
-        self._file_checks = FileChecks(UpdateLimits.of(engines))
+        self._published = PublishedFiles(UpdateLimits.of(engines) if engines.verify != "never" else None)
         self._targets_set: dict[int, float] = {}  # version -> time at which it became the target, until it is verified
         self._bus_dir = Path(topology.run.dir) / topology.run.name / "bus"
         self._conversations: set[Conversation] = set()
@@ -337,10 +335,9 @@ class RolloutActor(Actor):
     def _files(self, agent: str = "") -> FileSource:
         """Choose where an engine reads weight files; `agent` is the address of its node daemon, if it has one."""
         pool = self._topology.engines[self._pool]
-        are_checked = pool.verify != "never"
         if reads_copies(self._topology, pool) and agent:
-            return NodeCopies(self._bus, agent, UpdateLimits.of(pool), are_checked=are_checked)
-        return PublishedFiles(self._file_checks if are_checked else None)
+            return NodeCopies(self._bus, agent, UpdateLimits.of(pool), are_checked=pool.verify != "never")
+        return self._published
 
     async def _watch_engines(self, fleet: Fleet, client: SglangClient, follower: PhaseFollower | None) -> None:
         if follower is not None:

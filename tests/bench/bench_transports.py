@@ -227,12 +227,13 @@ class Rig:
 
     async def _from_files(self, verifier: Any) -> dict[str, float]:
         """Files that are compared before the engine reads them and after, as a rollout actor does."""
-        from actors.rollout.engines.weights.files import FileChecks
+        from actors.rollout.engines.weights.files import PublishedFiles
         from runtime.settings.placement import UpdateLimits
         from tests.support.rollout import announcement
+        from tests.support.weight_line import carried_out
 
         self._version += 1
-        checks, comparing_s = FileChecks(UpdateLimits(stall_s=LIMIT_S)), 0.0
+        checks, comparing_s = PublishedFiles(UpdateLimits(stall_s=LIMIT_S)), 0.0
         begin = time.perf_counter()
         files = await asyncio.to_thread(self.export)
         told = announcement(self._version, path=str(self.place / "out"), files=dict(files))
@@ -240,11 +241,11 @@ class Rig:
         async def check() -> None:
             nonlocal comparing_s
             began = time.perf_counter()
-            await checks.check(told)
+            await checks.check_read(told)
             comparing_s += time.perf_counter() - began
 
         await check()
-        result = await verifier.update("engine-0", self.url, told, first=False, check_read=check)
+        result = await carried_out(verifier.update("engine-0", self.url, told, first=False, check_read=check))
         took_s = time.perf_counter() - begin
         return {"disk": took_s, "disk, pause": result.pause_s, "disk, comparing files twice": comparing_s}
 

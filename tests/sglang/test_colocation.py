@@ -9,8 +9,8 @@ import anyio
 import pytest
 
 from actors.rollout.engines.fleet import Fleet
-from actors.rollout.engines.memory.levels import MemoryLevel
-from actors.rollout.engines.memory.share import MemoryShare
+from actors.rollout.engines.memory import MemoryShare
+from actors.rollout.engines.status import MemoryLevel
 from actors.rollout.engines.weights.updater import Updater
 from actors.rollout.engines.weights.updates import UpdateTracker
 from actors.rollout.engines.weights.verifier import WeightVerifier
@@ -82,7 +82,7 @@ async def to(fleet: Fleet, memory_level: MemoryLevel) -> None:
     for _ in range(2):
         await fleet.allow(memory_level)
         with anyio.fail_after(READY_S):
-            await fleet.until(lambda: bool(fleet.engines) and fleet.engines[0].memory_level is memory_level)
+            await fleet.until(lambda: bool(fleet.engines) and fleet.engines[0].status.memory_level is memory_level)
 
 
 async def test_memory_goes_and_comes_back_in_order_each_once_also_for_the_next_rollout_actor(

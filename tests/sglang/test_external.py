@@ -5,8 +5,7 @@ from typing import Any, Final
 
 import pytest
 
-from actors.rollout.engines.external import ServerRequirements, WrongEngine
-from actors.rollout.engines.liveness import check_engine
+from actors.rollout.engines.checks import ServerRequirements, WrongEngine, check_engine
 from actors.rollout.sglang.client import SglangClient
 from actors.rollout.sglang.facts import KEPT_OF_INPUT
 from tests.sglang.model import CONTEXT

@@ -17,7 +17,7 @@ from runtime.models.checksums import checksums_of
 from tests.sglang.server import TINY, TP1, Server, start, wait_until_up
 from tests.support.rollout import announcement
 from tests.support.tiny_models import QWEN2, QWEN3, teacher_forced, write_weights
-from tests.support.weight_line import verifier_of
+from tests.support.weight_line import carried_out, verifier_of
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(900)]
 
@@ -93,13 +93,13 @@ async def test_a_yes_is_not_believed(
     write_weights(known, contract_model, seed=200)
     write_weights(other, contract_model, seed=201)
     verifier = verifier_of(client, "in_place")
-    await verifier.update("engine-0", server.url, announced(1, known), first=True)
+    await carried_out(verifier.update("engine-0", server.url, announced(1, known), first=True))
     async with swallowing(server) as url:
         with pytest.raises(WeightsMismatch, match="it did not load these"):
-            await verifier.update("engine-0", url, announced(2, other), first=False)
+            await carried_out(verifier.update("engine-0", url, announced(2, other), first=False))
         with pytest.raises(WeightsMismatch, match="log-probs of the probe differ"):
-            await verifier_of(client, "drain").update("engine-0", url, announced(2, other), first=True)
-    label, _ = await verifier.update("engine-0", server.url, announced(2, other), first=False)
+            await carried_out(verifier_of(client, "drain").update("engine-0", url, announced(2, other), first=True))
+    _, label, _ = await carried_out(verifier.update("engine-0", server.url, announced(2, other), first=False))
     assert await client.weight_version(server.url) == label
 
 

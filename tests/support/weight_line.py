@@ -6,9 +6,9 @@ verification. A corruption may change each bucket in transit.
 
 import asyncio
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import aclosing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 
@@ -21,7 +21,7 @@ from actors.rollout.engines.target import FleetTarget
 from actors.rollout.engines.weights.sync import WeightSyncs, new_key
 from actors.rollout.engines.weights.updater import Mode, Updater
 from actors.rollout.engines.weights.updates import UpdateTracker
-from actors.rollout.engines.weights.verifier import WeightVerifier
+from actors.rollout.engines.weights.verifier import Updated, WeightVerifier
 from actors.rollout.sglang.client import SglangClient
 from actors.rollout.sglang.errors import EngineError, EngineUnavailable
 from actors.rollout.sglang.updates import WeightUpdates
@@ -221,9 +221,9 @@ class Halves:
             async with self._syncs.member(ENGINE, new_key(ENGINE), shape, told.version) as member:
                 while not member.session:  # noqa: ASYNC110 - set by `prepared`, without an event
                     await anyio.sleep(0.001)
-                self.label, self.pause_s = await self._verifier.update(
-                    ENGINE, self._url, told, first=False, member=member
-                )
+                update = self._verifier.update(ENGINE, self._url, told, first=False, member=member)
+                _, self.label, self.pause_s = await carried_out(update)
+                member.finish()
         except EngineError as error:
             self.refused = error
 
@@ -273,6 +273,13 @@ class Halves:
         while (answer := await self._syncs.step(step)).pending:
             assert not answer.failed
         return answer.failed
+
+
+async def carried_out(update: AsyncGenerator[Updated]) -> Updated:
+    """Carry out all steps of a weight update; return what its last one yielded."""
+    async with aclosing(update) as steps:
+        *_, last = [done async for done in steps]
+    return last
 
 
 def verifier_of(

@@ -1,27 +1,35 @@
-"""One inference engine: lifecycle and control calls. Its state machine is in states.py."""
+"""One inference engine: carries out its steps and control calls. What it is and does next is decided in status.py."""
 
 import math
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
-from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
+from contextlib import aclosing, asynccontextmanager, contextmanager, nullcontext
 from functools import partial
+from typing import Any
 
 import anyio
 import structlog
 
-from actors.rollout.engines.crashes import CrashCause, RecentCrashes, was_killed
+from actors.rollout.engines.checks import ServerRequirements, answered, check_engine, makes_tokens
 from actors.rollout.engines.dispatch import Dispatch
-from actors.rollout.engines.external import ServerRequirements
-from actors.rollout.engines.liveness import answered, check_engine, makes_tokens
-from actors.rollout.engines.memory.levels import MemoryLevel
-from actors.rollout.engines.memory.share import MemoryReclaimed, MemoryShare
+from actors.rollout.engines.failures import CrashCause, RecentCrashes, was_killed
+from actors.rollout.engines.memory import MemoryShare
 from actors.rollout.engines.rate_limited_events import RateLimitedEvents
-from actors.rollout.engines.reconcile import Actual, NextStep, Wanted, next_step
-from actors.rollout.engines.registration import Registration, wait_until
-from actors.rollout.engines.states import Trigger, accepts_requests, is_published, may_continue, next_state
-from actors.rollout.engines.target import FleetTarget
-from actors.rollout.engines.weights.copies import UNCHECKED, FileSource
-from actors.rollout.engines.weights.files import WeightsDamaged
-from actors.rollout.engines.weights.rolling import RollingUpdate
+from actors.rollout.engines.router import Registration, wait_until
+from actors.rollout.engines.status import (
+    LOST,
+    EngineStatus,
+    MemoryLevel,
+    NextStep,
+    Trigger,
+    UpdateStage,
+    Wanted,
+    changed,
+    is_published,
+    may_continue,
+    next_step,
+)
+from actors.rollout.engines.target import FleetTarget, RollingUpdate
+from actors.rollout.engines.weights.files import UNCHECKED, FileSource, WeightsDamaged
 from actors.rollout.engines.weights.sync import SyncMember, WeightSyncs, new_key
 from actors.rollout.engines.weights.verification import WeightsMismatch
 from actors.rollout.engines.weights.verifier import WeightVerifier, nothing
@@ -32,7 +40,7 @@ from runtime.util.retrying import Backoff
 
 log = structlog.get_logger()
 
-LOST = (EngineState.GONE, EngineState.SUSPECT)
+UPDATES = (NextStep.LOAD, NextStep.RESUME, NextStep.VERIFY)  # steps of a weight update
 SUSPECT_LOOK_S = 5.0  # time for a hung engine to generate a token
 QUARANTINE = Backoff(first_s=60.0, max_s=600.0)  # wait before a quarantined engine is retried
 
@@ -73,32 +81,23 @@ class Engine:
     ) -> None:
         self.name = name
         self.url = url
-        self.state = EngineState.STARTING
-        self.version = 0  # verified weight version; 0: none yet
-        self.pause_s = self.updated_at = 0.0  # seconds it was paused for that version, and time of its verification
-        self.reason = ""  # why it is in its state
+        self.status = EngineStatus()  # only `_change` replaces it
         self.num_open = 0  # samples of requests that were sent to it by name
         self.room = 1.0  # share of the most samples that it may have now
         self.served_at = -math.inf  # send time of the newest request that got a token
-        self._quarantines = 0  # so far, for the backoff
-        self._tried_again_at = 0.0  # when a quarantined engine is retried
         self.sign_at = 0.0  # time of its last sign of life: a token, or the start of accepting requests
         self.ours = ours
         self.pid = pid
         self.registration = Registration(url, workers, target, lambda: self.accepts_requests)
         self.shares_memory = memory_share is not None
         self.memory_share = memory_share or MemoryShare(client, name, url)
-        self.answers = False  # it has responded since it was last down
-        self._is_found = False  # as in reconcile.Actual
-        self._is_loaded = False  # it holds the target weights, possibly unverified
         self._files = files
-        self.failed_version = 0  # the last version that it failed to load, or that could not be supplied
         self._syncs = syncs
         self._key = new_key(name)
         self._crashes = crashes or RecentCrashes()
         self._rolling = rolling or RollingUpdate(1, tuple)
         self._wanted = wanted
-        self._label = ""  # of the verified weights
+        self._update: AsyncGenerator[None] | None = None  # the weight update in progress, at the end of a step
         self._client = client
         self._verifier = verifier
         self._target = target
@@ -107,7 +106,17 @@ class Engine:
     @property
     def accepts_requests(self) -> bool:
         """Whether it accepts requests: it is current and registered at the router."""
-        return accepts_requests(self.state)
+        return self.status.accepts_requests
+
+    @property
+    def state(self) -> EngineState:
+        """Its state."""
+        return self.status.state
+
+    @property
+    def version(self) -> int:
+        """The version of its verified weights; 0: none yet."""
+        return self.status.version
 
     @contextmanager
     def carrying(self, num_samples: int) -> Generator[None]:
@@ -119,17 +128,9 @@ class Engine:
             self.num_open -= num_samples
 
     @property
-    def memory_level(self) -> MemoryLevel:
-        """The level of its memory, which it shares with the trainer."""
-        room = self.memory_share.room
-        if room is MemoryLevel.NOTHING or (self.accepts_requests and room is MemoryLevel.EVERYTHING):
-            return room
-        return MemoryLevel.LOADED if self._is_loaded else MemoryLevel.WEIGHTS
-
-    @property
     def may_load(self) -> bool:
         """Whether it is ready for a weight update: it accepts requests, or was allowed memory for weights."""
-        starts = self.state is EngineState.STARTING and self.answers
+        starts = self.state is EngineState.STARTING and self.status.answers
         return self.accepts_requests or (starts and self._target.allowed in (MemoryLevel.WEIGHTS, MemoryLevel.LOADED))
 
     @property
@@ -140,12 +141,11 @@ class Engine:
     @property
     def has_to_release(self) -> bool:
         """Whether it has to release its memory."""
-        return self._target.allowed is MemoryLevel.NOTHING and self.memory_share.room is not MemoryLevel.NOTHING
+        return self._target.allowed is MemoryLevel.NOTHING and self.status.room is not MemoryLevel.NOTHING
 
     def _next_step(self) -> NextStep:
-        wanted = Wanted(self._target.version, self._target.allowed)
-        room, is_apart = self.memory_share.room, self.registration.is_apart
-        return next_step(wanted, Actual(self.state, self._is_found, self.version, room, is_apart))
+        wanted = Wanted(self._target.version, self._target.allowed, self.registration.is_apart)
+        return next_step(wanted, self.status)
 
     async def next_step(self) -> NextStep:
         """Wait until it has a step to take, and return it."""
@@ -162,11 +162,12 @@ class Engine:
         try:
             await self._take(step)
         except EngineError as error:
-            self._is_found = False
+            self._change(is_found=False)
+            await self.abandon_update()
             await self._note_failure(error)
             if served or self.registration.is_known:  # otherwise requests would wait for its version
                 await self.registration.leave_unless_accepting()
-            if served and step is NextStep.UPDATE:
+            if served and step in UPDATES:
                 if isinstance(error, WeightsMismatch) or not self._target.is_in_files:  # it may hold part of them
                     await self._verifier.clear(self.url)
             raise
@@ -181,8 +182,8 @@ class Engine:
                 await self._give_back()
             case NextStep.TAKE_WEIGHTS:
                 await self._take_weights()
-            case NextStep.UPDATE:
-                await self._update_weights()
+            case NextStep.LOAD | NextStep.RESUME | NextStep.VERIFY:
+                await self._carry_on_update()
             case NextStep.TAKE_REST:
                 await self._moved(self.memory_share.take_rest)
             case NextStep.REGISTER:
@@ -193,51 +194,55 @@ class Engine:
     async def _find(self) -> None:
         """Wait until it is ready for a weight update; compare it with the recipe, and learn its memory level.
 
+        Abandons an update: it may have been restarted.
+
         Raises:
             EngineError: it does not fit, or its memory is unknown.
         """
+        await self.abandon_update()
         await wait_until(self._is_up)
-        self.version = 0  # it may have been restarted
+        self._change(version=0)
         if self._wanted is not None:
             await check_engine(self._client, self.url, self._wanted)
         await self.memory_share.inherit()
+        self._change(room=self.memory_share.room)
         if not self.memory_share.is_sure:
             reason = "its memory level is unknown: a call to release or resume memory was not answered"
-            self._apply(Trigger.STALLED, reason)
+            self._change(Trigger.STALLED, reason)
             raise EngineUnavailable(f"{self.url}: {reason}")
-        if self.memory_share.room is MemoryLevel.NOTHING and self.state is EngineState.STARTING:
-            self._apply(Trigger.RELEASED, "its memory was released to the trainer")
-        self._is_found = self.answers  # it may have been lost meanwhile
+        if self.status.room is MemoryLevel.NOTHING and self.state is EngineState.STARTING:
+            self._change(Trigger.RELEASED, "its memory was released to the trainer")
+        self._change(is_found=self.status.answers)  # it may have been lost meanwhile
 
     async def _is_up(self) -> bool:
         """Whether it is ready for a weight update. Ends a pause left by this or an earlier rollout actor."""
         if self.state is EngineState.SUSPECT:
             return self.memory_share.is_sure and await self._recovered()
         if self.state is EngineState.QUARANTINED:
-            if anyio.current_time() < self._tried_again_at:
+            if anyio.current_time() < self.status.retried_at:
                 return False
-            self._apply(Trigger.TRIED_AGAIN, "its quarantine has ended")
+            self._change(Trigger.TRIED_AGAIN, "its quarantine has ended")
         if await self._client.ready(self.url):
             await self._verifier.forget_pause(self.url)
         elif not await self._continued():
             return False
         if self.state is EngineState.PAUSED:
-            self._apply(Trigger.CONTINUED, "its pause has ended")
+            self._change(Trigger.CONTINUED, "its pause has ended")
         elif self.state is EngineState.GONE:
-            self._apply(Trigger.FOUND, "it is reachable")
-        self.answers = True
+            self._change(Trigger.FOUND, "it is reachable")
+        self._change(answers=True)
         return True
 
     async def _give_back(self) -> None:
-        """Release all memory that it shares with the trainer."""
+        """Release all memory that it shares with the trainer, after abandoning an update."""
+        await self.abandon_update()
         await self._moved(self.memory_share.give_back)
-        self.version, self._is_loaded = 0, False
-        self._apply(Trigger.RELEASED, "its memory was released to the trainer")
+        self._change(Trigger.RELEASED, "its memory was released to the trainer", version=0)
 
     async def _take_weights(self) -> None:
         """Resume memory for weights."""
         await self._moved(self.memory_share.take_weights)
-        self._apply(Trigger.RESUMED, "it has memory for weights")
+        self._change(Trigger.RESUMED, "it has memory for weights")
 
     async def _register(self) -> None:
         """Have the router list it, and accept requests if its weights still are the target then."""
@@ -245,7 +250,7 @@ class Engine:
             await self.registration.enter(unless=lambda: self.is_behind)
             is_wanted = not self.is_behind and self._target.allowed is MemoryLevel.EVERYTHING
             if is_wanted and self.state is EngineState.STARTING:
-                self._apply(Trigger.ADMITTED, f"verified weights {self.version}")
+                self._change(Trigger.ADMITTED, f"verified weights {self.version}")
                 log.info("engine_admitted", engine=self.name, url=self.url, weight_version=self.version)
 
     async def _moved(self, move: Callable[[], Awaitable[None]]) -> None:
@@ -259,10 +264,12 @@ class Engine:
         except EngineError as error:
             if self.state not in LOST:
                 known = self.memory_share.is_sure
-                self._apply(
+                self._change(
                     Trigger.LOST if known else Trigger.STALLED, f"its memory was not released or resumed: {error}"
                 )
             raise
+        finally:
+            self._change(room=self.memory_share.room)
         if self.state in LOST:
             raise EngineUnavailable(f"{self.url}: lost while its memory was released or resumed")
 
@@ -283,33 +290,33 @@ class Engine:
         if self.state is not EngineState.CURRENT:
             return
         log.warning("engine_suspect", engine=self.name, url=self.url, reason=reason)
-        self._apply(Trigger.STALLED, reason)
+        self._change(Trigger.STALLED, reason)
         await self.registration.leave_unless_accepting()
 
     async def quarantine(self, reason: str) -> None:
         """Send it no requests for a while: its answers are unusable, and other engines give usable ones."""
-        self._quarantines += 1
-        pause_s = QUARANTINE.pause_s(self._quarantines)
-        self._tried_again_at = anyio.current_time() + pause_s
+        number = self.status.num_quarantines + 1
+        pause_s = QUARANTINE.pause_s(number)
         reason = f"{self.url}: {reason}; quarantined for {pause_s:.0f} s"
         log.warning("engine_quarantined", engine=self.name, url=self.url, reason=reason)
-        self._apply(Trigger.QUARANTINED, reason)
+        retried_at = anyio.current_time() + pause_s
+        self._change(Trigger.QUARANTINED, reason, num_quarantines=number, retried_at=retried_at)
         await self.registration.leave_unless_accepting()
 
     async def condemn(self, reason: str) -> None:
         """Mark it for a restart and send it no requests: its answers are unusable."""
         log.warning("engine_suspect", engine=self.name, url=self.url, reason=reason)
-        self._apply(Trigger.CONDEMNED, reason)
+        self._change(Trigger.CONDEMNED, reason)
         await self.registration.leave_unless_accepting()
 
     def replaced(self) -> None:
         """Mark this Engine as lost: its server was restarted, and a new Engine replaces it."""
-        self._apply(Trigger.LOST, "its process was restarted")
+        self._change(Trigger.LOST, "its process was restarted")
 
     def reroute(self) -> None:
         """Switch to a new router: accept requests again once it lists this engine."""
         self.registration.is_known = False
-        self._apply(Trigger.REROUTED, "the router was replaced")
+        self._change(Trigger.REROUTED, "the router was replaced")
 
     async def crash_cause(self) -> CrashCause | None:
         """Return the cause of its crash, after it lost a request; None if it is alive.
@@ -321,7 +328,7 @@ class Engine:
             return None
         exit = await self._crashes.exit_of(self.name, self.pid) if self.pid else None
         if exit is None:
-            return CrashCause(killed=False, reason=self.reason)
+            return CrashCause(killed=False, reason=self.status.reason)
         return CrashCause(killed=was_killed(exit), reason=exit.reason)
 
     async def check_or_expel(self) -> None:
@@ -331,23 +338,8 @@ class Engine:
             return
         trigger, reason = loss
         log.warning("engine_lost", engine=self.name, url=self.url, reason=reason)
-        self._apply(trigger, reason)
+        self._change(trigger, reason)
         await self.registration.leave_unless_accepting()
-
-    async def _loaded(self) -> None:
-        """Within a weight update, wait until it may resume all memory, then resume it.
-
-        Raises:
-            MemoryReclaimed: the trainer reclaims the memory that it already holds.
-        """
-        self._is_loaded = True
-        await self._target.notify()
-        if self.state is EngineState.UPDATING:  # it holds all memory already
-            return
-        await self._target.until(lambda: self._target.is_settled)
-        if self._target.allowed is MemoryLevel.NOTHING:
-            raise MemoryReclaimed
-        await self._moved(self.memory_share.take_rest)
 
     async def _continued(self) -> bool:
         """End a pause that the run began, and return whether the engine is ready now."""
@@ -362,7 +354,7 @@ class Engine:
     async def _recovered(self) -> bool:
         if not await makes_tokens(self._client, self.url, SUSPECT_LOOK_S):
             return False
-        self._apply(Trigger.MOVED, "it generates tokens again")
+        self._change(Trigger.MOVED, "it generates tokens again")
         return True
 
     async def _loss(self) -> tuple[Trigger, str] | None:
@@ -377,8 +369,8 @@ class Engine:
             label = await self._client.weight_version(self.url)
         except EngineError as error:
             return Trigger.LOST, str(error)
-        if label != self._label and not updating and self.state is not EngineState.UPDATING:
-            return Trigger.LOST, f"reports weights {label!r}, expected the verified {self._label!r}"
+        if label != self.status.label and not updating and self.state is not EngineState.UPDATING:
+            return Trigger.LOST, f"reports weights {label!r}, expected the verified {self.status.label!r}"
         if await self.registration.is_missing():
             return Trigger.REROUTED, "the router no longer lists it"
         return None
@@ -388,101 +380,97 @@ class Engine:
         if self.state in (*LOST, EngineState.QUARANTINED):
             return  # reported by its state change
         # without all its memory it cannot generate a token as a sign of life
-        if isinstance(error, EngineSilent) and self.memory_share.room is not MemoryLevel.EVERYTHING:
-            self._apply(Trigger.STALLED, str(error))
+        if isinstance(error, EngineSilent) and self.status.room is not MemoryLevel.EVERYTHING:
+            self._change(Trigger.STALLED, str(error))
         elif isinstance(error, EngineSilent) and not await makes_tokens(self._client, self.url, SUSPECT_LOOK_S):
-            self._apply(Trigger.STALLED, str(error))
+            self._change(Trigger.STALLED, str(error))
         elif self._verifier.is_paused(self.url):
-            self._apply(Trigger.LEFT_PAUSED, str(error))
+            self._change(Trigger.LEFT_PAUSED, str(error))
         elif is_away(error):
             log.warning("engine_not_admitted", engine=self.name, error=str(error))
-            self.answers = False
+            self._change(answers=False)
             if self.accepts_requests:  # otherwise it is still starting
-                self._apply(Trigger.LOST, str(error))
+                self._change(Trigger.LOST, str(error))
         else:
             log.warning("weights_refused", engine=self.name, weight_version=self._target.version, reason=str(error))
             unusable = isinstance(error, WeightsDamaged)
             self._events.refused(self.name, self._target.version, str(error), unusable=unusable)
-            self._apply(Trigger.REFUSED, f"refused weights {self._target.version}: {error}")
+            self._change(Trigger.REFUSED, f"refused weights {self._target.version}: {error}")
 
-    def _apply(self, trigger: Trigger, reason: str) -> None:
-        old, self.state = self.state, next_state(self.state, trigger)
-        if old is not self.state:
-            self.reason = reason
-        if self.state in LOST:
-            self.answers = False
-        if self.state in (*LOST, EngineState.PAUSED) or (accepts_requests(old) and not self.accepts_requests):
-            self._is_found = False
+    def _change(self, trigger: Trigger | None = None, reason: str = "", **news: Any) -> None:
+        """Replace its status, as `changed` says, and report what others have to know."""
+        old, self.status = self.status, changed(self.status, trigger, reason, **news)
         died = self.state in LOST and trigger is not Trigger.CONDEMNED
-        if accepts_requests(old) and died:
+        if old.accepts_requests and died:
             self._crashes.note(self.name)
-        if self.state is EngineState.CURRENT:
+        if trigger is not None and self.state is EngineState.CURRENT:
             self.sign_at = anyio.current_time()
-        if is_published(old, self.state):
-            log.info("engine_state_changed", engine=self.name, old=old, new=self.state, reason=reason)
-            self._events.changed(self.name, old, self.state, reason, self.version)
+        if is_published(old.state, self.state):
+            log.info("engine_state_changed", engine=self.name, old=old.state, new=self.state, reason=reason)
+            self._events.changed(self.name, old.state, self.state, reason, self.version)
 
-    async def _adopt_first_weights(self) -> None:
+    async def _adopt_first_weights(self, announced: WeightsAnnounced) -> None:
         """Keep the weights that a peer gave it at its start, if they verify as the target."""
-        announced = self._target.weights
-        if announced is None or self.version > 0:
-            return
-        label = await self._verifier.adopt(self.name, self.url, announced)
+        label = await self._verifier.adopt(self.name, self.url, announced) if self.version == 0 else None
         if label is not None:
-            self._label, self.pause_s, self.updated_at = label, 0.0, anyio.current_time()
-            self.version = announced.version
+            self._change(version=announced.version, label=label, pause_s=0.0, updated_at=anyio.current_time())
 
-    async def _update_weights(self) -> None:
-        """Load and verify the target weights, or find that it holds them, unless its state changes meanwhile."""
-        state, announced = self.state, self._target.weights
+    async def _carry_on_update(self) -> None:
+        """Take the next step of its weight update: `_updated` up to its next `yield`."""
+        update, self._update = self._update or self._updated(), None
+        async for _ in update:
+            self._update = update  # it is not at its end
+            return
+        self._change(stage=UpdateStage.NONE)
+
+    async def abandon_update(self) -> None:
+        """Abandon its weight update, if there is one: it generates again, and counts for nothing."""
+        update, self._update = self._update, None
+        self._change(stage=UpdateStage.NONE)
+        if update is not None:
+            await update.aclose()
+
+    async def _updated(self) -> AsyncGenerator[None]:
+        """Load and verify the target weights, unless it holds them, or its state changes while it waits for its turn.
+
+        Yields after each step; closing it abandons the update.
+        """
+        announced = self._target.weights
         assert announced is not None, "there is a target"
-        if not self.accepts_requests:
-            await self._adopt_first_weights()
-            if not self.is_behind:
-                return
-        if self._target.is_in_files:
-            announced = await self._provide_files(announced)
-        with suppress(MemoryReclaimed):
-            async with self._update_slot():
-                if self.state is not state:
+        try:
+            if not self.accepts_requests:
+                await self._adopt_first_weights(announced)
+                if not self.is_behind:
                     return
-                async with self._joining_sync(announced) as member:
-                    if member is None or await self._is_member(member):
-                        await self._update_once(announced, member)
-        self._apply(Trigger.UPDATED, "")
-
-    async def _provide_files(self, announced: WeightsAnnounced) -> WeightsAnnounced:
-        """Make the target weights available where it reads them; return them with that path."""
-        try:
-            return await self._files.provide(announced, doubted=announced.version == self.failed_version)
-        except EngineError:
-            self.failed_version = announced.version
-            raise
-
-    async def _update_once(self, announced: WeightsAnnounced, member: SyncMember | None) -> None:
-        if self.state is EngineState.CURRENT:
-            self._apply(Trigger.UPDATE_BEGAN, "")
-        self._is_loaded = False
-        first, others_serve = self.version == 0, self._rolling.is_on and self.accepts_requests
-        try:
-            async with self.registration.apart() if others_serve else nullcontext():
+            state, first = self.state, self.version == 0
+            if self._target.is_in_files:
+                doubted = announced.version == self.status.failed_version
+                announced = await self._files.provide(announced, doubted=doubted)
+            async with self._update_slot(), self._joining_sync(announced, first=first) as member:
+                if self.state is not state or (member is not None and not await self._is_member(member)):
+                    return
+                if state is EngineState.CURRENT:
+                    self._change(Trigger.UPDATE_BEGAN)
+                others_serve = self._rolling.is_on and self.accepts_requests
                 check_read = nothing if member is not None else partial(self._files.check_read, announced)
-                result = await self._verifier.update(
-                    self.name,
-                    self.url,
-                    announced,
-                    first=first,
-                    loaded=self._loaded,
-                    check_read=check_read,
-                    member=member,
+                update = self._verifier.update(
+                    self.name, self.url, announced, first=first, check_read=check_read, member=member
                 )
-                self._label = result.label
-                self.pause_s, self.updated_at = result.pause_s, anyio.current_time()
+                async with self.registration.apart() if others_serve else nullcontext(), aclosing(update) as steps:
+                    label, pause_s = "", 0.0
+                    async for done in steps:
+                        label, pause_s = done.label, done.pause_s
+                        self._change(stage=done.stage)
+                        yield
+                    self._change(label=label, pause_s=pause_s, updated_at=anyio.current_time())
+                # it is registered again: now all engines count as serving this version
+                self._change(Trigger.UPDATED, version=announced.version)
+                if member is not None:
+                    member.finish()
         except EngineError:
-            self.failed_version = announced.version
+            self._change(failed_version=announced.version)
             self._key = new_key(self.name)  # it may be a new process, outside of its earlier torch process groups
             raise
-        self.version = announced.version  # set once it is registered again: then all engines count as serving it
 
     @asynccontextmanager
     async def _update_slot(self) -> AsyncGenerator[None]:
@@ -503,30 +491,24 @@ class Engine:
                 await self._target.notify()
 
     @asynccontextmanager
-    async def _joining_sync(self, announced: WeightsAnnounced) -> AsyncGenerator[SyncMember | None]:
+    async def _joining_sync(self, announced: WeightsAnnounced, *, first: bool) -> AsyncGenerator[SyncMember | None]:
         """Its membership in a weight sync; None for weights in files."""
         if self._target.is_in_files:
             yield None
             return
-        shape = await self._verifier.shape(self.url, announced, first=self.version == 0)
+        shape = await self._verifier.shape(self.url, announced, first=first)
         async with self._syncs.member(self.name, self._key, shape, announced.version) as member:
             yield member
 
     async def _is_member(self, member: SyncMember) -> bool:
-        """Wait until a weight sync includes it; False if its state or the target changed first.
+        """Wait until a weight sync includes it; False if its state or the target changed first, or its memory is due.
 
-        Raises:
-            MemoryReclaimed: it has to release its memory, e.g. the trainer died before the weight sync.
+        The memory may be due because the trainer died before the weight sync.
         """
         state = self.state
-        await self._target.until(
-            lambda: (
-                bool(member.session)
-                or self.state is not state
-                or self._target.version != member.version
-                or self.has_to_release
-            )
-        )
-        if self.has_to_release:
-            raise MemoryReclaimed
-        return bool(member.session)
+
+        def is_out() -> bool:
+            return self.state is not state or self._target.version != member.version
+
+        await self._target.until(lambda: bool(member.session) or self.has_to_release or is_out())
+        return bool(member.session) and not self.has_to_release

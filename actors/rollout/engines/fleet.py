@@ -8,21 +8,16 @@ import anyio
 import anyio.lowlevel
 import structlog
 
-from actors.rollout.engines.crashes import RecentCrashes
+from actors.rollout.engines.checks import ServerRequirements
 from actors.rollout.engines.dispatch import Dispatch
 from actors.rollout.engines.engine import Engine
-from actors.rollout.engines.external import ServerRequirements
-from actors.rollout.engines.health import RequestOutcomes
-from actors.rollout.engines.memory.levels import MemoryLevel
-from actors.rollout.engines.memory.share import MemoryShare
+from actors.rollout.engines.failures import AfterRefusal, RecentCrashes, RefusalCounter, RequestOutcomes
+from actors.rollout.engines.memory import MemoryShare
 from actors.rollout.engines.rate_limited_events import RateLimitedEvents
-from actors.rollout.engines.refusing import AfterRefusal, RefusalCounter
-from actors.rollout.engines.registration import wait_until
-from actors.rollout.engines.router import ThroughRouter
-from actors.rollout.engines.target import FleetTarget
-from actors.rollout.engines.weights.copies import UNCHECKED, CopyRefused, FileSource
-from actors.rollout.engines.weights.files import WeightsDamaged
-from actors.rollout.engines.weights.rolling import RollingUpdate
+from actors.rollout.engines.router import ThroughRouter, wait_until
+from actors.rollout.engines.status import MemoryLevel
+from actors.rollout.engines.target import FleetTarget, RollingUpdate
+from actors.rollout.engines.weights.files import UNCHECKED, CopyRefused, FileSource, WeightsDamaged
 from actors.rollout.engines.weights.sync import WeightSyncs
 from actors.rollout.engines.weights.updater import progress_text
 from actors.rollout.engines.weights.updates import UpdateTracker
@@ -195,7 +190,9 @@ class Fleet:
             since: when the version became the target, on the event loop's clock.
         """
         return tuple(
-            EngineUpdate(engine=engine.name, pause_s=engine.pause_s, took_s=max(0.0, engine.updated_at - since))
+            EngineUpdate(
+                engine=engine.name, pause_s=engine.status.pause_s, took_s=max(0.0, engine.status.updated_at - since)
+            )
             for engine in self._admitted()
             if engine.version == version
         )
@@ -268,7 +265,7 @@ class Fleet:
         memory_share: MemoryShare | None = None,
         files: FileSource = UNCHECKED,
     ) -> None:
-        """Bring one engine to its target, step by step, and keep it there (reconcile.py). Never returns.
+        """Bring one engine to its target, step by step, and keep it there (status.py). Never returns.
 
         Runs in a task that is cancelled when the engine's address changes.
 
@@ -289,11 +286,18 @@ class Fleet:
         engine = await self._replace(
             name, url, ours=ours, pid=pid, wanted=wanted, memory_share=memory_share, files=files
         )
-        refusals, failures = self._refusals.setdefault(name, RefusalCounter()), 0
+        try:
+            await self._bring_to_target(engine, kill)
+        finally:
+            await engine.abandon_update()
+
+    async def _bring_to_target(self, engine: Engine, kill: Kill | None) -> None:
+        """Take an engine's steps. Never returns; `run_engine` says what it raises."""
+        refusals, failures = self._refusals.setdefault(engine.name, RefusalCounter()), 0
         while True:
             step = await engine.next_step()
             if engine.state is EngineState.SUSPECT and kill is not None:
-                await kill(engine.reason)
+                await kill(engine.status.reason)
             try:
                 await engine.carry_out(step)
             except EngineError as error:
@@ -301,7 +305,7 @@ class Fleet:
                     case AfterRefusal.GIVE_UP:
                         raise
                     case AfterRefusal.WAIT:
-                        await self._wait_for_others_than(engine.failed_version)
+                        await self._wait_for_others_than(engine.status.failed_version)
                     case AfterRefusal.RESTART:
                         assert kill is not None, "only engines of this run are restarted"
                         await kill(f"it kept refusing weights {self.target_version}: {error}")
@@ -417,7 +421,9 @@ class Fleet:
         engines = self._engines.values()
         if self._admitted() or self.is_held or not engines or any(engine.ours for engine in engines):
             return ""
-        return "; ".join(f"{engine.name} ({engine.url}) is {engine.state}: {engine.reason}" for engine in engines)
+        return "; ".join(
+            f"{engine.name} ({engine.url}) is {engine.state}: {engine.status.reason}" for engine in engines
+        )
 
     async def note_failure(self, engine: Engine, group: str, reason: str, *, counts: bool) -> None:
         """Record a failed request to a running engine.

@@ -9,10 +9,9 @@ from typing import Final, NamedTuple, Self
 import anyio
 import structlog
 
-from actors.rollout.engines.external import ServerRequirements
-from actors.rollout.engines.liveness import check_engine, makes_tokens
+from actors.rollout.engines.checks import ServerRequirements, check_engine, makes_tokens
 from actors.rollout.engines.rate_limited_events import RateLimitedEvents
-from actors.rollout.engines.registration import wait_until
+from actors.rollout.engines.router import wait_until
 from actors.rollout.sglang.client import SglangClient
 from actors.rollout.sglang.errors import (
     BadAnswer,

@@ -14,9 +14,9 @@ from typing import NamedTuple
 import anyio
 from anyio.abc import TaskGroup
 
+from actors.rollout.engines.checks import makes_tokens
 from actors.rollout.engines.engine import Engine
 from actors.rollout.engines.fleet import Fleet
-from actors.rollout.engines.liveness import makes_tokens
 from actors.rollout.requests.interrupting import RunningRequests
 from actors.rollout.requests.request import OpenRequest
 from actors.rollout.sglang.client import SglangClient
@@ -78,7 +78,7 @@ class Watchdog:
         if len(engines) != self._fleet.num_admitted():
             return  # one of them is being updated, or must first show a sign of life
         served = {engine.name: engine.served_at for engine in engines}
-        begun_at = max((engine.updated_at for engine in engines), default=now)
+        begun_at = max((engine.status.updated_at for engine in engines), default=now)
         requests = self._running.open.items()
         overdue = [rid for rid, sent in requests if is_overdue(sent, begun_at, now, self._limits)]
         lost = [rid for rid in overdue if is_overtaken(self._running.open[rid], served)]

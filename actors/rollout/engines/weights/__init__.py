@@ -1,4 +1,4 @@
 """Weight updates of engines.
 
-Open updater.py first, then receiving.py.
+Open verifier.py first, whose `update` has the steps of one; then updater.py and receiving.py.
 """

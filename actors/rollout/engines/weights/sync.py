@@ -215,7 +215,8 @@ class WeightSyncs:
     async def member(self, engine: str, key: str, shape: MemberShape, version: int) -> AsyncGenerator[SyncMember]:
         """Offer an engine as a member of a weight sync for a version.
 
-        The outcome of the block is the result of the engine's current step.
+        An exception in the block is the result of the engine's current step. It reports that it holds the weights by
+        `finish`; otherwise it leaves the weight sync at the end of the block.
         """
         member = SyncMember(engine, key, shape, version)
         self._waiting[engine] = member
@@ -223,7 +224,6 @@ class WeightSyncs:
         reason = f"{engine} left the weight sync"
         try:
             yield member
-            member.finish()
         except Exception as error:
             reason = str(error) or repr(error)
             raise

@@ -1,20 +1,20 @@
-"""Weight updates of an engine, and the handling of its running requests meanwhile."""
+"""Loads weights into engines, and handles their running requests meanwhile."""
 
-import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Generator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext
 from typing import Final, Literal, NamedTuple
 
 import anyio
 import structlog
 
-from actors.rollout.engines.weights.pauses import Pauses
 from actors.rollout.engines.weights.receiving import Receiver
 from actors.rollout.engines.weights.sync import SyncMember
 from actors.rollout.sglang.client import ADMIN_TIMEOUT_S, Load, SglangClient
 from actors.rollout.sglang.errors import EngineError, EngineSilent, EngineUnavailable
 from messages import WeightsAnnounced
 from runtime.bus.background import in_background
+from runtime.bus.errors import BusError
+from runtime.bus.kv import KeyValues
 from runtime.settings.placement import UpdateLimits
 from runtime.util.formatting import count_of, duration
 
@@ -30,8 +30,6 @@ CLEAR_S: Final = 2.5  # time to interrupt requests on wrong weights; repeats onc
 IDLE_POLL_S: Final = 0.05
 SERVING_POLL_S: Final = 1.0  # while an engine may finish its requests before it loads
 
-Check = Callable[[str], Awaitable[None]]  # receives the checksum of the loaded weights
-
 
 class Progress(NamedTuple):
     """What an engine does in its weight update."""
@@ -39,6 +37,70 @@ class Progress(NamedTuple):
     what: str  # changes whenever something moves
     since: float  # when the update began, on the event loop's clock
     limit_s: float = 0.0  # of a step that shows no progress; 0: it has none
+
+
+class Pauses:
+    """URLs of engines that the run paused and has not continued since.
+
+    An engine does not report which client paused it. So a pause of an external engine is noted on the bus before it
+    begins, and until it ends. The next rollout actor of the run ends exactly those pauses. A stale note, e.g. after a
+    crash before the pause, is dropped as soon as the engine generates.
+
+    Args:
+        kv: the run's bucket; None: nothing is stored.
+        pool: of the engines.
+        others: URLs of the external engines.
+    """
+
+    def __init__(self, kv: KeyValues | None = None, pool: str = "", others: Collection[str] = ()) -> None:
+        self._kv = kv
+        self._key = f"paused.{pool}"
+        self._others = frozenset(others)
+        self._urls: set[str] = set()
+        self._noting = anyio.Lock()
+
+    def __contains__(self, url: str) -> bool:
+        return url in self._urls
+
+    async def inherit(self) -> None:
+        """Take over the pauses that an earlier rollout actor left.
+
+        Raises:
+            BusError: the bucket is unreadable.
+        """
+        entry = None if self._kv is None else await self._kv.get(self._key, list[str])
+        if entry is not None and entry.value is not None:
+            self._urls |= self._others & frozenset(entry.value)
+
+    async def begin(self, url: str) -> None:
+        """Note that an engine is about to be paused.
+
+        Raises:
+            EngineUnavailable: the note cannot be written, so the engine must not be paused.
+        """
+        async with self._noting:
+            try:
+                await self._note(url, self._urls | {url})
+            except BusError as error:
+                raise EngineUnavailable(
+                    f"{url}: not paused, because the pause could not be recorded: {error}"
+                ) from error
+            self._urls.add(url)
+
+    async def end(self, url: str) -> None:
+        """Remove the note: the engine generates, whatever ended its pause."""
+        if url not in self._urls:
+            return
+        self._urls.discard(url)
+        async with self._noting:
+            try:
+                await self._note(url, self._urls)
+            except BusError as error:  # the next write omits it; a new actor before that finds the engine generating
+                log.warning("pause_still_noted", url=url, error=str(error))
+
+    async def _note(self, url: str, paused: Collection[str]) -> None:
+        if self._kv is not None and url in self._others:
+            await self._kv.put(self._key, sorted(self._others.intersection(paused)))
 
 
 class Updater:
@@ -97,67 +159,43 @@ class Updater:
         """Return what an engine does in its update; None: it is not being updated."""
         return self._progress.get(url)
 
-    async def update(
-        self,
-        url: str,
-        announced: WeightsAnnounced,
-        label: str,
-        check: Check | None = None,
-        member: SyncMember | None = None,
-    ) -> float:
-        """Update an engine's weights.
+    @asynccontextmanager
+    async def loaded(
+        self, url: str, announced: WeightsAnnounced, label: str, member: SyncMember | None, *, is_compared: bool
+    ) -> AsyncGenerator[str]:
+        """Load weights, and let the engine go on after the block.
+
+        Yields:
+            The checksum of what was sent. If it is compared, the engine generates nothing in the block.
 
         Args:
             url: of the engine.
             announced: the weights.
             label: the engine's new weight label.
-            check: verification, called after the update while the engine generates nothing.
             member: its membership in the weight sync; None: the weights are in files.
-
-        Returns:
-            Seconds without new requests: from the pause, or from when new requests are blocked or queued, until it
-                continues. With `drain`, running requests finish during that time.
+            is_compared: whether the engine's own checksum is to be compared.
 
         Raises:
-            EngineError: the update or `check` failed, or the engine cannot be continued after its pause.
+            EngineError: the weights were not loaded, or the engine cannot be continued after its pause.
         """
         if member is not None:
-            await member.next()  # WeightSyncPrepared: the engine generates until then
-        begin = time.perf_counter()
-        if member is None:
-            await self._update_from_files(url, announced, label, check)
-        else:
-            await self._update_in_session(url, member, label, check)
-        if self.is_paused(url):
-            raise EngineUnavailable(f"{url}: still paused, because continuing it after the weight update failed")
-        return time.perf_counter() - begin
-
-    async def _update_from_files(self, url: str, announced: WeightsAnnounced, label: str, check: Check | None) -> None:
-        checksum = announced.checksum
-        if self._mode == "retract" or self._mode == "in_place":
+            async with self._stopped(url):
+                with _reporting_to(member):
+                    decided = await self._receiver.receive(url, member, label)
+                    if self._mode != "in_place":
+                        await self._client.flush_cache(url, 0.0)
+                    yield decided.checksum
+        elif self._mode == "retract" or self._mode == "in_place":
             async with self._paused(url, self._mode):
                 # the KV cache of paused requests is in use and cannot be flushed
                 await self._load(url, announced, label, flush_cache=self._mode == "retract")
-                if check is not None:
-                    await check(checksum)
-            return
-        await self._load_unpaused(url, announced, label)
-        if check is not None:
-            async with self._paused(url, "in_place"):
-                await check(checksum)
-
-    async def _update_in_session(self, url: str, member: SyncMember, label: str, check: Check | None) -> None:
-        async with self._stopped(url):
-            try:
-                finished = await self._receiver.receive(url, member, label)
-                if self._mode != "in_place":
-                    await self._client.flush_cache(url, 0.0)
-                if check is not None:
-                    await check(finished.checksum)
-            except EngineError as error:
-                # report at once: the trainer waits, and ending the pause of a hung engine takes long
-                member.fail(str(error))
-                raise
+                yield announced.checksum
+        else:
+            await self._load_unpaused(url, announced, label)
+            async with self._paused(url, "in_place") if is_compared else nullcontext():
+                yield announced.checksum
+        if self.is_paused(url):
+            raise EngineUnavailable(f"{url}: still paused, because continuing it after the weight update failed")
 
     @asynccontextmanager
     async def _stopped(self, url: str) -> AsyncGenerator[None]:
@@ -283,6 +321,16 @@ class Updater:
                 log.warning("engine_still_paused", url=url, error=str(error))
             else:
                 return
+
+
+@contextmanager
+def _reporting_to(member: SyncMember) -> Generator[None]:
+    """Report a failure at once: the trainer waits for it, and ending the pause of a hung engine takes long."""
+    try:
+        yield
+    except EngineError as error:
+        member.fail(str(error))
+        raise
 
 
 def progress_text(progress: Progress, now: float) -> str:

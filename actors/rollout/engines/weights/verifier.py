@@ -1,12 +1,12 @@
 """Updates the weights of engines and verifies them."""
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import NamedTuple
 
-import anyio
 import structlog
 
+from actors.rollout.engines.status import UpdateStage
 from actors.rollout.engines.weights.files import WeightsDamaged
 from actors.rollout.engines.weights.sync import MemberShape, SyncMember
 from actors.rollout.engines.weights.updater import Progress, Updater
@@ -23,11 +23,10 @@ from actors.rollout.engines.weights.verification import (
     tolerance_of,
 )
 from actors.rollout.sglang.client import SglangClient
-from actors.rollout.sglang.errors import EngineError, RequestRefused
+from actors.rollout.sglang.errors import RequestRefused
 from actors.rollout.sglang.facts import FROM_PEER, UNLABELLED
 from messages import WeightProbe, WeightsAnnounced
 from runtime.settings.topology import StartWeights, Verify, WeightFormat
-from runtime.util.errors import flatten
 
 log = structlog.get_logger()
 
@@ -45,18 +44,22 @@ class VerifiedWeights(NamedTuple):
     checksum: str  # of their files, or of the tensors of a weight sync
 
 
-class UpdateResult(NamedTuple):
-    """Result of a verified weight update."""
+class Updated(NamedTuple):
+    """An update so far."""
 
-    label: str  # label of the verified weights on the engine
-    pause_s: float  # seconds without new requests, see `Updater.update`
+    stage: UpdateStage
+    label: str  # of the weights on the engine
+    # seconds without new requests: from the pause, or from when they were blocked or queued, until it generates again.
+    # With `drain`, running requests finish during that time.
+    pause_s: float = 0.0
 
 
 class WeightVerifier:
     """Updates engines to announced weights and verifies them. The setting `verify` selects the checks beyond the label.
 
-    The checksum is queried while the engine is paused, before it generates from the new weights. The probe follows
-    right after it continues. Tokens sampled before the verification ends wait for it, by their label (updates.py).
+    Label and checksum are queried while the engine is paused, before it generates from the new weights. The probe
+    follows once it generates again. Tokens sampled before the verification ends wait for it, by their label
+    (updates.py).
     """
 
     def __init__(
@@ -87,18 +90,19 @@ class WeightVerifier:
         announced: WeightsAnnounced,
         *,
         first: bool,
-        loaded: Done = nothing,
         check_read: Done = nothing,
         member: SyncMember | None = None,
-    ) -> UpdateResult:
-        """Update an engine's weights and verify them.
+    ) -> AsyncGenerator[Updated]:
+        """Update an engine's weights and verify them, step by step; closing it abandons the update.
+
+        Yields:
+            Once the engine holds the weights, and once it generates again. They are verified at the end.
 
         Args:
             engine: its name.
             url: where it listens.
             announced: the weights.
             first: whether this is its first update since it was last not ready.
-            loaded: called once it holds the weights, before it has to generate.
             check_read: called after it has read its files, or failed to; raises if they differ from the announcement.
             member: its membership in the weight sync; None: the weights are in files.
 
@@ -108,16 +112,34 @@ class WeightVerifier:
         """
         label = self.updates.begin(engine, announced.version)
         self._updater.note(url, "begins")
+        server, own = None, None
         try:
             if is_thorough(self._verify, announced, first=first):
-                pause_s = await self._update_and_verify(engine, url, announced, label, loaded, check_read, member)
-            else:
-                pause_s = await self._updater.update(url, announced, label, member=member)
-                await self._check_label(engine, url, label)
-                if member is not None and announced.transport == "ipc":
-                    member.finish()
-                await loaded()
-                await check_read()
+                server = server_of(await self._client.server_info(url))  # a hanging engine is found before its update
+            if member is not None:
+                await member.next()  # WeightSyncPrepared: the engine generates until then
+            begin = time.perf_counter()
+            is_compared = server is not None
+            async with self._updater.loaded(url, announced, label, member, is_compared=is_compared) as sent:
+                self._refuse_if(engine, label_mismatch(label, await self._client.weight_version(url)))
+                if server is not None:
+                    own = await self._checksum(url, announced.size_bytes if member is None else member.received_bytes)
+                    self._refuse_if(engine, self._checksum_mismatch(server, sent, own))
+                yield Updated(UpdateStage.LOADED, label)
+            pause_s = time.perf_counter() - begin
+            if member is not None and announced.transport == "ipc":
+                member.finish()  # the rest needs memory that a colocated engine gets only after this
+            yield Updated(UpdateStage.RESUMED, label, pause_s)
+            self._updater.note(url, "is verified")
+            if server is not None and announced.probe is not None:
+                await self._check_probe(engine, url, announced.probe, server)
+            await check_read()  # before its checksum becomes the reference for other engines
+            if server is not None and own is not None:
+                # other engines may have been verified meanwhile
+                self._refuse_if(engine, self._checksum_mismatch(server, sent, own))
+                self._known.add(server, engine, sent, own)
+                self._newest = VerifiedWeights(announced.version, sent)
+                log.info("weights_verified", engine=engine, weight_version=announced.version)
             self.updates.accept(label)
         except (RequestRefused, WeightsMismatch) as error:
             if not isinstance(error, WeightsDamaged):
@@ -126,7 +148,6 @@ class WeightVerifier:
         finally:
             self.updates.refuse(label)
             self._updater.end_note(url)
-        return UpdateResult(label, pause_s)
 
     def progress(self, url: str) -> Progress | None:
         """Return what an engine does in its update; None: it is not being updated."""
@@ -157,7 +178,7 @@ class WeightVerifier:
         label = self.updates.begin(engine, announced.version)
         try:
             await self._client.update_version(url, label)
-            await self._check_label(engine, url, label)
+            self._refuse_if(engine, label_mismatch(label, await self._client.weight_version(url)))
             if announced.probe is not None:
                 await self._check_probe(engine, url, announced.probe, server)
             self.updates.accept(label)
@@ -199,74 +220,16 @@ class WeightVerifier:
         num_ranks = int(info.get("tp_size", 1)) * int(info.get("pp_size", 1))
         return MemberShape(num_ranks, is_compared=is_thorough(self._verify, announced, first=first))
 
-    async def _update_and_verify(
-        self,
-        engine: str,
-        url: str,
-        announced: WeightsAnnounced,
-        label: str,
-        loaded: Done,
-        check_read: Done,
-        member: SyncMember | None,
-    ) -> float:
-        server = server_of(await self._client.server_info(url))  # a hanging engine is found before its update
-        sent, tensors = "", None
-        took_s = 0.0
-
-        async def check(checksum: str) -> None:
-            nonlocal sent, tensors, took_s
-            begin = time.perf_counter()
-            size_bytes = announced.size_bytes if member is None else member.received_bytes
-            sent, tensors = checksum, await self._checksum_under(engine, url, label, size_bytes)
-            self._refuse_if(engine, self._checksum_mismatch(server, sent, tensors))
-            took_s += time.perf_counter() - begin
-
-        pause_s = await self._updater.update(url, announced, label, check, member)
-        if member is not None and announced.transport == "ipc":
-            member.finish()  # the probe needs memory that a colocated engine gets only after this
-        await loaded()
-        self._updater.note(url, "is verified")
-        begin = time.perf_counter()
-        if announced.probe is not None:
-            await self._check_probe(engine, url, announced.probe, server)
-        await check_read()  # before its checksum becomes the reference for other engines
-        # other engines may have been verified meanwhile
-        self._refuse_if(engine, self._checksum_mismatch(server, sent, tensors))
-        assert tensors is not None
-        self._known.add(server, engine, sent, tensors)
-        self._newest = VerifiedWeights(announced.version, sent)
-        took_s += time.perf_counter() - begin
-        log.info("weights_verified", engine=engine, weight_version=announced.version, took_s=took_s)
-        return pause_s
-
     async def _check_probe(self, engine: str, url: str, probe: WeightProbe, server: ServerInfo) -> None:
         log_probs = await self._client.prompt_log_probs(url, probe.token_ids)
         tolerance = tolerance_of(server, self._trainer_dtype, self._weight_format)
         self._refuse_if(engine, probe_mismatch(probe, log_probs, tolerance=tolerance))
 
-    async def _checksum_under(self, engine: str, url: str, label: str, size_bytes: int) -> str | None:
-        """An engine's checksum. Checks its label meanwhile, because each request is a round trip of its pause."""
-        tensors: str | None = None
+    async def _checksum(self, url: str, size_bytes: int) -> str | None:
+        """Return an engine's checksum of its weights."""
         limit_s = self._updater.limits.load_s(size_bytes)
         self._updater.note(url, f"computes the checksum of {size_bytes / 1e9:,.1f} GB", limit_s)
-
-        async def ask() -> None:
-            nonlocal tensors
-            tensors = await self._client.checksum(url, limit_s)
-
-        try:
-            async with anyio.create_task_group() as group:
-                group.start_soon(ask)
-                await self._check_label(engine, url, label)
-        except BaseExceptionGroup as failed:
-            errors = flatten(failed)
-            if all(isinstance(error, EngineError) for error in errors):
-                raise errors[0] from failed
-            raise
-        return tensors
-
-    async def _check_label(self, engine: str, url: str, label: str) -> None:
-        self._refuse_if(engine, label_mismatch(label, await self._client.weight_version(url)))
+        return await self._client.checksum(url, limit_s)
 
     def _checksum_mismatch(self, server: ServerInfo, sent: str, tensors: str | None) -> str:
         all_digits = holds_all_digits(server, self._trainer_dtype, self._weight_format)

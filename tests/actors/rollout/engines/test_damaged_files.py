@@ -33,8 +33,8 @@ FILE = "model.safetensors"
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("actors.rollout.engines.refusing.REFUSED_PATIENCE_S", 0.4)
-    monkeypatch.setattr("actors.rollout.engines.refusing.RESTART_AFTER_S", 0.2)
+    monkeypatch.setattr("actors.rollout.engines.failures.REFUSED_PATIENCE_S", 0.4)
+    monkeypatch.setattr("actors.rollout.engines.failures.RESTART_AFTER_S", 0.2)
     monkeypatch.setattr("actors.rollout.engines.fleet.RETRY", Backoff(first_s=0.02))
     monkeypatch.setattr("actors.rollout.engines.weights.updater.CLEAR_S", 0.1)
 

@@ -1,21 +1,20 @@
 """One engine's way into the pool, with a router that does not take it."""
 
+from collections.abc import AsyncGenerator
 from typing import Any, cast
 
 import anyio
 import pytest
 
 from actors.rollout.engines.engine import Engine
-from actors.rollout.engines.memory.levels import MemoryLevel
-from actors.rollout.engines.memory.share import MemoryShare
+from actors.rollout.engines.memory import MemoryShare
 from actors.rollout.engines.rate_limited_events import RateLimitedEvents
-from actors.rollout.engines.reconcile import NextStep
 from actors.rollout.engines.router import ThroughRouter
-from actors.rollout.engines.states import Trigger
+from actors.rollout.engines.status import MemoryLevel, NextStep, Trigger, UpdateStage
 from actors.rollout.engines.target import FleetTarget
 from actors.rollout.engines.weights.sync import WeightSyncs
 from actors.rollout.engines.weights.verification import WeightsMismatch
-from actors.rollout.engines.weights.verifier import UpdateResult, WeightVerifier
+from actors.rollout.engines.weights.verifier import Updated, WeightVerifier
 from actors.rollout.sglang.client import RouterWorker, SglangClient
 from actors.rollout.sglang.errors import EngineError, EngineUnavailable
 from messages import EngineState, WeightsAnnounced
@@ -46,10 +45,11 @@ class NoRouter(SglangClient):
 class OnlyFirst:
     """Finds that the first weights are held, and later ones are not."""
 
-    async def update(self, engine: str, url: str, announced: WeightsAnnounced, **_: Any) -> UpdateResult:
+    async def update(self, engine: str, url: str, announced: WeightsAnnounced, **_: Any) -> AsyncGenerator[Updated]:
+        yield Updated(UpdateStage.LOADED, "1@lazy")
+        yield Updated(UpdateStage.RESUMED, "1@lazy")
         if announced.version > 1:
             raise WeightsMismatch("it did not load these")
-        return UpdateResult("1@lazy", 0.0)
 
     async def adopt(self, engine: str, url: str, announced: WeightsAnnounced) -> None:
         """It takes no weights for proven that it was started with."""
@@ -133,7 +133,7 @@ def admitted_at(client: OneRouter) -> Engine:
         syncs=WeightSyncs(target, list),
     )
     client.known.add(engine.url)
-    engine._apply(Trigger.ADMITTED, "")
+    engine._change(Trigger.ADMITTED, "")
     return engine
 
 
@@ -169,3 +169,102 @@ async def change_weights_of(engine: Engine, target: FleetTarget) -> None:
     await eventually(lambda: engine.registration.is_known)
     target.weights = announcement(2)
     await target.notify()
+
+
+class InSteps:
+    """Updates engines in steps, and notes what becomes of the updates."""
+
+    def __init__(self) -> None:
+        self.did: list[str] = []
+
+    async def update(self, engine: str, url: str, announced: WeightsAnnounced, **_: Any) -> AsyncGenerator[Updated]:
+        try:
+            yield Updated(UpdateStage.LOADED, "1@one")
+            self.did.append("resumed")
+            yield Updated(UpdateStage.RESUMED, "1@one", 0.5)
+            self.did.append("verified")
+        finally:
+            self.did.append("ended")
+
+    async def adopt(self, engine: str, url: str, announced: WeightsAnnounced) -> None:
+        """It was started without weights."""
+
+
+class Shared:
+    """Memory that an engine shares with the trainer."""
+
+    def __init__(self) -> None:
+        self.room, self.is_sure = MemoryLevel.WEIGHTS, True
+
+    async def give_back(self) -> None:
+        self.room = MemoryLevel.NOTHING
+
+    async def take_rest(self) -> None:
+        self.room = MemoryLevel.EVERYTHING
+
+
+def beside_the_trainer(verifier: InSteps) -> tuple[Engine, FleetTarget]:
+    """An engine with memory for weights, which may load them."""
+    client, target = OneRouter(), FleetTarget()
+    target.weights, target.allowed = announcement(1), MemoryLevel.LOADED
+    engine = Engine(
+        "one",
+        "http://one",
+        client,
+        cast(WeightVerifier, verifier),
+        target,
+        workers=ThroughRouter(client),
+        events=RateLimitedEvents(),
+        syncs=WeightSyncs(target, list),
+        memory_share=cast(MemoryShare, Shared()),
+    )
+    engine._change(answers=True, is_found=True, room=MemoryLevel.WEIGHTS)
+    return engine, target
+
+
+async def steps_of(engine: Engine, number: int) -> list[NextStep]:
+    """Carry out so many steps."""
+    steps: list[NextStep] = []
+    with anyio.fail_after(5):
+        for _ in range(number):
+            steps.append(await engine.next_step())
+            await engine.carry_out(steps[-1])
+    return steps
+
+
+async def test_weights_are_verified_once_the_trainer_leaves_the_memory() -> None:
+    verifier = InSteps()
+    engine, target = beside_the_trainer(verifier)
+    assert await steps_of(engine, 2) == [NextStep.LOAD, NextStep.RESUME]
+    assert (engine.status.memory_level, engine.version) == (MemoryLevel.LOADED, 0)
+    with anyio.move_on_after(0.05) as waiting:
+        await engine.next_step()
+    assert waiting.cancelled_caught
+    target.allowed = MemoryLevel.EVERYTHING
+    assert await steps_of(engine, 2) == [NextStep.TAKE_REST, NextStep.VERIFY]
+    assert verifier.did == ["resumed", "verified", "ended"]
+    status = engine.status
+    assert (status.version, status.label, status.pause_s, status.stage) == (1, "1@one", 0.5, UpdateStage.NONE)
+
+
+@pytest.mark.parametrize("num_steps", [1, 2])
+async def test_an_update_between_two_steps_ends_when_the_trainer_takes_the_memory_back(num_steps: int) -> None:
+    verifier = InSteps()
+    engine, target = beside_the_trainer(verifier)
+    await steps_of(engine, num_steps)
+    target.allowed = MemoryLevel.NOTHING
+    assert (await steps_of(engine, 3 - num_steps))[-1] is NextStep.GIVE_BACK
+    assert verifier.did == ["resumed", "ended"]
+    assert (engine.state, engine.version, engine.status.stage) == (EngineState.RELEASED, 0, UpdateStage.NONE)
+
+
+@pytest.mark.parametrize("num_steps", [1, 2])
+async def test_an_update_between_two_steps_ends_when_the_engine_is_lost(num_steps: int) -> None:
+    verifier = InSteps()
+    engine, _ = beside_the_trainer(verifier)
+    await steps_of(engine, num_steps)
+    engine.replaced()
+    assert await engine.next_step() is NextStep.FIND
+    await engine.abandon_update()
+    assert verifier.did == ["resumed", "ended"][2 - num_steps :]
+    assert engine.status.stage is UpdateStage.NONE

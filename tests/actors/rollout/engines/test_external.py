@@ -5,8 +5,8 @@ from typing import Any, cast
 import anyio
 import pytest
 
-from actors.rollout.engines.external import ServerRequirements, WrongEngine, check_server
-from actors.rollout.engines.weights.pauses import Pauses
+from actors.rollout.engines.checks import ServerRequirements, WrongEngine, check_server
+from actors.rollout.engines.weights.updater import Pauses
 from actors.rollout.sglang.errors import EngineUnavailable
 from messages import GroupAborted, RoundHalted, WeightsApplied, WeightsRefused
 from runtime.bus.bus import Bus

@@ -6,7 +6,7 @@ import pytest
 from aiohttp import ClientSession
 from structlog.testing import capture_logs
 
-from actors.rollout.engines.refusing import MAX_RESTARTS
+from actors.rollout.engines.failures import MAX_RESTARTS
 from messages import (
     EngineState,
     EngineStateChanged,
@@ -198,8 +198,8 @@ async def test_an_engine_that_the_router_lost_is_registered_again(bus: Bus, rout
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Refusals have their consequences soon."""
-    monkeypatch.setattr("actors.rollout.engines.refusing.REFUSED_PATIENCE_S", 0.4)
-    monkeypatch.setattr("actors.rollout.engines.refusing.RESTART_AFTER_S", 0.2)
+    monkeypatch.setattr("actors.rollout.engines.failures.REFUSED_PATIENCE_S", 0.4)
+    monkeypatch.setattr("actors.rollout.engines.failures.RESTART_AFTER_S", 0.2)
     monkeypatch.setattr("actors.rollout.engines.fleet.RETRY", Backoff(first_s=0.05))
 
 

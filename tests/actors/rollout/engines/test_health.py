@@ -1,6 +1,6 @@
 """Which engines are to blame for answers that cannot be used."""
 
-from actors.rollout.engines.health import FAILING_FOR_S, RequestOutcomes
+from actors.rollout.engines.failures import FAILING_FOR_S, RequestOutcomes
 
 
 def failing(outcomes: RequestOutcomes, engine: str, *groups: str, counts: bool = True) -> None:

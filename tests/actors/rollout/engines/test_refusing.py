@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from actors.rollout.engines.refusing import (
+from actors.rollout.engines.failures import (
     DAMAGED_PATIENCE_S,
     MAX_RESTARTS,
     REFUSED_PATIENCE_S,

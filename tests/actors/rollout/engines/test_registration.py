@@ -3,9 +3,8 @@
 import anyio
 import pytest
 
-from actors.rollout.engines import registration as module
-from actors.rollout.engines.registration import Registration
-from actors.rollout.engines.router import ThroughRouter
+from actors.rollout.engines import router as module
+from actors.rollout.engines.router import Registration, ThroughRouter
 from actors.rollout.engines.target import FleetTarget
 from actors.rollout.sglang.errors import EngineUnavailable
 from tests.support.one_router import OneRouter

@@ -193,5 +193,6 @@ async def test_an_engine_that_gave_no_answer_to_an_update_is_told_once_to_go_on(
     client = Deaf(error)
     updater = Updater(client, "in_place")
     with pytest.raises(type(error)):
-        await updater.update("http://e", announcement(1), "1@e")
+        async with updater.loaded("http://e", announcement(1), "1@e", None, is_compared=False):
+            pytest.fail("it does not load")
     assert (client.num_told, updater.is_paused("http://e")) == (times, True)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.rollout.engines.crashes import was_killed
+from actors.rollout.engines.failures import was_killed
 from actors.rollout.requests.quarantine import DeathRecord, RequestStatus
 from actors.rollout.requests.request import GenerateRequest
 from messages import ActorExited, SamplingParams

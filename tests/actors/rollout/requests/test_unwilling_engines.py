@@ -41,7 +41,7 @@ def engines(model: Path) -> Iterator[list[str]]:
 @pytest.fixture
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests are sent again soon, and engines judged soon."""
-    monkeypatch.setattr("actors.rollout.engines.health.FAILING_FOR_S", 0.2)
+    monkeypatch.setattr("actors.rollout.engines.failures.FAILING_FOR_S", 0.2)
     monkeypatch.setattr("actors.rollout.requests.sending.RESEND", Backoff(first_s=0.02, max_s=0.2))
 
 

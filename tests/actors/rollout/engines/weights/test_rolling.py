@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.rollout.engines.weights.rolling import RollingUpdate
+from actors.rollout.engines.target import RollingUpdate
 
 ENGINES = ("e0", "e1", "e2", "e3")
 

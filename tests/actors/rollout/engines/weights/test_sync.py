@@ -65,6 +65,7 @@ class Engine:
         try:
             async with self._of.member(self._name, f"{self._name}.x", PLACE, self._version) as member:
                 await self._take(member)
+                member.finish()
         except (SyncClosed, RuntimeError) as error:
             self.error = str(error)
 
@@ -123,6 +124,7 @@ async def test_a_long_step_is_answered_while_its_engine_works_and_done_once(monk
             taken.append(type(await member.next()))
             await may_go_on.wait()
             taken.append(type(await member.next()))
+            member.finish()
 
     with anyio.fail_after(5):
         async with anyio.create_task_group() as group:

@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 import anyio
 import pytest
 
-from actors.rollout.engines.memory.share import MemoryNotes
+from actors.rollout.engines.memory import MemoryNotes
 from messages import (
     EngineState,
     EngineStateChanged,

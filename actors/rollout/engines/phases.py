@@ -4,19 +4,31 @@ The log defines the phase; an RPC only waits until the engines have reached it. 
 or reach a rollout actor that has just started.
 """
 
+from typing import Final
+
 import anyio
 import structlog
 
 from actors.rollout.engines.engine import Engine
 from actors.rollout.engines.fleet import Fleet
-from actors.rollout.engines.memory.levels import LEVEL_OF, SENDS, MemoryLevel, is_awaited, is_there
+from actors.rollout.engines.status import MemoryLevel
 from actors.rollout.requests.interrupting import RunningRequests
-from messages import EnginePhase, PhaseChanged, PhaseReached, PhaseRequested
+from messages import EnginePhase, Phase, PhaseChanged, PhaseReached, PhaseRequested
 from runtime.ledger.phases import CurrentPhase, fold_phase
 
 log = structlog.get_logger()
 
-QUIET_LOOK_S = 1.0  # between two checks for running requests
+QUIET_LOOK_S: Final = 1.0  # between two checks for running requests
+LEVEL_OF: Final = {  # allowed memory in each phase
+    Phase.GENERATE: MemoryLevel.EVERYTHING,
+    Phase.RELEASE: MemoryLevel.NOTHING,
+    Phase.TRAIN: MemoryLevel.NOTHING,
+    Phase.OFFLOAD: MemoryLevel.NOTHING,
+    Phase.RESUME_WEIGHTS: MemoryLevel.WEIGHTS,
+    Phase.UPDATE: MemoryLevel.LOADED,
+    Phase.RESUME_KV: MemoryLevel.EVERYTHING,
+}
+SENDS: Final = frozenset({Phase.GENERATE, Phase.RESUME_KV})  # phases in which ready engines get requests
 
 
 class PhaseFollower:
@@ -110,11 +122,24 @@ class PhaseFollower:
 
 def is_missing(engine: Engine, wanted: MemoryLevel) -> bool:
     """Whether a phase still waits for an engine."""
-    return is_awaited(wanted, answers=engine.answers) and not is_there(engine.memory_level, wanted)
+    return is_awaited(wanted, answers=engine.status.answers) and not is_there(engine.status.memory_level, wanted)
 
 
 def phase_report(engine: Engine, wanted: MemoryLevel) -> EnginePhase:
     """Return an engine's part of the phase report."""
-    if is_there(engine.memory_level, wanted):
+    if is_there(engine.status.memory_level, wanted):
         return engine.memory_share.moved(wanted)
-    return EnginePhase(engine=engine.name, reached=False, reason=engine.reason or f"it is {engine.state}")
+    return EnginePhase(engine=engine.name, reached=False, reason=engine.status.reason or f"it is {engine.state}")
+
+
+def is_there(memory_level: MemoryLevel, wanted: MemoryLevel) -> bool:
+    """Whether an engine has reached the wanted level. NOTHING must be reached exactly, other levels may be exceeded."""
+    return memory_level is MemoryLevel.NOTHING if wanted is MemoryLevel.NOTHING else memory_level >= wanted
+
+
+def is_awaited(wanted: MemoryLevel, *, answers: bool) -> bool:
+    """Whether a phase waits for an engine.
+
+    A phase with level NOTHING waits for all engines: one that is down may be starting and take memory.
+    """
+    return answers or wanted is MemoryLevel.NOTHING

@@ -9,7 +9,7 @@ from typing import Final
 import msgspec
 import structlog
 
-from actors.rollout.engines.memory.levels import MemoryLevel
+from actors.rollout.engines.status import MemoryLevel
 from actors.rollout.sglang.client import SglangClient
 from actors.rollout.sglang.errors import EngineSilent, EngineUnavailable, RequestRefused
 from actors.rollout.sglang.memory import TAGS, EngineMemory, Notes, Tag
@@ -21,10 +21,6 @@ from runtime.util.memory import anonymous_bytes
 log = structlog.get_logger()
 
 IDLE_S: Final = 2.0  # time for an engine to become idle before its requests are aborted
-
-
-class MemoryReclaimed(Exception):
-    """The trainer has reclaimed the engine's memory."""
 
 
 class MemoryShare:

@@ -1,14 +1,25 @@
-"""Checks the configuration of an external engine (engines.<pool>.urls) against the recipe."""
+"""Checks of an engine: what it serves against the recipe, and whether it generates."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Final, NamedTuple, Self, TypeVar
 
+import aiohttp
+import anyio
 import msgspec
+import structlog
 
+from actors.rollout.sglang.client import SglangClient
 from actors.rollout.sglang.errors import EngineError
 from runtime.settings.placement import served_dtype
+from runtime.settings.reading.config import Problem
 from runtime.settings.topology import EngineConfig, Topology, keeps_prefixes, model_of
+
+log = structlog.get_logger()
+
+T = TypeVar("T")
+
+TINY_PROMPT: Final = (0, 0)  # of a request that shows that an engine generates
 
 
 class WrongEngine(EngineError):
@@ -90,3 +101,56 @@ def _differences(says: Mapping[str, Any], wanted: ServerRequirements) -> Iterato
 
 def _wrong(key: str, value: object, allowed: str) -> str:
     return f"{key} = {value!r}; allowed: {allowed}"
+
+
+async def check_engine(client: SglangClient, url: str, wanted: ServerRequirements) -> None:
+    """Check an engine's configuration against the recipe.
+
+    Raises:
+        WrongEngine: it does not serve what the recipe asks for.
+        EngineError: it does not respond.
+    """
+    says = await client.server_info(url) | await client.model_info(url)
+    check_server(url, says, wanted)
+
+
+async def makes_tokens(client: SglangClient, url: str, within_s: float) -> bool:
+    """Whether an engine scores a tiny prompt in time, or at least reports a changed load."""
+    before = await answered(within_s, lambda: client.loads(url))
+    with anyio.move_on_after(within_s):
+        try:
+            await client.prompt_log_probs(url, TINY_PROMPT)
+        except EngineError as error:
+            log.debug("no_sign_of_life", url=url, error=str(error))
+        else:
+            return True
+    after = await answered(within_s, lambda: client.loads(url))
+    return before is not None and after is not None and before != after
+
+
+async def answered(within_s: float, ask: Callable[[], Awaitable[T]]) -> T | None:
+    """Return the result of a call; None after the timeout."""
+    with anyio.move_on_after(within_s):
+        return await ask()
+    return None
+
+
+def url_problems(key: str, urls: Sequence[str], wanted: ServerRequirements) -> Iterator[Problem]:
+    """Yield the external engines that do not respond or do not fit the recipe; `key` is the setting with their URLs."""
+    for url, reason in anyio.run(_refusals, urls, wanted).items():
+        yield Problem.of(key, url, reason)
+
+
+async def _refusals(urls: Sequence[str], wanted: ServerRequirements) -> dict[str, str]:
+    reasons: dict[str, str] = {}
+
+    async def ask(client: SglangClient, url: str) -> None:
+        try:
+            await check_engine(client, url, wanted)
+        except EngineError as error:
+            reasons[url] = str(error)
+
+    async with aiohttp.ClientSession() as session, anyio.create_task_group() as group:
+        for url in urls:
+            group.start_soon(ask, SglangClient(session), url)
+    return reasons
