@@ -70,6 +70,10 @@ nodes *args: setup
     tests/support/machines/install_slurm.sh
     PHYSARUM_NODES=required .venv/bin/python -m pytest -m nodes -n 0 tests/nodes --resume .nodes-passed --results docs/results {{ args }}
 
+# runs that Debian's Prometheus scrapes; what is missing on this machine is said
+observe *args: setup
+    .venv/bin/python -m pytest -m observe -n 0 tests/observe {{ args }}
+
 # what is too long for every change, some hours; begun again it leaves out what has passed; writes docs/results
 nightly *args: setup setup-sglang
     .venv/bin/python -m pytest -m nightly -n 0 tests --resume .nightly-passed --results docs/results {{ args }}

@@ -25,7 +25,7 @@ from actors.rollout.sglang.command_lines import (
 from actors.rollout.sglang.facts import CRASH_WORDS
 from runtime.bus.addresses import INSTANCE_VARIABLE, START_VARIABLE, address_key
 from runtime.settings.devices import HIDDEN, NVIDIA
-from runtime.settings.observe import PAGE, python_of
+from runtime.settings.observe import PAGE, PROMETHEUS, python_of
 from runtime.settings.placement import ProcessPlace, engine_places, home_node, trainer_places
 from runtime.settings.processes import (
     AnswersHttp,
@@ -47,6 +47,7 @@ OURS: Final = {
 TINY_READY_TIMEOUT_S = 120.0
 NO_OP_TRAINER = "no-op-trainer"  # process name; it runs when run.only = "rollout"
 TRACKER_RESTARTS = 20  # with pauses of up to 10 s; W&B itself tries for 90 s to reach its server
+WITH_LOG = "log"  # argument of the exporter that tells what the log says
 LIGHT_ACTORS = ("rollout", "reward", "filter", "buffer")
 
 
@@ -55,7 +56,7 @@ def process_specs(topology: Topology, node: str, run_dir: Path) -> list[ProcessS
 
     Light actors, routers and trackers run on the node that has the bus. So do reward actors and engines without GPUs,
     unless `reward.nodes` and `engines.<pool>.nodes` name others. Trainer ranks and engines with GPUs run where these
-    are; ranks on the CPU on `trainer.nodes`.
+    are; ranks on the CPU on `trainer.nodes`. Each node has an exporter for Prometheus.
     """
     specs: list[ProcessSpec] = []
     home = node == home_node(topology)
@@ -80,6 +81,7 @@ def process_specs(topology: Topology, node: str, run_dir: Path) -> list[ProcessS
         number = placed.index(node)
         env = OURS | {INSTANCE_VARIABLE: str(number)}
         specs.append(_host(topology, run_dir, f"reward.{number}", ["reward"], env))
+    specs += _exporter(topology, home=home)
     return [*specs, *_trackers(topology), *_page(topology)] if home else specs
 
 
@@ -183,18 +185,26 @@ def _trackers(topology: Topology) -> list[ProcessSpec]:
 
 def _page(topology: Topology) -> list[ProcessSpec]:
     """Spec of the process that serves the run's page, if there is one."""
-    if topology.observe.page is None:
-        return []
-    return [
-        ProcessSpec(
-            name=PAGE,
-            command=(sys.executable, "-P", "-m", "actors.observer", topology.observe.page),
-            env=OURS,
-            tier=Tier.OBSERVER,
-            critical=False,
-            max_restarts=TRACKER_RESTARTS,
-        )
-    ]
+    page = topology.observe.page
+    return [] if page is None else [_observer(PAGE, "actors.observer", page)]
+
+
+def _exporter(topology: Topology, *, home: bool) -> list[ProcessSpec]:
+    """Spec of the process that answers `/metrics`, if there is one. That of the home node reads the log."""
+    address = topology.observe.prometheus
+    with_log = (WITH_LOG,) if home else ()
+    return [] if address is None else [_observer(PROMETHEUS, "actors.observer.exporter", address, *with_log)]
+
+
+def _observer(name: str, module: str, *arguments: str) -> ProcessSpec:
+    return ProcessSpec(
+        name=name,
+        command=(sys.executable, "-P", "-m", module, *arguments),
+        env=OURS,
+        tier=Tier.OBSERVER,
+        critical=False,
+        max_restarts=TRACKER_RESTARTS,
+    )
 
 
 def _router(topology: Topology, pool: str, engine: EngineConfig) -> ProcessSpec:

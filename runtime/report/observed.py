@@ -33,6 +33,7 @@ from runtime.ledger.snapshots import content_of
 from runtime.ledger.state import Stage
 from runtime.report.advice import Adviser
 from runtime.report.breakdown import PARTS, Breakdown, StepTime
+from runtime.report.counts import Counts
 from runtime.report.report import Line, Report, RowDone
 from runtime.report.rows import MetricRow, spelled
 
@@ -123,6 +124,7 @@ class Observed(msgspec.Struct):
     breakdown: Breakdown = msgspec.field(default_factory=Breakdown)
     adviser: Adviser = msgspec.field(default_factory=Adviser)
     step_times: Thinned[StepTime] = msgspec.field(default_factory=lambda: Thinned[StepTime](KEPT_ROWS))
+    counts: Counts = msgspec.field(default_factory=Counts)
     _changed: dict[int, int] = {}  # sequence of the event that last changed a kept row, by its step
     _newest_row: int = 0  # step of it
     _report: Report = msgspec.field(default_factory=Report)
@@ -160,6 +162,7 @@ class Observed(msgspec.Struct):
                     del self._lines[:-KEPT_LINES]
                 case RowDone(row):
                     self._put(row)
+                    self.counts.take(row)
                 case _:
                     pass
         step = self.breakdown.apply(event, time)
@@ -167,6 +170,7 @@ class Observed(msgspec.Struct):
             self.step_times.add(step)
         self.adviser.apply(event, step)
         self._note(event, time)
+        self.counts.apply(event)
         if time - self._course_at >= COURSE_EVERY_S:
             self._course_at = time
             self.course.add((time, *msgspec.structs.astuple(self._report.ledger.books())))
@@ -271,6 +275,13 @@ class Observed(msgspec.Struct):
         changed = [row for row in self.rows.items if self._changed[row["step"]] > since]
         rows: list[MetricRow] = [*changed, *([] if newest is None else [newest])]
         return [{key: spelled(value) for key, value in row.items()} for row in rows]
+
+    def metrics(self) -> dict[str, float]:
+        """The newest value of each metric of train steps."""
+        counts = Counts(metrics=dict(self.counts.metrics))
+        if self._report.open_row is not None:
+            counts.take(self._report.open_row)
+        return {name: value for name, (_, value) in counts.metrics.items()}
 
     def now(self) -> dict[str, Any]:
         """The states as of the newest event."""

@@ -11,7 +11,10 @@ from runtime.util.import_path import ROOT
 
 PORT: Final = r"(\d{1,4}|[1-5]\d{4}|6[0-4]\d{3}|65[0-4]\d{2}|655[0-2]\d|6553[0-5])"
 LOOPBACK: Final = rf"^(127\.0\.0\.1|localhost|\[::1\]):{PORT}$"
+EVERY_PORT: Final = r"([1-9]\d{0,3}|[1-5]\d{4}|6[0-4]\d{3}|65[0-4]\d{2}|655[0-2]\d|6553[0-5])"
+LISTENS: Final = rf"^(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9.-]+):{EVERY_PORT}$"
 PAGE: Final = "page"  # process that serves the page
+PROMETHEUS: Final = "prometheus"  # process that answers /metrics
 PAGE_FILE: Final = "page.url"  # in the run directory: its URL with the token
 
 
@@ -78,6 +81,10 @@ class ObserveConfig(Config, frozen=True, kw_only=True):
     # Address on which the home node serves the page of the run, such as "127.0.0.1:8765". It is one of this machine
     # alone; port 0 means any free one. Unset, there is no page; `bin/watch RUN --page` serves one at any time.
     page: Annotated[str, msgspec.Meta(pattern=LOOPBACK)] | None = None
+    # Address on which each node answers `/metrics` for Prometheus, such as "127.0.0.1:9464", or "0.0.0.0:9464" for a
+    # Prometheus on another machine. There is no TLS and no password: everybody who reaches the port reads names of
+    # processes, counts and metrics, but no prompts, responses or errors. Unset, nothing answers.
+    prometheus: Annotated[str, msgspec.Meta(pattern=LISTENS)] | None = None
     wandb: WandbConfig = WandbConfig()
     tensorboard: TensorboardConfig = TensorboardConfig()
     mlflow: MlflowConfig = MlflowConfig()
