@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Final, NamedTuple
 
-from runtime.settings.slime.functions import PAGE, PARAMETERS, PREFIX, adapted, offer
+from runtime.settings.slime.functions import OPTIONAL, PAGE, PARAMETERS, PREFIX, adapted, offer
 from runtime.util.import_path import OURS
 
 OWN: Final = '"module:function" or "path/file.py:function"'  # forms of a user function's name
@@ -44,6 +44,7 @@ def load_plugin(
     value: str,
     *,
     parameters: Sequence[str],
+    optional: Sequence[str] = (),
     base_dirs: Sequence[Path] = (),
     allow_async: bool = False,
 ) -> Plugin:
@@ -53,6 +54,7 @@ def load_plugin(
         key: setting that names it, for messages.
         value: "module:function" or "path/file.py:function"; the function may be "Class.method" or a callable object.
         parameters: names of its positional arguments.
+        optional: names of further arguments that it gets by name if it has them.
         base_dirs: directories to look up relative files in, in order; empty: the current directory.
         allow_async: whether it may be a coroutine function.
 
@@ -70,7 +72,7 @@ def load_plugin(
         raise PluginError(key, value, f"{attribute} is a class; name a function or an object that can be called")
     if not callable(found):
         raise PluginError(key, value, f"{attribute} is a {type(found).__name__}, which cannot be called")
-    _check_parameters(key, value, found, parameters)
+    _check_parameters(key, value, found, parameters, optional)
     _refuse_generators(key, value, found, attribute)
     is_async = _is_async(found)
     if is_async and not allow_async:
@@ -114,11 +116,17 @@ def _load_slime(
     """Load a function of slime's signature, and wrap it into ours."""
     called = PARAMETERS.get(tuple(parameters))
     if called is None:
-        raise PluginError(key, value, f"functions of slime run as graders and dynamic filters alone: {PAGE}")
-    offer()
-    name = value.removeprefix(PREFIX)
+        raise PluginError(
+            key, value, f"functions of slime run as graders, dynamic filters and generate functions alone: {PAGE}"
+        )
+    is_installed, name = offer(), value.removeprefix(PREFIX)
+    if is_installed and "conversation" in parameters:
+        raise PluginError(key, value, f"slime is installed, and its own `post` would find no router: {PAGE}")
+    optional = OPTIONAL.get(tuple(parameters), ())
     try:
-        plugin = load_plugin(key, name, parameters=called, base_dirs=base_dirs, allow_async=allow_async)
+        plugin = load_plugin(
+            key, name, parameters=called, optional=optional, base_dirs=base_dirs, allow_async=allow_async
+        )
     except PluginError as error:
         raise PluginError(key, value, error.problem) from error
     return Plugin(adapted(plugin.function, parameters, is_async=plugin.is_async), plugin.is_async)
@@ -237,13 +245,15 @@ def _find(key: str, value: str, module: ModuleType, attribute: str) -> Any:
     return found
 
 
-def _check_parameters(key: str, value: str, function: Callable[..., Any], parameters: Sequence[str]) -> None:
+def _check_parameters(
+    key: str, value: str, function: Callable[..., Any], parameters: Sequence[str], optional: Sequence[str]
+) -> None:
     try:
         signature = inspect.signature(function)
     except ValueError:
         return  # some C functions have no signature; the first call shows an error
     try:
-        signature.bind(*parameters)
+        signature.bind(*parameters, **{name: name for name in optional if name in signature.parameters})
     except TypeError as error:
         called = f"({', '.join(parameters)})"
         raise PluginError(key, value, f"takes {_without_types(signature)} but is called with {called}") from error

@@ -89,7 +89,7 @@ def test_a_reward_function_of_slime_grades_in_a_grader_process(folder: Path) -> 
     [
         ("reads_more", "args.hf_checkpoint is not provided"),
         ("reads_fields", "sample.rollout_log_probs is not provided"),
-        ("generates", "functions of slime do not generate here"),
+        ("generates", "only rollout.custom_generate generates"),
     ],
 )
 def test_what_is_not_provided_is_an_error_that_names_the_page(folder: Path, name: str, refusal: str) -> None:
@@ -132,8 +132,8 @@ def test_other_names_of_slime_are_refused_with_the_page(tmp_path: Path, text: st
 
 
 def test_other_settings_take_no_function_of_slime(folder: Path) -> None:
-    with pytest.raises(PluginError, match="run as graders and dynamic filters alone"):
-        load_plugin("rollout.custom_generate", "slime:mine.py:reward_func", parameters=("conversation",))
+    with pytest.raises(PluginError, match="run as graders, dynamic filters and generate functions alone"):
+        load_plugin("data.0.source", "slime:mine.py:reward_func", parameters=("number",))
 
 
 def test_an_installed_slime_is_not_shadowed(tmp_path: Path) -> None:

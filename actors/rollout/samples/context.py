@@ -69,6 +69,12 @@ class FunctionRun:
             self.bus_error = error
         await self.leave()
 
+    def expect_prompt(self, part: int, recorded: Int32Array, now: Int32Array) -> None:
+        """End the function at its next wait if a conversation has another prompt than in an earlier run of it."""
+        if not np.array_equal(recorded, now):
+            self.mismatch = f"prompt of conversation {part}: {shown_ids(recorded)}, now {shown_ids(now)}"
+            self.scope.cancel()
+
     async def leave(self, status: SampleStatus | None = None, *, mismatch: str | None = None) -> Never:
         """End the function, which is waiting in this call."""
         self.over, self.mismatch = self.over or status, self.mismatch or mismatch

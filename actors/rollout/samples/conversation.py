@@ -8,8 +8,6 @@ else than before has a mismatch, and its sample is not trained as it is.
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Final
 
-import numpy as np
-
 from actors.rollout.samples.context import Ask, Context, FunctionRun, Keep, checked_ids, checked_text, shown_ids
 from actors.rollout.samples.generate_function import KEY
 from actors.rollout.samples.sample import FINISHED, OpenSample
@@ -46,12 +44,23 @@ class Conversation(Context):
         keep: Keep = keep_nothing,
         trains_temperatures: bool = True,
         limit_s: float = 300.0,
+        evaluation: bool = False,
     ) -> None:
+        if not sample.buffer.num_tokens:  # an earlier start of the function may have begun with another prompt
+            sample.own_prompt, sample.prompt_len = None, len(prompt.prompt_ids)
         super().__init__(FunctionRun(prompt, params, ask, keep, model, trains_temperatures, limit_s), sample)
+        self.model, self.index = model, sample.index
+        self.sampling, self.evaluation = params, evaluation
         self.starts_again = False  # the function asks for another start from the prompt
         self.reason = ""
         self._end = SampleStatus.COMPLETED
         self._opened: list[Context] = []
+        self._has_begun = False
+
+    @property
+    def _prompt_ids(self) -> Int32Array:
+        """The prompt. A run of the function sees that of an earlier run once it has replaced the row's itself."""
+        return super()._prompt_ids if self._has_begun else self._run.prompt.prompt_ids
 
     @property
     def all(self) -> tuple[Context, ...]:
@@ -67,6 +76,25 @@ class Conversation(Context):
     def mismatch(self) -> str | None:
         """What differs from an earlier run of the function; None: nothing."""
         return self._run.mismatch
+
+    def begin(self, *pieces: str | Sequence[int]) -> None:
+        """Replace the row's prompt by another one, before the first turn.
+
+        Args:
+            pieces: the prompt: texts, which are encoded, and token ids.
+
+        Raises:
+            ValueError: there was a turn, or the prompt leaves no room.
+        """
+        if self._has_begun or self.asking or self.num_turns:
+            raise ValueError("a prompt is replaced once, before the first turn")
+        ids, self._has_begun = Int32Array([token for piece in pieces for token in self._piece(piece)]), True
+        if self._sample.buffer.num_tokens:  # of an earlier run of the function
+            self._run.expect_prompt(0, super()._prompt_ids, ids)
+        else:
+            self._sample.own_prompt, self._sample.prompt_len = ids, len(ids)
+        if self.room <= 0:
+            raise ValueError(f"a prompt of {len(ids)} tokens leaves no room for a response")
 
     def open(self, *pieces: str | Sequence[int]) -> Context:
         """Begin a further conversation of this sample, with another context.
@@ -84,15 +112,13 @@ class Conversation(Context):
         part = len(self._opened) + 1
         if part > MAX_OPENED:
             raise ValueError(f"a sample may open {MAX_OPENED} further conversations")
-        given = [token for piece in pieces for token in self._piece(piece)] if pieces else self.prompt_ids
+        given = [token for piece in pieces for token in self._piece(piece)] if pieces else run.prompt.prompt_ids
         ids = Int32Array(given)
         sibling = sample.siblings.get(part)
         if sibling is None:
             sibling = sample.open_sibling(part, ids)
-        elif not np.array_equal(sibling.prompt_of(ids), ids):
-            recorded = shown_ids(sibling.prompt_of(ids))
-            run.mismatch = f"prompt of conversation {part}: {recorded}, now {shown_ids(ids)}"
-            run.scope.cancel()  # takes effect at the function's next wait
+        else:
+            run.expect_prompt(part, sibling.prompt_of(ids), ids)
         opened = Context(run, sibling)
         if opened.room <= 0:
             raise ValueError(f"a prompt of {len(ids)} tokens leaves no room for a response")
@@ -186,6 +212,8 @@ class Conversation(Context):
 
     def _left_out(self, conversations: Sequence[Context]) -> str | None:
         """Return what an earlier run of the function did and this one did not; None: nothing."""
+        if self._sample.own_prompt is not None and not self._has_begun:
+            return f"prompt of conversation 0: {shown_ids(super()._prompt_ids)}, now the row's"
         for number, each in enumerate(conversations):
             if (less := each.left_out()) is not None:
                 return f"conversation {number}: {less}"

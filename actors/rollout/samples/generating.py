@@ -124,6 +124,7 @@ class Generation:
             keep=self._keep,
             trains_temperatures=not self._tools.pools_of(self._task.prompt.data),  # they compute log-probs at 1
             limit_s=self._tools.function_limit_s,
+            evaluation=self._task.round is None,
         )
         self._conversations.append(conversation)
         self._tools.conversations.add(conversation)

@@ -5,6 +5,7 @@ from typing import Any, Final
 
 import anyio
 import msgspec
+import numpy as np
 import structlog
 
 from actors.rollout.samples.sample import OpenSample, fresh_samples, inherit
@@ -205,6 +206,8 @@ class Inheritance:
                     continue  # it had no tokens, so nothing tells its prompt
                 if summary.part:
                     part = sample.open_sibling(summary.part, own[0].prompt_ids)
+                elif own and not np.array_equal(own[0].prompt_ids, task.prompt.prompt_ids):  # a function replaced it
+                    part.own_prompt, part.prompt_len = own[0].prompt_ids, len(own[0].prompt_ids)
                 inherit(part, summary, own, max_new_tokens=task.sampling.max_new_tokens)
         return samples
 

@@ -37,7 +37,7 @@ class OpenSample:
     index: int
     prompt_len: int
     part: int = 0  # above 0: a fan-out sibling, which a generate function opened
-    own_prompt: Int32Array | None = None  # of a sibling; None: the task's
+    own_prompt: Int32Array | None = None  # of a sibling, or set by a generate function; None: the task's
     siblings: dict[int, "OpenSample"] = field(default_factory=dict[int, "OpenSample"])  # by part
     num_restarts: int = 0  # times that it began again from its prompt
     is_baseline: bool = False  # sampled greedily, scored and not trained

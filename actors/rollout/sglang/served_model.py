@@ -75,6 +75,11 @@ class ServedModel:
             self._all_end_ids = self._config_end_ids | self._tokenizer_end_ids()
         return self._all_end_ids
 
+    @property
+    def directory(self) -> Path:
+        """Where its files are."""
+        return self._directory
+
     def encode(self, text: str) -> list[int]:
         """Encode a text without adding special tokens.
 

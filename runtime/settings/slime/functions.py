@@ -11,9 +11,10 @@ import importlib.util
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import Any, Final
+from typing import Any, Final, Protocol, Self
 
 PREFIX: Final = "slime:"
 PAGE: Final = "docs/reference/slime-functions.md"
@@ -21,7 +22,11 @@ PARAMETERS: Final[Mapping[tuple[str, ...], tuple[str, ...]]] = {
     ("sample",): ("args", "sample"),
     ("samples",): ("args", "samples"),
     ("group",): ("args", "samples"),
+    ("conversation",): ("args", "sample", "sampling_params"),
 }  # of our call, and of slime's function
+OPTIONAL: Final[Mapping[tuple[str, ...], tuple[str, ...]]] = {("conversation",): ("evaluation",)}  # if it has them
+ROUTER: Final = ("slime-router.invalid", 30000)  # no such host: `post` gives what is sent there to our engines
+GENERATE_URL: Final = f"http://{ROUTER[0]}:{ROUTER[1]}/generate"
 MIN_STD: Final = 1e-6
 
 
@@ -35,8 +40,34 @@ class Args:
         raise AttributeError(f"args.{name} is not provided to functions of slime: {PAGE}")
 
 
+class Router(Protocol):
+    """Answers the requests of a generate function of slime, as slime's router does."""
+
+    tokenizer: Any
+    sampling_params: dict[str, Any]
+
+    async def answer(self, payload: Any) -> dict[str, Any]:
+        """Answer a request to `/generate`."""
+        ...
+
+
+router_of_function: ContextVar[Router | None] = ContextVar("router_of_function", default=None)
+
+
 class Sample:
-    """slime's sample, with the fields that the caller has. What a generate function noted are attributes too."""
+    """slime's sample. A function gets one with the fields that the caller has; one that it creates has all of these.
+
+    What a generate function noted are attributes too.
+    """
+
+    prompt: str
+    tokens: list[int]
+    response: str
+    response_length: int
+    loss_mask: list[int] | None
+    rollout_log_probs: list[float] | None
+    reward: Any
+    remove_sample: bool
 
     class Status(enum.Enum):
         """The state of a sample."""
@@ -47,8 +78,20 @@ class Sample:
         ABORTED = "aborted"
         FAILED = "failed"
 
+    status: Status
+
     def __init__(self, **fields: Any) -> None:
+        if unknown := ", ".join(sorted(set(fields) - set(FIELDS))):
+            raise TypeError(f"Sample has no {unknown} here: {PAGE}")
+        self.__dict__.update({name: default() for name, default in FIELDS.items()})
         self.__dict__.update(fields)
+
+    @classmethod
+    def given(cls, **fields: Any) -> Self:
+        """Create a sample that has these fields alone."""
+        sample = cls.__new__(cls)
+        sample.__dict__.update(fields)
+        return sample
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"sample.{name} is not provided to functions of slime: {PAGE}")
@@ -57,6 +100,53 @@ class Sample:
         """The reward, which has been taken out of a dict by `reward.reward_key` already."""
         del args
         return self.reward
+
+    def append_response_tokens(
+        self,
+        args: Any = None,
+        *,
+        tokens: Sequence[int] | None = None,
+        log_probs: Sequence[float] | None = None,
+        trainable: bool = True,
+        meta_info: Mapping[str, Any] | None = None,
+        text: str | None = None,
+        update_terminal_info: bool = True,
+    ) -> None:
+        """Append tokens to the response, as slime does: those that do not train have log-prob 0."""
+        del args
+        new = [] if tokens is None else [int(token) for token in tokens]
+        given = None if log_probs is None else [float(value) for value in log_probs]
+        if given is not None and len(given) != len(new):
+            raise ValueError(f"log_probs length {len(given)} != tokens length {len(new)}")
+        if new and trainable is (given is None):
+            raise ValueError("tokens that train need log-probs, and others have none")
+        self.response += text or ""
+        if new:
+            before = self.response_length
+            if self.loss_mask is None:
+                self.loss_mask = [1] * before
+            if self.rollout_log_probs is None:
+                self.rollout_log_probs = [0.0] * before
+            self.tokens += new  # in place, as slime does: functions hold these lists
+            self.loss_mask += [int(trainable)] * len(new)
+            self.rollout_log_probs += given or [0.0] * len(new)
+            self.response_length = before + len(new)
+        if meta_info is not None and update_terminal_info and "finish_reason" in meta_info:
+            self.status = _ENDS.get(meta_info["finish_reason"]["type"], self.status)
+
+
+_ENDS: Final = {"length": Sample.Status.TRUNCATED, "abort": Sample.Status.ABORTED, "stop": Sample.Status.COMPLETED}
+FIELDS: Final[Mapping[str, Callable[[], Any]]] = {
+    **dict.fromkeys(("group_index", "index", "rollout_id", "multimodal_inputs", "label", "reward"), lambda: None),
+    **dict.fromkeys(("loss_mask", "rollout_log_probs", "session_id"), lambda: None),
+    **dict.fromkeys(("rollout_top_p_token_ids", "rollout_top_p_token_offsets"), lambda: None),
+    **dict.fromkeys(("prompt", "response"), str),
+    **dict.fromkeys(("tokens", "weight_versions"), list[Any]),
+    **dict.fromkeys(("response_length",), int),
+    **dict.fromkeys(("remove_sample",), bool),
+    "metadata": dict[str, Any],
+    "status": lambda: Sample.Status.PENDING,
+}  # of a sample that a function creates, with their defaults
 
 
 @dataclass
@@ -81,21 +171,43 @@ def check_reward_nonzero_std_with_fallback(args: Any, samples: Sequence[Any], **
 
 
 class GenerateState:
-    """slime's state of generation; its functions that generate do not run here."""
+    """slime's state of generation: the tokenizer and the sampling parameters. Only generate functions have it."""
 
     def __init__(self, args: Any) -> None:
-        del args
-        raise NotImplementedError(f"GenerateState: functions of slime do not generate here: {PAGE}")
+        router = router_of_function.get()
+        if router is None:
+            raise NotImplementedError(f"GenerateState: only rollout.custom_generate generates: {PAGE}")
+        self.args = args
+        self.tokenizer = router.tokenizer
+        self.processor = None  # of images
+        self.sampling_params = dict(router.sampling_params)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"GenerateState.{name} is not provided to functions of slime: {PAGE}")
 
 
 async def post(url: str, payload: Any, max_retries: int = 60, headers: Mapping[str, str] | None = None) -> Any:
-    """Send JSON to a server and return the JSON of its answer. It is sent once: the run repeats a failed score."""
+    """Send JSON to a server and return the JSON of its answer. It is sent once: the run repeats a failed score.
+
+    What a generate function sends to the router becomes a turn of its sample, from the engines of this run.
+    """
     import aiohttp  # heavier than everything else here
 
     del max_retries
+    if url.startswith(f"http://{ROUTER[0]}"):
+        router = router_of_function.get()
+        if router is None or url != GENERATE_URL:
+            raise ValueError(f"{url}: only a generate function posts to the router, and only to /generate: {PAGE}")
+        return await router.answer(payload)
     async with aiohttp.ClientSession() as session, session.post(url, json=payload, headers=headers) as response:
         response.raise_for_status()
         return await response.json(content_type=None)
+
+
+def load_function(path: str) -> Any:
+    """Import the function of a dotted path."""
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)
 
 
 # The names of each module; a text is the place of a function that is imported with the module, from the floor above
@@ -104,6 +216,7 @@ _NAMES: Final[Mapping[str, Mapping[str, Any]]] = {
     "slime.utils": {},
     "slime.utils.types": {"Sample": Sample},
     "slime.utils.http_utils": {"post": post},
+    "slime.utils.misc": {"load_function": load_function},
     "slime.rollout": {},
     "slime.rollout.sglang_rollout": {"GenerateState": GenerateState},
     "slime.rollout.rm_hub": {},
@@ -164,7 +277,9 @@ def sample_class() -> Any:
 
 
 def adapted(function: Callable[..., Any], parameters: Sequence[str], *, is_async: bool) -> Callable[[Any], Any]:
-    """Wrap a function of slime so that it takes our sample, samples or group."""
+    """Wrap a function of slime so that it takes our sample, samples or group. A generate function stays as it is."""
+    if parameters[0] == "conversation":
+        return function
     convert = {"sample": _sample, "samples": _samples, "group": _samples_of_group}[parameters[0]]
     args = Args(reward_key=None)
 
@@ -179,7 +294,7 @@ def adapted(function: Callable[..., Any], parameters: Sequence[str], *, is_async
 
 def _sample(graded: Any) -> Any:
     kind = sample_class()
-    sample = kind(
+    sample = _given(kind)(
         index=graded.index,
         prompt=graded.prompt,
         response=graded.response,
@@ -200,7 +315,7 @@ def _samples(graded: Sequence[Any]) -> list[Any]:
 def _samples_of_group(group: Any) -> list[Any]:
     kind = sample_class()
     return [
-        kind(
+        _given(kind)(
             group_index=group.group_id,
             index=index,
             reward=reward,
@@ -212,3 +327,8 @@ def _samples_of_group(group: Any) -> list[Any]:
             group.indices, group.rewards, group.response_lens, group.statuses, strict=True
         )
     ]
+
+
+def _given(kind: Any) -> Callable[..., Any]:
+    """Creates samples of that class: with the fields that are given alone, if it is ours."""
+    return kind.given if kind is Sample else kind

@@ -19,6 +19,11 @@ async def calculator(conversation: Conversation) -> None:
     conversation.sample_metadata["label"] = conversation.label
 
 
+async def calculator_with_another_prompt(conversation: Conversation) -> None:
+    conversation.begin([50, 51, 52])
+    await calculator(conversation)
+
+
 async def talks_once(conversation: Conversation) -> None:
     await conversation.generate()
 

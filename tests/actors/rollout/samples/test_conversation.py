@@ -82,19 +82,24 @@ async def test_turns_are_segments_and_what_stands_between_them_does_not_train(bu
     assert sample.metadata == {"last": "1 2 3 4", "label": "1", "num_turns": 3}
 
 
-async def test_a_halted_conversation_goes_on_in_the_turn_where_it_was(bus: Bus, router_url: str) -> None:
+@pytest.mark.parametrize(
+    ("function", "first"), [("calculator", [7, 8]), ("calculator_with_another_prompt", [50, 51, 52])]
+)
+async def test_a_halted_conversation_goes_on_in_the_turn_where_it_was(
+    bus: Bus, router_url: str, function: str, first: list[int]
+) -> None:
     """Its function runs again; the first turn is returned without an engine, the second one continued."""
     engine = ScriptedEngine()
     RUNS.clear()
 
     def script(prompt: list[int], params: dict[str, Any]) -> list[int]:
         engine.hold = len(engine.requests) == 2
-        return [1, 2, 3, 4] if len(prompt) <= 8 else [5, 6]
+        return [1, 2, 3, 4] if len(prompt) <= len(first) + 6 else [5, 6]
 
     engine.script = script
     async with serving(engine), anyio.create_task_group() as group:
         group.start_soon(grade, bus)
-        async with rollout_actor(bus, router_url, [engine], with_function("calculator")):
+        async with rollout_actor(bus, router_url, [engine], with_function(function)):
             await bus.publish(announcement(1))
             await bus.publish(one_sample())
             await engine.wait_for_streams(2)
@@ -114,11 +119,11 @@ async def test_a_halted_conversation_goes_on_in_the_turn_where_it_was(bus: Bus, 
     assert engine.requests[2]["input_ids"] == ids[: len(engine.requests[2]["input_ids"])]
     assert engine.requests[3]["input_ids"] == ids[: len(engine.requests[3]["input_ids"])]
     assert [segment.prompt_ids.tolist() for segment in segments if len(segment.prompt_ids)] == [
-        [7, 8],
+        first,
         [60, 61],
         [61, 62],
     ]
-    assert (sample.status, sample.metadata["num_turns"]) == (SampleStatus.COMPLETED, 3)
+    assert (sample.status, sample.prompt_len, sample.metadata["num_turns"]) == (SampleStatus.COMPLETED, len(first), 3)
 
 
 async def test_a_conversation_without_end_is_truncated_where_there_is_no_more_room(bus: Bus, router_url: str) -> None:
