@@ -92,6 +92,7 @@ class Environment(NamedTuple):
 ENVIRONMENTS = {
     ".venv": Environment(".venv", "laptop.lock", imports_us=True),
     ".venv-sglang": Environment(".venv-sglang", "sglang.lock", imports_us=False, foreign="sglang"),
+    ".venv-page": Environment(".venv-page", "page.lock", imports_us=False),
     ".venv-mlflow": Environment(".venv-mlflow", "mlflow.lock", imports_us=False),
     ".venv-tensorboard": Environment(".venv-tensorboard", "tensorboard.lock", imports_us=False),
     ".venv-wandb": Environment(".venv-wandb", "wandb.lock", imports_us=False),
