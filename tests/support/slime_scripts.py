@@ -30,10 +30,10 @@ HEAD: Final = """# slime's start scripts, {date}
 
 `bin/from-slime` read every bash script of slime at commit {commit} that starts training.
 `bin/start-topology --check --elsewhere` checked what it wrote. That check leaves out what only the machine of the run
-can show: GPUs, model and data files. These variables were given: {variables}.
+can show: GPUs, model and data files, and functions that a script names. These variables were given: {variables}.
 No script ran.
 
-"By hand" counts flags that someone must set: mostly functions and files of slime's. The check passes without them,
+"By hand" counts flags that someone must set: functions and files of slime's. The check passes without them,
 but the run is another one until they are set. The last column says why a script has no recipe, or its check fails.
 
 {good} of {all} scripts pass the check, {whole} of them with nothing to set by hand.

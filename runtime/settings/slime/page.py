@@ -21,7 +21,7 @@ flag of slime, in any table and with dashes or underscores, the error has the an
 
 `bin/from-slime SCRIPT` makes both files of a start script in bash, which it reads and never runs. Each setting names
 its flag; the recipe ends with the flags that became no setting, each with the reason or what to do. That way 41 of
-slime's 44 scripts pass `--check` ([the list](../results/2026-11-25-slime-scripts.md)).
+slime's 44 scripts pass `--check` ([the list](../results/2026-11-26-slime-scripts.md)).
 
 A recipe key that exists in slime keeps slime's name, without a prefix that the table's name has already:
 `--rollout-temperature` is `rollout.temperature`.

@@ -31,6 +31,10 @@ HUB: Final = "slime.rollout.filter_hub.dynamic_sampling_filters."
 SFT: Final = "slime.rollout.sft_rollout.generate_rollout"
 FULLY_ASYNC: Final = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
 FUNCTION: Final = re.compile(r"[A-Za-z_][\w.]*\.[A-Za-z_]\w*")
+FUNCTIONS: Final = {
+    "dynamic-sampling-filter-path": "rollout.dynamic_filter",
+    "custom-generate-function-path": "rollout.custom_generate",
+}  # flags that name a function of the user, which runs here as slime:module:function; also custom-rm-path
 
 
 class CannotConvert(Exception):
@@ -165,12 +169,24 @@ def _data(flags: Flags) -> Iterator[Setting]:
         yield Setting(key="data.0.path", value=path, remark="--prompt-data")
     if (given := flags.take("rm-type")) is not None and given.values:
         yield from _grader(flags, given, "data.0.rm_type")
-    if (given := flags.take("custom-rm-path")) is not None and given.values:
-        flags.leave(
-            given,
-            "by hand",
-            f"data.0.rm_type: {answer_of('custom-rm-path').remark}",
-        )
+    yield from _function(flags, "custom-rm-path", "data.0.rm_type")
+
+
+def _function(flags: Flags, flag: str, key: str) -> Iterator[Setting]:
+    """Write a function of the user into the recipe as it is. Those of slime itself need slime."""
+    given = flags.take(flag)
+    if given is None or not given.values:
+        return
+    path = given.values[0].text
+    if path == f"{HUB}check_reward_nonzero_std":
+        yield Setting(key=key, value="nonzero_std", remark=f"--{flag}")
+        return
+    if not FUNCTION.fullmatch(path) or path.startswith("slime."):
+        flags.leave(given, "by hand", f"{key}: {answer_of(flag).remark}")
+        return
+    flags.note_missing(given)
+    module, _, name = path.rpartition(".")
+    yield Setting(key=key, value=f"slime:{module}:{name}", remark=f"--{flag}; needs the PYTHONPATH of the script")
 
 
 def _grader(flags: Flags, given: Given, key: str) -> Iterator[Setting]:
@@ -211,11 +227,8 @@ def _algorithm(flags: Flags) -> Iterator[Setting]:
     if flags.program == "train_async.py" and flags.peek("debug-train-only") is None:
         yield Setting(key="rollout.max_staleness", value=1, remark="train_async.py: generation is one train step ahead")
     _leave_kl_loss(flags)
-    if (given := flags.take("dynamic-sampling-filter-path")) is not None and given.values:
-        if given.values[0].text == f"{HUB}check_reward_nonzero_std":
-            yield Setting(key="rollout.dynamic_filter", value="nonzero_std", remark="--dynamic-sampling-filter-path")
-        else:
-            flags.leave(given, "by hand", f"rollout.dynamic_filter: {answer_of(given.flag).remark}")
+    for flag, key in FUNCTIONS.items():
+        yield from _function(flags, flag, key)
     if (given := flags.take("rollout-function-path")) is not None and given.values:
         if given.values[0].text == SFT:
             flags.leave(given, "no", "follows from algorithm.loss_type")

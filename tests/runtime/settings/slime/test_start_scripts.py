@@ -234,8 +234,9 @@ def test_placement_follows_slime(tmp_path: Path, flags: str, trainer: str, engin
     [
         ("use-stateless-adam", "", "not yet"),
         ("moe-token-dispatcher-type", "flex", "not yet"),
-        ("custom-generate-function-path", "mine.generate", "by hand"),
-        ("custom-rm-path", "mine.reward", "by hand"),
+        ("custom-rm-path", "slime.rollout.on_policy_distillation.reward_func", "by hand"),
+        ("custom-generate-function-path", "generate", "by hand"),  # no module
+        ("rollout-function-path", "mine.rollout", "by hand"),
         ("rollout-batch-size", "many", "by hand"),
         ("no-such-flag", "1", "unknown"),
         ("sequence-parallel", "", "no"),
@@ -249,6 +250,20 @@ def test_placement_follows_slime(tmp_path: Path, flags: str, trainer: str, engin
 )
 def test_flags_that_become_no_setting(tmp_path: Path, flag: str, values: str, state: str) -> None:
     assert state_of(converted(tmp_path, f"--{flag} {values}"), flag) == state
+
+
+@pytest.mark.parametrize(
+    ("flag", "key"),
+    [
+        ("custom-rm-path", "data.0.rm_type"),
+        ("custom-generate-function-path", "rollout.custom_generate"),
+        ("dynamic-sampling-filter-path", "rollout.dynamic_filter"),
+    ],
+)
+def test_functions_of_the_user_are_written_into_the_recipe_as_they_are(tmp_path: Path, flag: str, key: str) -> None:
+    result = converted(tmp_path, f"--rm-type math --{flag} examples.mine.run.function")
+    assert value_of(result, key) == "slime:examples.mine.run:function"
+    assert not result.left
 
 
 def test_demonstrations(tmp_path: Path) -> None:
