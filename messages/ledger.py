@@ -67,7 +67,7 @@ class GroupRef(msgspec.Struct, frozen=True, kw_only=True):
 
 @register
 class BatchReady(Message, kw_only=True, tag="batch_ready"):
-    """The groups of one train step, in order of issue."""
+    """The groups of one train step, in order of issue. A large batch takes several events, one after another."""
 
     plane = Plane.EVENT
     topic = "ledger.batch_ready"
@@ -75,6 +75,8 @@ class BatchReady(Message, kw_only=True, tag="batch_ready"):
     step: int  # number of the batch, from 0
     groups: tuple[GroupRef, ...]
     passed_over: tuple[int, ...] = ()  # kept groups that the selection did not choose; they are closed next
+    index: int = 0  # of this event among those of the batch
+    num_events: int = 1  # of the batch, because one event is bounded
 
 
 @register

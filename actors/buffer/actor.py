@@ -11,7 +11,7 @@ import structlog
 from anyio import to_thread
 from anyio.abc import TaskStatus
 
-from actors.buffer.deciding.decide import Schedule, decide, halt_by_hand, snapshot_of
+from actors.buffer.deciding.decide import Schedule, decide, events_of, halt_by_hand, snapshot_of
 from actors.buffer.deciding.selecting import Selector
 from actors.buffer.deciding.selection import Selection
 from actors.buffer.deciding.tasks import eval_tasks, failed_ending, rollout_task, schedule_of, tasks_in_flight
@@ -161,6 +161,7 @@ class BufferActor(Actor):
             verdicts=has_filter(topology),
             tells_source=any(item.source_class is not None for item in topology.data),
         )
+        self._rest_of_batch: list[BatchReady] = []  # events of a batch that follow the one appended last
         self._left_out_step = 0  # newest checkpoint step whose snapshot fits neither into an event nor into chunks
         self._snapshot_lost = False  # the newest snapshot cannot be read: another one is due
         self._selector = Selector(topology, bus.publish)
@@ -317,6 +318,8 @@ class BufferActor(Actor):
                     prompts.settled()
                 self._snapshots.settled()
                 outstanding = await self._decide(schedule, prompts)
+                if not outstanding:
+                    self._rest_of_batch = []  # an event came between them: the batch is decided anew
             event = await self._fold_next(events)
             if state.incarnation > incarnation:
                 raise Fenced(f"buffer {state.incarnation} took over from buffer {incarnation}")
@@ -368,6 +371,8 @@ class BufferActor(Actor):
 
     async def _next_decision(self, schedule: Schedule) -> Message | None:
         """The next decision, if any. No event is folded while a user's selection function runs."""
+        if self._rest_of_batch:
+            return self._rest_of_batch.pop(0)
         state, snapshots = self._state, self._state.checkpoint_step > self._left_out_step
         if self._snapshot_lost:
             self._snapshot_lost = False
@@ -377,6 +382,8 @@ class BufferActor(Actor):
             if decision.kind == "buffer_filter" and await self._pressure.holds(state):
                 return None  # a choice could not be issued now
             decision = decide(state, schedule, await self._selector.choose(decision), snapshots=snapshots)
+        if isinstance(decision, BatchReady):
+            decision, *self._rest_of_batch = events_of(decision)
         return decision
 
     async def _effects(self, event: Message, prompts: TrainingPrompts) -> None:

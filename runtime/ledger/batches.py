@@ -20,8 +20,11 @@ OVER_SAMPLING_FILTER: Final = "over_sampling_filter"  # reason of groups that th
 
 
 def take_batch(state: LedgerState, event: BatchReady) -> tuple[Change, ...]:
-    """Put the kept groups of the event into the batch of a step."""
-    kept = tuple(ref for ref in event.groups if _is_kept(state, ref))
+    """Put the kept groups of a batch into a step, once all its events are here."""
+    batch = state.gather(event)
+    if batch is None:
+        return ()
+    kept = tuple(ref for ref in batch.groups if _is_kept(state, ref))
     if not kept or not state.takes_batch(event.step):
         return ()
     groups = tuple(state.groups[ref.group_id] for ref in kept if ref.group_id >= state.first_group)
@@ -34,7 +37,7 @@ def take_batch(state: LedgerState, event: BatchReady) -> tuple[Change, ...]:
     if is_next:  # the groups of this batch's rounds that still run came too late
         state.rounds_ahead_before = state.rounds_ahead
     state.barren = 0
-    return (Batched(event.step, groups, _pass_over(state, event)),)
+    return (Batched(event.step, groups, _pass_over(state, batch)),)
 
 
 def _pass_over(state: LedgerState, event: BatchReady) -> tuple[Group, ...]:

@@ -5,7 +5,15 @@ from typing import Final
 
 import msgspec
 
-from messages import BatchTrained, CheckpointSaved, GroupRef, PayloadsMissing, TrainerStarted, UntrainedSamples
+from messages import (
+    BatchReady,
+    BatchTrained,
+    CheckpointSaved,
+    GroupRef,
+    PayloadsMissing,
+    TrainerStarted,
+    UntrainedSamples,
+)
 
 StepEvent = BatchTrained | TrainerStarted | CheckpointSaved | PayloadsMissing
 STEP_EVENTS: Final = (BatchTrained, TrainerStarted, CheckpointSaved, PayloadsMissing)
@@ -49,6 +57,7 @@ class Steps(msgspec.Struct, kw_only=True, dict=True):
     trained_steps: int = 0  # number of trained steps in the log
     trainer_incarnation: int = 0
     checkpoint_step: int = 0
+    gathered: BatchReady | None = None  # the events of a batch so far, of which more follow
 
     def takes_batch(self, step: int) -> bool:
         """Whether a batch of this step is accepted now."""
@@ -61,6 +70,23 @@ class Steps(msgspec.Struct, kw_only=True, dict=True):
     def reopen(self, step: int) -> None:
         """Accept another batch of a step, for readers of a log that lacks its PayloadsMissing event."""
         self.taken_back = tuple(sorted({*self.taken_back, step}))
+
+    def gather(self, event: BatchReady) -> BatchReady | None:
+        """Join the events of a batch: return the whole batch with its last event, None before.
+
+        An event without the ones before it is ignored: a buffer that ended between them decides anew.
+        """
+        before, self.gathered = self.gathered, None
+        if event.index:
+            due = before and (before.incarnation, before.step, before.index + 1)
+            if before is None or due != (event.incarnation, event.step, event.index):
+                return None
+            groups, passed_over = before.groups + event.groups, before.passed_over + event.passed_over
+            event = msgspec.structs.replace(event, groups=groups, passed_over=passed_over)
+        if event.index + 1 < event.num_events:
+            self.gathered = event
+            return None
+        return event
 
     def make(self, step: int, batch: Batch) -> None:
         """Record a new batch."""

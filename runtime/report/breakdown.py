@@ -222,7 +222,8 @@ class Breakdown(msgspec.Struct):
             case GroupsClosed():
                 self._end(event.group_ids, time)
             case BatchReady():
-                self.batches[event.step] = time, tuple(ref.group_id for ref in event.groups)
+                before = self.batches[event.step][1] if event.index and event.step in self.batches else ()
+                self.batches[event.step] = time, (*before, *(ref.group_id for ref in event.groups))
             case BatchTrained():
                 self.last = time
                 return self._train(event, time)

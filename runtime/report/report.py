@@ -172,7 +172,8 @@ class Report(msgspec.Struct):
         return [Line(text) for text in texts]
 
     def _batch(self, event: BatchReady, seq: int) -> list[Notice]:
-        if event.step + 1 != self.num_steps or seq < self.first_seq or not event.groups:
+        is_first = event.index == 0  # one sample is shown of a batch
+        if not is_first or event.step + 1 != self.num_steps or seq < self.first_seq or not event.groups:
             return []
         return [SampleShown("last", max(ref.event_seq for ref in event.groups), graded=self.graded)]
 

@@ -26,6 +26,7 @@ __all__ = ["EvalPlan", "Schedule", "decide", "eval_metrics"]
 
 MAX_CLOSED = 512  # groups closed by one event: it is folded at once; further events close the rest
 MAX_ISSUED = 4096  # groups issued by one event, whose size the bus limits; further events issue the rest
+MAX_BATCHED = 4096  # groups of a batch in one event, and as many that it passes over
 POOLED_REFILLS = 4  # size of the pool, in over-sampling batches; the oldest groups beyond it are closed
 POOLED_ROUNDS = 8  # rounds that a group may stay in the pool: its payloads keep newer ones from being purged
 
@@ -124,6 +125,22 @@ def _batch(state: LedgerState, step: int, groups: Sequence[Group], passed_over: 
         for group in sorted(groups, key=lambda group: group.group_id)
     )
     return BatchReady(incarnation=state.incarnation, step=step, groups=refs, passed_over=tuple(passed_over))
+
+
+def events_of(batch: BatchReady) -> list[BatchReady]:
+    """Split a batch into events, to be appended one after another without another decision between them."""
+    size = max(len(batch.groups), len(batch.passed_over))
+    starts = range(0, max(size, 1), MAX_BATCHED)
+    return [
+        msgspec.structs.replace(
+            batch,
+            groups=batch.groups[start : start + MAX_BATCHED],
+            passed_over=batch.passed_over[start : start + MAX_BATCHED],
+            index=index,
+            num_events=len(starts),
+        )
+        for index, start in enumerate(starts)
+    ]
 
 
 def _open_step(state: LedgerState, schedule: Schedule) -> int | None:

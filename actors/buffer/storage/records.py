@@ -59,7 +59,7 @@ class Records:
                 self._ledger.reopen(event.step)
         for change in fold(self._ledger, event, seq):
             pair = self._take(change, seq) or pair
-        if isinstance(event, BatchReady):
+        if isinstance(event, BatchReady) and self._ledger.gathered is None:
             self.next_step = max(self.next_step, event.step + 1)
         return pair
 

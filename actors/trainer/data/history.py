@@ -73,6 +73,7 @@ class History:
             trained_steps=ledger.trained_steps,
             trainer_incarnation=ledger.trainer_incarnation,
             checkpoint_step=ledger.checkpoint_step,
+            gathered=ledger.gathered,
         )
         self.settled = 0  # batches of lower steps are no longer needed
         self._cited = {group.event_seq for group in ledger.groups.values()}
@@ -129,8 +130,9 @@ class History:
                 self._verdicts = event.verdicts
                 self.kept |= dict.fromkeys(() if event.verdicts else self.completed)
             case BatchReady():
-                if self._steps.takes_batch(event.step):
-                    self._steps.make(event.step, Batch(groups=event.groups))
+                batch = self._steps.gather(event)
+                if batch is not None and self._steps.takes_batch(batch.step):
+                    self._steps.make(batch.step, Batch(groups=batch.groups))
                     self.settle(self.settled)
             case CheckpointRequested():
                 self.requested_step = max(self.requested_step, event.step)

@@ -12,8 +12,10 @@ import msgspec
 import pytest
 
 from actors.buffer.actor import BufferActor
-from actors.buffer.ledger_log import LedgerLog
+from actors.buffer.deciding.decide import events_of
+from actors.buffer.ledger_log import LEDGER_OWN, LedgerLog
 from actors.registry import hosted
+from actors.trainer.data.history import History
 from messages import (
     BatchReady,
     BufferStarted,
@@ -25,6 +27,7 @@ from messages import (
     GroupAborted,
     GroupCompleted,
     GroupFailed,
+    GroupRef,
     GroupsIssued,
     HaltAnswered,
     HaltRequested,
@@ -342,3 +345,40 @@ async def test_a_buffer_that_was_overtaken_appends_nothing(bus: Bus, topology: T
     late = LedgerLog(bus, tmp_path, TEST_STREAMS.event_bytes)
     await bus.append(BufferStarted(incarnation=1), expected_last=0)
     assert await late.append(BufferStarted(incarnation=1)) == 0
+
+
+async def test_the_events_of_a_batch_follow_each_other(
+    bus: Bus, topology: Topology, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("actors.buffer.deciding.decide.MAX_BATCHED", 1)
+    async with buffer(bus, topology), bus.read(BatchReady, RoundHalted, GroupsIssued) as events:
+        await bus.publish(announcement(1))
+        await next_event(bus, GroupsIssued)
+        for group_id in (0, 1):
+            await complete(bus, group_id)
+        await bus.publish(announcement(2, step=1))  # the next round may begin
+        found = [received.message for _ in range(4) if (received := await events.next(10)) is not None]
+    assert [(type(event), getattr(event, "index", 0)) for event in found] == [
+        (GroupsIssued, 0),
+        (BatchReady, 0),
+        (BatchReady, 1),
+        (GroupsIssued, 0),
+    ]
+    assert [ref.group_id for event in found if isinstance(event, BatchReady) for ref in event.groups] == [0, 1]
+
+
+async def test_a_batch_of_100_000_groups_goes_over_the_bus_and_is_one_again(bus: Bus, tmp_path: Path) -> None:
+    own = LedgerLog(bus, tmp_path, TEST_STREAMS.event_bytes)
+    own.state.first_group = 100_000  # older groups are trusted
+    refs = tuple(GroupRef(group_id=number, attempt=0, event_seq=number + 1) for number in range(100_000))
+    history = History()
+    async with bus.read(*LEDGER_OWN) as events:
+        for part in events_of(BatchReady(incarnation=0, step=0, groups=refs)):
+            assert not history.batches
+            seq = await own.append(part)
+            received = await events.next(10)
+            assert received is not None
+            assert received.seq == seq > 0
+            await own.fold(received)
+            history.fold(received.message, seq)
+    assert own.state.batches[0].groups == history.batches[0].groups == refs

@@ -5,10 +5,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from actors.buffer.deciding.decide import EvalPlan, Schedule, decide
+from actors.buffer.deciding.decide import EvalPlan, Schedule, decide, events_of
 from actors.buffer.deciding.selection import Chosen, Selection
 from messages import (
     BatchReady,
+    BufferStarted,
     EvalIssued,
     GroupsClosed,
     GroupsIssued,
@@ -19,6 +20,7 @@ from messages import (
     SnapshotTaken,
     encode,
 )
+from runtime.ledger.changes import Batched
 from runtime.ledger.fold import FOLD_VERSION, Group, LedgerState, Stage, fold
 
 RUNS, ENDED, KEPT, POOLED, SPARE = Stage.IN_FLIGHT, Stage.COMPLETED, Stage.READY, Stage.POOLED, Stage.SPARE
@@ -83,6 +85,38 @@ def test_the_rest_of_a_large_issue_is_of_its_round_alone() -> None:
     next_round = decide(state, rules)
     assert isinstance(next_round, GroupsIssued)
     assert (next_round.round, len(next_round.groups), next_round.more) == (1, 4096, 904)
+
+
+def batch_of(state: LedgerState, rules: Schedule) -> BatchReady:
+    batch = decide(state, rules)
+    assert isinstance(batch, BatchReady)
+    return batch
+
+
+def test_a_large_batch_is_made_by_several_events_that_every_server_takes() -> None:
+    state = ledger(*[KEPT] * 100_000)
+    batch = batch_of(state, schedule(100_000, 100_000))
+    events = events_of(msgspec.structs.replace(batch, passed_over=tuple(range(200_000, 300_000))))
+    assert max(len(encode(event).payload) for event in events) < 1 << 20  # the default limit of nats-server
+    for seq, event in enumerate(events, start=1):
+        assert not state.batches
+        changes = fold(state, event, seq)
+    assert [len(change.groups) for change in changes if isinstance(change, Batched)] == [100_000]
+    assert state.batches[0].groups == batch.groups
+    assert (state.gathered, len(state.in_stage(Stage.BATCHED))) == (None, 100_000)
+
+
+def test_a_batch_whose_buffer_ends_between_its_events_is_decided_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("actors.buffer.deciding.decide.MAX_BATCHED", 2)
+    state, rules = ledger(*[KEPT] * 5), schedule(5, 5)
+    first, second, third = events_of(batch_of(state, rules))
+    fold(state, first, 1)
+    fold(state, BufferStarted(incarnation=1), 2)
+    anew = events_of(batch_of(state, rules))
+    for seq, event in enumerate((anew[0], second, third, *anew), start=3):
+        assert not state.batches
+        fold(state, event, seq)
+    assert [ref.group_id for ref in state.batches[0].groups] == list(range(5))
 
 
 @pytest.mark.parametrize("stages", [[RUNS] * 4, [RUNS] * 6, [KEPT, KEPT, RUNS, RUNS], [KEPT, ENDED, RUNS, RUNS]])

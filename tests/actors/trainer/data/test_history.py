@@ -53,6 +53,15 @@ def test_an_empty_log_knows_nothing() -> None:
     assert (history.frontier, history.incarnation, history.version, history.confirmed) == (0, 0, 0, 0)
 
 
+def test_a_batch_of_several_events_is_one_once_all_of_them_are_here() -> None:
+    parts = [msgspec.structs.replace(ready(0, (index, 9 + index)), index=index, num_events=3) for index in range(3)]
+    history = folded(*parts[:2])
+    assert history.batches == {}
+    history.fold(parts[2], 3)
+    assert [ref.group_id for ref in history.batches[0].groups] == [0, 1, 2]
+    assert folded(parts[0], parts[2]).batches == folded(*parts[1:]).batches == {}
+
+
 def test_the_frontier_is_the_furthest_step_ever_done_whatever_was_replayed_later() -> None:
     assert folded(trained(0), trained(1), trained(0)).frontier == 2
 
