@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,18 +12,23 @@ if __name__ == "__main__":
 
     handle_ctrl_c()
 
-from bin.entry import Screen, ended, parser_of, run
+from bin.entry import Screen, WrongInput, ended, parser_of, run
 from runtime.util.exit_codes import EXIT_FAILED, EXIT_INPUT_ERROR, EXIT_OK
+from runtime.util.formatting import count_of
 
 if TYPE_CHECKING:
+    from messages import Message
+    from runtime.bus.events import Received
+    from runtime.node.observing import Take
     from runtime.node.reopen import FoundRun
     from runtime.report.observed import Observed
-    from runtime.report.trace import Trace
+    from runtime.report.rows import MetricRow
 
 EPILOG = """The file needs no network and no other file. It has what bin/watch --page shows, as of the newest event.
 With --trace the command also writes spans of groups, steps and weight updates, for https://ui.perfetto.dev.
+With --parquet it also writes steps, groups, samples, requests, scores and processes, a file each; it needs pyarrow.
 
-exit codes: 0 written; 1 the log cannot be read or a file cannot be written; 2 the run does not exist"""
+exit codes: 0 written; 1 the log cannot be read or a file cannot be written; 2 the run or pyarrow does not exist"""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -37,6 +43,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", metavar="FILE", type=Path, help="The file to write; by default RUN.html.")
     parser.add_argument("--compare", metavar="RUN2", help="Also show curves, times and differing settings of this run.")
     parser.add_argument("--trace", metavar="FILE", type=Path, help="Also write a trace in the JSON format of Perfetto.")
+    parser.add_argument(
+        "--parquet", metavar="DIR", type=Path, help="Also write the run's tables as Parquet files into this directory."
+    )
     return parser
 
 
@@ -47,6 +56,7 @@ def _report(args: argparse.Namespace) -> int:
     from runtime.node.external_clients import ClientsUnreadable
     from runtime.node.reopen import NoLog, NoSuchRun, find_run
     from runtime.process.logs import silenced
+    from runtime.report.parquet import ParquetMissing, load_pyarrow
     from runtime.util.errors import flatten
 
     try:
@@ -55,10 +65,15 @@ def _report(args: argparse.Namespace) -> int:
     except NoSuchRun as error:
         Screen(sys.stderr).show(str(error))
         return EXIT_INPUT_ERROR
+    if args.parquet is not None:
+        try:
+            load_pyarrow()
+        except ParquetMissing as error:
+            raise WrongInput(f"--parquet: {error}") from None
     problems: list[BaseException] = []
     try:
         with silenced():
-            anyio.run(_write, found, other, args.out or Path(f"{found.name}.html"), args.trace)
+            anyio.run(_write, found, other, args.out or Path(f"{found.name}.html"), args)
     except* (NoLog, BusError, ClientsUnreadable, OSError, ValueError) as errors:
         problems = flatten(errors)
     if problems:
@@ -66,38 +81,53 @@ def _report(args: argparse.Namespace) -> int:
     return EXIT_FAILED if problems else EXIT_OK
 
 
-async def _write(found: "FoundRun", other: "FoundRun | None", out: Path, trace_file: Path | None) -> None:
-    from actors.observer.page import report_page
+async def _write(found: "FoundRun", other: "FoundRun | None", out: Path, args: argparse.Namespace) -> None:
+    from actors.observer.page import observed_of, report_page
+    from runtime.report.parquet import parquet_tables
+    from runtime.report.tables import HELD_STEPS, Tables
     from runtime.report.trace import Trace
     from runtime.util.files import write_atomically
 
-    trace = Trace()
-    observed, settings, live = await _fold(found, trace if trace_file is not None else None)
-    compared = None if other is None else (await _fold(other))[:2]
-    screen = Screen(sys.stdout)
+    observed, settings = observed_of(found)
+    screen, trace, tables = Screen(sys.stdout), Trace(), Tables(observed)
+    with nullcontext() if args.parquet is None else parquet_tables(args.parquet) as files:
+
+        def take(received: "Received[Message]", rows: "list[MetricRow]") -> None:
+            if args.trace is not None:
+                trace.apply(received.message, received.unix_time)
+            if files is not None:
+                files.add(tables.apply(received.message, received.seq, received.unix_time, rows))
+
+        live = await _fold(found, observed, take if files is not None or args.trace is not None else None)
+        if files is not None:
+            files.add(tables.finish(observed.open_row))
+    compared = None if other is None else observed_of(other)
+    if other is not None and compared is not None:
+        await _fold(other, compared[0])
     write_atomically(out, report_page(observed, settings, live=live, other=compared))
     screen.show(f"report    {out}, {observed.num_events:,} events, {observed.steps} steps")
-    if trace_file is not None:
-        write_atomically(trace_file, trace.encoded())
+    if args.trace is not None:
+        write_atomically(args.trace, trace.encoded())
         left_out = f"; {trace.num_left_out:,} oldest ones are left out" if trace.num_left_out else ""
-        screen.show(f"trace     {trace_file}, {len(trace.events):,} spans{left_out}")
+        screen.show(f"trace     {args.trace}, {len(trace.events):,} spans{left_out}")
+    if files is not None:
+        screen.show(f"tables    {args.parquet}: {', '.join(f'{name} {num:,}' for name, num in files.num_rows.items())}")
+        if tables.num_late:
+            late = count_of(tables.num_late, "evaluation")
+            screen.show(f"{late} ended over {HELD_STEPS} steps late, and are not in the table steps")
 
 
-async def _fold(found: "FoundRun", trace: "Trace | None" = None) -> "tuple[Observed, dict[str, str], bool]":
-    """Fold a run as of now; return also its settings, and whether it goes on."""
-    from actors.observer.page import observed_of
+async def _fold(found: "FoundRun", observed: "Observed", take: "Take | None" = None) -> bool:
+    """Fold a run as of now; return whether it goes on."""
     from runtime.node.observing import observing
 
-    observed, settings = observed_of(found)
     notes = Screen(sys.stderr)
-    async with observing(found, observed, note=notes.show, waits=False, restores=trace is None) as folding:
+    async with observing(found, observed, note=notes.show, waits=False, take=take) as folding:
         live = folding.events.live
-        async for batch in folding.batches():
-            if trace is not None:
-                for received in batch:
-                    trace.apply(received.message, received.unix_time)
+        async for _ in folding.batches():
+            pass
     notes.show_all(observed.problems)
-    return observed, settings, live
+    return live
 
 
 if __name__ == "__main__":

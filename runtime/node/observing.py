@@ -25,6 +25,7 @@ from runtime.node.claims.run_id import RunMismatch, id_in
 from runtime.node.following import Followed, followed
 from runtime.node.reopen import FoundRun
 from runtime.report.observed import Observed
+from runtime.report.rows import MetricRow
 from runtime.util.files import write_atomically
 
 SNAPSHOT_EVERY: Final = 100_000  # events
@@ -35,6 +36,7 @@ MAX_LINE: Final = 4096  # bytes of the first line
 FIRST_EVENT_S: Final = 10.0  # until the log has the newest event of a snapshot
 
 Batch = list[Received[Message]]
+Take = Callable[[Received[Message], list[MetricRow]], None]
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True):
@@ -178,9 +180,16 @@ class Observing:
     """The events of a run, folded as they come. Opened by `observing`."""
 
     def __init__(
-        self, observed: Observed, events: Followed, snapshots: Snapshots, begin: Batch, note: Callable[[str], None]
+        self,
+        observed: Observed,
+        events: Followed,
+        snapshots: Snapshots,
+        begin: Batch,
+        note: Callable[[str], None],
+        take: Take | None,
     ) -> None:
         self.events = events
+        self._take = take
         self._note = note
         self._observed = observed
         self._snapshots = snapshots
@@ -201,7 +210,9 @@ class Observing:
     async def _fold(self, batch: Batch) -> None:
         observed = self._observed
         for received in batch:
-            observed.apply(received.message, received.seq, received.unix_time)
+            rows = observed.apply(received.message, received.seq, received.unix_time)
+            if self._take is not None:
+                self._take(received, rows)
         self._note_problems()
         number = observed.num_events // SNAPSHOT_EVERY
         if number > self._kept and observed.first_seq == 1 and not observed.problems:
@@ -221,7 +232,7 @@ async def observing(
     *,
     note: Callable[[str], None],
     waits: bool = True,
-    restores: bool = True,
+    take: Take | None = None,
 ) -> AsyncGenerator[Observing, None]:
     """Follow a run as `followed` does for the duration of a block, and fold its events.
 
@@ -233,13 +244,14 @@ async def observing(
         observed: the fold; one that is not empty goes on after its newest event.
         note: called with a line per snapshot that cannot be used or written.
         waits: whether to wait for new events while a daemon runs the run.
-        restores: whether a snapshot may be used. If not, the caller gets all events.
+        take: called with each event after it was folded, and with the rows of metrics that it completed. No snapshot
+            is used then, so that it gets all events.
 
     Raises:
         NoLog, BusError, OSError: as `followed` does.
     """
     snapshots = await to_thread.run_sync(Snapshots, run, observed)
-    if restores and not observed.num_events:
+    if take is None and not observed.num_events:
         found = await to_thread.run_sync(snapshots.read)
         if snapshots.problem:
             note(snapshots.problem)
@@ -250,8 +262,8 @@ async def observing(
                     begin = await anext(events.batches(), None)
                 if begin is not None and (begin[0].seq, begin[0].unix_time) == (found.seq, found.time):
                     observed.become(found)
-                    yield Observing(observed, events, snapshots, begin[1:], note)
+                    yield Observing(observed, events, snapshots, begin[1:], note, take)
                     return
             note(f"a snapshot is not used: the log has another event {found.seq} than its newest one")
     async with followed(run, from_seq=observed.seq + 1, waits=waits) as events:
-        yield Observing(observed, events, snapshots, [], note)
+        yield Observing(observed, events, snapshots, [], note, take)

@@ -142,8 +142,8 @@ class Observed(msgspec.Struct):
         report = self._report
         report.run, report.num_steps, report.step_groups = self.run, self.num_steps, self.step_groups
 
-    def apply(self, event: Message, seq: int, time: float) -> None:
-        """Fold the next event.
+    def apply(self, event: Message, seq: int, time: float) -> list[MetricRow]:
+        """Fold the next event; return the rows of metrics that it completes.
 
         Args:
             event: the event.
@@ -155,6 +155,7 @@ class Observed(msgspec.Struct):
         self.num_events, self.seq, self.time = self.num_events + 1, seq, time
         self._begin_late(event, seq)
         self._waiting = {}
+        rows: list[MetricRow] = []
         for notice in self._report.apply(event, seq, time):
             match notice:
                 case Line(text):
@@ -163,6 +164,7 @@ class Observed(msgspec.Struct):
                 case RowDone(row):
                     self._put(row)
                     self.counts.take(row)
+                    rows.append(row)
                 case _:
                     pass
         step = self.breakdown.apply(event, time)
@@ -174,6 +176,7 @@ class Observed(msgspec.Struct):
         if time - self._course_at >= COURSE_EVERY_S:
             self._course_at = time
             self.course.add((time, *msgspec.structs.astuple(self._report.ledger.books())))
+        return rows
 
     def _begin_late(self, event: Message, seq: int) -> None:
         """Take the ledger from the first snapshot, if the log does not begin with the run."""
@@ -268,6 +271,11 @@ class Observed(msgspec.Struct):
     def steps(self) -> int:
         """Number of trained steps."""
         return self._report.steps
+
+    @property
+    def open_row(self) -> MetricRow | None:
+        """Metrics of the newest step, which an evaluation may still complete."""
+        return self._report.open_row
 
     def curves(self, since: int = 0) -> list[MetricRow]:
         """The rows that events after a log sequence changed, with numbers that JSON cannot express as text."""

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import anyio
 import msgspec
 import pytest
+from pyarrow import parquet
 
 from actors.observer.page import report_page
 from bin.report import main
@@ -54,6 +56,22 @@ def test_a_report_compares_two_runs(ended: Path, tmp_path: Path) -> None:
     assert state["other"]["rows"] == state["rows"] != []
     assert state["other"]["times"]["totals"] == state["times"]["totals"]
     assert called(main, str(ended), "--compare", "nobody", cwd=tmp_path).returncode == 2
+
+
+def test_tables_are_written_beside_the_report(ended: Path, tmp_path: Path) -> None:
+    done = called(main, str(ended), "--parquet", "tables", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "tables    tables: steps 1, groups 8, samples 5, requests 5, scores 6, processes 0" in done.stdout
+    states = Counter(parquet.read_table(tmp_path / "tables" / "groups.parquet")["state"].to_pylist())
+    assert states == {"trained": 4, "dropped": 2, "failed": 1, "in_flight": 1}
+
+
+def test_without_pyarrow_nothing_is_read(ended: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)  # what an import meets where it is not installed
+    done = called(main, str(ended), "--parquet", "tables", cwd=tmp_path)
+    assert done.returncode == 2
+    assert re.search(r'--parquet: .*bin/setup, or pip install "physarum\[parquet\]"', done.stderr)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_text_of_a_run_stays_a_text() -> None:

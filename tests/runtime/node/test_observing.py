@@ -9,11 +9,14 @@ import anyio
 import msgspec
 import pytest
 
+from messages import Message
+from runtime.bus.events import Received
 from runtime.ledger.archive import ARCHIVE, ArchivedEvent, archived_files
 from runtime.node import observing as module
-from runtime.node.observing import SNAPSHOT_FILE, Header, Snapshots, observing
+from runtime.node.observing import SNAPSHOT_FILE, Header, Snapshots, Take, observing
 from runtime.node.reopen import FoundRun
 from runtime.report.observed import Observed
+from runtime.report.rows import MetricRow
 from tests.support.archived_run import RUN, make_archived_run
 
 EVERY = 100
@@ -37,10 +40,10 @@ def run(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FoundRun
     return FoundRun(name=RUN, directory=tmp_path / RUN)
 
 
-async def fold(run: FoundRun, num_steps: int = 9, *, restores: bool = True) -> tuple[Observed, list[int], list[str]]:
+async def fold(run: FoundRun, num_steps: int = 9, *, take: Take | None = None) -> tuple[Observed, list[int], list[str]]:
     """Fold a run; return also the sequences of the events that were read for it, and the notes."""
     observed, seqs, notes = Observed(run.name, num_steps), list[int](), list[str]()
-    async with observing(run, observed, note=notes.append, waits=False, restores=restores) as folding:
+    async with observing(run, observed, note=notes.append, waits=False, take=take) as folding:
         async for batch in folding.batches():
             seqs += [received.seq for received in batch]
     return observed, seqs, notes
@@ -53,7 +56,7 @@ async def test_a_second_observer_folds_only_what_came_after_the_newest_snapshot(
     again, seqs, notes = await fold(run)
     assert (again, notes) == (first, [])
     assert seqs == list(range(301, first.seq + 1))  # the end of the first batch with 300 events
-    every, seqs, _ = await fold(run, restores=False)
+    every, seqs, _ = await fold(run, take=ignore)
     assert (every, seqs[0]) == (first, 1)
 
 
@@ -63,6 +66,10 @@ async def test_a_snapshot_at_the_end_of_the_log_is_enough(run: FoundRun, monkeyp
     first, _, _ = await fold(run)
     again, seqs, notes = await fold(run)
     assert (again, seqs, notes) == (first, [], [])
+
+
+def ignore(received: Received[Message], rows: list[MetricRow]) -> None:
+    """Take each event, so that no snapshot is used."""
 
 
 def first_line(content: bytes, **changes: object) -> bytes:
@@ -126,7 +133,7 @@ async def test_a_log_with_another_event_at_its_place_is_another_log(run: FoundRu
     file.path.write_bytes(gzip.compress(b"\n".join(map(msgspec.json.encode, late))))
     again, seqs, notes = await fold(run)
     assert seqs[0] == 1
-    assert again == (await fold(run, restores=False))[0]
+    assert again == (await fold(run, take=ignore))[0]
     assert notes == ["a snapshot is not used: the log has another event 300 than its newest one"]
 
 
