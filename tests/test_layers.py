@@ -372,7 +372,7 @@ ONLY_SAYS = {
     "runtime.report.lines",  # matches on them for the words of a failure
     "runtime.report.breakdown",  # notes their times, whatever they change
     "runtime.report.observed",  # shows them
-    "runtime.report.trace",  # shows their times
+    "runtime.report.spans",  # shows their times
     "runtime.report.advice",  # counts verdicts
 }
 

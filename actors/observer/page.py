@@ -30,11 +30,18 @@ FILES: Final = {  # what is served, and as what; nothing else is
     "samples.js": "text/javascript",
     "app.js": "text/javascript",
     "advice.js": "text/javascript",
+    "timeline.js": "text/javascript",
     "app.css": "text/css",
     "uPlot.iife.min.js": "text/javascript",
     "uPlot.min.css": "text/css",
 }
-SCRIPTS: Final = ("uPlot.iife.min.js", "advice.js", "samples.js", "app.js")  # in the order in which they run
+SCRIPTS: Final = (
+    "uPlot.iife.min.js",
+    "advice.js",
+    "timeline.js",
+    "samples.js",
+    "app.js",
+)  # in the order in which they run
 HEADERS: Final = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
@@ -51,6 +58,8 @@ PING_EVERY_S: Final = 15.0  # without a change, so that a lost page is noticed
 SEND_TIMEOUT_S: Final = 30.0  # a page that takes nothing for so long is dropped; it connects again by itself
 LATE_STEPS: Final = 8  # newest steps whose times a late checkpoint may change
 MAX_STREAMS: Final = 16  # pages open at once
+MAX_DIGITS: Final = 9  # of a number in a query
+REPORT_STEPS: Final = 20  # newest steps whose timeline is in a report
 AGAIN_S: Final = 2.0  # after a log that cannot be read
 LOOK_EVERY_S: Final = 1.0  # whether a run that ended was started again
 
@@ -113,6 +122,7 @@ class Page:
         application.router.add_get("/", self._index)
         application.router.add_get("/static/{name}", self._file)
         application.router.add_get("/events", self._events)
+        application.router.add_get("/timeline", self._timeline)
         add_routes(application, self._samples, _responded)
         return application
 
@@ -144,6 +154,14 @@ class Page:
 
     def _content(self, name: str) -> web.Response:
         return web.Response(body=self._files[name], content_type=FILES[name], charset="utf-8", headers=HEADERS)
+
+    async def _timeline(self, request: web.Request) -> web.StreamResponse:
+        """Send the spans of some steps."""
+        last, num_steps = request.query.get("last", "0"), request.query.get("steps", "1")
+        if not all(text.isascii() and text.isdigit() and len(text) <= MAX_DIGITS for text in (last, num_steps)):
+            return _refused(400, "last and steps are numbers of steps.")
+        window = self._observed.timeline.window(int(last), int(num_steps))
+        return _responded(200, msgspec.json.encode(window), "application/json")
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
         """Send all that there is, then what changes, until the page is closed."""
@@ -219,6 +237,7 @@ def report_page(
     files = {name: (STATIC / name).read_text(encoding="utf-8") for name in FILES}
     scripts, styles = SCRIPTS, ("uPlot.min.css", "app.css")
     shown = _state_of(observed, settings, live=live)
+    shown["timeline"] = observed.timeline.window(0, REPORT_STEPS)
     if other is not None:
         run, its = other
         shown["other"] = {"run": run.run, "rows": run.curves(), "times": run.times(), "settings": its}

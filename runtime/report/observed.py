@@ -36,6 +36,7 @@ from runtime.report.breakdown import PARTS, Breakdown, StepTime
 from runtime.report.counts import Counts
 from runtime.report.report import Line, Report, RowDone
 from runtime.report.rows import MetricRow, spelled
+from runtime.report.spans import Timeline
 
 KEPT_ROWS: Final = 1_000  # at twice as many every second one is left out, and every second new one
 KEPT_COURSE: Final = 1_000  # samples of the groups by state
@@ -123,6 +124,7 @@ class Observed(msgspec.Struct):
     course: Thinned[CoursePoint] = msgspec.field(default_factory=lambda: Thinned[CoursePoint](KEPT_COURSE))
     breakdown: Breakdown = msgspec.field(default_factory=Breakdown)
     adviser: Adviser = msgspec.field(default_factory=Adviser)
+    timeline: Timeline = msgspec.field(default_factory=Timeline)
     step_times: Thinned[StepTime] = msgspec.field(default_factory=lambda: Thinned[StepTime](KEPT_ROWS))
     counts: Counts = msgspec.field(default_factory=Counts)
     _changed: dict[int, int] = {}  # sequence of the event that last changed a kept row, by its step
@@ -171,6 +173,7 @@ class Observed(msgspec.Struct):
         if step is not None:
             self.step_times.add(step)
         self.adviser.apply(event, step)
+        self.timeline.apply(event, time)
         self._note(event, time)
         self.counts.apply(event)
         if time - self._course_at >= COURSE_EVERY_S:

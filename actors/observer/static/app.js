@@ -21,7 +21,7 @@ const BOOKS = ["issued", "trained", "skipped", "dropped", "failed", "pooled", "r
 const LIVE = ["in_flight", "pooled", "ready"];
 const AGAIN_MS = 5000; // before a refused connection is tried again
 const MAX_FOUND = 24; // charts of a search
-const TABS = ["curves", "now", "time", "advice", "samples", "ledger", "settings"];
+const TABS = ["curves", "now", "time", "timeline", "advice", "samples", "ledger", "settings"];
 
 const rows = new Map(); // metrics by step
 const others = new Map(); // metrics by step of a run to compare with
@@ -234,7 +234,7 @@ function drawSettings() {
 }
 
 const DRAW = {
-  curves: drawCurves, now: drawNow, time: drawTime, advice: () => drawAdvice(state), samples: drawSamples, ledger: drawLedger, settings: drawSettings,
+  curves: drawCurves, now: drawNow, time: drawTime, timeline: drawTimeline, advice: () => drawAdvice(state), samples: drawSamples, ledger: drawLedger, settings: drawSettings,
 };
 
 // tabs

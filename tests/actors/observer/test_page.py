@@ -60,7 +60,7 @@ async def test_the_token_of_the_url_becomes_a_cookie_and_all_else_needs_it() -> 
         assert "unsafe" not in policy
         for name in FILES:
             assert (await client.get(f"/static/{name}", headers=with_cookie)).status == 200
-        for path in ("/", "/events", *(f"/static/{name}" for name in FILES)):
+        for path in ("/", "/events", "/timeline", *(f"/static/{name}" for name in FILES)):
             assert (await client.get(path)).status == 401
             assert (await client.get(path, headers={"Cookie": f"{COOKIE}=guess"})).status == 401
         assert (await client.get("/", params={"token": "guess"}, allow_redirects=False)).status == 403
@@ -126,6 +126,16 @@ async def test_a_page_gets_all_then_what_changes() -> None:
         assert second["now"]["problems"] == ["2 events cannot be decoded"]
         assert (second["whole"], [row["step"] for row in second["rows"]]) == (False, [1])  # the newest one
         response.close()
+
+
+async def test_a_page_asks_for_the_spans_of_some_steps() -> None:
+    headers = {"Cookie": f"{COOKIE}={TOKEN}"}
+    async with opened(folded()) as (_, client):
+        window = await (await client.get("/timeline", params={"last": "1", "steps": "1"}, headers=headers)).json()
+        assert (window["first"], window["last"], window["newest"]) == (1, 1, 1)
+        assert {bar[0] for bar in window["bars"]} >= {"rollout", "scores", "train"}
+        for query in ({"last": "x"}, {"steps": "-1"}, {"last": "1" * 10}, {"steps": "²"}):
+            assert (await client.get("/timeline", params=query, headers=headers)).status == 400
 
 
 async def test_a_run_that_ended_is_shown_as_not_running(tmp_path: Path) -> None:
