@@ -201,7 +201,7 @@ class RolloutActor(Actor):
             updater.interrupt_by(tools.generator.running.interrupt)
             fleet.give_up_by(partial(self._gives_up, fleet))
             if pool.update_groups == 1:  # with rolling updates the other engines keep serving
-                updater.hold_by(fleet.held)
+                updater.hold_by(fleet.serving.held)
             follower = await self._follower(fleet, tools.generator.running)
             self._waits = [fleet.waits_for, tools.generator.running.waits_for, tools.scorer.waits_for]
             for frozen in self._pools.values():
@@ -220,7 +220,7 @@ class RolloutActor(Actor):
             group.start_soon(self._report_versions, fleet)
             group.start_soon(self._report_progress, fleet)
             limits = TokenTimeouts(first_s=pool.first_token_after_s, next_s=pool.next_token_after_s)
-            group.start_soon(Watchdog(client, fleet, tools.generator.running, limits).run)
+            group.start_soon(Watchdog(client, fleet.serving, tools.generator.running, limits).run)
             group.start_soon(fleet.events.run, self._bus)
             bounds = Bounds(min_concurrency(pool), pool.concurrency)
             engine_limits = EngineLimits(client, fleet, self._tasks.resize, bounds)
@@ -283,7 +283,7 @@ class RolloutActor(Actor):
             bus=self._bus,
             generator=Generator(
                 client,
-                fleet,
+                fleet.serving,
                 self._model,
                 give_up_after_s=self._topology.rollout.generate_timeout_s,
                 keeps_prefixes=keeps_prefixes(self._topology, self._topology.engines[self._pool]),
@@ -316,7 +316,7 @@ class RolloutActor(Actor):
         pool = self._topology.engines[self._pool]
         if pool.colocate is None:
             return None
-        await fleet.hold(True)
+        await fleet.serving.hold(True)
         return PhaseFollower(fleet, running, num_engines(pool))
 
     async def _follow_phases(self, follower: PhaseFollower | None) -> None:
@@ -405,7 +405,7 @@ class RolloutActor(Actor):
         again.
         """
         old = fleet.target_version
-        if not self._target.holds_back or fleet.is_held_by_any(old):
+        if not self._target.holds_back or fleet.serving.is_held_by_any(old):
             return False
         self._target.give_up()
         await self._set_target(fleet)
@@ -433,12 +433,12 @@ class RolloutActor(Actor):
             since = self._targets_set[version]
             self._targets_set = {later: at for later, at in self._targets_set.items() if later > version}
             took_s = anyio.current_time() - since
-            log.info("weights_applied", weight_version=version, engines=fleet.num_admitted(), took_s=took_s)
+            log.info("weights_applied", weight_version=version, engines=fleet.serving.num_admitted(), took_s=took_s)
             await self._bus.publish(
                 WeightsApplied(
                     version=version,
                     instance=self._bus.name,
-                    num_engines=fleet.num_admitted(),
+                    num_engines=fleet.serving.num_admitted(),
                     took_s=took_s,
                     engines=fleet.updates(version, since),
                 )

@@ -236,7 +236,7 @@ class Engines:
             busy_slot_s=sum(engine.busy_slot_s for engine in self.all),
             num_running=sum(running),
             num_queued=sum(len(engine.requests) for engine in self.all) - sum(running),
-            updated_at=[engine.status.updated_at for engine in self.all],
+            updated_at=[engine.updated_at for engine in self.all],
             first_token_at=[engine.first_token_at for engine in self.all],
         )
 

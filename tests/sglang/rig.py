@@ -147,7 +147,7 @@ async def rig_of(
                 client, updater, UpdateTracker(settle_timeout_s=READY_S), verify=None, trainer_dtype="float32"
             ),
         )
-        generator = Generator(client, fleet, model)
+        generator = Generator(client, fleet.serving, model)
         updater.interrupt_by(generator.running.interrupt)
         rig = Rig(server, client, updater, fleet, generator, weights, checksums)
         await client.update_weights(server.url, str(weights[1]), "1@clean")  # tests may go back to it

@@ -136,12 +136,12 @@ async def test_request_id_in_use(rig: Rig) -> None:
     await rig.slow_down(SLOW_S)
 
     async with anyio.create_task_group() as group:
-        group.start_soon(rig.client.generate, rig.fleet.router, body, readers_of(asked))
+        group.start_soon(rig.client.generate, rig.fleet.serving.router, body, readers_of(asked))
         await rig.until_tokens(8)
         with pytest.raises(RequestRefused, match="Duplicate request ID"):
-            await rig.client.generate(rig.fleet.router, body, readers_of(request(PROMPT, 60)))
+            await rig.client.generate(rig.fleet.serving.router, body, readers_of(request(PROMPT, 60)))
         with pytest.raises(RequestRefused, match="Duplicate request ID"):
-            await rig.client.stream(rig.fleet.router, body, readers_of(request(PROMPT, 60))[0])
+            await rig.client.stream(rig.fleet.serving.router, body, readers_of(request(PROMPT, 60))[0])
     assert asked.inputs[0].buffer.num_tokens
 
 

@@ -57,7 +57,7 @@ async def test_longer_than_the_routers_limit(server: Server, make_rig: Any) -> N
             assert asked.readers[0].meta.id == f"{asked.rid}-0", "it was sent once"
             again = request(PROMPT, LONG)
             with pytest.raises((EngineUnavailable, EngineFailed)):
-                await rig.client.generate(rig.fleet.router, body_of(again), readers_of(again))
+                await rig.client.generate(rig.fleet.serving.router, body_of(again), readers_of(again))
             await rig.client.abort(server.url, None)
 
 
@@ -115,7 +115,7 @@ async def test_server_killed(
         await until(lambda: True in found, 60)
         assert found[True].cut_short
         assert 0 < len(found[True].answers[0].output_ids) < LONG
-        assert rig.fleet.num_admitted() == 0
+        assert rig.fleet.serving.num_admitted() == 0
         again = await anyio.to_thread.run_sync(servers.get, server.layout)
         group.start_soon(rig.fleet.run_engine, "engine-0", again.url)
         await until(lambda: False in found, 120)

@@ -127,7 +127,7 @@ async def engines_of(
         tracker = UpdateTracker(settle_timeout_s=READY_S)
         verifier = WeightVerifier(client, updater, tracker, verify=None, trainer_dtype="float32")
         fleet = Fleet(client, verifier, dispatch=Direct())
-        generator = Generator(client, fleet, ServedModel.read(model), keeps_prefixes=keeps_prefixes)
+        generator = Generator(client, fleet.serving, ServedModel.read(model), keeps_prefixes=keeps_prefixes)
         updater.interrupt_by(generator.running.interrupt)
         for number, server in enumerate(servers):
             await client.flush_cache(server.url, READY_S)

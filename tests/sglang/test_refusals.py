@@ -33,9 +33,9 @@ def streamed(request: pytest.FixtureRequest) -> bool:
 async def ask(rig: Rig, asked: GenerateRequest, streamed: bool) -> None:
     """Send a request as it is, once."""
     if streamed:
-        await rig.client.stream(rig.fleet.router, body_of(asked), readers_of(asked)[0])
+        await rig.client.stream(rig.fleet.serving.router, body_of(asked), readers_of(asked)[0])
     else:
-        await rig.client.generate(rig.fleet.router, body_of(asked), readers_of(asked))
+        await rig.client.generate(rig.fleet.serving.router, body_of(asked), readers_of(asked))
 
 
 @pytest.mark.behaviour("an error is a refusal, also in a stream that was answered with 200")
@@ -65,7 +65,7 @@ async def test_refused_once(rig: Rig) -> None:
         (answer,) = (await rig.generate(request(PROMPT, 40))).answers
         tokens.append(len(answer.output_ids))
 
-    async with recorded(rig.fleet.router) as wire:
+    async with recorded(rig.fleet.serving.router) as wire:
         rig.fleet._target.router = wire.url  # pyright: ignore[reportPrivateUsage]
         async with anyio.create_task_group() as group:
             for _ in range(3):
@@ -79,7 +79,7 @@ async def test_refused_once(rig: Rig) -> None:
 @pytest.mark.behaviour("a token id outside the vocabulary is never sent")
 @pytest.mark.parametrize("token", [VOCAB_SIZE, OUTSIDE, -1])
 async def test_token_outside_the_vocabulary_is_never_sent(rig: Rig, streamed: bool, token: int) -> None:
-    async with recorded(rig.fleet.router) as wire:
+    async with recorded(rig.fleet.serving.router) as wire:
         rig.fleet._target.router = wire.url  # pyright: ignore[reportPrivateUsage]
         with pytest.raises(
             RequestRefused, match=f"not sent: {token} is not a token of the model, whose vocabulary has 64"
@@ -110,7 +110,7 @@ async def test_appended_token_outside_the_vocabulary_is_never_sent(rig: Rig, con
         conversation.append_ids([5, VOCAB_SIZE - 1])
         await conversation.generate(max_new_tokens=8)
 
-    async with recorded(rig.fleet.router) as wire:
+    async with recorded(rig.fleet.serving.router) as wire:
         rig.fleet._target.router = wire.url  # pyright: ignore[reportPrivateUsage]
         (sample,) = fresh_samples(1, prompt.prompt_ids)
         model = ServedModel.read(contract_model)
@@ -126,7 +126,7 @@ async def test_appended_token_outside_the_vocabulary_is_never_sent(rig: Rig, con
 
 @pytest.mark.behaviour("a stop text that cannot be encoded is never sent, nor are more than 32")
 async def test_stop_that_cannot_be_encoded_is_never_sent(rig: Rig, streamed: bool) -> None:
-    async with recorded(rig.fleet.router) as wire:
+    async with recorded(rig.fleet.serving.router) as wire:
         rig.fleet._target.router = wire.url  # pyright: ignore[reportPrivateUsage]
         with pytest.raises(RequestRefused, match="not sent: the model's tokenizer cannot encode"):
             await rig.generate(request(PROMPT, 300, streamed=streamed, stop=(".", UNKNOWN)))

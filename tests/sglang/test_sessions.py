@@ -205,7 +205,7 @@ async def test_a_session_under_load(rig: Rig, contract_model: Path) -> None:
 
     async def ask() -> None:
         asked = request(PROMPT, LONG)
-        await rig.client.generate(rig.fleet.router, body_of(asked), readers_of(asked))
+        await rig.client.generate(rig.fleet.serving.router, body_of(asked), readers_of(asked))
         found.extend(taken(asked))
 
     async with sender(rig.client, rig.server) as group:

@@ -108,7 +108,7 @@ async def test_flush_while_busy(rig: Rig) -> None:
     asked = request(PROMPT, LONG)
 
     async def ask() -> None:
-        await rig.client.generate(rig.fleet.router, body_of(asked), readers_of(asked))
+        await rig.client.generate(rig.fleet.serving.router, body_of(asked), readers_of(asked))
 
     async with anyio.create_task_group() as group:
         group.start_soon(ask)

@@ -159,18 +159,18 @@ async def behind_proxies(
         told: list[Message] = []
         fleet = Fleet(client, verifier, RecordedEvents(told), dispatch=Direct() if router is None else None)
         killed: list[str] = []
-        generator = Generator(client, fleet, ServedModel.read(model), give_up_after_s=give_up_after_s)
+        generator = Generator(client, fleet.serving, ServedModel.read(model), give_up_after_s=give_up_after_s)
         async with anyio.create_task_group() as group:
             for index, proxy in enumerate(proxies):
                 group.start_soon(run_engine, fleet, f"engine.policy.{index}", proxy.url, ours, killed)
             if router is not None:
                 group.start_soon(fleet.run_router, router)
             group.start_soon(generator.running.run)
-            group.start_soon(Watchdog(client, fleet, generator.running, limits).run)
+            group.start_soon(Watchdog(client, fleet.serving, generator.running, limits).run)
             await fleet.set_target(announcement(1, path=str(weights or model)))
             with anyio.fail_after(START_S):
                 await fleet.next_version(0)
-                await fleet.until(lambda: fleet.num_admitted() == len(proxies))
+                await fleet.until(lambda: fleet.serving.num_admitted() == len(proxies))
             try:
                 yield Behind(generator, fleet, proxies, told, killed)
             finally:

@@ -75,7 +75,7 @@ async def generating(
         client = SglangClient(session)
         updater = Updater(client, "drain")
         fleet = Fleet(client, WeightVerifier(client, updater, UpdateTracker(), verify="never", trainer_dtype="float32"))
-        generator = Generator(client, fleet, ServedModel.read(believed))
+        generator = Generator(client, fleet.serving, ServedModel.read(believed))
         async with anyio.create_task_group() as group:
             engines = Engines(fleet, group)
             supervision = Supervision(directory, environment={}, listener=engines)

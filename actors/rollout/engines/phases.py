@@ -71,7 +71,7 @@ class PhaseFollower:
 
     async def _bring_to(self, phase: CurrentPhase) -> None:
         wanted = LEVEL_OF[phase.phase]
-        await self._fleet.hold(phase.phase not in SENDS)
+        await self._fleet.serving.hold(phase.phase not in SENDS)
         if wanted is MemoryLevel.NOTHING:
             while self._running.open and not self._changed.is_set():
                 await self._running.any_ended(QUIET_LOOK_S)

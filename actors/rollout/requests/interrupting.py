@@ -8,7 +8,7 @@ from typing import NamedTuple
 import anyio
 import structlog
 
-from actors.rollout.engines.fleet import Fleet
+from actors.rollout.engines.serving import Serving
 from actors.rollout.requests.request import GenerateRequest, OpenRequest
 from actors.rollout.sglang.client import SglangClient
 from actors.rollout.sglang.errors import EngineError
@@ -38,9 +38,9 @@ class Abort(NamedTuple):
 class RunningRequests:
     """The running requests, so that a halt can abort them."""
 
-    def __init__(self, client: SglangClient, fleet: Fleet) -> None:
+    def __init__(self, client: SglangClient, serving: Serving) -> None:
         self._client = client
-        self._fleet = fleet
+        self._serving = serving
         self._halted_round = -1
         self._halt = anyio.Event()  # replaced after each wait
         self._running: dict[str, GenerateRequest] = {}
@@ -144,7 +144,7 @@ class RunningRequests:
         while True:
             await self._halt.wait()
             self._halt = anyio.Event()
-            await self._fleet.notify()
+            await self._serving.notify()
             while doomed := [rid for rid, request in self._running.items() if self.halted(request.round)]:
                 await self._abort(doomed)
                 with anyio.move_on_after(ABORT_AGAIN_S):
@@ -171,7 +171,7 @@ class RunningRequests:
         """Return the requests that each engine may hold, by its URL."""
         found: dict[str, list[str]] = {}
         for rid in rids:
-            for url in self._fleet.holders(self.open[rid].engine):
+            for url in self._serving.holders(self.open[rid].engine):
                 found.setdefault(url, []).append(rid)
         return found
 
@@ -193,7 +193,7 @@ class RunningRequests:
 
         Uses a single abort-all if these are all our requests and the engine has no external ones.
         """
-        at_once = bool(rids) and everything and self._fleet.is_ours(url)
+        at_once = bool(rids) and everything and self._serving.is_ours(url)
         try:
             for rid in [None] if at_once else rids:
                 await self._client.abort(url, rid)

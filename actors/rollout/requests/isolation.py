@@ -7,7 +7,7 @@ import anyio
 import structlog
 
 from actors.rollout.engines.engine import Engine
-from actors.rollout.engines.fleet import Fleet
+from actors.rollout.engines.serving import Serving
 from actors.rollout.requests.interrupting import RunningRequests
 
 log = structlog.get_logger()
@@ -16,8 +16,8 @@ log = structlog.get_logger()
 class IsolationRuns:
     """Runs one quarantined request at a time. Its engine stays isolated until no other quarantined request waits."""
 
-    def __init__(self, fleet: Fleet, running: RunningRequests) -> None:
-        self._fleet = fleet
+    def __init__(self, serving: Serving, running: RunningRequests) -> None:
+        self._serving = serving
         self._running = running
         self._lock = anyio.Lock()
         self._num_waiting = 0
@@ -42,11 +42,12 @@ class IsolationRuns:
 
     async def _set_apart(self, min_version: int, unless: Callable[[], bool]) -> Engine | None:
         engine = self._engine
-        if engine is not None and engine.accepts_requests and engine.version >= min_version and not self._fleet.is_held:
+        is_ready = engine is not None and engine.accepts_requests and engine.version >= min_version
+        if is_ready and not self._serving.is_held:
             return None if unless() else engine
         await self._join()
-        while await self._fleet.wait_ready(min_version, unless=unless):
-            engine = self._fleet.any_engine()
+        while await self._serving.wait_ready(min_version, unless=unless):
+            engine = self._serving.any_engine()
             if engine is None:
                 continue
             self._engine = engine

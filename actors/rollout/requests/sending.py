@@ -10,7 +10,7 @@ import anyio
 import structlog
 
 from actors.rollout.engines.engine import Engine
-from actors.rollout.engines.fleet import Fleet
+from actors.rollout.engines.serving import Serving
 from actors.rollout.requests.interrupting import RunningRequests
 from actors.rollout.requests.isolation import IsolationRuns
 from actors.rollout.requests.quarantine import DeathRecord, RequestStatus
@@ -75,34 +75,34 @@ class Try(NamedTuple):
 
 
 class Generator:
-    """Generates on engines that the fleet chooses; `running` tracks the requests so that a halt can abort them."""
+    """Generates on the engines that get requests; `running` tracks the requests so that a halt can abort them."""
 
     def __init__(
         self,
         client: SglangClient,
-        fleet: Fleet,
+        serving: Serving,
         model: ServedModel,
         *,
         give_up_after_s: float = 14_400.0,
         keeps_prefixes: bool = False,
     ) -> None:
-        """Generate on the engines of a fleet.
+        """Generate on the engines that get requests.
 
         Args:
             client: for the engines and the router.
-            fleet: the engines.
+            serving: the engines that get requests.
             model: the model that they serve.
             give_up_after_s: seconds without any usable answer from running engines before a request is given up.
             keeps_prefixes: engines keep cached prefixes during a weight update. An answer whose first token is of newer
                 weights than its request names is then sent again. Needs requests to engines by name.
         """
         self._client = client
-        self._fleet = fleet
+        self._serving = serving
         self._model = model
         self._give_up_after_s = give_up_after_s
         self._keeps_prefixes = keeps_prefixes
-        self.running = RunningRequests(client, fleet)
-        self._isolation_runs = IsolationRuns(fleet, self.running)
+        self.running = RunningRequests(client, serving)
+        self._isolation_runs = IsolationRuns(serving, self.running)
         self._records: dict[str, DeathRecord] = {}  # crash records of samples whose engines crashed
         self._failed: dict[str, str] = {}  # the engine that last failed to answer a sample; empty: unknown
 
@@ -174,7 +174,7 @@ class Generator:
                 new_input=each.new_input,
                 sent_under=version if streamed else 0,
                 prefix_of=version if self._keeps_prefixes else 0,
-                trusts=self._fleet.update_tracker.trust_from_now_on(),
+                trusts=self._serving.updates.trust_from_now_on(),
             )
             for engine_rid, each in zip(request.engine_rids(rid), request.inputs, strict=True)
         ]
@@ -203,7 +203,7 @@ class Generator:
             log.warning("request_lost", rid=this.rid, tries=failures.tries, error=str(error))
             for reader in request.readers:
                 await self._drop_unusable(reader, request.min_version)
-        died = died or not self._fleet.serves
+        died = died or not self._serving.serves
         verdict = judge(
             end,
             streamed=this.streamed,
@@ -245,18 +245,18 @@ class Generator:
 
     async def _drop_unusable(self, reader: AnswerReader, min_version: int) -> None:
         """Drop the tokens of a lost try that may not be used: of unverified weights, or of too old ones."""
-        await self._fleet.update_tracker.settled(reader.labels)
-        reader.drop_untrusted(self._fleet.update_tracker.is_verified)
+        await self._serving.updates.settled(reader.labels)
+        reader.drop_untrusted(self._serving.updates.is_verified)
         if not reader.is_recent(min_version):
             reader.discard()
 
     async def _note_newer(self, failures: Failures, label: str) -> bool:
-        """Have the next try wait for the weights that sampled the first token: the fleet learns of them a bit later.
+        """Have the next try wait for the weights that sampled the first token: they are known here a bit later.
 
         Returns:
             Whether these weights are verified.
         """
-        is_verified = await self._fleet.update_tracker.settled({label})
+        is_verified = await self._serving.updates.settled({label})
         if is_verified:
             failures.min_version = max(failures.min_version, version_of(label))
         return is_verified
@@ -272,15 +272,15 @@ class Generator:
         failures.lost += 1
         failures.failures += counts
         failures.since = min(failures.since, now)
-        engine = place.engine or self._fleet.engine_behind(error.label)
+        engine = place.engine or self._serving.engine_behind(error.label)
         self._failed[sample] = engine.name if engine is not None else ""
-        who = f"{engine.name} ({engine.url})" if engine is not None else self._fleet.admitted_names()
+        who = f"{engine.name} ({engine.url})" if engine is not None else self._serving.admitted_names()
         problem = error.problem if isinstance(error, BadAnswer) else str(error)
         reason = problem.removeprefix(f"{place.url}/generate: ")
-        self._fleet.events.failed(who, type(error).__name__, reason)
+        self._serving.events.failed(who, type(error).__name__, reason)
         if engine is not None:
-            await self._fleet.note_failure(engine, group, reason, counts=counts)
-        outcomes = self._fleet.request_outcomes
+            await self._serving.note_failure(engine, group, reason, counts=counts)
+        outcomes = self._serving.outcomes
         others_answered = outcomes.any_answered_since(failures.since)
         if failures.failures >= MAX_FAILURES and (others_answered or outcomes.fails_alone(group)):
             raise RequestRefused(f"failed {failures.failures} times, last at {who}: {reason}") from error
@@ -301,8 +301,8 @@ class Generator:
         """
         while True:
             with anyio.move_on_after(self._give_up_after_s):
-                return await self._fleet.wait_ready(min_version, unless=halted)
-            refused = self._fleet.refused_by()
+                return await self._serving.wait_ready(min_version, unless=halted)
+            refused = self._serving.refused_by()
             if refused:
                 raise self._unwilling(refused)
 
@@ -333,14 +333,14 @@ class Generator:
                 if not await self._wait_ready(min_version, halted):
                     yield None
                     return
-                engine = self._fleet.choose(
+                engine = self._serving.choose(
                     min_version,
                     group_of(sample),
                     failed=self._failed.get(sample),
                     by_name=request.params.return_sampling_mask,
                 )
                 if engine is None:
-                    yield Destination(self._fleet.router)
+                    yield Destination(self._serving.router)
                     return
                 with engine.carrying(len(request.inputs)):  # from the choice on: others are chosen in the same moment
                     yield Destination(engine.url, engine)
@@ -355,10 +355,10 @@ class Generator:
             log.warning("engine_died_of", sample=sample, reason=crash_cause.reason, killed=crash_cause.killed)
             record = record.after_death(alone=True, killed=crash_cause.killed)
         else:
-            await self._fleet.report_unavailable()
+            await self._serving.report_unavailable()
             label = request.readers[0].last_label if this.streamed else ""
-            engine = self._fleet.holder("" if place.engine is None else place.engine.name, label)
-            if not self._fleet.crashes.any_since(this.sent_at, engine):
+            engine = self._serving.holder("" if place.engine is None else place.engine.name, label)
+            if not self._serving.crashes.any_since(this.sent_at, engine):
                 return False
             record = record.after_death(alone=False, killed=False)
         self._records[sample] = record
@@ -383,7 +383,7 @@ class Generator:
                 else:
                     await self._client.generate(place.url, body, readers, routing_key=routing_key)
             except BadAnswer as error:
-                engine = place.engine or self._fleet.engine_behind(error.label)
+                engine = place.engine or self._serving.engine_behind(error.label)
                 if engine is None:
                     raise
                 raise BadAnswer(f"{engine.name} ({engine.url})", error.problem, error.label) from error
@@ -397,7 +397,7 @@ class Generator:
             label = next((reader.last_label for reader in readers if reader.num_tokens), "")
             raise AbortedUnasked("it aborted a request without a call to abort it", label=label)
         for label in self._labels_of(request):
-            await self._fleet.note_answer(label)
+            await self._serving.note_answer(label)
         return End.ABORTED if aborted else End.FINISHED
 
     async def _stream(self, url: str, body: dict[str, Any], reader: AnswerReader, routing_key: str) -> None:
@@ -414,9 +414,9 @@ class Generator:
             TokensUnverified: some were not verified.
             EngineFailed: some are older than the request allows.
         """
-        labels, tracker = self._labels_of(request), self._fleet.update_tracker
+        labels, tracker = self._labels_of(request), self._serving.updates
         for label in labels:
-            self._fleet.note_token(label, sent_at)
+            self._serving.note_token(label, sent_at)
         if not all(map(tracker.is_verified, labels)) and not await tracker.settled(labels):
             raise TokensUnverified(f"sampled by unverified weights: {', '.join(sorted(labels))}")
         if not all(reader.is_recent(request.min_version) for reader in request.readers):
@@ -440,7 +440,7 @@ class Generator:
 
     def _version_at(self, place: Destination) -> int:
         """Return the weight version of the engine that gets a request, or the oldest one that may."""
-        return self._fleet.version if place.engine is None else place.engine.version
+        return self._serving.version if place.engine is None else place.engine.version
 
     def _body(self, request: GenerateRequest, this: Try) -> dict[str, Any]:
         return generate_body(

@@ -16,7 +16,7 @@ from anyio.abc import TaskGroup
 
 from actors.rollout.engines.checks import makes_tokens
 from actors.rollout.engines.engine import Engine
-from actors.rollout.engines.fleet import Fleet
+from actors.rollout.engines.serving import Serving
 from actors.rollout.requests.interrupting import RunningRequests
 from actors.rollout.requests.request import OpenRequest
 from actors.rollout.sglang.client import SglangClient
@@ -38,9 +38,9 @@ class TokenTimeouts(NamedTuple):
 class Watchdog:
     """Finds engines that make no progress on our requests, and gives those requests up so that they are resent."""
 
-    def __init__(self, client: SglangClient, fleet: Fleet, running: RunningRequests, limits: TokenTimeouts) -> None:
+    def __init__(self, client: SglangClient, serving: Serving, running: RunningRequests, limits: TokenTimeouts) -> None:
         self._client = client
-        self._fleet = fleet
+        self._serving = serving
         self._running = running
         self._limits = limits
         self._doubted: set[Engine] = set()
@@ -52,7 +52,7 @@ class Watchdog:
             while True:
                 await anyio.sleep(min(LOOK_S, min(self._limits) / LOOKS_PER_LIMIT))
                 self._note_tokens()
-                for engine in self._fleet.current_engines():
+                for engine in self._serving.current_engines():
                     reason = silence(self._requests(), engine.name, engine.sign_at, anyio.current_time(), self._limits)
                     if reason and engine not in self._doubted:
                         self._doubted.add(engine)
@@ -74,8 +74,8 @@ class Watchdog:
 
     def _drop_lost(self, group: TaskGroup) -> None:
         """Resend requests that live engines lost."""
-        now, engines = anyio.current_time(), self._fleet.current_engines()
-        if len(engines) != self._fleet.num_admitted():
+        now, engines = anyio.current_time(), self._serving.current_engines()
+        if len(engines) != self._serving.num_admitted():
             return  # one of them is being updated, or must first show a sign of life
         served = {engine.name: engine.served_at for engine in engines}
         begun_at = max((engine.status.updated_at for engine in engines), default=now)
@@ -99,7 +99,7 @@ class Watchdog:
             still = [
                 rid for rid, num_tokens in before.items() if rid in requests and requests[rid].num_tokens == num_tokens
             ]
-            if still and set(engines) == set(self._fleet.current_engines()):
+            if still and set(engines) == set(self._serving.current_engines()):
                 await self._running.drop(still, "got no token for long, while its engine was idle")
         finally:
             self._looks_for_idle = False
@@ -126,8 +126,8 @@ class Watchdog:
             if reader is None or reader.num_tokens == sent.num_tokens:
                 continue
             sent.num_tokens, sent.token_at = reader.num_tokens, anyio.current_time()
-            sent.engine = self._fleet.holder(sent.engine, reader.last_label)
-            self._fleet.note_token(reader.last_label, sent.sent_at)
+            sent.engine = self._serving.holder(sent.engine, reader.last_label)
+            self._serving.note_token(reader.last_label, sent.sent_at)
 
 
 def is_overdue(sent: OpenRequest, begun_at: float, now: float, limits: TokenTimeouts) -> bool:

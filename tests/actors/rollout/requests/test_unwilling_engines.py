@@ -99,7 +99,7 @@ async def test_an_engine_that_fails_alone_is_quarantined_by_name_and_tried_again
         assert time.monotonic() - began < 60
         broken = False
         with anyio.fail_after(30):
-            await behind.fleet.until(lambda: behind.fleet.num_admitted() == 2)
+            await behind.fleet.until(lambda: behind.fleet.serving.num_admitted() == 2)
         changes = [(each.old, each.new) for each in behind.told if isinstance(each, EngineStateChanged)]
         assert (EngineState.QUARANTINED, EngineState.STARTING) in changes
         calls = behind.proxies[0].num_calls
@@ -122,7 +122,7 @@ async def test_the_last_engine_of_others_is_asked_on_until_the_run_ends_and_name
         async with anyio.create_task_group() as group:
             for index in range(4):
                 group.start_soon(ask, index)
-        assert behind.fleet.num_admitted() == 1
+        assert behind.fleet.serving.num_admitted() == 1
         who = f"engine.policy.0 ({behind.proxies[0].url})"
         assert all(f"for 3 s (rollout.generate_timeout_s); last failure: {who}: " in text for text in ended)
         assert len(ended) == 4
@@ -197,7 +197,7 @@ async def test_a_full_queue_costs_no_request_and_is_told_with_the_engines_name(
         assert first.engine == f"engine.policy.0 ({behind.proxies[0].url})"
         assert first.reason.startswith("503 ")
         assert "The request queue is full." in first.reason
-        assert behind.fleet.num_admitted() == 1
+        assert behind.fleet.serving.num_admitted() == 1
 
 
 @pytest.mark.usefixtures("_quick")
@@ -220,7 +220,7 @@ async def test_a_request_whose_stream_always_breaks_without_a_token_fails_after_
                 await behind.generator.generate(request("cursed-0-1", LONG, streamed=True))
         assert found == ["good"] * 8
         assert behind.proxies[0].spoiled[name] == 10
-        assert behind.fleet.num_admitted() == 1
+        assert behind.fleet.serving.num_admitted() == 1
 
 
 @pytest.mark.usefixtures("_quick")
@@ -272,6 +272,6 @@ async def test_a_request_that_a_live_engine_lost_is_aborted_there_and_sent_again
                 assert others == "good"
         assert found == ["good"]
         assert {"rid": "lost-0-1-0"} in behind.proxies[0].aborts
-        assert behind.fleet.num_admitted() == 1
+        assert behind.fleet.serving.num_admitted() == 1
         reasons = [event.reason for event in behind.told if isinstance(event, EngineRequestsFailed)]
         assert any("got no token for long" in reason for reason in reasons)
