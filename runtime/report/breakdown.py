@@ -248,6 +248,8 @@ class Breakdown(msgspec.Struct):
             name = worst.worst.get(part, "") if worst is not None else ""
             where = f"  most in step {worst.step}: {most:.3f} s{f', {name}' if name else ''}" if worst and most else ""
             lines.append(f"{part:<12} {seconds:>10.3f} s {seconds / whole:>6.1%}{where}")
+        if self.totals.get("queue") == max(self.totals.values()):
+            lines.append("queue is the longest: all slots of the engines are taken, so the engines are the limit")
         if self.stopped_s:
             lines.append(f"the run was stopped for {duration(self.stopped_s)}, which is not counted")
         return lines
@@ -522,10 +524,11 @@ def _worst_of(lives: Sequence[Life]) -> dict[str, str]:
     graded, judged = max(done, key=lambda life: life.reward_s), max(done, key=lambda life: life.ready - life.completed)
     rollout = f"group {slow.group_id} on {slow.engine}: {slow.rollout_s:.3f} s"
     grader = f" by {graded.grader}" if graded.grader else ""
+    of_engine = f" of {queued.engine}" if queued.engine else ""
     return {
         "rollout": rollout,
         "long tail": rollout,
-        "queue": f"group {queued.group_id}: {queued.begun - queued.issued:.3f} s",
+        "queue": f"group {queued.group_id} before its slot{of_engine}: {queued.begun - queued.issued:.3f} s",
         "scores": f"group {graded.group_id}{grader}: {graded.reward_s:.3f} s",
         "filter": f"group {judged.group_id}: {judged.ready - judged.completed:.3f} s",
     }

@@ -112,6 +112,7 @@ def test_each_second_of_a_step_is_in_the_part_that_it_was_spent_on() -> None:
         "fetch": 0.125,
         "train": 1.5,
     }
+    assert step.worst["queue"] == "group 0 before its slot of e: 0.750 s"
     assert step.worst["scores"] == "group 0 by math: 0.500 s"
     assert step.worst["long tail"] == "group 8 on e: 3.250 s"
     assert (step.worst["train"], step.worst["weights"]) == ("optimizer 1.500 s", "v1 on engine.policy.1")
@@ -254,6 +255,15 @@ def test_a_trace_places_wait_and_memory_where_they_were() -> None:
         "train": 17.0,
         "release": 14.5,
     }
+
+
+def test_a_long_queue_is_put_down_to_the_slots_of_the_engines() -> None:
+    log, _ = a_step(0, LOADED, queue=30.0)
+    assert (
+        folded(started(), log).lines()[-1].endswith("all slots of the engines are taken, so the engines are the limit")
+    )
+    log, _ = a_step(0, LOADED)
+    assert not any("slots" in line for line in folded(started(), log).lines())
 
 
 def test_a_step_without_times_is_unexplained_and_says_so() -> None:

@@ -44,6 +44,7 @@ if "actors.tiny_engine" in sys.orig_argv:
 
     EngineThread.__init__ = delayed
 """
+COMMON = ("run.name=r", "run.check_timeout_s=300")  # also on a busy machine
 SMALL = (
     "rollout.rollout_batch_size=8",
     "rollout.n_samples_per_prompt=4",
@@ -95,7 +96,7 @@ def run(case: Case, place: Path) -> Path:
     (place / "my_user.py").write_text(USER)
     (place / "site").mkdir()
     (place / "site" / "sitecustomize.py").write_text(case.site.format(first=str(place / "first")))
-    return run_topology(place, "topologies/laptop.toml", "run.name=r", *case.settings, limit_s=800.0).run_dir
+    return run_topology(place, "topologies/laptop.toml", *COMMON, *case.settings, limit_s=800.0).run_dir
 
 
 @pytest.mark.parametrize("name", CASES)
