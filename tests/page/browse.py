@@ -65,10 +65,10 @@ def _seen(browser: Browser, url: str, directory: Path, width: int, height: int, 
         view = page.locator(f"#{name}")
         view.wait_for(state="visible")
         if name == "view-samples":  # asked for by the page
-            page.locator("#samples-state:not(:empty)").wait_for()
-            groups = page.locator("#samples-list a")
-            if groups.count():
-                groups.first.click()
+            first = page.locator("#samples-list button").first
+            first.or_(page.locator("#samples-state", has_text="run.dump_details")).wait_for()
+            if first.is_visible():
+                first.click()
                 page.locator("#samples-group:not(:empty)").wait_for()
         page.screenshot(path=directory / f"{name}-{width}.png")
         overflow = page.evaluate("document.documentElement.scrollWidth - innerWidth")
