@@ -15,6 +15,7 @@ from messages import Segment
 from runtime.data.dump_files import TOKENIZER, DumpError
 from runtime.data.dumps import DumpedSample
 from runtime.data.sample_index import SORTS, Found, IndexedGroup, SampleIndex, Sort, outcome_of
+from runtime.data.trained_tokens import TrainedSample
 
 READ_S: Final = 1.0  # of new dump files, before a page gets what is known so far
 SEARCH_S: Final = 1.0  # of a search, before the page has to ask for the rest
@@ -183,7 +184,8 @@ class Samples:
         if place >= len(group.rewards):
             raise NotFound(f"Group {group.group_id} has no sample at place {place}.")
         sample = index.samples(group)[place]
-        return tokens_shown(index.tokens(group, place, sample), self.decoder(), begin)
+        segments = index.tokens(group, place, sample)
+        return tokens_shown(segments, self.decoder(), begin, index.trained(sample, segments))
 
     def decoder(self) -> Decode | None:
         """Return what makes text of tokens; None if the dumps have no such file."""
@@ -267,13 +269,16 @@ def worst_and_best_first(rewards: Sequence[float | None]) -> list[int]:
     return [*places[-1:], *places[:-1], *others]
 
 
-def tokens_shown(segments: Sequence[Segment], decode: Decode | None, begin: int) -> dict[str, Any]:
+def tokens_shown(
+    segments: Sequence[Segment], decode: Decode | None, begin: int, trained: TrainedSample | None = None
+) -> dict[str, Any]:
     """Return tokens of a sample from one on, as columns of equal length.
 
     Args:
         segments: of the sample.
         decode: text of tokens; None: unknown, so that only ids are shown.
         begin: token of the sample, prompt included, at which they begin.
+        trained: what the trainer made of the sample; None: not in the dumps.
     """
     ids: list[int] = []
     log_probs: list[float | None] = []  # None: the engine did not sample it
@@ -299,6 +304,12 @@ def tokens_shown(segments: Sequence[Segment], decode: Decode | None, begin: int)
         "mask": mask[begin:end],
         "versions": versions[begin:end],
         "inputs": inputs[begin:end],
+        "is_trained": trained is not None,
+        "left_out": "" if trained is None else trained.left_out,
+        "rule_names": () if trained is None else trained.rule_names,
+        "trainer_log_probs": [] if trained is None else trained.trainer_log_probs[begin:end].tolist(),
+        "rules": [] if trained is None else trained.rules[begin:end].tolist(),
+        "staleness": [] if trained is None else trained.staleness[begin:end].tolist(),
     }
 
 

@@ -58,6 +58,7 @@ from actors.trainer.weights.gathering import own_parts
 from actors.trainer.weights.publish import NOT_WRITTEN, WEIGHTS, PendingVersion, Published, Versions, Written
 from actors.trainer.weights.rank import RankSender
 from messages import WeightProbe
+from runtime.data.trained_tokens import TokenWriter
 from runtime.settings.derived import has_critic, trains_reward_model
 from runtime.settings.placement import num_critic_ranks, weight_format
 from runtime.settings.topology import (
@@ -111,6 +112,7 @@ class TrainerRank:
         self._weight_format: WeightFormat = weight_format(topology)
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._weight_thread = weight_thread()
+        self._token_writer = TokenWriter(topology.run.dump_details)
         self._saving: Saving | None = None
         self._parts: dict[str, dict[str, FileChecksum]] = {}  # files that a critic on its own ranks saved; on rank 0
         self._set_aside: list[DamagedCheckpoint] = []  # since the last take_set_aside
@@ -218,7 +220,10 @@ class TrainerRank:
         """
         if isinstance(self._critic, RemoteCritic):
             self._critic.begin(batch)
-        return self._train(batch)
+        trained = self._train(batch)
+        if trained.tokens is not None:
+            self._token_writer.begin(batch.step, trained.tokens)
+        return trained
 
     @on_all_ranks
     def _train(self, batch: TrainBatch) -> Trained:
@@ -393,6 +398,7 @@ class TrainerRank:
         """Leave the process group. An unfinished checkpoint is lost; a restart loads the previous one."""
         for executor in (self._executor, self._weight_thread):
             executor.shutdown(cancel_futures=True)
+        self._token_writer.close()
         ranks.leave()
 
     def _tell_critic(self, name: str, **arguments: Any) -> None:

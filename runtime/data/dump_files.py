@@ -187,17 +187,17 @@ def read_sample(directory: Path, step: int, row: int, sample: DumpedSample) -> t
         DumpError: the columns cannot be read, or are not this sample's; names the file.
     """
     path = columns_path(directory, step)
-    with _reading(path) as opened, zipfile.ZipFile(opened) as file:
-        columns: dict[str, NDArray[Any]] = {name: _rows(file, name, row, row + 1) for name in _KEYS}
-        first, last = (int(bound) for bound in _rows(file, "sample_offsets", row, row + 2))
+    with reading(path) as opened, zipfile.ZipFile(opened) as file:
+        columns: dict[str, NDArray[Any]] = {name: rows(file, name, row, row + 1) for name in _KEYS}
+        first, last = (int(bound) for bound in rows(file, "sample_offsets", row, row + 2))
         columns |= {
             "sample_offsets": np.array([0, last - first]),
-            "segment_attempt": _rows(file, "segment_attempt", first, last),
+            "segment_attempt": rows(file, "segment_attempt", first, last),
         }
         for offsets, names in _TOKENS_BY_OFFSETS.items():
-            bounds = _rows(file, offsets, first, last + 1)
+            bounds = rows(file, offsets, first, last + 1)
             begin, end = int(bounds[0]), int(bounds[-1])
-            columns |= {offsets: bounds - begin} | {name: _rows(file, name, begin, end) for name in names}
+            columns |= {offsets: bounds - begin} | {name: rows(file, name, begin, end) for name in names}
     (group,) = _groups_of([sample], columns, path, None, first_row=row)
     if group.samples[0].status is SampleStatus.FAILED and sample.status is not SampleStatus.FAILED:
         raise DumpError(group.samples[0].reason or str(path))
@@ -338,16 +338,27 @@ def _joined(arrays: Sequence[Any], dtype: Any) -> NDArray[Any]:
 
 
 def _load(path: Path, names: Sequence[str], may_lack: Sequence[str] = ()) -> Columns:
-    with _reading(path) as opened, np.load(opened, allow_pickle=False) as file:
+    with reading(path) as opened, np.load(opened, allow_pickle=False) as file:
         return {name: file[name] for name in (*names, *(name for name in may_lack if name in file))}
 
 
-def _rows(archive: zipfile.ZipFile, name: str, begin: int, end: int) -> NDArray[Any]:
-    """Read rows of a column, and skip those before."""
+def rows(archive: zipfile.ZipFile, name: str, begin: int, end: int | None) -> NDArray[Any]:
+    """Read rows of a column, and skip those before.
+
+    Args:
+        archive: open columns.
+        name: of the column.
+        begin: first row.
+        end: end of the rows; None: all.
+
+    Raises:
+        KeyError, ValueError: there is no such column, or it has no such rows.
+    """
     with archive.open(f"{name}.npy") as column:
         np.lib.format.read_magic(column)
         shape, column_major, dtype = np.lib.format.read_array_header_1_0(column)
-        if dtype.hasobject or column_major or not shape or not 0 <= begin <= end <= shape[0]:
+        end = end if end is not None or not shape else shape[0]
+        if dtype.hasobject or column_major or end is None or not 0 <= begin <= end <= shape[0]:
             raise ValueError(f"column {name} has no rows {begin} to {end}")
         row_bytes = dtype.itemsize * int(np.prod(shape[1:], dtype=np.int64))
         left = begin * row_bytes
@@ -360,8 +371,12 @@ def _rows(archive: zipfile.ZipFile, name: str, begin: int, end: int) -> NDArray[
 
 
 @contextmanager
-def _reading(path: Path) -> Generator[BinaryIO]:
-    """Open the columns of a step; what a block finds wrong in them is a DumpError."""
+def reading(path: Path) -> Generator[BinaryIO]:
+    """Open the columns of a step.
+
+    Raises:
+        DumpError: the file cannot be read, or a block finds something wrong in it.
+    """
     try:
         with path.open("rb") as opened:  # np.load does not close a truncated file
             yield opened

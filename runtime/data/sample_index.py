@@ -4,7 +4,7 @@ import os
 import re
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final, Literal, NamedTuple
 
@@ -13,6 +13,7 @@ import msgspec
 from messages import Outcome, Segment
 from runtime.data.dump_files import DumpError, check_columns, lines_path, read_sample
 from runtime.data.dumps import DumpedSample
+from runtime.data.trained_tokens import TrainedSample, read_trained
 
 KEPT_GROUPS: Final = 20_000  # newest ones; about 1 kB of memory each
 MAX_LINE_BYTES: Final = 64 * 2**20  # of a sample; a longer line counts as damaged
@@ -169,6 +170,18 @@ class SampleIndex:
             DumpError: its columns cannot be read, or the files were replaced since.
         """
         return read_sample(self.directory, group.step, group.first_row + place, sample)
+
+    def trained(self, sample: DumpedSample, segments: Sequence[Segment]) -> TrainedSample | None:
+        """Read what the trainer made of a sample; None: it is not in the dumps.
+
+        Raises:
+            DumpError: the file of its train step cannot be used.
+        """
+        if sample.step is None:
+            return None
+        num_tokens = sum(len(segment.prompt_ids) + len(segment.response_ids) for segment in segments)
+        key = sample.group_id, sample.index, sample.part
+        return read_trained(self.directory, sample.step, key, num_tokens)
 
     def find(
         self,

@@ -85,6 +85,10 @@ class ObserveConfig(Config, frozen=True, kw_only=True):
     # Prometheus on another machine. There is no TLS and no password: everybody who reaches the port reads names of
     # processes, counts and metrics, but no prompts, responses or errors. Unset, nothing answers.
     prometheus: Annotated[str, msgspec.Meta(pattern=LISTENS)] | None = None
+    # Add to the dumps, for each token that a train step read, its log-prob by the trainer and the rules that masked or
+    # limited it. It needs `run.dump_details`, and adds 12 bytes per token there. The first rank of the trainer writes
+    # these files, on its node. Without space, or while the files of the step before are being written, a step has none.
+    tokens: bool = False
     wandb: WandbConfig = WandbConfig()
     tensorboard: TensorboardConfig = TensorboardConfig()
     mlflow: MlflowConfig = MlflowConfig()

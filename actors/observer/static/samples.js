@@ -11,7 +11,13 @@ const COLOURINGS = {
   logprob: "log-prob of the engine",
   mask: "loss mask",
   version: "weights version",
+  trainer: "log-prob of the trainer",
+  difference: "trainer less engine",
+  rule: "rule that masks or limits",
 };
+const OF_TRAINER = ["trainer", "difference", "rule"]; // they need observe.tokens
+const DIFFERENCES = [0.01, 0.1, 0.5, 1, 2]; // bounds of the colours by difference
+const NUM_RULE_COLOURS = 6;
 
 const view = {
   ready: false, busy: false, again: false, step: -1, listedAt: 0,
@@ -210,7 +216,7 @@ async function fetchTokens(group, sample, from) {
   const known = view.tokens.get(sample.place);
   if (view.group !== group) return;
   if (from && known && !found.problem) {
-    for (const [name, values] of Object.entries(found)) if (Array.isArray(values)) known[name] = [...known[name], ...values];
+    for (const [name, values] of Object.entries(found)) if (Array.isArray(values) && name !== "rule_names") known[name] = [...known[name], ...values];
   } else if (!from) {
     view.tokens.set(sample.place, found);
   }
@@ -220,8 +226,26 @@ function kindOf(tokens, index, colouring) { // the class that colours a token
   if (tokens.inputs[index]) return "input";
   if (colouring === "mask") return tokens.mask[index] ? "mask1" : "mask0";
   if (colouring === "version") return tokens.versions[index] === null ? "" : `version${tokens.versions[index] % NUM_VERSION_COLOURS}`;
-  return probabilityKind(tokens.log_probs[index]);
+  if (colouring === "difference") return differenceKind(differenceOf(tokens, index));
+  if (colouring === "rule") {
+    const rule = rulesOf(tokens, index)[0];
+    return rule === undefined ? "mask1" : `version${tokens.rule_names.indexOf(rule) % NUM_RULE_COLOURS} ruled`;
+  }
+  return probabilityKind(colouring === "trainer" ? tokens.trainer_log_probs[index] : tokens.log_probs[index]);
 }
+
+function differenceOf(tokens, index) {
+  const [trainer, engine] = [tokens.trainer_log_probs[index], tokens.log_probs[index]];
+  return trainer === null || trainer === undefined || engine === null ? null : trainer - engine;
+}
+
+function differenceKind(difference) {
+  if (difference === null) return "";
+  const bucket = DIFFERENCES.findIndex((bound) => Math.abs(difference) < bound);
+  return `likely${bucket < 0 ? DIFFERENCES.length : bucket}`;
+}
+
+const rulesOf = (tokens, index) => tokens.rule_names.filter((name, bit) => (tokens.rules[index] >>> bit) & 1);
 
 function probabilityKind(logProb) {
   if (logProb === null || logProb === undefined) return "";
@@ -238,6 +262,13 @@ function legendOf(tokens, colouring) {
     add("mask0", "masked");
   } else if (colouring === "version") {
     for (const version of new Set(tokens.versions.filter((version) => version !== null))) add(`version${version % NUM_VERSION_COLOURS}`, `v${version}`);
+  } else if (colouring === "difference") {
+    DIFFERENCES.forEach((bound, index) => add(`likely${index}`, `< ${bound}`));
+    add(`likely${DIFFERENCES.length}`, `≥ ${DIFFERENCES[DIFFERENCES.length - 1]}`);
+  } else if (colouring === "rule") {
+    add("mask1", "no rule");
+    const found = new Set(tokens.ids.flatMap((id, index) => (tokens.inputs[index] ? [] : rulesOf(tokens, index))));
+    for (const name of found) add(`version${tokens.rule_names.indexOf(name) % NUM_RULE_COLOURS} ruled`, name);
   } else {
     PROBABILITIES.forEach((bound, index) => add(`likely${index}`, `p ≥ ${bound}`));
     add(`likely${PROBABILITIES.length}`, `p < ${PROBABILITIES[PROBABILITIES.length - 1]}`);
@@ -251,7 +282,11 @@ function tokenFacts(tokens, index) {
   if (tokens.inputs[index]) return `${start}, prompt or tool text`;
   const logProb = tokens.log_probs[index];
   const sampled = logProb === null ? "" : `, log-prob ${short(logProb, 4)} (p ${Math.exp(logProb).toPrecision(3)})`;
-  return `${start}${sampled}, ${tokens.mask[index] ? "trains" : "masked"}${tokens.versions[index] === null ? "" : `, v${tokens.versions[index]}`}`;
+  const difference = tokens.is_trained ? differenceOf(tokens, index) : null;
+  const trainer = difference === null ? "" : `, trainer ${short(tokens.trainer_log_probs[index], 4)} (difference ${short(difference, 4)})`;
+  const rules = tokens.is_trained && !tokens.left_out ? rulesOf(tokens, index) : [];
+  const more = `${trainer}${rules.length ? `, rule: ${rules.join(", ")}` : ""}${tokens.staleness[index] > 0 ? `, staleness ${tokens.staleness[index]}` : ""}`;
+  return `${start}${sampled}${more}, ${tokens.mask[index] ? "trains" : "masked"}${tokens.versions[index] === null ? "" : `, v${tokens.versions[index]}`}`;
 }
 
 function showTokens(place, group, sample, colouring) {
@@ -260,6 +295,11 @@ function showTokens(place, group, sample, colouring) {
     place.replaceChildren(make("p", tokens ? tokens.problem : "The tokens are gone.", "bad"));
     return;
   }
+  const notes = [];
+  if (!tokens.is_trained && OF_TRAINER.includes(colouring)) {
+    notes.push(make("p", "The dumps have nothing of the trainer about this sample: observe.tokens = true adds it, once the sample's step is trained.", "faint"));
+  }
+  if (tokens.left_out) notes.push(make("p", `The trainer left this sample out: ${tokens.left_out}.`, "bad"));
   const box = make("div", undefined, "tokens text");
   box.tabIndex = 0;
   box.setAttribute("role", "group");
@@ -296,8 +336,8 @@ function showTokens(place, group, sample, colouring) {
     });
     end.push(button);
   }
-  const noTexts = tokens.texts ? [] : [make("p", "The dumps have no tokenizer.json, so tokens are shown as ids.", "faint")];
-  place.replaceChildren(legendOf(tokens, colouring), ...noTexts, box, about, ...end);
+  if (!tokens.texts) notes.push(make("p", "The dumps have no tokenizer.json, so tokens are shown as ids.", "faint"));
+  place.replaceChildren(legendOf(tokens, colouring), ...notes, box, about, ...end);
 }
 
 // what app.js calls

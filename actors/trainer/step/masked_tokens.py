@@ -1,4 +1,4 @@
-"""How many tokens each rule masks or limits in one batch: of the batch itself, and of the terms of the loss."""
+"""Which tokens each rule masks or limits in one batch: of the batch itself, and of the terms of the loss."""
 
 from collections.abc import Mapping
 from typing import Final
@@ -11,6 +11,7 @@ from actors.trainer.algorithms.advantage_inputs import Flags
 from actors.trainer.data.batch import Floats32, LeftOut, TrainBatch
 from actors.trainer.data.staleness import NOT_SAMPLED
 from actors.trainer.megatron import groups as ranks
+from runtime.data.trained_tokens import TrainedTokens
 
 RULES: Final[Mapping[str, str]] = {  # metric that is not 0 where the rule applies to a token
     "train/pg_clipfrac": "clip",
@@ -28,8 +29,12 @@ RULES: Final[Mapping[str, str]] = {  # metric that is not 0 where the rule appli
 KEPT: Final = ("train/behave_mask",)  # metrics that are 0 where the rule applies
 
 
+TOKEN_RULES: Final = ("loss_mask", "stale", "not_finite", "zero_advantage", *RULES.values())
+LEFT_OUT: Final = ("too_long", "invalid")  # samples, by `LeftOut` from 1 on
+
+
 class MaskedTokens:
-    """Counts tokens by rule. Each token counts once per rule, also if its optimizer step is computed again."""
+    """Keeps tokens by rule, and their log-probs. A token counts once per rule, even if its step is computed again."""
 
     def __init__(self, metrics: tuple[str, ...], num_tokens: int, device: torch.device) -> None:
         """Count nothing yet.
@@ -42,9 +47,19 @@ class MaskedTokens:
         self._flags = {
             name: torch.zeros(num_tokens, dtype=torch.bool, device=device) for name in RULES if name in metrics
         }
+        self._log_probs_N = torch.zeros(num_tokens, dtype=torch.float32, device=device)
+        self._is_known_N = torch.zeros(num_tokens, dtype=torch.bool, device=device)
 
-    def add(self, where_M: Tensor, metrics: Mapping[str, Tensor]) -> None:
-        """Record the tokens at these positions of the batch's columns."""
+    def add(self, where_M: Tensor, metrics: Mapping[str, Tensor], log_probs_M: Tensor | None) -> None:
+        """Record the tokens at these positions of the batch's columns.
+
+        Args:
+            where_M: Positions.
+            metrics: Metrics of the loss.
+            log_probs_M: Log-probs under the weights before the train step. None: not computed.
+        """
+        if log_probs_M is not None:
+            self._log_probs_N[where_M], self._is_known_N[where_M] = log_probs_M.float(), True
         for name, flags_N in self._flags.items():
             flags_N[where_M] = metrics[name] == 0 if name in KEPT else metrics[name] != 0
 
@@ -74,3 +89,38 @@ class MaskedTokens:
         }
         counts = {f"train/masked_tokens/{rule}": float(count) for rule, count in found.items()}
         return {"train/num_response_tokens": float(np.count_nonzero(responses_N)), **counts}
+
+    def tokens(
+        self, batch: TrainBatch, trained: TrainBatch, advantages_N: Floats32, responses_N: Flags
+    ) -> TrainedTokens:
+        """Return the rules of each token, and its log-prob. A collective of all replicas. Arguments as of `counts`."""
+        trains_N = trained.loss_mask_N != 0
+        sampled_N = batch.staleness_N != NOT_SAMPLED
+        flags: dict[str, Flags] = {
+            "loss_mask": responses_N & ~sampled_N,
+            "stale": sampled_N & (batch.loss_mask_N == 0),
+            "not_finite": (batch.loss_mask_N != 0) & ~trains_N,
+            "zero_advantage": trains_N & (advantages_N == 0),
+        }
+        own_N = np.zeros(len(trains_N), dtype=np.int64)
+        for name, flags_N in self._flags.items():
+            own_N |= (flags_N.cpu().numpy() & trains_N).astype(np.int64) << TOKEN_RULES.index(RULES[name])
+        rules_N = ranks.sum_over_replicas(torch.from_numpy(own_N)).numpy()  # a token is in one replica
+        for name, flags_N in flags.items():
+            rules_N |= flags_N.astype(np.int64) << TOKEN_RULES.index(name)
+        log_probs_N, is_known_N = (
+            ranks.sum_over_replicas(column_N.cpu().double()).numpy()
+            for column_N in (self._log_probs_N, self._is_known_N)
+        )
+        return TrainedTokens(
+            group_id=batch.groups_B,
+            index=batch.indices_B,
+            part=batch.parts_B,
+            left_out=batch.left_out_B,
+            lengths=batch.lengths_B,
+            trainer_log_probs=np.where(is_known_N > 0, log_probs_N, np.nan).astype(np.float32),
+            rules=rules_N.astype(np.uint32),
+            staleness=batch.staleness_N,
+            rule_names=TOKEN_RULES,
+            reasons=LEFT_OUT,
+        )

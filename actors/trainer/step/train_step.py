@@ -59,6 +59,7 @@ from actors.trainer.step.pairs import pair_inputs, rollouts_in, sums_over_pairs
 from actors.trainer.step.planning import Planner, micro_batches_of
 from actors.trainer.step.remote_critic import RemoteCritic
 from actors.trainer.step.rewards import reward_metrics, with_penalties
+from runtime.data.trained_tokens import TrainedTokens
 from runtime.settings.derived import (
     first_policy_step,
     has_critic,
@@ -96,6 +97,7 @@ class Trained(NamedTuple):
     metrics: dict[str, float]  # of the whole batch; complete on rank 0 and on the last pipeline stage
     skipped: Ints  # samples of skipped optimizer steps, the same on every rank
     masked: Ints  # samples whose loss was not finite, the same on every rank
+    tokens: TrainedTokens | None = None  # with observe.tokens, of the policy; complete on every rank
 
     @property
     def without_gradient(self) -> Ints:
@@ -122,6 +124,7 @@ class TrainStep:
         self._demonstrations = trains_demonstrations(topology)
         self._pairs = trains_pairs(topology)
         self._measures_all = measures_all(topology)
+        self._records_tokens = topology.observe.tokens
         try_plugins(topology, replica.device)
         self._objective = Objective(self._algorithm)
         named = self._algorithm.rollout_data_postprocess
@@ -151,7 +154,8 @@ class TrainStep:
             if self._postprocess is not None:
                 batch, steps, columns = self._postprocessed(self._postprocess, batch, steps, columns)
                 timer.lap("perf/postprocess_time")
-        metrics, done = self._train_both(batch, steps, columns, timer)
+        noted = self._notes(batch)
+        metrics, done = self._train_both(batch, steps, columns, noted, timer)
         metrics |= memory_metrics(memory.take()) | size_metrics(batch)
         taken = [one for one in done if one.is_taken]
         masked_B = np.logical_or.reduce([one.masked_B for one in done])
@@ -169,10 +173,19 @@ class TrainStep:
         timer.lap("perf/metrics_time")
         metrics |= timer.metrics() | {"perf/train_time": timer.total}
         skipped = np.concatenate([NO_SAMPLES, *(one.step.samples for one in done if not one.is_taken)])
-        return Trained(metrics, skipped, np.flatnonzero(masked_B))
+        tokens = None
+        if noted is not None and self._records_tokens:
+            advantages_N = columns.advantages_N.cpu().numpy()
+            tokens = noted.tokens(batch, with_masked(batch, masked_B), advantages_N, response_mask(batch))
+        return Trained(metrics, skipped, np.flatnonzero(masked_B), tokens)
 
     def _train_both(
-        self, batch: TrainBatch, steps: Sequence[OptimizerStep], columns: _Columns, timer: StepTimer
+        self,
+        batch: TrainBatch,
+        steps: Sequence[OptimizerStep],
+        columns: _Columns,
+        noted: MaskedTokens | None,
+        timer: StepTimer,
     ) -> tuple[dict[str, float], list[Done]]:
         """Take the optimizer steps of critic and policy. The policy's are returned if it trains, else the critic's.
 
@@ -186,7 +199,7 @@ class TrainStep:
             assert columns.estimates is not None
             remote.begin_training(batch, columns.estimates)
         if batch.step >= self._first_step:
-            of_policy, done = self._train_policy(batch, steps, columns, timer)
+            of_policy, done = self._train_policy(batch, steps, columns, noted, timer)
             metrics |= of_policy
         if remote is not None:
             of_critic, learned = remote.trained(steps)
@@ -208,12 +221,17 @@ class TrainStep:
         return metrics, done
 
     def _train_policy(
-        self, batch: TrainBatch, steps: Sequence[OptimizerStep], columns: _Columns, timer: StepTimer
+        self,
+        batch: TrainBatch,
+        steps: Sequence[OptimizerStep],
+        columns: _Columns,
+        noted: MaskedTokens | None,
+        timer: StepTimer,
     ) -> tuple[dict[str, float], list[Done]]:
         """Take the policy's optimizer steps. A collective of all ranks."""
-        counted, before = self._first_counts(batch), timer.total
+        before = timer.total
         with self._replica.memory.phase("train"):
-            loss = partial(self._loss_terms, batch.step, columns, counted)
+            loss = partial(self._loss_terms, batch.step, columns, noted)
             done = self._learner.train(batch, steps, loss, columns.weights_N, timer)
         steps, taken = [one.step for one in done], [one for one in done if one.is_taken]
         took_s, lengths = timer.total - before, batch.lengths_B.tolist()
@@ -223,18 +241,19 @@ class TrainStep:
         if not self._demonstrations:
             measured = micro_batches_of(steps if self._measures_all else steps[:1])
             metrics |= difference_metrics(batch, measured, columns.trainer_log_probs_N.cpu().numpy())
-            if counted is not None:
+            if noted is not None and batch.step == self._first_step:
                 trained = with_masked(batch, np.logical_or.reduce([one.masked_B for one in done]))
-                metrics |= counted.counts(batch, trained, columns.advantages_N.cpu().numpy(), response_mask(batch))
+                metrics |= noted.counts(batch, trained, columns.advantages_N.cpu().numpy(), response_mask(batch))
             metrics["train/entropy_coef"] = self._entropy_coef(batch.step)
         metrics["train/grad_norm"] = float(np.mean([one.norm for one in taken or done]))
         metrics["train/lr-pg_0"] = self._learner.learning_rate(batch.step, steps[-1].number)
         metrics["perf/actor_train_time"] = took_s
         return metrics, done
 
-    def _first_counts(self, batch: TrainBatch) -> MaskedTokens | None:
-        """Return what counts masked tokens by rule: in the policy's first train step alone."""
-        if batch.step != self._first_step or self._demonstrations:
+    def _notes(self, batch: TrainBatch) -> MaskedTokens | None:
+        """Return what keeps masked tokens by rule: for counts of the policy's first train step, and for dumps."""
+        is_noted = batch.step == self._first_step or (self._records_tokens and batch.step > self._first_step)
+        if not is_noted or self._demonstrations:
             return None
         return MaskedTokens(self._objective.names, len(batch.tokens_N), self._replica.device)
 
@@ -377,7 +396,7 @@ class TrainStep:
         self,
         train_step: int,
         columns: _Columns,
-        counted: MaskedTokens | None,
+        noted: MaskedTokens | None,
         step: OptimizerStep,
         micro_batch: MicroBatch,
         outputs: TokenOutputs,
@@ -414,8 +433,9 @@ class TrainStep:
         if self._algorithm.positive_example_nll_weight:
             positive = step.shares_per_positive_token / columns.weights_N[where_M]  # the weights are never 0
         terms = self._objective(inputs, entropy_coef=coef, weight_scale=columns.weight_scale, positive_scale=positive)
-        if counted is not None:
-            counted.add(where_M, terms.metrics)
+        if noted is not None:
+            is_known = step.number == 0 or self._measures_all
+            noted.add(where_M, terms.metrics, trainer_M if is_known else None)
         return terms
 
     def begin_reference(self) -> None:

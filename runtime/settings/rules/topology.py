@@ -94,6 +94,7 @@ def topology_problems(topology: Topology) -> Iterator[Problem]:
         _mtp_weight,
         _held_out,
         _sampling_masks,
+        _tokens_in_dumps,
     ):
         yield from rule(topology)
 
@@ -566,6 +567,16 @@ def _shares(topology: Topology) -> Iterator[Problem]:
 def _load(topology: Topology) -> Iterator[Problem]:
     if topology.trainer.load_weights_only and topology.trainer.load is None:
         yield Problem.of("trainer.load_weights_only", True, "has no effect without trainer.load")
+
+
+def _tokens_in_dumps(topology: Topology) -> Iterator[Problem]:
+    if not topology.observe.tokens:
+        return
+    if topology.run.dump_details is None:
+        yield Problem.of("observe.tokens", True, "has no dumps to add to; set run.dump_details to a directory")
+    if trains_demonstrations(topology) or topology.run.only == "rollout":
+        message = "has nothing to add: no trainer computes log-probs of sampled tokens in this run"
+        yield Problem.of("observe.tokens", True, message)
 
 
 def _reward_model(topology: Topology) -> Iterator[Problem]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import aiohttp
 import msgspec
+import numpy as np
 import pytest
 from aiohttp import DummyCookieJar
 from hypothesis import given
@@ -18,6 +19,7 @@ from actors.observer.samples import MAX_TOKENS, token_texts, tokens_shown, worst
 from messages import Outcome, SampleStatus
 from runtime.data.dump_files import columns_path, write_pair
 from runtime.data.dumps import Fate
+from runtime.data.trained_tokens import TrainedTokens, write_trained
 from runtime.report.observed import Observed
 from tests.actors.observer.test_page import ANY_PORT, COOKIE, TOKEN
 from tests.build.dumps import dumped_group
@@ -107,6 +109,28 @@ async def test_tokens_have_text_log_prob_mask_and_weights(dumps: Path) -> None:
         assert len(tokens["texts"]) == 3
         _, rest = await answered(client, "/samples/tokens", group=1, step=0, place=1, **{"from": 2})
         assert (rest["from"], rest["ids"], rest["texts"]) == (2, [11], tokens["texts"][2:])
+
+
+async def test_tokens_have_what_the_trainer_added(dumps: Path) -> None:
+    tokens = TrainedTokens(
+        group_id=np.array([1]),
+        index=np.array([1]),
+        part=np.array([0]),
+        left_out=np.zeros(1, np.uint8),
+        lengths=np.array([3]),
+        trainer_log_probs=np.array([np.nan, -0.75, np.nan], np.float32),
+        rules=np.array([0, 2, 1], np.uint32),
+        staleness=np.array([-1, 4, -1], np.int32),
+        rule_names=("loss_mask", "clip"),
+        reasons=(),
+    )
+    async with opened(dumps) as client:
+        _, before = await answered(client, "/samples/tokens", group=1, place=1)
+        assert (before["is_trained"], before["rules"]) == (False, [])
+        write_trained(dumps, 0, tokens)
+        _, shown = await answered(client, "/samples/tokens", group=1, place=1)
+        assert (shown["is_trained"], shown["rule_names"], shown["rules"]) == (True, ["loss_mask", "clip"], [0, 2, 1])
+        assert (shown["trainer_log_probs"], shown["staleness"]) == ([None, -0.75, None], [-1, 4, -1])
 
 
 @pytest.mark.parametrize(

@@ -289,6 +289,12 @@ def test_external_graders_of_a_run_that_listens_are_no_problem() -> None:
         (("trainer.num_processes=3",), "trainer.megatron", "3 data-parallel replicas do not divide the 256 samples"),
         (("engines.policy.colocate=trainer", "rollout.max_staleness=1"), "rollout.max_staleness", "generate nothing"),
         (("trainer.log_probs_ahead=true",), "trainer.log_probs_ahead", "has no log-probs to compute"),
+        (("observe.tokens=true",), "observe.tokens", "has no dumps to add to; set run.dump_details"),
+        (
+            ("observe.tokens=true", "run.dump_details=d", "run.only=rollout"),
+            "observe.tokens",
+            "no trainer computes log-probs of sampled tokens",
+        ),
         (
             ("engines.policy.colocate=trainer", "trainer.log_probs_ahead=true", "algorithm.kl_loss_coef=0.1"),
             "trainer.log_probs_ahead",

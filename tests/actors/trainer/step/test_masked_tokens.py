@@ -53,3 +53,31 @@ def test_the_terminal_has_one_line_of_them() -> None:
     assert masked_line(nothing) == "first train step: no rule masked any of 1,200 response tokens"
     some = nothing | {f"{PREFIX}clip": 1010.0, f"{PREFIX}veto": 3.0}
     assert masked_line(some) == "first train step: masked or limited of 1,200 response tokens: clip 1,010, veto 3"
+
+
+def test_a_dump_has_the_rules_of_each_token_and_what_the_trainer_thought_of_it(make_topology: MakeTopology) -> None:
+    algorithm = {"use_rs": True, "rs_upper_bound": 2.0}
+    topology = make_topology(algorithm=algorithm, observe={"tokens": True}, run={"dump_details": "d"})
+    batch, step = random_batch(), trainer(topology)[0]
+    trains = np.flatnonzero(batch.loss_mask_N)
+    mask, staleness = batch.loss_mask_N.copy(), np.where(batch.loss_mask_N, 0, -1).astype(np.int32)
+    mask[trains[:2]] = 0
+    own = own_log_probs(topology, batch)
+    engine = own.copy()
+    engine[trains[2:5]] -= 1.0
+    batch = replace(batch, loss_mask_N=mask, staleness_N=staleness, rollout_log_probs_N=engine)
+    for number in range(2):  # not of the first train step alone
+        tokens = step(replace(batch, step=number)).tokens
+        assert tokens is not None
+        names = [
+            {name for bit, name in enumerate(tokens.rule_names) if rules >> bit & 1} for rules in tokens.rules.tolist()
+        ]
+        assert [place for place, found in enumerate(names) if "stale" in found] == trains[:2].tolist()
+        assert not any("loss_mask" in names[place] for place in trains)
+        known = np.flatnonzero(np.isfinite(tokens.trainer_log_probs))
+        assert known.tolist() == trains[2:].tolist()
+        if number == 0:
+            assert [place for place, found in enumerate(names) if "rejected_high" in found] == trains[2:5].tolist()
+            np.testing.assert_allclose(tokens.trainer_log_probs[known], own[known], atol=1e-5)
+        assert tokens.lengths.sum() == len(tokens.rules)
+    assert trainer(make_topology())[0](random_batch()).tokens is None
