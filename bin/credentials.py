@@ -1,4 +1,4 @@
-"""Give, list and revoke the credentials of a run's external clients: reward workers and viewers."""
+"""Give, list and revoke the credentials of a run's external clients: reward workers, viewers and auditors."""
 
 import argparse
 import os
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 MAX_DAYS = 3650.0
 TAKEN_WITHIN_S = 10.0
 EPILOG = """A grader credential answers the score requests of one grader, and can read all stored prompts of the run.
-A viewer credential reads all events. The credential is printed: redirect it to a file, which then only you can read.
+A viewer credential reads all events, an auditor credential all stored prompts and samples. The credential is printed:
+redirect it to a file, which then only you can read.
 
 While no node daemon runs the run, a change applies from its next start on.
 
@@ -39,9 +40,9 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     what = [args.kind is not None, args.list, args.revoke is not None]
     if what.count(True) != 1:
-        parser.error("one of grader, viewer, --list and --revoke is needed")
+        parser.error("one of grader, viewer, auditor, --list and --revoke is needed")
     if (args.name is not None) != (args.kind is not None) or (args.grader is not None) != (args.kind == "grader"):
-        parser.error("a grader needs --name and --grader, a viewer needs --name, and nothing else takes them")
+        parser.error("a grader needs --name and --grader, the others need --name, and nothing else takes them")
     from runtime.node.external_clients import ClientsUnreadable, NameTaken, NotListening
     from runtime.node.reopen import NoSuchRun  # imports the bus, which --help does not need
 
@@ -51,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = parser_of("credentials", __doc__, EPILOG)
     parser.add_argument("run", metavar="RUN", help="Name of a run under ./runs, or a run directory.")
-    parser.add_argument("kind", nargs="?", choices=("grader", "viewer"), help="Kind of the new credential.")
+    parser.add_argument("kind", nargs="?", choices=("grader", "viewer", "auditor"), help="Kind of the new credential.")
     parser.add_argument("--name", help="Name of the new external client.")
     parser.add_argument("--grader", help="Grader whose score requests it answers, as the topology names it.")
     parser.add_argument(

@@ -43,6 +43,7 @@ def test_the_accounts_of_the_page_are_those_of_a_runs_own_server() -> None:
     clients = (
         ExternalClient(name="alice", kind=ClientKind.GRADER, grader="math", password="...", expires=expires),
         ExternalClient(name="bob", kind=ClientKind.VIEWER, password="...", expires=expires),
+        ExternalClient(name="dave", kind=ClientKind.AUDITOR, password="...", expires=expires),
     )
     rendered = render_accounts(
         Accounts(run=RUN, graders=("math",), clients=clients), Login(user=RUN, password=Secret("..."))

@@ -16,7 +16,7 @@ HEAD: Final = "# Credential of an external client of a Physarum run. Keep it sec
 class Credential(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Login and subjects of an external client. Each field is one line of the file, a JSON string."""
 
-    kind: str  # "grader" or "viewer"
+    kind: str  # "grader", "viewer" or "auditor"
     run: str
     name: str
     url: str
@@ -25,7 +25,7 @@ class Credential(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     password: str
     expires: Instant
     inbox: str  # prefix of the subjects on which the client may receive answers
-    stream: str  # with the score requests of the grader, or with the events
+    stream: str  # with the score requests of the grader, with the events, or with the data plane
     grader: str = ""  # name in the topology
     token: str = ""  # of the grader in subjects
     domain: str = ""  # under which JetStream clients find the consumer
@@ -34,7 +34,7 @@ class Credential(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     answers: str = ""  # filter of the subjects that take answers
     prompts: str = ""  # subject of requests for a stored prompt, without its key
     events: str = ""  # filter of the subjects of new events
-    history: str = ""  # subject of requests for stored events
+    history: str = ""  # subject of requests for stored messages of the stream
     certificate: str  # PEM; the client trusts it alone
 
     @property

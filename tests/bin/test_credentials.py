@@ -86,7 +86,7 @@ async def test_a_credential_is_given_listed_and_revoked_while_the_run_goes_on(tm
         ("10.0.0.1", {}, ("--revoke", "carol"), "no external client has this name; there are: none"),
         ("10.0.0.1", {}, ("grader", "--name", "alice"), "a grader needs --name and --grader"),
         ("10.0.0.1", {}, ("viewer", "--name", "b", "--grader", "math"), "a grader needs --name and --grader"),
-        ("10.0.0.1", {}, (), "one of grader, viewer, --list and --revoke is needed"),
+        ("10.0.0.1", {}, (), "one of grader, viewer, auditor, --list and --revoke is needed"),
         ("10.0.0.1", {}, (*GRADER, "--days", "0"), "'0' is not a number above 0"),
         ("10.0.0.1", {}, (*GRADER, "--days", "nan"), "'nan' is not a number above 0"),
     ],

@@ -58,17 +58,20 @@ ACK: Final = f"$JS.ACK.{WORK}.score-math.1.70.70.1700000000000000000.9"
 SCORE: Final = "phy.r.scores.math.x8s0"
 PROMPTS: Final = f"$JS.API.DIRECT.GET.{DATA}.{PROMPT}"
 HISTORY: Final = f"$JS.API.DIRECT.GET.{EVENT}"
+AUDIT: Final = f"$JS.API.DIRECT.GET.{DATA}"
 MAY_PUBLISH: Final = {
     "alice": (PULL, PULL_OF_JETSTREAM_CLIENTS, INFO, ACK, SCORE, PROMPTS),
     "bob": (HISTORY,),
+    "dave": (AUDIT,),
 }  # one of each kind
-MAY_READ: Final = {"alice": (OWN_WORK, "phy.r.data.prompt."), "bob": ("phy.r.event.",)}
+MAY_READ: Final = {"alice": (OWN_WORK, "phy.r.data.prompt."), "bob": ("phy.r.event.",), "dave": ("phy.r.data.",)}
 LATER: Final = datetime.datetime(2100, 1, 1, tzinfo=datetime.UTC)
 CLIENTS: Final = {  # kind and grader, by name
     "alice": (ClientKind.GRADER, "math"),
     "amy": (ClientKind.GRADER, "math"),
     "carol": (ClientKind.GRADER, "code"),
     "bob": (ClientKind.VIEWER, ""),
+    "dave": (ClientKind.AUDITOR, ""),
 }
 
 ACCOUNTS: Final = Accounts(

@@ -8,11 +8,11 @@ from nats.errors import Error as NatsError
 
 from runtime.bus.errors import BusUnavailable
 from tests.rights.scene import MAY_PUBLISH, accounts_text, scene
-from tests.rights.test_rights import check_replies, check_subscriptions, check_unchanged, view_as, work_as
+from tests.rights.test_rights import audit_as, check_replies, check_subscriptions, check_unchanged, view_as, work_as
 from tests.rights.tries import refused
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
-ACCOUNT_OF = {"alice": "GRADERS-math", "bob": "VIEWERS"}
+ACCOUNT_OF = {"alice": "GRADERS-math", "bob": "VIEWERS", "dave": "AUDITORS"}
 RIGHT = re.compile(r'\{ (?:service|stream): (?:\{ account: RUN, subject: )?"(.*?)".*\}')
 OF_OTHERS = "code"
 PATIENCE_S = 0.4  # for an answer, where none is expected
@@ -36,6 +36,10 @@ SERVICES = [  # user, and a subject on which it may publish too much
     ("bob", "$JS.API.DIRECT.GET.phy-r-work"),
     ("bob", "$JS.API.CONSUMER.DELETE.phy-r-event.reader"),
     ("bob", "phy.r.scores.math.>"),
+    ("dave", "$JS.API.DIRECT.GET.phy-r-event"),
+    ("dave", "$JS.API.DIRECT.GET.phy-r-work"),
+    ("dave", "$JS.API.CONSUMER.CREATE.phy-r-data"),
+    ("dave", "phy.r.data.>"),
 ]
 STREAMS = [  # user, and a subject that it may read too much
     ("alice", "phy.r.work.rollout.>"),
@@ -43,11 +47,12 @@ STREAMS = [  # user, and a subject that it may read too much
     ("bob", "$KV.phy-r.>"),
     ("bob", "phy.r.call.>"),
     ("bob", "phy.r.scores.>"),
+    ("dave", "phy.r.event.>"),
 ]
 
 
 def dropped() -> dict[str, str]:
-    """Texts of accounts that lack one export, import or permission of alice or bob, by what they lack."""
+    """Texts of accounts that lack one export, import or permission of alice, bob or dave, by what they lack."""
     text = accounts_text()
     lines, found, account = text.splitlines(), dict[str, str](), ""
     for number, line in enumerate(lines):
@@ -99,6 +104,7 @@ async def test_a_missing_right_is_found(tmp_path: Path, lacking: str) -> None:
         async with scene(tmp_path, lambda _: dropped()[lacking]) as made:
             await work_as(made, "alice", PATIENCE_S)
             await view_as(made, "bob", PATIENCE_S)
+            await audit_as(made, "dave", PATIENCE_S)
 
     with pytest.raises((NatsError, TimeoutError, BusUnavailable)):
         await try_all()

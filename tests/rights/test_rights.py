@@ -17,6 +17,7 @@ import pytest
 from tests.fixtures.nats import eventually
 from tests.rights.api_subjects import WHEEL, in_binary, installed_binary, is_known, stored
 from tests.rights.scene import (
+    AUDIT,
     CLIENTS,
     HISTORY,
     MAY_PUBLISH,
@@ -35,12 +36,13 @@ from tests.rights.scene import (
 from tests.rights.tries import Try, forbidden_replies, refused, subjects_of_a_run, subscriptions, with_reply
 
 pytestmark = pytest.mark.anyio
-ATTACKERS = ("alice", "bob")
+ATTACKERS = ("alice", "bob", "dave")
 BATCH = 200
 PRIVATE = "q7f3m"  # part of the inboxes that others cannot know
 MAY_CHANGE = {  # by allowed publishes: alice's own queue, by pulls and acknowledgements
     "alice": (f"consumer {OWN_DURABLE}", f"messages {OWN_WORK}", f"kept {WORK}"),
     "bob": (),
+    "dave": (),
 }
 SECRET = re.compile(rb"secret of ([^ \"\\]+)")
 
@@ -155,6 +157,7 @@ async def check_subscriptions(made: Scene, user: str) -> None:
     for other in ("amy", "carol"):
         await work_as(made, other)
     await view_as(made, "bob")
+    await audit_as(made, "dave")
     await made.settle(who)
     may_hear = ("phy.r.event.",) if user == "bob" else ()
     heard = [one for one in who.heard if not one.subject.startswith(may_hear)]
@@ -207,10 +210,27 @@ async def view_as(made: Scene, name: str, timeout_s: float = 5.0) -> None:
             pass
 
 
+async def audit_as(made: Scene, name: str, timeout_s: float = 5.0) -> None:
+    """Do what an auditor does, with what the page allows.
+
+    Raises:
+        nats.errors.Error: no answer.
+    """
+    nc = made.strangers[name].nc
+    stored = await nc.request(AUDIT, b'{"seq":2}', timeout=timeout_s, old_style=True)
+    assert stored.data == b"secret of phy.r.data.segments.1.1"
+    inbox = f"_INBOX.{RUN}.{name}.audit"
+    many = await nc.subscribe(inbox)
+    await nc.publish(AUDIT, b'{"seq":1,"batch":3}', inbox)
+    subjects = [(await many.next_msg(timeout_s)).header["Nats-Subject"] for _ in range(3)]
+    assert subjects == [PROMPT, "phy.r.data.segments.1.1", "phy.r.data.segments.1.1"]
+
+
 async def test_what_the_page_allows_works(attacked: Scene) -> None:
     for worker in ("alice", "amy", "carol"):
         await work_as(attacked, worker)
     await view_as(attacked, "bob")
+    await audit_as(attacked, "dave")
 
 
 @pytest.mark.parametrize(

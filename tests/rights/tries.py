@@ -8,6 +8,7 @@ from typing import Any, Final, NamedTuple
 from tests.rights.api_subjects import stored
 from tests.rights.scene import (
     ACK,
+    AUDIT,
     DATA,
     EVENT,
     HISTORY,
@@ -26,7 +27,7 @@ GET: Final = "$JS.API.DIRECT.GET"
 FORGED: Final = b"forged"
 ACKS: Final = (b"+ACK", b"-NAK", b"+WPI", b"+TERM", b'+NXT {"batch":1,"no_wait":true}', b"")
 CONSUMERS: Final = ((WORK, "score-math"), (WORK, "score-code"), (WORK, "rollout"), (EVENT, "reader"), (DATA, "new"))
-NAMES: Final = (*STREAMS, "new", "r", "RUN", "GRADERS-math", "GRADERS-code")
+NAMES: Final = (*STREAMS, "new", "r", "RUN", "GRADERS-math", "GRADERS-code", "AUDITORS")
 NEXT_OF_OTHERS: Final = f"CONSUMER.MSG.NEXT.{WORK}.score-code"
 LATER: Final = "2100-01-01T00:00:00Z"
 
@@ -149,6 +150,9 @@ def with_reply(user: str, reply: str) -> list[Try]:
     if user == "bob":
         asked = [b'{"seq":1}', b'{"last_by_subj":"phy.r.event.run.started"}', b'{"seq":1,"batch":3}', b"", b"{"]
         publishes = [(HISTORY, body) for body in (*asked, b'{"multi_last":[">"],"batch":2}')]
+    elif user == "dave":
+        asked = [b'{"seq":1}', b'{"last_by_subj":"phy.r.data.segments.1.1"}', b'{"seq":1,"batch":3}', b"", b"{"]
+        publishes = [(AUDIT, body) for body in (*asked, b'{"multi_last":[">"],"batch":2}')]
     else:
         pulls = (
             b'{"batch":1,"no_wait":true}',

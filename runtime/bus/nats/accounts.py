@@ -28,6 +28,7 @@ from runtime.util.secrets import Login
 
 RUN_ACCOUNT: Final = "RUN"
 VIEWERS: Final = "VIEWERS"
+AUDITORS: Final = "AUDITORS"
 NODE_USER: Final = "physarum"  # of node daemons and actors
 MAX_CONNECTIONS: Final = 4096  # of all clients of an external account together
 
@@ -37,6 +38,7 @@ class ClientKind(StrEnum):
 
     GRADER = "grader"  # answers the score requests of one grader
     VIEWER = "viewer"  # reads the events
+    AUDITOR = "auditor"  # reads the data plane: prompts and samples with their tokens
 
 
 class ExternalClient(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -110,13 +112,21 @@ def _viewer_services(run: str) -> list[_Service]:
     return [_Service(f"$JS.API.DIRECT.GET.{stream_of(run, Plane.EVENT)}", has_many_answers=True)]
 
 
+def _auditor_services(run: str) -> list[_Service]:
+    """Return what auditors may publish on: reads of the stored data plane."""
+    return [_Service(f"$JS.API.DIRECT.GET.{stream_of(run, Plane.DATA)}", has_many_answers=True)]
+
+
 def rights_of(run: str, client: ExternalClient) -> Rights:
     """Return what one external client may publish and subscribe to."""
     inbox = f"{inbox_prefix(run, client.name)}.>"
-    if client.kind is ClientKind.GRADER:
-        services, streams = _grader_services(run, client.grader), ()
-    else:
-        services, streams = _viewer_services(run), (plane_filter(run, Plane.EVENT),)
+    match client.kind:
+        case ClientKind.GRADER:
+            services, streams = _grader_services(run, client.grader), ()
+        case ClientKind.VIEWER:
+            services, streams = _viewer_services(run), (plane_filter(run, Plane.EVENT),)
+        case ClientKind.AUDITOR:
+            services, streams = _auditor_services(run), ()
     return Rights(publish=tuple(service.name for service in services), subscribe=(inbox, *streams))
 
 
@@ -134,6 +144,8 @@ def credential_of(run: str, client: ExternalClient, *, url: str, certificate: st
     token = grader_token(client.grader)
     if client.kind is ClientKind.VIEWER:
         own = {"stream": event, "events": plane_filter(run, Plane.EVENT), "history": f"$JS.API.DIRECT.GET.{event}"}
+    elif client.kind is ClientKind.AUDITOR:
+        own = {"stream": data, "history": f"$JS.API.DIRECT.GET.{data}"}
     else:
         durable = score_durable(token)
         own = {
@@ -195,7 +207,8 @@ def render_accounts(accounts: Accounts, node: Login) -> str:
 def _external_accounts(accounts: Accounts) -> list[_Account]:
     run = accounts.run
     of_graders = [_Account(_account_of_grader(grader), _grader_services(run, grader)) for grader in accounts.graders]
-    return [*of_graders, _Account(VIEWERS, _viewer_services(run), plane_filter(run, Plane.EVENT))]
+    viewers = _Account(VIEWERS, _viewer_services(run), plane_filter(run, Plane.EVENT))
+    return [*of_graders, viewers, _Account(AUDITORS, _auditor_services(run))]
 
 
 def _account_of_grader(grader: str) -> str:
@@ -203,7 +216,13 @@ def _account_of_grader(grader: str) -> str:
 
 
 def _account_of(client: ExternalClient) -> str:
-    return _account_of_grader(client.grader) if client.kind is ClientKind.GRADER else VIEWERS
+    match client.kind:
+        case ClientKind.GRADER:
+            return _account_of_grader(client.grader)
+        case ClientKind.VIEWER:
+            return VIEWERS
+        case ClientKind.AUDITOR:
+            return AUDITORS
 
 
 def _exports(external: list[_Account]) -> list[str]:

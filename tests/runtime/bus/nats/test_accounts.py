@@ -10,11 +10,12 @@ import nats
 import pytest
 from nats.aio.client import Client
 
-from messages import Plane
+from messages import Plane, SegmentsPublished, decode
 from runtime.bus.bus import Bus
 from runtime.bus.nats.accounts import Accounts, ClientKind, ExternalClient, render_accounts, rights_of
 from runtime.bus.nats.server import ServerSettings, write_config
 from runtime.util.secrets import Login, Secret
+from tests.build.samples import payload, segment
 from tests.fixtures.nats import TEST_LIMITS, TEST_STREAMS, group_failed
 from tests.support.running_server import RunningServer, running_server
 
@@ -128,3 +129,32 @@ async def test_a_jetstream_client_finds_its_consumer_in_the_domain_of_the_run(tm
             await task.ack_sync()
         await node.close()
         assert (await bus.state(Plane.WORK)).messages == 0
+
+
+async def test_an_auditor_reads_the_data_plane_and_nothing_else(tmp_path: Path) -> None:
+    dave = ExternalClient(name="dave", kind=ClientKind.AUDITOR, password="of-dave", expires=LATER)
+    accounts = Accounts(run="r", graders=("math",), clients=(dave,))
+    async with (
+        running_server(tmp_path, settings(tmp_path, accounts)) as server,
+        run_bus(server) as bus,
+        client(server, dave) as auditor,
+    ):
+        await bus.ensure_streams(TEST_STREAMS)
+        await bus.publish(group_failed(1))
+        sampled = payload(4, segment((7, 8)))
+        await bus.publish(sampled)
+        stored = await auditor.request("$JS.API.DIRECT.GET.phy-r-data", b'{"seq":1}', timeout=5)
+        found = decode(stored.data, stored.headers or {})
+        assert isinstance(found, SegmentsPublished)
+        assert (found.group_id, found.segments[0].response_ids.tolist()) == (4, [7, 8])
+        before = {plane: await bus.state(plane) for plane in (Plane.EVENT, Plane.WORK, Plane.DATA)}
+        for subject in (
+            "$JS.API.DIRECT.GET.phy-r-event",
+            "$JS.API.DIRECT.GET.phy-r-work",
+            "$JS.API.CONSUMER.MSG.NEXT.phy-r-work.score-math",
+            "phy.r.data.segments.4.1",
+            "phy.r.event.x",
+        ):
+            with pytest.raises(TimeoutError):
+                await auditor.request(subject, b'{"seq":1}', timeout=0.3)
+        assert before == {plane: await bus.state(plane) for plane in before}
