@@ -1,4 +1,4 @@
-"""Write one HTML file about a run, live or after its end: curves, states, times, advice, ledger and settings."""
+"""Write one HTML file about a run, live or after its end: curves, times, advice, samples, ledger and settings."""
 
 import argparse
 import sys

@@ -233,11 +233,14 @@ def report_page(
         settings: of the run.
         live: whether the run goes on.
         other: another run to compare with, and its settings.
+
+    It has samples of the run's dumps, if this machine has them.
     """
     files = {name: (STATIC / name).read_text(encoding="utf-8") for name in FILES}
     scripts, styles = SCRIPTS, ("uPlot.min.css", "app.css")
     shown = _state_of(observed, settings, live=live)
     shown["timeline"] = observed.timeline.window(0, REPORT_STEPS)
+    shown["samples"] = Samples(dump_directory(settings)).report()
     if other is not None:
         run, its = other
         shown["other"] = {"run": run.run, "rows": run.curves(), "times": run.times(), "settings": its}

@@ -11,11 +11,9 @@ from aiohttp import web
 from anyio import to_thread
 from tokenizers import Tokenizer
 
-from messages import Segment
+from actors.observer.shown_samples import Decode, group_shown, spelled_label, tokens_shown, worst_and_best_first
 from runtime.data.dump_files import TOKENIZER, DumpError
-from runtime.data.dumps import DumpedSample
-from runtime.data.sample_index import SORTS, Found, IndexedGroup, SampleIndex, Sort, outcome_of
-from runtime.data.trained_tokens import TrainedSample
+from runtime.data.sample_index import SORTS, Found, IndexedGroup, SampleIndex, Sort
 
 READ_S: Final = 1.0  # of new dump files, before a page gets what is known so far
 SEARCH_S: Final = 1.0  # of a search, before the page has to ask for the rest
@@ -23,17 +21,15 @@ WAIT_S: Final = 30.0  # for the requests before this one
 MAX_LISTED: Final = 50  # groups in one answer
 LISTED_CHARS: Final = 160  # of the prompt and the label of each
 LISTED_SAMPLES: Final = 64  # rewards of each
-MAX_SAMPLES: Final = 256  # of one group in one answer
-MAX_TEXT_CHARS: Final = 400_000  # of all texts of a group together
-MIN_TEXT_CHARS: Final = 500  # of each text
-MAX_TOKENS: Final = 4_000  # in one answer
-CONTEXT_TOKENS: Final = 8  # before a token, to decode it
-UNFINISHED_TOKENS: Final = 6  # that together may be one character
 MAX_QUERY_CHARS: Final = 1_000
+REPORT_STEPS: Final = 20  # newest ones, of which a report has some groups
+REPORT_GROUPS: Final = 8  # with the lowest mean reward, with the highest, and with the largest spread
+REPORT_BYTES: Final = 2_000_000  # of all of them
+REPORT_CHARS: Final = 40_000  # of the texts of each
+REPORT_TOKENS: Final = 1_000  # of the worst sample of each, and of the best one
+NO_DUMPS: Final = "The run writes no dumps: run.dump_details = DIRECTORY turns them on."
 SHOWN_PROBLEMS: Final = 10
 _NUMBER: Final = re.compile(r"[0-9]{1,15}")
-
-Decode = Callable[[Sequence[int]], str]
 
 
 class BadQuery(ValueError):
@@ -95,7 +91,7 @@ class Samples:
         self, read: Callable[[SampleIndex, Mapping[str, str]], dict[str, Any]], query: Mapping[str, str]
     ) -> dict[str, Any]:
         if self.index is None:
-            raise NotFound("The run writes no dumps: run.dump_details = DIRECTORY turns them on.")
+            raise NotFound(NO_DUMPS)
         with anyio.fail_after(WAIT_S):
             await self._turn.acquire()
         try:
@@ -187,6 +183,58 @@ class Samples:
         segments = index.tokens(group, place, sample)
         return tokens_shown(segments, self.decoder(), begin, index.trained(sample, segments))
 
+    def report(self, max_bytes: int = REPORT_BYTES) -> dict[str, Any]:
+        """Return some groups of the newest steps for a report: the worst, the best, and those of the largest spread.
+
+        Args:
+            max_bytes: of all of them.
+        """
+        found: dict[str, Any] = {"listed": {"problem": NO_DUMPS}, "groups": [], "tokens": {}}
+        if self.index is None:
+            return found
+        index, num_bytes = self.index, 0
+        try:
+            for _ in range(REPORT_STEPS):
+                index.advance(0.0)
+        except DumpError as error:
+            found["listed"] = {"problem": str(error)}
+            return found
+        groups = _chosen(index)
+        listed = list[dict[str, Any]]()
+        for group in groups:
+            try:
+                shown, tokens = self._reported(index, group)
+            except DumpError:
+                continue  # replaced meanwhile, or damaged: a report does without it
+            num_bytes += len(msgspec.json.encode((shown, tokens)))
+            if num_bytes > max_bytes:
+                break
+            listed.append(self._listed_group(index, group))
+            found["groups"].append(shown)
+            found["tokens"] |= tokens
+        found["listed"] = {
+            "directory": str(index.directory),
+            "problem": "",
+            "problems": list(index.problems.values())[:SHOWN_PROBLEMS],
+            "num_problems": len(index.problems),
+            "note": f"{len(listed)} of {index.num_groups} groups of the newest {REPORT_STEPS} steps: those with the "
+            "lowest and the highest mean reward, and those with the largest spread",
+            "next": None,
+            "groups": listed,
+        }
+        return found
+
+    def _reported(self, index: SampleIndex, group: IndexedGroup) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return what a report has of a group: its texts, and tokens of its worst and its best sample by their key."""
+        samples = index.samples(group)
+        shown, tokens = group_shown(group, samples, REPORT_CHARS), dict[str, Any]()
+        for place in worst_and_best_first([sample.reward for sample in samples])[:2]:
+            segments = index.tokens(group, place, samples[place])
+            trained = index.trained(samples[place], segments)
+            key = f"{group.step}/{group.group_id}/{place}"
+            tokens[key] = tokens_shown(segments, self.decoder(), 0, trained, REPORT_TOKENS)
+        return shown, tokens
+
     def decoder(self) -> Decode | None:
         """Return what makes text of tokens; None if the dumps have no such file."""
         if self._has_tokenizer is None and self.index is not None:
@@ -209,147 +257,16 @@ def _decoder_of(path: Path) -> Decode | None:
     return decode
 
 
-def group_shown(group: IndexedGroup, samples: Sequence[DumpedSample]) -> dict[str, Any]:
-    """Return what a page shows of a group: the worst sample, the best one, then the others from the best down.
-
-    Args:
-        group: the group.
-        samples: its samples, in the order of the file.
-    """
-    first = samples[0]
-    outcome, reason = outcome_of(first)
-    bound = max(MIN_TEXT_CHARS, MAX_TEXT_CHARS // (len(samples) + 1))
-    order = worst_and_best_first([sample.reward for sample in samples])
-    return {
-        "step": group.step,
-        "group": group.group_id,
-        "attempt": group.attempt,
-        "data": first.data,
-        "round": first.round,
-        "outcome": outcome,
-        "reason": reason,
-        "prompt": _cut(first.prompt, bound),
-        "label": _cut(spelled_label(first.label), bound),
-        "metadata": _cut(_spelled(first.metadata), bound),
-        "rollout_time_s": first.rollout_time_s,
-        "reward_time_s": first.reward_time_s,
-        "baseline_reward": first.baseline_reward,
-        "num_samples": len(samples),
-        "samples": [_sample_shown(place, samples[place], bound) for place in order[:MAX_SAMPLES]],
-    }
-
-
-def _sample_shown(place: int, sample: DumpedSample, bound: int) -> dict[str, Any]:
-    return {
-        "place": place,
-        "index": sample.index,
-        "part": sample.part,
-        "status": sample.status,
-        "reason": sample.reason or "",
-        "reward": sample.reward,
-        "rewards": sample.rewards,
-        "score": "" if sample.score is None else _cut(_spelled(sample.score), bound),
-        "metadata": _cut(_spelled(sample.sample_metadata), bound) if sample.sample_metadata else "",
-        "response": _cut(sample.response, bound),
-        "num_segments": max(1, len(sample.segment_texts)),
-        "prompt_len": sample.prompt_len,
-        "response_len": sample.response_len,
-        "versions": None if sample.first_version is None else (sample.first_version, sample.last_version),
-    }
-
-
-def worst_and_best_first(rewards: Sequence[float | None]) -> list[int]:
-    """Return the order in which a group's samples are shown: worst, best, then from the best down; no reward last."""
-    known = sorted(
-        ((reward, place) for place, reward in enumerate(rewards) if reward is not None),
-        key=lambda item: (-item[0], item[1]),
-    )
-    places = [place for _, place in known]
-    others = [place for place, reward in enumerate(rewards) if reward is None]
-    return [*places[-1:], *places[:-1], *others]
-
-
-def tokens_shown(
-    segments: Sequence[Segment], decode: Decode | None, begin: int, trained: TrainedSample | None = None
-) -> dict[str, Any]:
-    """Return tokens of a sample from one on, as columns of equal length.
-
-    Args:
-        segments: of the sample.
-        decode: text of tokens; None: unknown, so that only ids are shown.
-        begin: token of the sample, prompt included, at which they begin.
-        trained: what the trainer made of the sample; None: not in the dumps.
-    """
-    ids: list[int] = []
-    log_probs: list[float | None] = []  # None: the engine did not sample it
-    mask: list[int] = []
-    versions: list[int | None] = []
-    for segment in segments:
-        num_input = len(segment.prompt_ids)
-        ids += segment.prompt_ids.tolist() + segment.response_ids.tolist()
-        log_probs += [None] * num_input + segment.rollout_log_probs.tolist()
-        mask += [0] * num_input + segment.loss_mask.tolist()
-        own: list[int | None] = [None] * (num_input + len(segment.response_ids))
-        for span in segment.weight_spans:
-            own[num_input + span.start : num_input + span.end] = [span.version] * (span.end - span.start)
-        versions += own
-    inputs = [is_input for segment in segments for is_input in _inputs_of(segment)]
-    end = min(begin + MAX_TOKENS, len(ids))
-    return {
-        "total": len(ids),
-        "from": begin,
-        "ids": ids[begin:end],
-        "texts": None if decode is None else token_texts(ids, decode, begin, end),
-        "log_probs": log_probs[begin:end],
-        "mask": mask[begin:end],
-        "versions": versions[begin:end],
-        "inputs": inputs[begin:end],
-        "is_trained": trained is not None,
-        "left_out": "" if trained is None else trained.left_out,
-        "rule_names": () if trained is None else trained.rule_names,
-        "trainer_log_probs": [] if trained is None else trained.trainer_log_probs[begin:end].tolist(),
-        "rules": [] if trained is None else trained.rules[begin:end].tolist(),
-        "staleness": [] if trained is None else trained.staleness[begin:end].tolist(),
-    }
-
-
-def _inputs_of(segment: Segment) -> list[int]:
-    return [1] * len(segment.prompt_ids) + [0] * len(segment.response_ids)
-
-
-def token_texts(ids: Sequence[int], decode: Decode, begin: int, end: int) -> list[str]:
-    """Return the text of each of some tokens. The last token of a character has all of it.
-
-    Args:
-        ids: tokens of the sample.
-        decode: text of some tokens in a row.
-        begin: first token wanted.
-        end: end of the tokens wanted.
-    """
-    texts: list[str] = []
-    start = read = max(0, begin - CONTEXT_TOKENS)
-    for place in range(read, end):
-        before, after = decode(ids[start:read]), decode(ids[start : place + 1])
-        unfinished = after.endswith("\ufffd") and place + 1 < end and place - read < UNFINISHED_TOKENS
-        text = "" if unfinished else after[len(before) :]
-        if not unfinished:
-            start, read = max(start, read - CONTEXT_TOKENS), place + 1
-        if place >= begin:
-            texts.append(text)
-    return texts
-
-
-def spelled_label(label: Any) -> str:
-    """Return a label as text."""
-    return label if isinstance(label, str) else "" if label is None else _spelled(label)
-
-
-def _spelled(value: Any) -> str:
-    return msgspec.json.format(msgspec.json.encode(value), indent=1).decode()
-
-
-def _cut(text: str, bound: int) -> str:
-    return text if len(text) <= bound else f"{text[:bound]} ... ({len(text) - bound:,} more characters)"
+def _chosen(index: SampleIndex) -> list[IndexedGroup]:
+    """Return the groups of a report, each once, newest step first."""
+    wanted: tuple[tuple[Sort, bool], ...] = ("reward", False), ("reward", True), ("spread", True)
+    found = [
+        group
+        for sort, descending in wanted
+        for group in index.find(sort=sort, descending=descending, limit=REPORT_GROUPS, budget_s=SEARCH_S).groups
+    ]
+    once = {(group.step, group.group_id, group.attempt): group for group in found}
+    return sorted(once.values(), key=lambda group: (-group.step, group.group_id))
 
 
 def _number(query: Mapping[str, str], name: str, default: int | None = None) -> int:

@@ -27,7 +27,7 @@ GET: Final = "$JS.API.DIRECT.GET"
 FORGED: Final = b"forged"
 ACKS: Final = (b"+ACK", b"-NAK", b"+WPI", b"+TERM", b'+NXT {"batch":1,"no_wait":true}', b"")
 CONSUMERS: Final = ((WORK, "score-math"), (WORK, "score-code"), (WORK, "rollout"), (EVENT, "reader"), (DATA, "new"))
-NAMES: Final = (*STREAMS, "new", "r", "RUN", "GRADERS-math", "GRADERS-code", "AUDITORS")
+NAMES: Final = (*STREAMS, "new", "r", "RUN", "GRADERS-math", "GRADERS-code")
 NEXT_OF_OTHERS: Final = f"CONSUMER.MSG.NEXT.{WORK}.score-code"
 LATER: Final = "2100-01-01T00:00:00Z"
 

@@ -47,6 +47,7 @@ function askedOfReport(path, query) {
   if (path === "/samples/tokens") {
     return tokens[`${query.step}/${query.group}/${query.place}`] || { problem: "This report does not have the tokens of this sample." };
   }
+  if (listed.problem) return listed;
   const wanted = query.search.toLowerCase();
   const has = (group) => [group.prompt, group.label, ...group.samples.map((sample) => sample.response)].some((text) => text.toLowerCase().includes(wanted));
   const known = new Set(groups.filter((group) => !wanted || has(group)).map((group) => `${group.step}/${group.group}`));
@@ -93,6 +94,7 @@ function drawList() {
   const found = view.list;
   const notes = [];
   if (found.problem) notes.push(found.problem);
+  if (found.note) notes.push(`${found.note}, in ${found.directory}`);
   if (found.num_groups !== undefined && !found.problem) {
     const searched = at("samples-search").value && view.next !== null ? `${view.next} of ` : "";
     notes.push(`${searched}${found.num_groups} groups in ${found.directory}`);

@@ -14,8 +14,9 @@ from aiohttp import DummyCookieJar
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.observer.page import Page, served
-from actors.observer.samples import MAX_TOKENS, token_texts, tokens_shown, worst_and_best_first
+from actors.observer.page import Page, report_page, served
+from actors.observer.samples import Samples
+from actors.observer.shown_samples import MAX_TOKENS, token_texts, tokens_shown, worst_and_best_first
 from messages import Outcome, SampleStatus
 from runtime.data.dump_files import columns_path, write_pair
 from runtime.data.dumps import Fate
@@ -233,3 +234,29 @@ def test_texts_of_tokens_add_up_to_the_text_even_if_a_character_has_several_toke
     assert "".join(texts) == text
     first = len(text[:begin].encode())
     assert "".join(token_texts(ids, decode, first, len(ids))) == text[begin:]
+
+
+def state_in(page: bytes) -> Any:
+    """What the scripts of a report get."""
+    return msgspec.json.decode(page.partition(b'id="state">')[2].partition(b"</script>")[0])
+
+
+def test_a_report_has_the_worst_and_best_groups_of_the_newest_steps(dumps: Path) -> None:
+    page = report_page(Observed("r"), {"run.dump_details": msgspec.json.encode(str(dumps)).decode()}, live=False)
+    assert SCRIPT.encode() not in page  # it would end the script that holds it
+    samples = state_in(page)["samples"]
+    assert [group["group"] for group in samples["listed"]["groups"]] == [1, 2]
+    assert [group["prompt"] for group in samples["groups"]] == [SCRIPT, "say"]
+    assert sorted(samples["tokens"]) == ["0/1/1", "0/1/2", "0/2/0"]  # of group 1 the best and the worst
+    assert samples["tokens"]["0/1/1"]["ids"] == [5, 10, 11]
+
+
+def test_a_report_is_bounded_and_says_why_it_has_no_samples(tmp_path: Path) -> None:
+    for step in range(22):
+        groups = [dumped_group(2 * step + number, (0.0, 1.0), texts=("x" * 30_000,) * 2) for number in range(2)]
+        write_pair(tmp_path, step, groups, (step, 0))
+    found = Samples(tmp_path).report(max_bytes=100_000)
+    assert {group["step"] for group in found["groups"]} <= set(range(2, 22))
+    assert len(found["groups"]) == 3  # 13,333 characters for each of the two responses
+    assert Samples(None).report()["listed"]["problem"].startswith("The run writes no dumps: run.dump_details")
+    assert "cannot be read" in Samples(tmp_path / "no").report()["listed"]["problem"]
