@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Final, NamedTuple
 
-from runtime.settings.slime.functions import OPTIONAL, PAGE, PARAMETERS, PREFIX, adapted, offer
+from runtime.settings.slime.functions import OF_TRAINER, OPTIONAL, PAGE, PARAMETERS, PREFIX, adapted, offer
 from runtime.util.import_path import OURS
 
 OWN: Final = '"module:function" or "path/file.py:function"'  # forms of a user function's name
@@ -114,15 +114,14 @@ def _load_slime(
     key: str, value: str, parameters: Sequence[str], base_dirs: Sequence[Path], *, allow_async: bool
 ) -> Plugin:
     """Load a function of slime's signature, and wrap it into ours."""
-    called = PARAMETERS.get(tuple(parameters))
+    called, optional = PARAMETERS.get(tuple(parameters)), OPTIONAL.get(tuple(parameters), ())
+    if key in OF_TRAINER:
+        called, optional = OF_TRAINER[key]
     if called is None:
-        raise PluginError(
-            key, value, f"functions of slime run as graders, dynamic filters and generate functions alone: {PAGE}"
-        )
+        raise PluginError(key, value, f"functions of slime do not run here; the page lists where they do: {PAGE}")
     is_installed, name = offer(), value.removeprefix(PREFIX)
     if is_installed and "conversation" in parameters:
         raise PluginError(key, value, f"slime is installed, and its own `post` would find no router: {PAGE}")
-    optional = OPTIONAL.get(tuple(parameters), ())
     try:
         plugin = load_plugin(
             key, name, parameters=called, optional=optional, base_dirs=base_dirs, allow_async=allow_async

@@ -132,7 +132,7 @@ def test_other_names_of_slime_are_refused_with_the_page(tmp_path: Path, text: st
 
 
 def test_other_settings_take_no_function_of_slime(folder: Path) -> None:
-    with pytest.raises(PluginError, match="run as graders, dynamic filters and generate functions alone"):
+    with pytest.raises(PluginError, match="functions of slime do not run here"):
         load_plugin("data.0.source", "slime:mine.py:reward_func", parameters=("number",))
 
 

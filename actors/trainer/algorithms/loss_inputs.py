@@ -72,6 +72,16 @@ class Sequences:
         """Number of tokens, (M,)."""
         return self._numbers_M.shape
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether this rank has all tokens of each sequence."""
+        return self._group is None
+
+    @property
+    def numbers(self) -> Tensor:
+        """Number of each token's sequence, [M], int64."""
+        return self._numbers_M
+
     @cached_property
     def lengths(self) -> Tensor:
         """Number of trained tokens in the sequence of each token, [M], int64, at least 1."""

@@ -77,7 +77,8 @@ def try_plugin(
         case "algorithm.custom_loss":
             try_loss(custom_loss(value, base_dirs), with_ref=with_ref, device=device)
         case "algorithm.custom_tis":
-            try_weights(custom_weights(value, base_dirs), with_ref=with_ref, device=device)
+            weights = custom_weights(value, base_dirs, algorithm=topology.algorithm)
+            try_weights(weights, with_ref=with_ref, device=device)
         case "algorithm.custom_pg_loss_reducer":
             try_reducer(custom_reducer(value, base_dirs))
         case _ if key.startswith("train."):

@@ -90,7 +90,7 @@ def policy_loss(algorithm: AlgorithmConfig) -> PolicyLoss:
 def weigh(algorithm: AlgorithmConfig) -> Correct:
     """Return the importance weights of old policy over engine that the settings describe."""
     if algorithm.custom_tis is not None:
-        return custom_weights(algorithm.custom_tis)
+        return custom_weights(algorithm.custom_tis, algorithm=algorithm)
     return partial(
         importance_weights,
         level=algorithm.tis_level,

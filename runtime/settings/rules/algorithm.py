@@ -23,6 +23,7 @@ from runtime.settings.derived import (
 )
 from runtime.settings.reading.config import Problem
 from runtime.settings.recipe import AlgorithmConfig, CriticConfig, Custom, Estimator, LossMode, Recipe
+from runtime.settings.slime.functions import PREFIX
 
 GRPO: Final = ("grpo", "gspo", "cispo")  # the same advantages
 GROUP_MEANS: Final = (*GRPO, "reinforce_plus_plus_baseline", "rloo", "opo", "gpg", "custom")
@@ -312,6 +313,8 @@ def _custom(recipe: Recipe) -> Iterator[Problem]:
         if trains_pairs(recipe) or (trains_demonstrations(recipe) and function != "custom_pg_loss_reducer"):
             message = f'has no effect with algorithm.loss_type = "{algorithm.loss_type}"'
             yield Problem.of(f"algorithm.{function}", named, message)
+        if function == "custom_tis" and named.startswith(PREFIX):
+            continue  # it reads them as slime's args
         for field in msgspec.structs.fields(AlgorithmConfig):
             value = getattr(algorithm, field.name)
             if field.name in names and value != field.default:

@@ -21,6 +21,7 @@ from runtime.settings.derived import (
 from runtime.settings.placement import home_node, is_loopback, num_engines, trainer_nodes
 from runtime.settings.reading.config import Problem
 from runtime.settings.sizes import MAX_MESSAGE_BYTES, needed_sizes, show_bytes
+from runtime.settings.slime.functions import PREFIX
 from runtime.settings.topology import (
     JUDGE,
     POLICY,
@@ -95,8 +96,16 @@ def topology_problems(topology: Topology) -> Iterator[Problem]:
         _held_out,
         _sampling_masks,
         _tokens_in_dumps,
+        _slimes_weights,
     ):
         yield from rule(topology)
+
+
+def _slimes_weights(topology: Topology) -> Iterator[Problem]:
+    name, layout = topology.algorithm.custom_tis, topology.trainer.megatron
+    if name is not None and name.startswith(PREFIX) and layout.context_parallel_size > 1:
+        message = f"must be 1: algorithm.custom_tis = {name!r} is a function of slime, which gets whole sequences"
+        yield Problem.of("trainer.megatron.context_parallel_size", layout.context_parallel_size, message)
 
 
 def _sampling_masks(topology: Topology) -> Iterator[Problem]:

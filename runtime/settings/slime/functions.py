@@ -25,6 +25,13 @@ PARAMETERS: Final[Mapping[tuple[str, ...], tuple[str, ...]]] = {
     ("conversation",): ("args", "sample", "sampling_params"),
 }  # of our call, and of slime's function
 OPTIONAL: Final[Mapping[tuple[str, ...], tuple[str, ...]]] = {("conversation",): ("evaluation",)}  # if it has them
+OF_TRAINER: Final[Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]]] = {
+    "algorithm.custom_tis": (
+        (),
+        ("args", "pg_loss", "train_log_probs", "rollout_log_probs", "loss_masks", "total_lengths", "response_lengths"),
+    ),
+    "algorithm.custom_advantage": (("args", "samples"), ()),
+}  # by key: arguments of slime's function by place, and by name if it has them
 ROUTER: Final = ("slime-router.invalid", 30000)  # no such host: `post` gives what is sent there to our engines
 GENERATE_URL: Final = f"http://{ROUTER[0]}:{ROUTER[1]}/generate"
 MIN_STD: Final = 1e-6
@@ -204,6 +211,12 @@ async def post(url: str, payload: Any, max_retries: int = 60, headers: Mapping[s
         return await response.json(content_type=None)
 
 
+def whole_column(values: Any, total_length: int, response_length: int, *_: Any, **__: Any) -> Any:
+    """Gather or slice over context-parallel ranks: each rank has whole sequences where functions of slime run."""
+    del total_length, response_length
+    return values
+
+
 def load_function(path: str) -> Any:
     """Import the function of a dotted path."""
     module, _, name = path.rpartition(".")
@@ -217,6 +230,12 @@ _NAMES: Final[Mapping[str, Mapping[str, Any]]] = {
     "slime.utils.types": {"Sample": Sample},
     "slime.utils.http_utils": {"post": post},
     "slime.utils.misc": {"load_function": load_function},
+    "slime.backends": {},
+    "slime.backends.megatron_utils": {},
+    "slime.backends.megatron_utils.cp_utils": {
+        "all_gather_with_cp": whole_column,
+        "slice_log_prob_with_cp": whole_column,
+    },
     "slime.rollout": {},
     "slime.rollout.sglang_rollout": {"GenerateState": GenerateState},
     "slime.rollout.rm_hub": {},
@@ -276,9 +295,14 @@ def sample_class() -> Any:
     return importlib.import_module("slime.utils.types").Sample
 
 
+def given_sample(**fields: Any) -> Any:
+    """Create a sample for a function, with these fields alone if the class is ours."""
+    return _given(sample_class())(**fields)
+
+
 def adapted(function: Callable[..., Any], parameters: Sequence[str], *, is_async: bool) -> Callable[[Any], Any]:
-    """Wrap a function of slime so that it takes our sample, samples or group. A generate function stays as it is."""
-    if parameters[0] == "conversation":
+    """Wrap a function of slime so that it takes our sample, samples or group. Others are called by their callers."""
+    if parameters[0] in ("conversation", "inputs"):
         return function
     convert = {"sample": _sample, "samples": _samples, "group": _samples_of_group}[parameters[0]]
     args = Args(reward_key=None)
@@ -294,7 +318,7 @@ def adapted(function: Callable[..., Any], parameters: Sequence[str], *, is_async
 
 def _sample(graded: Any) -> Any:
     kind = sample_class()
-    sample = _given(kind)(
+    sample = given_sample(
         index=graded.index,
         prompt=graded.prompt,
         response=graded.response,
@@ -315,7 +339,7 @@ def _samples(graded: Sequence[Any]) -> list[Any]:
 def _samples_of_group(group: Any) -> list[Any]:
     kind = sample_class()
     return [
-        _given(kind)(
+        given_sample(
             group_index=group.group_id,
             index=index,
             reward=reward,

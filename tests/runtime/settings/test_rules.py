@@ -71,6 +71,11 @@ def test_external_graders_of_a_run_that_listens_are_no_problem() -> None:
         (("rollout.n_samples_per_prompt=1",), "rollout.n_samples_per_prompt", "algorithm.disable_rewards_normalizat"),
         (("rollout.temperature=0",), "rollout.temperature", "allowed: float > 0"),
         (("rollout.return_sampling_mask=true",), "rollout.return_sampling_mask", "has no effect unless rollout.top_p"),
+        (
+            (*("algorithm.use_tis=true", "algorithm.custom_tis=slime:m:f"), "trainer.megatron.context_parallel_size=2"),
+            "trainer.megatron.context_parallel_size",
+            "is a function of slime, which gets whole sequences",
+        ),
         (("engines.policy.router_policy=manual",), "engines.policy.router_policy", "needs engines.policy.router = "),
         (("engines.policy.router_url=http://h:1",), "engines.policy.router_url", "needs engines.policy.router = "),
         (

@@ -34,6 +34,7 @@ FUNCTION: Final = re.compile(r"[A-Za-z_][\w.]*\.[A-Za-z_]\w*")
 FUNCTIONS: Final = {
     "dynamic-sampling-filter-path": "rollout.dynamic_filter",
     "custom-generate-function-path": "rollout.custom_generate",
+    "custom-reward-post-process-path": "algorithm.custom_advantage",
 }  # flags that name a function of the user, which runs here as slime:module:function; also custom-rm-path
 
 

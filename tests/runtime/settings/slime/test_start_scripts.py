@@ -258,6 +258,7 @@ def test_flags_that_become_no_setting(tmp_path: Path, flag: str, values: str, st
         ("custom-rm-path", "data.0.rm_type"),
         ("custom-generate-function-path", "rollout.custom_generate"),
         ("dynamic-sampling-filter-path", "rollout.dynamic_filter"),
+        ("custom-reward-post-process-path", "algorithm.custom_advantage"),
     ],
 )
 def test_functions_of_the_user_are_written_into_the_recipe_as_they_are(tmp_path: Path, flag: str, key: str) -> None:
