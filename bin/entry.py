@@ -51,7 +51,7 @@ class Screen:
 
     def rewrite(self, text: str) -> None:
         """Print a line that the next one overwrites."""
-        self._write(printable(text)[: self._columns() - 1])
+        self._write(printable(text)[: self.columns - 1])
         self._rewritten = True
 
     def show_all(self, lines: Iterable[str]) -> None:
@@ -71,7 +71,9 @@ class Screen:
             send_nowhere(self._stream)
             self._stream = None
 
-    def _columns(self) -> int:
+    @property
+    def columns(self) -> int:
+        """Width of the terminal; COLUMNS elsewhere."""
         try:
             return (os.get_terminal_size(self._stream.fileno()).columns if self._stream is not None else 0) or COLUMNS
         except OSError:

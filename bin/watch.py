@@ -1,7 +1,9 @@
-"""Show a run, live or after its end: as a page in a browser, or where the time of its steps went."""
+"""Show a run, live or after its end: in the terminal, as a page in a browser, or where the time of its steps went."""
 
 import argparse
 import sys
+from collections import deque
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,14 +18,22 @@ from runtime.util.exit_codes import EXIT_FAILED, EXIT_INPUT_ERROR, EXIT_OK
 from runtime.util.formatting import printable_json
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
     from actors.observer.page import Address
     from runtime.node.reopen import FoundRun
 
 PROGRESS_EVERY = 50_000  # events
-EPILOG = """While a node daemon runs the run, the command reads its log as a viewer, with a credential of its own named
-observer. Otherwise it reads a copy of the stored events. It writes no event, and the run does not notice it.
+SCALE_STEPS = 20  # newest steps whose times scale the bars of lines
+EPILOG = """Without an option, a terminal shows a view with keys: 1 to 5 choose what it shows, arrows and Enter open a
+process or a group, g a group by its id, h halts the running round after a question, q ends the view. A terminal that
+cannot show it gets what --plain prints, and a pipe gets the lines alone. Both end with the run.
 
-exit codes: 0 printed; 1 the log cannot be read; 2 the run does not exist; 130 stopped by Ctrl-C"""
+While a node daemon runs the run, the command reads its log as a viewer, with a credential of its own named
+observer. Otherwise it reads a copy of the stored events. It writes no event, and the run does not notice it. The one
+exception is h, which calls the run with the login of its nodes, as bin/halt does.
+
+exit codes: 0 shown or printed; 1 the log cannot be read; 2 the run does not exist; 130 stopped by Ctrl-C"""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -38,7 +48,10 @@ def main(argv: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = parser_of("watch", __doc__, EPILOG)
     parser.add_argument("run", metavar="RUN", help="Name of a run under ./runs, or a run directory.")
-    what = parser.add_mutually_exclusive_group(required=True)
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument(
+        "--plain", action="store_true", help="Print lines and a bar per step instead of the view with keys."
+    )
     what.add_argument(
         "--time",
         action="store_true",
@@ -84,6 +97,8 @@ def _watch(args: argparse.Namespace) -> int:
         with silenced():
             if address is not None:
                 return anyio.run(unless_stopped, lambda: _serve(found, address))
+            if not args.time:
+                return anyio.run(unless_stopped, _shown_in_terminal(found, plain=args.plain))
             return anyio.run(unless_stopped, lambda: _print_times(found, as_json=args.json))
     except* (NoLog, BusError, ClientsUnreadable, OSError, ValueError) as errors:
         problems = flatten(errors)
@@ -111,6 +126,55 @@ async def _serve(found: "FoundRun", place: "Address") -> int:
         screen.show("Ctrl-C ends the page; the run goes on")
         sys.stdout.flush()
         tasks.start_soon(follow, found, observed, page, progress, Screen(sys.stderr).show)
+    return EXIT_OK
+
+
+def _shown_in_terminal(found: "FoundRun", *, plain: bool) -> "Callable[[], Awaitable[int]]":
+    """Return what shows a run here: the view, lines with a bar per step, or lines alone."""
+    screen = Screen(sys.stdout)
+    has_keys = screen.can_rewrite and sys.stdin.isatty()
+    if plain or not has_keys:
+        return lambda: _print_lines(found, screen, bars=plain or sys.stdout.isatty())
+    if find_spec("textual") is None:
+        Screen(sys.stderr).show('the view needs textual: pip install "physarum[watch]". Lines follow')
+        return lambda: _print_lines(found, screen, bars=True)
+    from actors.observer.terminal import view
+
+    return lambda: view(found)
+
+
+async def _print_lines(found: "FoundRun", screen: Screen, *, bars: bool) -> int:
+    """Print the lines of a run from its first event on, until it ends or no daemon runs it."""
+    from actors.observer.page import observed_of
+    from runtime.node.following import followed
+    from runtime.report.breakdown import Breakdown
+    from runtime.report.report import Line, Report
+    from runtime.report.terminal import legend, scale_of, step_line
+
+    report, breakdown, recent_s = (
+        Report(found.name, observed_of(found)[0].num_steps),
+        Breakdown(),
+        deque[float](maxlen=SCALE_STEPS),
+    )
+    if bars:
+        screen.show_all(legend(screen.columns))
+    async with followed(found, ends=True) as events:
+        async for batch in events.batches():
+            for received in batch:
+                time = received.unix_time
+                report.started = report.started or time
+                for notice in report.apply(received.message, received.seq, time):
+                    if isinstance(notice, Line):
+                        screen.show(notice.text)
+                step = breakdown.apply(received.message, time)
+                if bars and step is not None:
+                    recent_s.append(step.end - step.begin)
+                    screen.show(step_line(step, screen.columns - 1, scale_of(recent_s)))
+            if not screen.is_read:
+                return EXIT_OK
+        Screen(sys.stderr).show_all(events.problems)
+    if report.finished is not None:
+        screen.show(f"finished: {report.finished}")
     return EXIT_OK
 
 

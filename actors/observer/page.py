@@ -7,7 +7,7 @@ import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, Final, NamedTuple, Protocol, cast
 
 import anyio
 import msgspec
@@ -330,8 +330,18 @@ async def served(page: Page, address: Address) -> AsyncGenerator[int, None]:
             await runner.cleanup()
 
 
+class Shown(Protocol):
+    """What shows a fold: the page, or the view in a terminal."""
+
+    live: bool
+    problem: str  # why the log cannot be read
+
+    def changed(self) -> None:
+        """Have it drawn again."""
+
+
 async def follow(
-    run: FoundRun, observed: Observed, page: Page, progress: Callable[[str], None], note: Callable[[str], None]
+    run: FoundRun, observed: Observed, page: Shown, progress: Callable[[str], None], note: Callable[[str], None]
 ) -> None:
     """Fold the events of a run into what the page shows, and go on when the run is started again. Never returns.
 
@@ -360,7 +370,7 @@ async def follow(
 
 
 async def _follow_once(
-    run: FoundRun, observed: Observed, page: Page, progress: Callable[[str], None], note: Callable[[str], None]
+    run: FoundRun, observed: Observed, page: Shown, progress: Callable[[str], None], note: Callable[[str], None]
 ) -> None:
     async with observing(run, observed, note=note) as folding:
         async for _ in folding.batches():

@@ -1,0 +1,140 @@
+"""The view in a terminal, driven by textual's pilot: keys, sizes, no colour, texts that look like markup, the halt."""
+
+from pathlib import Path
+
+import pytest
+from textual.pilot import Pilot
+
+from actors.observer import terminal
+from actors.observer.terminal import RunView, log_tail
+from messages import ActorStarted, HaltAnswered, RunStalled
+from runtime.node.halting import NotHalted
+from runtime.node.reopen import FoundRun
+from runtime.report.observed import Observed
+from runtime.util.exit_codes import EXIT_INTERRUPTED, EXIT_OK
+from tests.support.log_of_a_run import LOG
+
+pytestmark = pytest.mark.anyio
+MARKUP = "[red]no[/red] \x1b[2J"
+
+
+def observed() -> Observed:
+    fold = Observed("r", 4)
+    stall = RunStalled(idle_s=300.0, waiting={"trainer": MARKUP})
+    for seq, event in enumerate((*LOG, ActorStarted(actor="rollout", node="n", pid=7), stall), 1):
+        fold.apply(event, seq, 1000.0 + seq)
+    return fold
+
+
+def view(run_dir: Path, *, live: bool = True) -> RunView:
+    made = RunView(FoundRun(name="r", directory=run_dir), observed())
+    made.live = live
+    return made
+
+
+def screen_of(pilot: Pilot[int]) -> list[str]:
+    """The lines of the terminal."""
+    return [strip.text.rstrip() for strip in pilot.app.screen._compositor.render_strips()]
+
+
+async def until(pilot: Pilot[int], words: str) -> list[str]:
+    """Wait until the screen shows words; return its lines."""
+    for _ in range(100):
+        lines = screen_of(pilot)
+        if words in "\n".join(lines):
+            return lines
+        await pilot.pause(0.02)
+    raise AssertionError(f"{words!r} is not in {screen_of(pilot)}")
+
+
+@pytest.mark.parametrize("size", [(80, 24), (40, 12)])
+async def test_keys_choose_what_is_shown_in_every_size(tmp_path: Path, size: tuple[int, int]) -> None:
+    async with view(tmp_path).run_test(size=size) as pilot:
+        await until(pilot, "8 issued:")
+        for key, words in (("2", "reward "), ("3", "R rollout"), ("4", "in flight"), ("5", "checkpoint of step")):
+            await pilot.press(key)
+            lines = await until(pilot, words)
+            assert max(map(len, lines)) <= size[0]
+        await pilot.resize_terminal(120, 30)
+        await pilot.press("1")
+        assert len(await until(pilot, "rollout  up")) == 30
+
+
+async def test_texts_of_a_run_are_shown_as_they_are(tmp_path: Path) -> None:
+    async with view(tmp_path).run_test(size=(80, 24)) as pilot:
+        lines = await until(pilot, "trainer waits for [red]no[/red]")
+    assert "\x1b" not in "".join(lines)
+
+
+async def test_a_process_opens_with_its_log_and_a_group_by_its_id(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "rollout.jsonl").write_text('{"event":"[b]old[/b]","level":"info","time":"1"}\nno json\n')
+    async with view(tmp_path).run_test(size=(80, 24)) as pilot:
+        await until(pilot, "rollout  up")
+        await pilot.press("enter")
+        lines = "\n".join(await until(pilot, "1 info [b]old[/b]"))
+        assert lines.index("process: pid 7") < lines.index("no json") < lines.index("[b]old[/b]")
+        await pilot.press("escape", "g")
+        await pilot.press("7", "enter")
+        await until(pilot, "the log cannot be read")
+
+
+async def test_a_log_that_is_not_there_is_named_and_no_other_file_is_read(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "secret.jsonl").write_text("{}")
+    assert "has no log of ../secret" in (await log_tail(tmp_path, "../secret"))[0]
+
+
+async def test_a_halt_is_asked_for_and_needs_the_login_of_nodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    halted = list[str]()
+
+    async def halt(found: FoundRun) -> HaltAnswered:
+        halted.append(found.name)
+        if len(halted) > 1:
+            raise NotHalted("no group is being generated")
+        return HaltAnswered(round=3, num_groups=5)
+
+    monkeypatch.setattr(terminal, "halt_round", halt)
+    async with view(tmp_path).run_test(size=(80, 24)) as pilot:
+        await pilot.press("h")
+        await pilot.pause()
+        assert len(pilot.app.screen_stack) == 1
+    (tmp_path / "bus.url").write_text("nats://u:p@127.0.0.1:1\n")
+    async with view(tmp_path).run_test(size=(80, 24), notifications=True) as pilot:
+        for answer in ("n", "escape"):
+            await pilot.press("h")
+            await until(pilot, "Halt the round that is generated now?")
+            await pilot.press(answer)
+        assert not halted
+        for words in ("round 3 is halted: 5 groups", "not halted: no group"):
+            await pilot.press("h", "y")
+            await until(pilot, words)
+    assert halted == ["r", "r"]
+
+
+async def test_without_colour_the_cursor_is_reversed_and_nothing_has_a_colour(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    app = view(tmp_path)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await until(pilot, "rollout  up")
+        filters = app.get_line_filters()
+        styles = [
+            segment.style
+            for strip in app.screen._compositor.render_strips()
+            for segment in strip.apply_filter(filters[-1], app.screen.background_colors[0])
+            if segment.style is not None
+        ]
+    assert all(one is None or one.is_default for style in styles for one in (style.color, style.bgcolor))
+    assert any(style.reverse for style in styles)
+
+
+@pytest.mark.parametrize(("key", "code"), [("q", EXIT_OK), ("ctrl+c", EXIT_INTERRUPTED)])
+async def test_keys_end_the_view_with_the_exit_code_of_a_command(tmp_path: Path, key: str, code: int) -> None:
+    app = view(tmp_path, live=False)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await pilot.press("h", key)
+    assert app.return_value == code
