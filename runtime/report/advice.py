@@ -28,7 +28,7 @@ from messages import (
 )
 from messages.plain import clipped
 from runtime.report.breakdown import Breakdown, StepTime
-from runtime.report.group_numbers import is_left_out, is_ungraded
+from runtime.report.group_numbers import is_left_out
 from runtime.util.formatting import duration
 
 WINDOW: Final = 10  # steps
@@ -160,19 +160,20 @@ class Adviser(msgspec.Struct):
     def _complete(self, event: GroupCompleted) -> None:
         facts, last = self.open, event.last_sample
         samples = [sample for sample in event.samples if not is_left_out(sample)]
+        lengths = [sample.response_len for sample in samples]
+        facts.samples += len(samples)
+        facts.length += sum(lengths)
         for sample in samples:
-            facts.samples += 1
-            facts.length += sample.response_len
             if sample.status is SampleStatus.TRUNCATED:
                 _count(facts.signs, TRUNCATED, KEPT_REASONS)
             for sign in sample.signs:
                 _count(facts.signs, sign, KEPT_REASONS)
-        longest = max((sample.response_len for sample in samples), default=0)
+        longest = max(lengths, default=0)
         if last.engine and longest:
             times = facts.engines.setdefault(last.engine, [])
             if len(times) < KEPT_TIMES:
                 times.append(max(0.0, event.rollout_time_s - last.queue_time_s) / longest)
-        self._compare([sample for sample in samples if sample.reward is not None and not is_ungraded(sample)], last)
+        self._compare([sample for sample in samples if sample.reward is not None and sample.reason is None], last)
 
     def _compare(self, samples: Sequence[SampleSummary], last: LastSample) -> None:
         """Compare rewards and lengths of the graded samples of one group."""
@@ -182,20 +183,24 @@ class Adviser(msgspec.Struct):
         rewards = [sample.reward or 0.0 for sample in samples]
         best = self.best_reward = max(rewards if self.best_reward is None else [self.best_reward, *rewards])
         facts.groups += 1
-        if len({(sample.reward, tuple(sorted(sample.rewards.items()))) for sample in samples}) == 1:
+        first = samples[0]
+        if all(sample.reward == first.reward and sample.rewards == first.rewards for sample in samples):
             facts.equal += 1
             facts.best += rewards[0] >= best
             return
-        mean = statistics.fmean(rewards)
-        mean_length = statistics.fmean(sample.response_len for sample in samples)
-        for sample, reward in zip(samples, rewards, strict=True):
-            length, reward = sample.response_len - mean_length, reward - mean
-            number, ll, rr, lr = facts.spread
-            facts.spread = number + 1, ll + length * length, rr + reward * reward, lr + length * reward
-            if reward < 0:
-                facts.low = facts.low[0] + 1, facts.low[1] + sample.response_len
-            else:
-                facts.high = facts.high[0] + 1, facts.high[1] + sample.response_len
+        lengths = [sample.response_len for sample in samples]
+        mean, mean_length = sum(rewards) / len(rewards), sum(lengths) / len(lengths)
+        off = [(length, length - mean_length, reward - mean) for length, reward in zip(lengths, rewards, strict=True)]
+        number, ll, rr, lr = facts.spread
+        facts.spread = (
+            number + len(off),
+            ll + sum([length * length for _, length, _ in off]),
+            rr + sum([reward * reward for _, _, reward in off]),
+            lr + sum([length * reward for _, length, reward in off]),
+        )
+        low = [length for length, _, reward in off if reward < 0]
+        facts.low = facts.low[0] + len(low), facts.low[1] + sum(low)
+        facts.high = facts.high[0] + len(off) - len(low), facts.high[1] + sum(lengths) - sum(low)
 
     def _close(self, event: BatchTrained, step: StepTime) -> None:
         facts, self.open = self.open, StepFacts()

@@ -32,9 +32,10 @@ class Counts(msgspec.Struct):
                 _add(self.totals, "groups_completed", 1)
                 _add(self.totals, "rollout_seconds", event.rollout_time_s)
                 _add(self.totals, "reward_seconds", event.reward_time_s)
-                for sample in event.samples:
-                    _add(self.samples, sample.status.value, 1)
-                    _add(self.totals, "response_tokens", sample.response_len)
+                _add(self.totals, "response_tokens", sum([sample.response_len for sample in event.samples]))
+                statuses = [sample.status for sample in event.samples]
+                for status in dict.fromkeys(statuses):
+                    _add(self.samples, status.value, statuses.count(status))
             case CheckpointSaved():
                 _add(self.totals, "checkpoints", 1)
                 self.checkpoint_step = event.step

@@ -30,6 +30,7 @@ TINY = {
     "long_tail": f"--mode partial {SMALL_TAIL}",
     "memory": "--small --case DP2+DO",
     "nodes": "--pairs 1 --steps 4 --delay-ms 5",
+    "observer": "--events 2000 --live-s 2",
     "pipeline": "--steps 2 --warm-up 1 --groups 8 --samples 4 --mode batched",
     "ray": "--groups 20 --latency-groups 4 --tokens 800 --prompt 20 --turns 1",
     "reward": "--dear 4 --cheap 64 --repeats 1",
