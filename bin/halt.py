@@ -3,6 +3,7 @@
 import argparse
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -12,6 +13,9 @@ if __name__ == "__main__":
 
 from bin.entry import Screen, ended, parser_of, run, unless_stopped
 from runtime.util.exit_codes import EXIT_FAILED, EXIT_INPUT_ERROR, EXIT_OK
+
+if TYPE_CHECKING:
+    from runtime.node.reopen import FoundRun
 
 EPILOG = """The groups go back to the pool as after a train step, by rollout.on_halt, and are issued again for the same
 batch.
@@ -30,31 +34,32 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _halt(args: argparse.Namespace) -> int:
-    import anyio  # this and the imports below bring in the bus, which --help does not need
-
-    from runtime.node.halting import NotHalted, halt_round, halted_line
-    from runtime.node.reopen import NoSuchRun, find_run
-    from runtime.process.logs import silenced
-    from runtime.util.errors import flatten
+    from runtime.node.reopen import NoSuchRun, find_run  # it brings in the bus, which --help does not need
 
     try:
         found = find_run(args.run)
     except NoSuchRun as error:
         Screen(sys.stderr).show(str(error))
         return EXIT_INPUT_ERROR
+    return _call(found)
+
+
+def _call(found: "FoundRun") -> int:
+    import anyio
+
+    from runtime.node.halting import NotHalted, halt_round, halted_line
+    from runtime.process.logs import silenced
 
     async def halt() -> int:
-        Screen(sys.stdout).show(halted_line(await halt_round(found)))
+        try:
+            Screen(sys.stdout).show(halted_line(await halt_round(found)))
+        except NotHalted as error:
+            Screen(sys.stderr).show(str(error))
+            return EXIT_FAILED
         return EXIT_OK
 
-    problems: list[BaseException] = []
-    try:
-        with silenced():
-            return anyio.run(unless_stopped, halt)
-    except* NotHalted as errors:
-        problems = flatten(errors)
-    Screen(sys.stderr).show(str(problems[0]))
-    return EXIT_FAILED
+    with silenced():
+        return anyio.run(unless_stopped, halt)
 
 
 if __name__ == "__main__":

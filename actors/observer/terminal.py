@@ -209,37 +209,46 @@ class RunView(App[int]):
 
     def _draw(self) -> None:
         self._is_stale = False
-        observed, width = self._observed, max(20, self.size.width - MARGIN)
-        now, main = observed.now(), self.screen_stack[0]
+        now, main = self._observed.now(), self.screen_stack[0]
         if not main.query("#log-lines"):
             return  # the view begins or closes
         head = text.head_line(now, live=self.live, problem=self.problem)
         read, read_at = self._read
-        if time.monotonic() - read_at < READS_S and time.time() - observed.time > READS_S:
+        if time.monotonic() - read_at < READS_S and time.time() - self._observed.time > READS_S:
             head = f"{now['run']}: reading what was before: {read}"
             self._is_stale = True  # it is drawn again once nothing more comes
         main.query_one("#head", Static).update(shown([head]))
-        match main.query_one(TabbedContent).active:
+        self._draw_tab(main, now, main.query_one(TabbedContent).active)
+
+    def _draw_tab(self, main: Screen[Any], now: dict[str, Any], tab: str) -> None:
+        observed, width = self._observed, max(20, self.size.width - MARGIN)
+        match tab:
             case "now":
-                self._is_stale |= self.live  # states last longer without an event
-                about = [text.progress_bar(observed, width), *text.wait_lines(now, live=self.live)]
-                main.query_one("#about", Static).update(shown([line for line in about if line]))
-                bar = text.group_lines(observed.ledger()["books"], width)
-                main.query_one("#groups-bar", Static).update(shown(bar))
-                _fill(_table(main, "processes"), text.process_rows(now, width, self._at, live=self.live))
+                self._draw_now(main, now, width)
             case "curves":
                 main.query_one("#curve-lines", Static).update(shown(text.curve_lines(observed.curves(), width)))
             case "steps":
-                steps = observed.step_times.items[-SHOWN_STEPS:]
-                about = [text.worst_line(steps[-1])] if steps else ["no step is trained yet"]
-                advice = advice_lines(observed.adviser.advice(observed.breakdown))
-                lines = [*about, *text.legend(width), "", *advice, *text.step_lines(steps, width)]
-                main.query_one("#step-lines", Static).update(shown(lines))
+                main.query_one("#step-lines", Static).update(shown(self._step_lines(width)))
             case "groups":
                 _fill(_table(main, "group-table"), text.group_rows(observed.ledger()))
             case _:
                 lines = [f"{text.clock(at)}  {line}" for at, line in reversed(now["lines"])]
                 main.query_one("#log-lines", Static).update(shown(lines or ["no line yet"]))
+
+    def _draw_now(self, main: Screen[Any], now: dict[str, Any], width: int) -> None:
+        self._is_stale |= self.live  # states last longer without an event
+        about = [text.progress_bar(self._observed, width), *text.wait_lines(now, live=self.live)]
+        main.query_one("#about", Static).update(shown([line for line in about if line]))
+        bar = text.group_lines(self._observed.ledger()["books"], width)
+        main.query_one("#groups-bar", Static).update(shown(bar))
+        _fill(_table(main, "processes"), text.process_rows(now, width, self._at, live=self.live))
+
+    def _step_lines(self, width: int) -> list[str]:
+        observed = self._observed
+        steps = observed.step_times.items[-SHOWN_STEPS:]
+        about = [text.worst_line(steps[-1])] if steps else ["no step is trained yet"]
+        advice = advice_lines(observed.adviser.advice(observed.breakdown))
+        return [*about, *text.legend(width), "", *advice, *text.step_lines(steps, width)]
 
     @property
     def _at(self) -> float:

@@ -31,15 +31,7 @@ async def halt_round(run: FoundRun) -> HaltAnswered:
     Raises:
         NotHalted: the run is not live, nothing is being generated, or no answer came.
     """
-    try:
-        url = url_in(run.directory) or run.bus_url
-    except OSError as error:
-        raise NotHalted(f"only a user who may read the login of the run's nodes can halt a round: {error}") from error
-    with kept_unclaimed(run.directory) as unclaimed:
-        is_over = run.bus_url is None and unclaimed
-    if url is None or is_over:
-        raise NotHalted(f"no node daemon runs {run.name}: nothing is being generated")
-    certificate = certificate_in(run.directory)
+    url, certificate = _bus_of(run), certificate_in(run.directory)
     try:
         async with Bus.connect(url, run.name, name="halt", limits=LIMITS, certificate=certificate) as bus:
             answer = await bus.call(BUFFER, HaltRequested(), HaltAnswered, timeout_s=ANSWER_S)
@@ -54,6 +46,19 @@ async def halt_round(run: FoundRun) -> HaltAnswered:
     if answer.reason:
         raise NotHalted(answer.reason)
     return answer
+
+
+def _bus_of(run: FoundRun) -> str:
+    """Return the URL of a live run's bus, with the login of its nodes."""
+    try:
+        url = url_in(run.directory) or run.bus_url
+    except OSError as error:
+        raise NotHalted(f"only a user who may read the login of the run's nodes can halt a round: {error}") from error
+    with kept_unclaimed(run.directory) as unclaimed:
+        is_over = run.bus_url is None and unclaimed
+    if url is None or is_over:
+        raise NotHalted(f"no node daemon runs {run.name}: nothing is being generated")
+    return url
 
 
 def halted_line(answer: HaltAnswered) -> str:

@@ -155,21 +155,22 @@ def process_rows(
         at: Unix time until which a state lasts.
         live: whether the run goes on; the end of the last processes is in no event.
     """
-    rows: list[tuple[str, tuple[str, ...]]] = []
     engines = {engine["name"]: engine for engine in now["engines"]}
     processes = {process["name"]: process for process in now["processes"]}
     room = max(LEAST_BAR, width - 56)
-    for name in sorted({*engines, *processes}):
-        engine, process = engines.get(name), processes.get(name)
-        is_up = process is None or process["is_up"]
-        state = "down" if not is_up else "ended" if not live else engine["state"] if engine is not None else "up"
-        since = max(one["since"] for one in (engine, process) if one is not None)
-        weights = f"v{engine['version']}" if engine is not None and engine["version"] else ""
-        restarts = str(process["restarts"]) if process is not None and process["restarts"] else ""
-        why = process["reason"] if process is not None and not is_up else engine["reason"] if engine is not None else ""
-        cells = (name, state, duration(max(0.0, at - since)), weights, restarts, _cut(why, room))
-        rows.append((name, cells))
-    return rows
+    rows = ((name, _cells(engines.get(name), processes.get(name), at, live=live)) for name in {*engines, *processes})
+    return sorted((name, (name, *cells[:-1], _cut(cells[-1], room))) for name, cells in rows)
+
+
+def _cells(engine: Any, process: Any, at: float, *, live: bool) -> tuple[str, ...]:
+    """Return state, duration, weights, restarts and reason of a process, of which one of the two may be unknown."""
+    is_up = process is None or process["is_up"]
+    state = "down" if not is_up else "ended" if not live else engine["state"] if engine is not None else "up"
+    since = max(one["since"] for one in (engine, process) if one is not None)
+    weights = f"v{engine['version']}" if engine is not None and engine["version"] else ""
+    restarts = str(process["restarts"]) if process is not None and process["restarts"] else ""
+    why = process["reason"] if process is not None and not is_up else engine["reason"] if engine is not None else ""
+    return state, duration(max(0.0, at - since)), weights, restarts, why
 
 
 PROCESS_COLUMNS: Final = ("process", "state", "since", "weights", "restarts", "why")
