@@ -96,7 +96,7 @@ def apart(loaded: LoadedTopology, work: Callable[[Doing], T], result: type[T], n
         os.close(reading)
         _be_child(work, writing, loaded.topology.run.check_timeout_s)
     os.close(writing)
-    watched = _Watched(child, reading, note)
+    watched = _Watched(child, reading, loaded.topology.run.check_timeout_s, note)
     try:
         last = watched.last_report()
     finally:
@@ -118,12 +118,12 @@ def apart(loaded: LoadedTopology, work: Callable[[Doing], T], result: type[T], n
 class _Watched:
     """The process of the checks, seen by its parent."""
 
-    def __init__(self, pid: int, reading: int, note: Callable[[str], None]) -> None:
+    def __init__(self, pid: int, reading: int, limit_s: float, note: Callable[[str], None]) -> None:
         self._pid = pid
         self._reading = reading
         self._note = note
         self._status: int | None = None
-        self._activity = Activity("", "", "beginning", NOTE_AFTER_S)
+        self._activity = Activity(LIMIT, show(limit_s), "the start of the checking process", limit_s)
 
     def last_report(self) -> Report:
         """Return the last message of the process: its result, or the activity in which it ended or timed out."""
