@@ -25,7 +25,7 @@ from actors.rollout.sglang.command_lines import (
 from actors.rollout.sglang.facts import CRASH_WORDS
 from runtime.bus.addresses import INSTANCE_VARIABLE, START_VARIABLE, address_key
 from runtime.settings.devices import HIDDEN, NVIDIA
-from runtime.settings.observe import PAGE, PROMETHEUS, python_of
+from runtime.settings.observe import OPENTELEMETRY, PAGE, PROMETHEUS, python_of
 from runtime.settings.placement import ProcessPlace, engine_places, home_node, trainer_places
 from runtime.settings.processes import (
     AnswersHttp,
@@ -82,7 +82,7 @@ def process_specs(topology: Topology, node: str, run_dir: Path) -> list[ProcessS
         env = OURS | {INSTANCE_VARIABLE: str(number)}
         specs.append(_host(topology, run_dir, f"reward.{number}", ["reward"], env))
     specs += _exporter(topology, home=home)
-    return [*specs, *_trackers(topology), *_page(topology)] if home else specs
+    return [*specs, *_trackers(topology), *_page(topology), *_spans(topology)] if home else specs
 
 
 def _engines(topology: Topology, pool: str, engine: EngineConfig, node: str) -> list[ProcessSpec]:
@@ -170,7 +170,7 @@ def _trackers(topology: Topology) -> list[ProcessSpec]:
         ProcessSpec(
             name=f"tracker.{name}",
             command=(
-                *(python_of(name, tracker), "-P", "-m", "actors.trackers", name),
+                *(python_of(name, tracker.python), "-P", "-m", "actors.trackers", name),
                 json.dumps(known | msgspec.structs.asdict(tracker)),
             ),
             env=OURS,
@@ -194,6 +194,16 @@ def _exporter(topology: Topology, *, home: bool) -> list[ProcessSpec]:
     address = topology.observe.prometheus
     with_log = (WITH_LOG,) if home else ()
     return [] if address is None else [_observer(PROMETHEUS, "actors.observer.exporter", address, *with_log)]
+
+
+def _spans(topology: Topology) -> list[ProcessSpec]:
+    """Spec of the process that sends spans to a collector, if there is one."""
+    otlp = topology.observe.otlp
+    if otlp.endpoint is None:
+        return []
+    spec = _observer(OPENTELEMETRY, "actors.observer.otlp", otlp.endpoint)
+    command = (python_of(OPENTELEMETRY, otlp.python), *spec.command[1:])
+    return [msgspec.structs.replace(spec, command=command, stop_timeout_s=topology.observe.stop_timeout_s)]
 
 
 def _observer(name: str, module: str, *arguments: str) -> ProcessSpec:

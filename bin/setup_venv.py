@@ -94,6 +94,7 @@ ENVIRONMENTS = {
     ".venv-sglang": Environment(".venv-sglang", "sglang.lock", imports_us=False, foreign="sglang"),
     ".venv-page": Environment(".venv-page", "page.lock", imports_us=False),
     ".venv-mlflow": Environment(".venv-mlflow", "mlflow.lock", imports_us=False),
+    ".venv-opentelemetry": Environment(".venv-opentelemetry", "opentelemetry.lock", imports_us=False),
     ".venv-tensorboard": Environment(".venv-tensorboard", "tensorboard.lock", imports_us=False),
     ".venv-wandb": Environment(".venv-wandb", "wandb.lock", imports_us=False),
 }

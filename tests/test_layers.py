@@ -373,6 +373,7 @@ ONLY_SAYS = {
     "runtime.report.breakdown",  # notes their times, whatever they change
     "runtime.report.observed",  # shows them
     "runtime.report.spans",  # shows their times
+    "runtime.report.group_spans",  # notes their times
     "runtime.report.advice",  # counts verdicts
 }
 

@@ -57,7 +57,8 @@ def test_lock_is_what_is_installed() -> None:
 
 
 def test_lock_lines_are_exact_and_sorted() -> None:
-    for name in ("laptop.lock", "cuda.lock", "mlflow.lock", "page.lock", "tensorboard.lock", "wandb.lock"):
+    names = ("laptop", "cuda", "mlflow", "opentelemetry", "page", "tensorboard", "wandb")
+    for name in (f"{name}.lock" for name in names):
         text = (ROOT / "requirements" / name).read_text()
         lines = [line for line in text.splitlines() if not line.startswith("#")]
         assert lines == sorted(lines, key=lambda line: line.split("==")[0])

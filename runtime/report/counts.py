@@ -29,13 +29,7 @@ class Counts(msgspec.Struct):
             case ActorStarted():
                 _add(self.restarts, event.actor, event.restarts > 0)
             case GroupCompleted():
-                _add(self.totals, "groups_completed", 1)
-                _add(self.totals, "rollout_seconds", event.rollout_time_s)
-                _add(self.totals, "reward_seconds", event.reward_time_s)
-                _add(self.totals, "response_tokens", sum([sample.response_len for sample in event.samples]))
-                statuses = [sample.status for sample in event.samples]
-                for status in dict.fromkeys(statuses):
-                    _add(self.samples, status.value, statuses.count(status))
+                self._complete(event)
             case CheckpointSaved():
                 _add(self.totals, "checkpoints", 1)
                 self.checkpoint_step = event.step
@@ -45,6 +39,15 @@ class Counts(msgspec.Struct):
                 _add(self.totals, "dead_letters", 1)
             case _:
                 pass
+
+    def _complete(self, event: GroupCompleted) -> None:
+        _add(self.totals, "groups_completed", 1)
+        _add(self.totals, "rollout_seconds", event.rollout_time_s)
+        _add(self.totals, "reward_seconds", event.reward_time_s)
+        _add(self.totals, "response_tokens", sum([sample.response_len for sample in event.samples]))
+        statuses = [sample.status for sample in event.samples]
+        for status in dict.fromkeys(statuses):
+            _add(self.samples, status.value, statuses.count(status))
 
     def take(self, row: MetricRow) -> None:
         """Take the metrics of a row, unless those of a later step are known."""

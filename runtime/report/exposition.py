@@ -40,7 +40,8 @@ def families_of(observed: Observed) -> Iterator[Family]:
     """Yield what the log says of a run as of its newest event."""
     now, ledger = observed.now(), observed.ledger()
     yield from _of_the_run(observed, now)
-    yield from _of_groups(observed, ledger)
+    yield from _of_groups(ledger)
+    yield from _of_attempts(observed)
     yield from _of_processes(observed, now)
     yield from _of_engines(now)
 
@@ -85,7 +86,7 @@ def _of_the_run(observed: Observed, now: Mapping[str, Any]) -> Iterator[Family]:
     yield _one("checkpoint_step", GAUGE, "Train steps in the newest checkpoint.", observed.counts.checkpoint_step)
 
 
-def _of_groups(observed: Observed, ledger: Mapping[str, Any]) -> Iterator[Family]:
+def _of_groups(ledger: Mapping[str, Any]) -> Iterator[Family]:
     books = ledger["books"]
     yield _one("groups_issued", COUNTER, "Prompt groups issued.", books["issued"])
     states: list[tuple[Labels, float]] = [({"state": name}, books[name]) for name in sorted({*books} - {"issued"})]
@@ -96,6 +97,9 @@ def _of_groups(observed: Observed, ledger: Mapping[str, Any]) -> Iterator[Family
         for reason, count in _by_code(ledger[outcome]).items()
     ]
     yield Family("groups_lost", COUNTER, "Prompt groups that ended without being trained, by reason.", [*ended])
+
+
+def _of_attempts(observed: Observed) -> Iterator[Family]:
     for name, text in (
         ("groups_completed", "Attempts at a prompt group whose samples are all generated and scored."),
         ("rollout_seconds", "Seconds from task to last token, added over the attempts of groups_completed."),

@@ -232,6 +232,9 @@ def _trackers_found(observe: ObserveConfig, finder: "_Finder") -> ObserveConfig:
     wandb, tensorboard = observe.wandb, observe.tensorboard
     return msgspec.structs.replace(
         observe,
+        otlp=msgspec.structs.replace(
+            observe.otlp, python=finder.interpreter("observe.otlp.python", observe.otlp.python)
+        ),
         wandb=msgspec.structs.replace(
             wandb,
             python=finder.interpreter("observe.wandb.python", wandb.python),

@@ -15,6 +15,7 @@ EVERY_PORT: Final = r"([1-9]\d{0,3}|[1-5]\d{4}|6[0-4]\d{3}|65[0-4]\d{2}|655[0-2]
 LISTENS: Final = rf"^(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9.-]+):{EVERY_PORT}$"
 PAGE: Final = "page"  # process that serves the page
 PROMETHEUS: Final = "prometheus"  # process that answers /metrics
+OPENTELEMETRY: Final = "opentelemetry"  # process that sends spans, and its environment
 PAGE_FILE: Final = "page.url"  # in the run directory: its URL with the token
 
 
@@ -73,6 +74,16 @@ class MlflowConfig(TrackerConfig, frozen=True, kw_only=True):
     name: Text | None = None
 
 
+class OtlpConfig(Config, frozen=True, kw_only=True):
+    """Spans of prompt groups and train steps, by OTLP over HTTP. OpenTelemetry's own variables, `OTEL_*`, apply too."""
+
+    # URL of the collector, such as "http://127.0.0.1:4318"; spans go to `/v1/traces` below it. Unset, none are sent.
+    endpoint: Annotated[str, msgspec.Meta(pattern=r"^https?://[^@\s?#]+$")] | None = None
+    # Python interpreter that has OpenTelemetry's packages and those of this project. By default that of the environment
+    # that `bin/setup --with opentelemetry` made in this checkout, or else the run's own.
+    python: Text | None = None
+
+
 class ObserveConfig(Config, frozen=True, kw_only=True):
     """Processes that show the run elsewhere. Their end or hang never ends or slows the run."""
 
@@ -89,6 +100,7 @@ class ObserveConfig(Config, frozen=True, kw_only=True):
     # limited it. It needs `run.dump_details`, and adds 12 bytes per token there. The first rank of the trainer writes
     # these files, on its node. Without space, or while the files of the step before are being written, a step has none.
     tokens: bool = False
+    otlp: OtlpConfig = OtlpConfig()
     wandb: WandbConfig = WandbConfig()
     tensorboard: TensorboardConfig = TensorboardConfig()
     mlflow: MlflowConfig = MlflowConfig()
@@ -103,7 +115,7 @@ class ObserveConfig(Config, frozen=True, kw_only=True):
         return {name: tracker for name, tracker in known.items() if tracker.enabled}
 
 
-def python_of(name: str, tracker: TrackerConfig) -> str:
-    """Return the interpreter that runs a tracker on this machine."""
+def python_of(name: str, python: str | None) -> str:
+    """Return the interpreter that runs a tracker on this machine: the set one, or that of its environment, or ours."""
     own = ROOT / f".venv-{name}" / "bin" / "python"
-    return tracker.python or (str(own) if own.exists() else sys.executable)
+    return python or (str(own) if own.exists() else sys.executable)

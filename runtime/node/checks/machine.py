@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from runtime.node.checks.findings import Findings
 from runtime.settings.devices import gpus_here, handed_out
-from runtime.settings.observe import python_of
+from runtime.settings.observe import OPENTELEMETRY, python_of
 from runtime.settings.placement import NodeRoles, num_trainer_processes, roles_of
 from runtime.settings.reading.config import Problem
 from runtime.settings.topology import POLICY, EngineConfig, Topology, answers_are_recorded
@@ -29,6 +29,7 @@ HAS_SGLANG: Final = "import importlib.util as u, sys; sys.exit(u.find_spec('sgla
 HAS_PACKAGE: Final = (  # a folder of that name, such as W&B's own, has no origin
     "import importlib.util as u, sys; found = u.find_spec('{}'); sys.exit(found is None or found.origin is None)"
 )
+OTLP_PACKAGE: Final = "opentelemetry.exporter.otlp.proto.http"
 HAS_GPU: Final = "import torch, sys; sys.exit(not torch.cuda.is_available())"
 
 FILES: Final = 128  # open files of one process, besides those below
@@ -120,18 +121,27 @@ def _check_trackers(findings: Findings) -> None:
     """Check that trackers have their packages and keys. No server is contacted."""
     observe = findings.topology.observe
     for name, tracker in observe.trackers().items():
-        python, key = python_of(name, tracker), f"observe.{name}"
-        findings.doing(key, python, "looking for its package", limit_s=2 * ASK_TIMEOUT_S)
-        if shutil.which(python) is None:
-            findings.missing(f"{key}.python", python, "no such interpreter")
-        elif not _answers(python, HAS_PACKAGE.format(name)):
-            message = f"needs {name}, not installed in {python}: run bin/setup --with {name}"
-            findings.problem(f"{key}.enabled", True, message)
+        _check_tracker(findings, f"observe.{name}.enabled", True, name, name, tracker.python)
+    if observe.otlp.endpoint is not None:
+        key, endpoint = "observe.otlp.endpoint", observe.otlp.endpoint
+        _check_tracker(findings, key, endpoint, OPENTELEMETRY, OTLP_PACKAGE, observe.otlp.python)
     if observe.wandb.enabled and (path := observe.wandb.key_file) is not None:
         try:
             read_private(Path(path))
         except (OSError, ValueError) as error:
             findings.problem("observe.wandb.key_file", path, str(error))
+
+
+def _check_tracker(
+    findings: Findings, key: str, value: str | bool, name: str, package: str, set_python: str | None
+) -> None:
+    """Check that a tracker's interpreter has its package."""
+    python = python_of(name, set_python)
+    findings.doing(key, python, "looking for its package", limit_s=2 * ASK_TIMEOUT_S)
+    if shutil.which(python) is None:
+        findings.missing(f"{key.rpartition('.')[0]}.python", python, "no such interpreter")
+    elif not _answers(python, HAS_PACKAGE.format(package)):
+        findings.problem(key, value, f"needs {name}, not installed in {python}: run bin/setup --with {name}")
 
 
 def _check_gpus(findings: Findings, node: str, *, trains: bool) -> None:

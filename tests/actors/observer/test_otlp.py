@@ -1,0 +1,100 @@
+"""The queue of spans: in order, bounded, without waiting for a collector that fails, and sent once."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import anyio
+import pytest
+
+from actors.observer.otlp import AT_ONCE, Queue, sent_in
+from runtime.report.group_spans import Span
+from runtime.util.retrying import Backoff
+from tests.fixtures.nats import eventually
+
+pytestmark = pytest.mark.anyio
+
+AT_ONCE_AGAIN = Backoff(first_s=0.001, max_s=0.001)
+
+
+class Collector:
+    """A sender that accepts spans, or not."""
+
+    def __init__(self, *, accepts: bool) -> None:
+        self.accepts = accepts
+        self.got: list[str] = []
+        self.num_calls = 0
+
+    def send(self, spans: Sequence[Span]) -> bool:
+        self.num_calls += 1
+        if self.accepts:
+            self.got += [span.key for span in spans]
+        return self.accepts
+
+
+def span(number: int) -> Span:
+    return Span(root="r", key=str(number), name="n", begin=0.0, end=1.0)
+
+
+async def fill(queue: Queue, *numbers: int) -> None:
+    for number in numbers:
+        await queue.add([span(number)], number)
+
+
+async def test_all_spans_arrive_in_order_and_the_reader_waits_for_room(tmp_path: Path) -> None:
+    collector = Collector(accepts=True)
+    queue = Queue(collector, tmp_path / "sent", bound=10)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(queue.send)
+        with anyio.fail_after(20):
+            await fill(queue, *range(1, 101))
+        tasks.cancel_scope.cancel()
+    await queue.close()
+    assert collector.got == [str(number) for number in range(1, 101)]
+    assert (queue.num_sent, queue.num_dropped, sent_in(tmp_path / "sent")) == (100, 0, 100)
+
+
+async def test_while_the_collector_fails_the_oldest_are_dropped_counted_and_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    collector = Collector(accepts=False)
+    queue = Queue(collector, tmp_path / "sent", bound=10)
+    await fill(queue, *range(1, 11))
+    assert not await queue.send_some()
+    with anyio.fail_after(20):
+        await fill(queue, *range(11, 31))  # nobody sends: it does not wait
+    assert (queue.num_dropped, sent_in(tmp_path / "sent")) == (20, 0)
+    collector.accepts = True
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(lambda: queue.send(again=AT_ONCE_AGAIN))
+        with anyio.fail_after(20):
+            await eventually(lambda: len(collector.got) == 10)
+        tasks.cancel_scope.cancel()
+    assert collector.got == [str(number) for number in range(21, 31)]
+    assert [record.message for record in caplog.records] == [
+        "the collector does not accept spans: at most 10 of them wait for it",
+        "the collector accepts spans again; 20 spans dropped so far",
+    ]
+
+
+async def test_a_later_process_begins_after_what_is_sent(tmp_path: Path) -> None:
+    file, collector = tmp_path / "sent", Collector(accepts=True)
+    queue = Queue(collector, file, bound=2 * AT_ONCE)
+    await queue.add([span(number) for number in range(AT_ONCE - 1)], 4)
+    await queue.add([span(number) for number in range(2)], 5)  # its spans are sent with two requests
+    assert await queue.send_some()
+    assert sent_in(file) == 4
+    assert Queue(collector, file).first_seq == 5
+    await queue.close()
+    assert Queue(collector, file).first_seq == 6
+    for text in ("", "x", "-1", "9" * 30):
+        file.write_text(text)
+        assert Queue(collector, file).first_seq == 1
+
+
+async def test_at_the_end_a_collector_that_fails_is_asked_once(tmp_path: Path) -> None:
+    collector = Collector(accepts=False)
+    queue = Queue(collector, tmp_path / "sent")
+    await fill(queue, 1, 2)
+    await queue.close()
+    assert (collector.num_calls, queue.num_sent, Queue(collector, tmp_path / "sent").first_seq) == (1, 0, 1)
