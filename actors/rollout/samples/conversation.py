@@ -16,6 +16,7 @@ from actors.rollout.sglang.served_model import ServedModel
 from messages import Int32Array, Prompt, SampleStatus, SamplingParams
 
 GenerateFunction = Callable[["Conversation"], Awaitable[None]]
+Grade = Callable[[str, str | None], Awaitable[float]]
 
 MAX_OPENED: Final = 64  # further conversations of one sample
 ENDS: Final = {
@@ -24,6 +25,11 @@ ENDS: Final = {
     "aborted": SampleStatus.ABORTED,
     "failed": SampleStatus.FAILED,
 }
+
+
+async def grade_nothing(_text: str, _prompt: str | None) -> float:
+    """Refuse to grade: there are no graders, as in bin/try."""
+    raise ValueError("there is no grader here")
 
 
 async def keep_nothing(_sample: OpenSample) -> None:
@@ -45,12 +51,14 @@ class Conversation(Context):
         trains_temperatures: bool = True,
         limit_s: float = 300.0,
         evaluation: bool = False,
+        grade: Grade = grade_nothing,
     ) -> None:
         if not sample.buffer.num_tokens:  # an earlier start of the function may have begun with another prompt
             sample.own_prompt, sample.prompt_len = None, len(prompt.prompt_ids)
         super().__init__(FunctionRun(prompt, params, ask, keep, model, trains_temperatures, limit_s), sample)
         self.model, self.index = model, sample.index
         self.sampling, self.evaluation = params, evaluation
+        self._grade = grade
         self.starts_again = False  # the function asks for another start from the prompt
         self.reason = ""
         self._end = SampleStatus.COMPLETED
@@ -124,6 +132,18 @@ class Conversation(Context):
             raise ValueError(f"a prompt of {len(ids)} tokens leaves no room for a response")
         self._opened.append(opened)
         return opened
+
+    async def grade(self, text: str, prompt: str | None = None) -> float:
+        """Return the reward that the grader of the row gives a text, such as a draft. A replay asks again.
+
+        Args:
+            text: a response.
+            prompt: that the grader sees; None: the row's.
+
+        Raises:
+            ValueError: the grader gave none, or grades whole groups.
+        """
+        return await self._run.over_bus(self._grade(checked_text(text, "grade"), prompt))
 
     def end(self, status: str, reason: str = "") -> None:
         """Say how the sample ends, before the function returns.

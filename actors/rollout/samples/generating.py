@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Sequence
+from functools import partial
 from typing import Final
 
 import anyio
@@ -15,6 +16,7 @@ from actors.rollout.samples.generate_function import KEY, is_deterministic
 from actors.rollout.samples.partial import SegmentStore
 from actors.rollout.samples.rollout_function import one_turn
 from actors.rollout.samples.sample import FINISHED, OpenSample, tokens_left
+from actors.rollout.samples.scoring import grade_text
 from actors.rollout.samples.tasks import GroupTask
 from actors.rollout.samples.tools import GroupDependencies
 from actors.rollout.sglang.answers import numbers_of
@@ -125,6 +127,7 @@ class Generation:
             trains_temperatures=not self._tools.pools_of(self._task.prompt.data),  # they compute log-probs at 1
             limit_s=self._tools.function_limit_s,
             evaluation=self._task.round is None,
+            grade=partial(grade_text, self._tools.scorer, self._task, sample.index),
         )
         self._conversations.append(conversation)
         self._tools.conversations.add(conversation)

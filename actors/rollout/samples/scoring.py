@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 
 import anyio
 import anyio.to_thread
+import msgspec
 import structlog
 from anyio.abc import TaskGroup, TaskStatus
 from msgspec import UNSET
@@ -19,6 +20,7 @@ from messages import (
     Float32Array,
     Int32Array,
     SampleKey,
+    SampleStatus,
     Score,
     ScoreItem,
     ScoreRequested,
@@ -313,6 +315,29 @@ def _item(task: GroupTask, sample: OpenSample, fields: Collection[SampleField]) 
         log_probs=Float32Array(buffer.log_probs) if "log_probs" in fields else UNSET,
         turns=sample.turn_spans() if "turns" in fields else UNSET,
     )
+
+
+async def grade_text(scorer: Scorer, task: GroupTask, index: int, text: str, prompt: str | None) -> float:
+    """Return the reward that the grader of the row gives a text.
+
+    Args:
+        scorer: requests the score.
+        task: of the row.
+        index: of the sample whose function asks.
+        text: the response.
+        prompt: as the grader sees it; None: the row's.
+
+    Raises:
+        ValueError: the grader gave none, or grades whole groups.
+    """
+    if task.group_rm:
+        raise ValueError("reward.group_rm: the grader grades whole groups")
+    sample = OpenSample(index=index, prompt_len=0, status=SampleStatus.COMPLETED, dialogue=text)
+    item = _item(task, sample, ())
+    (score,) = await scorer.score(task, [item if prompt is None else msgspec.structs.replace(item, prompt=prompt)])
+    if score.reward is None:
+        raise ValueError(f"the grader gave no reward: {score.error}")
+    return score.reward
 
 
 def _parts(scored: Sequence[Score | ScoreItem]) -> list[tuple[int, int]]:

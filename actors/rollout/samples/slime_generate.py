@@ -141,6 +141,10 @@ class EngineRouter:
         is_cut = len(turn.ids) >= limit and model.end_in(np.asarray(turn.ids, np.int32), params) is None
         return _answer(turn, len(context.prompt_ids) + start, "length" if is_cut else "stop", with_log_probs)
 
+    async def grade(self, sample: Any) -> float:
+        """Return the reward that the grader of the row gives a sample."""
+        return await self._conversation.grade(sample.response, sample.prompt)
+
     def _read(self, payload: Any) -> tuple[str | list[int], SamplingParams, bool]:
         """Return the prompt, the sampling parameters, and whether log-probs are wanted."""
         if not isinstance(payload, dict):

@@ -57,6 +57,10 @@ class Router(Protocol):
         """Answer a request to `/generate`."""
         ...
 
+    async def grade(self, sample: Any) -> float:
+        """Return the reward of a sample, from the grader of its row."""
+        ...
+
 
 router_of_function: ContextVar[Router | None] = ContextVar("router_of_function", default=None)
 
@@ -217,6 +221,20 @@ def whole_column(values: Any, total_length: int, response_length: int, *_: Any, 
     return values
 
 
+async def async_rm(args: Any, sample: Any, **_: Any) -> float:
+    """Return the reward of a sample, from the grader of the recipe: in generate functions alone."""
+    del args
+    router = router_of_function.get()
+    if router is None:
+        raise NotImplementedError(f"async_rm: only generate functions ask the grader: {PAGE}")
+    return await router.grade(sample)
+
+
+async def batched_async_rm(args: Any, samples: Sequence[Any], **_: Any) -> list[float]:
+    """Return the rewards of samples, one after the other."""
+    return [await async_rm(args, sample) for sample in samples]
+
+
 def load_function(path: str) -> Any:
     """Import the function of a dotted path."""
     module, _, name = path.rpartition(".")
@@ -238,7 +256,7 @@ _NAMES: Final[Mapping[str, Mapping[str, Any]]] = {
     },
     "slime.rollout": {},
     "slime.rollout.sglang_rollout": {"GenerateState": GenerateState},
-    "slime.rollout.rm_hub": {},
+    "slime.rollout.rm_hub": {"async_rm": async_rm, "batched_async_rm": batched_async_rm},
     "slime.rollout.rm_hub.math_dapo_utils": {"compute_score": "actors.reward.graders.stated:slime_dapo"},
     "slime.rollout.filter_hub": {},
     "slime.rollout.filter_hub.base_types": {"DynamicFilterOutput": DynamicFilterOutput},

@@ -24,6 +24,11 @@ async def calculator_with_another_prompt(conversation: Conversation) -> None:
     await calculator(conversation)
 
 
+async def grades_its_draft(conversation: Conversation) -> None:
+    await conversation.generate()
+    conversation.reward = 0.25 + await conversation.grade("a draft")
+
+
 async def talks_once(conversation: Conversation) -> None:
     await conversation.generate()
 

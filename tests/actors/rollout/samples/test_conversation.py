@@ -126,6 +126,17 @@ async def test_a_halted_conversation_goes_on_in_the_turn_where_it_was(
     assert (sample.status, sample.prompt_len, sample.metadata["num_turns"]) == (SampleStatus.COMPLETED, len(first), 3)
 
 
+async def test_a_function_gets_the_grade_of_a_draft(bus: Bus, router_url: str) -> None:
+    async with serving(ScriptedEngine()) as engine, anyio.create_task_group() as group:
+        group.start_soon(grade, bus)
+        async with rollout_actor(bus, router_url, [engine], with_function("grades_its_draft")):
+            await bus.publish(announcement(1))
+            await bus.publish(one_sample())
+            event = await completed(bus)
+        group.cancel_scope.cancel()
+    assert event.samples[0].reward == 1.25  # 1 of the grader
+
+
 async def test_a_conversation_without_end_is_truncated_where_there_is_no_more_room(bus: Bus, router_url: str) -> None:
     async with serving(ScriptedEngine()) as engine, anyio.create_task_group() as group:
         group.start_soon(grade, bus)

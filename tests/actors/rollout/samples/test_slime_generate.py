@@ -112,6 +112,15 @@ async def solve(args, given):
     return [samples[2], samples[0]]  # one of them is left out
 
 
+async def grades(args, sample, sampling_params):
+    from slime.rollout.rm_hub import batched_async_rm
+
+    sample = await one_turn(args, sample, sampling_params)
+    sample.response = "ab"
+    sample.reward = sum(await batched_async_rm(args, [sample, sample]))
+    return sample
+
+
 async def one_turn(args, sample, sampling_params, *, cut=0, mask=None, more=0, **fields):
     state = GenerateState(args)
     sample.tokens = state.tokenizer(sample.prompt, add_special_tokens=False)["input_ids"]
@@ -223,7 +232,11 @@ async def run(
     prompt = Prompt(data="d", row=0, text=PROMPT, prompt_ids=ids, label="Ada", metadata={"a": 1})
     sample = sample or OpenSample(index=3, prompt_len=len(ids))
     sampling = SamplingParams(max_new_tokens=max_tokens, temperature=0.7)
-    talk = Conversation(prompt, sample, params=sampling, ask=engine, model=engine.model)
+
+    async def grade(text: str, of_prompt: str | None) -> float:
+        return float(len(text + (of_prompt or "")))
+
+    talk = Conversation(prompt, sample, params=sampling, ask=engine, model=engine.model, grade=grade)
     function = find_generate_function(f"slime:slimes.py:{name}", [folder])
     with anyio.fail_after(10):
         status = await talk.run(function)
@@ -288,6 +301,12 @@ async def test_several_samples_are_parts_and_a_conversation_in_none_of_them_does
     assert [engine.model.decode(part.buffer.ids.tolist()) for part in parts] == ["one", "two!", "three"]
     assert [untrained(part) for part in parts] == [[], [(0, 4)], []]
     assert [part.own_score and part.own_score.reward for part in parts] == [4.0, None, 8.0]
+
+
+async def test_a_function_may_ask_the_grader_of_its_row(folder: Path) -> None:
+    _, sample, _ = await run(folder, "grades", Engine("abcd"))
+    assert sample.own_score is not None
+    assert sample.own_score.reward == 2 * len("ab" + PROMPT)
 
 
 @pytest.mark.parametrize(
