@@ -95,6 +95,8 @@ def load_class(
     Raises:
         PluginError: no such file, module or attribute; not a class; a method is missing, async or a generator.
     """
+    if value.startswith(PREFIX):
+        raise PluginError(key, value, f"classes of slime do not run here; the page says what does: {PAGE}")
     place, separator, attribute = value.rpartition(":")
     if not (separator and place and attribute):
         raise PluginError(key, value, _form_problem(value))

@@ -13,8 +13,9 @@ from actors.reward.frames import GraderSpec, Hello
 from actors.reward.graders.stated import slime_dapo
 from actors.reward.pool import PoolSettings, open_pool
 from actors.reward.samples import GradedSample
+from actors.rollout.samples.rollout_function import find_rollout_function
 from messages.events import Outcome
-from runtime.settings.plugins import PluginError, load_plugin
+from runtime.settings.plugins import PluginError, load_class, load_plugin
 from runtime.settings.slime.functions import PAGE, Args, DynamicFilterOutput, Sample, offer
 
 ROOT = Path(__file__).parents[2]
@@ -134,6 +135,11 @@ def test_other_names_of_slime_are_refused_with_the_page(tmp_path: Path, text: st
 def test_other_settings_take_no_function_of_slime(folder: Path) -> None:
     with pytest.raises(PluginError, match="functions of slime do not run here"):
         load_plugin("data.0.source", "slime:mine.py:reward_func", parameters=("number",))
+    with pytest.raises(PluginError, match="a rollout function of slime gets a whole batch") as caught:
+        find_rollout_function("slime:mine.py:reward_func", [folder])
+    assert PAGE in str(caught.value)
+    with pytest.raises(PluginError, match="classes of slime do not run here"):
+        load_class("data.0.source_class", "slime:mine.py:Source", methods=("next",))
 
 
 def test_an_installed_slime_is_not_shadowed(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from actors.rollout.sglang.errors import EngineError
 from messages import Prompt, SampleStatus
 from runtime.bus.errors import BusError
 from runtime.settings.plugins import PluginError, load_plugin
+from runtime.settings.slime.functions import PAGE, PREFIX
 from runtime.util.errors import flatten
 
 KEY: Final = "rollout.custom_rollout"
@@ -33,6 +34,8 @@ def find_rollout_function(name: str, base_dirs: Sequence[Path] = ()) -> RolloutF
     Raises:
         PluginError: it does not exist, is not async, or does not take a prompt group.
     """
+    if name.startswith(PREFIX):
+        raise PluginError(KEY, name, f"a rollout function of slime gets a whole batch, and this one a group: {PAGE}")
     plugin = load_plugin(KEY, name, parameters=("group",), base_dirs=base_dirs, allow_async=True)
     if not plugin.is_async:
         raise PluginError(KEY, name, "a plain function cannot wait for samples: write `async def`")
