@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 from actors.observer.shown_samples import Decode, group_shown, spelled_label, tokens_shown, worst_and_best_first
 from runtime.data.dump_files import TOKENIZER, DumpError
 from runtime.data.sample_index import SORTS, Found, IndexedGroup, SampleIndex, Sort
+from runtime.util.formatting import count_of
 
 READ_S: Final = 1.0  # of new dump files, before a page gets what is known so far
 SEARCH_S: Final = 1.0  # of a search, before the page has to ask for the rest
@@ -37,7 +38,11 @@ class BadQuery(ValueError):
 
 
 class NotFound(LookupError):
-    """There is no such group or sample in the dumps."""
+    """There is no such group or sample in the dumps; with `again`, in those that were read so far."""
+
+    def __init__(self, text: str, *, again: bool = False) -> None:
+        super().__init__(text)
+        self.again = again
 
 
 class Respond(Protocol):
@@ -167,8 +172,10 @@ class Samples:
             group = index.group(number, step)
         if group is None:
             where = "" if step is None else f" in the files of step {step}"
-            more = f"; {index.num_unread} steps are not read yet, so ask again" if index.num_unread else ""
-            raise NotFound(f"The dumps have no group {number}{where}{more}.")
+            if index.num_unread:
+                left = count_of(index.num_unread, "step")
+                raise NotFound(f"Group {number} is looked for{where}: {left} left to read.", again=True)
+            raise NotFound(f"The dumps have no group {number}{where}.")
         return group
 
     def _group(self, index: SampleIndex, query: Mapping[str, str]) -> dict[str, Any]:
@@ -295,7 +302,7 @@ def add_routes(application: web.Application, samples: Samples, respond: Respond)
             except BadQuery as error:
                 status, shown = 400, {"problem": str(error)}
             except NotFound as error:
-                status, shown = 404, {"problem": str(error)}
+                status, shown = 404, {"problem": str(error), "again": error.again}
             except DumpError as error:
                 status, shown = 409, {"problem": str(error)}
             except TimeoutError:

@@ -129,9 +129,10 @@ async function open(group) {
   view.group = found.problem ? null : found;
   view.tokens.clear();
   view.places = found.problem ? [] : found.samples.slice(0, SHOWN_SIDE_BY_SIDE).map((sample) => sample.place);
-  if (found.problem) at("samples-group").replaceChildren(make("p", found.problem, "bad"));
+  if (found.problem) at("samples-group").replaceChildren(make("p", found.problem, found.again ? "faint" : "bad"));
   else drawGroup();
   if (view.list) drawList();
+  if (found.again) setTimeout(() => view.wanted === String(group.group) && !view.group && open(group), UNREAD_MS);
 }
 
 function move(by) {

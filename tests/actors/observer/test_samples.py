@@ -14,6 +14,7 @@ from aiohttp import DummyCookieJar
 from hypothesis import given
 from hypothesis import strategies as st
 
+from actors.observer import samples
 from actors.observer.page import Page, report_page, served
 from actors.observer.samples import Samples
 from actors.observer.shown_samples import MAX_TOKENS, token_texts, tokens_shown, worst_and_best_first
@@ -134,6 +135,19 @@ async def test_tokens_have_what_the_trainer_added(dumps: Path) -> None:
         assert (shown["trainer_log_probs"], shown["staleness"]) == ([None, -0.75, None], [-1, 4, -1])
 
 
+async def test_a_group_of_a_step_that_is_not_read_yet_is_asked_for_again(
+    dumps: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(samples, "READ_S", 0.0)  # one step at a time, newest first
+    write_pair(dumps, 1, [dumped_group(3)], (2, 0))
+    async with opened(dumps) as client:
+        first = await answered(client, "/samples/group", group=1)
+        assert first == (404, {"problem": "Group 1 is looked for: 1 step left to read.", "again": True})
+        assert (await answered(client, "/samples/group", group=1))[0] == 200
+        _, never = await answered(client, "/samples/group", group=9)
+        assert never == {"problem": "The dumps have no group 9.", "again": False}
+
+
 @pytest.mark.parametrize(
     ("path", "query", "status", "problem"),
     [
@@ -244,11 +258,11 @@ def state_in(page: bytes) -> Any:
 def test_a_report_has_the_worst_and_best_groups_of_the_newest_steps(dumps: Path) -> None:
     page = report_page(Observed("r"), {"run.dump_details": msgspec.json.encode(str(dumps)).decode()}, live=False)
     assert SCRIPT.encode() not in page  # it would end the script that holds it
-    samples = state_in(page)["samples"]
-    assert [group["group"] for group in samples["listed"]["groups"]] == [1, 2]
-    assert [group["prompt"] for group in samples["groups"]] == [SCRIPT, "say"]
-    assert sorted(samples["tokens"]) == ["0/1/1", "0/1/2", "0/2/0"]  # of group 1 the best and the worst
-    assert samples["tokens"]["0/1/1"]["ids"] == [5, 10, 11]
+    shown = state_in(page)["samples"]
+    assert [group["group"] for group in shown["listed"]["groups"]] == [1, 2]
+    assert [group["prompt"] for group in shown["groups"]] == [SCRIPT, "say"]
+    assert sorted(shown["tokens"]) == ["0/1/1", "0/1/2", "0/2/0"]  # of group 1 the best and the worst
+    assert shown["tokens"]["0/1/1"]["ids"] == [5, 10, 11]
 
 
 def test_a_report_is_bounded_and_says_why_it_has_no_samples(tmp_path: Path) -> None:
