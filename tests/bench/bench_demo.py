@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,9 +76,11 @@ def long_run(directory: Path, num_steps: int, timeout_s: float) -> dict[str, Any
     }
 
 
-def run(directory: Path, name: str, num_steps: int, timeout_s: float) -> tuple[dict[str, Any], dict[str, float]]:
+def run(
+    directory: Path, name: str, num_steps: int, timeout_s: float, more: Sequence[str] = ()
+) -> tuple[dict[str, Any], dict[str, float]]:
     """The run's result as the command prints it, and the CPU seconds of each of its processes."""
-    sets = [f"train.num_steps={num_steps}", f"run.name={name}", f"run.dir={directory}"]
+    sets = [f"train.num_steps={num_steps}", f"run.name={name}", f"run.dir={directory}", *more]
     command = [*START, TOPOLOGY, "--json", *(part for item in sets for part in ("--set", item))]
     with (directory / f"{name}.log").open("w") as log:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, cwd=directory)
@@ -125,10 +128,12 @@ class CpuTimes:
         return {name: round(seconds, 2) for name, seconds in sums.most_common()}
 
     def _name(self, process: psutil.Process) -> str:
-        if process.pid == self._command.pid:
-            return "daemon"
         words = " ".join(process.cmdline())
-        names = ("nats-server", "router", "reward.worker", "tiny_engine", "guardian")
+        if process.pid == self._command.pid or "start_topology" in words:  # a child that has not begun is a copy of it
+            return "daemon"
+        if "actors.observer" in words or "actors.trackers" in words:
+            return "observers"
+        names = ("nats-server", "router", "reward.worker", "reward.keeper", "tiny_engine", "guardian")
         return next((name for name in names if name in words), words.rpartition(" ")[2] or process.name())
 
 

@@ -30,6 +30,7 @@ TINY = {
     "long_tail": f"--mode partial {SMALL_TAIL}",
     "memory": "--small --case DP2+DO",
     "nodes": "--pairs 1 --steps 4 --delay-ms 5",
+    "observed": "--pairs 1 --steps 3",
     "observer": "--events 2000 --live-s 2",
     "pipeline": "--steps 2 --warm-up 1 --groups 8 --samples 4 --mode batched",
     "ray": "--groups 20 --latency-groups 4 --tokens 800 --prompt 20 --turns 1",
@@ -44,7 +45,18 @@ TINY = {
     "transports": "--small --runs 1",
     "weights": "--small --runs 1",
 }
-TOO_LONG = ("ahead", "demo", "engine", "weight_export", "memory", "nodes", "sglang", "transformers", "transports")
+TOO_LONG = (
+    "ahead",
+    "demo",
+    "engine",
+    "weight_export",
+    "memory",
+    "nodes",
+    "observed",
+    "sglang",
+    "transformers",
+    "transports",
+)
 MARKS: dict[str, Any] = {name: (pytest.mark.nightly, pytest.mark.timeout(900)) for name in TOO_LONG}
 MARKS["nodes"] = (*MARKS["nodes"], pytest.mark.nodes)
 
