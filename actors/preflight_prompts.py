@@ -6,10 +6,16 @@ from typing import NamedTuple
 import msgspec
 
 from actors.buffer.prompts.drawn import prompt_of
-from actors.buffer.prompts.generated import GeneratedPrompts, find_source
+from actors.buffer.prompts.generated import GeneratedPrompts
 from actors.buffer.prompts.prompts import Reader
 from actors.buffer.prompts.source import eval_reader, read_in_parts, training_reader
-from actors.buffer.prompts.source_process import START_TIMEOUT_S, SourceSettings, drawn_twice, source_settings
+from actors.buffer.prompts.source_process import (
+    START_TIMEOUT_S,
+    SourceProcess,
+    SourceSettings,
+    drawn_twice,
+    source_settings,
+)
 from actors.buffer.prompts.tokenizing import Tokenizing, load_tokenizing
 from actors.reward.grader_check import SampleRow, check_graders
 from actors.reward.graders.builtin import INSTRUCTIONS, find_grader
@@ -144,7 +150,13 @@ def prompt_problems(topology: Topology, shape: HfConfig, broken: set[str], outpu
 def _parts(source: Source, output: CheckOutput, settings: SourceSettings | None) -> Iterator[list[Prompt]]:
     """Yield a source's prompts in parts; of a function or a class, the first prompts."""
     doing = output.doing
-    if source.data.source_class is not None and settings is not None:
+    is_user_code = source.data.source_class is not None or source.data.source is not None
+    if is_user_code and settings is not None:
+        if settings.hello.is_function:
+            doing(source.place_key, source.place, "calling it for its first rows")
+            with SourceProcess(settings) as process:
+                yield list(GeneratedPrompts(process, source.data, source.reader).first)
+            return
         limit_s = START_TIMEOUT_S + settings.timeout_s
 
         def drawing(first: int) -> None:
@@ -153,12 +165,6 @@ def _parts(source: Source, output: CheckOutput, settings: SourceSettings | None)
         tried = drawn_twice(settings, doing=drawing)
         output.notes.append(f"{source.place_key} = {show(source.place)}: {tried.note}")
         yield [prompt_of(number, row, source.data, source.reader) for number, row in enumerate(tried.rows)]
-        return
-    if source.data.source is not None:
-        doing(source.place_key, source.place, "calling it for its first rows")
-        yield list(
-            GeneratedPrompts(find_source(source.place_key, source.data.source), source.data, source.reader).first
-        )
         return
     number, parts = 0, read_in_parts(source.data, source.reader)
     while True:

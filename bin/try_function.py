@@ -17,6 +17,7 @@ from bin.entry import Screen, WrongInput, ended, parser_of, run
 from runtime.util.exit_codes import EXIT_FAILED, EXIT_OK
 
 if TYPE_CHECKING:
+    from actors.buffer.prompts.source_process import SourceSettings
     from actors.reward.frames import Graded
     from actors.reward.samples import GradedSample
     from actors.rollout.trial import GenerateTrial
@@ -228,25 +229,37 @@ def _try_filter(args: argparse.Namespace) -> Iterator[tuple[str, bool]]:
 
 def _try_source(args: argparse.Namespace) -> Iterator[tuple[str, bool]]:
     import time
-    import traceback
 
-    from actors.buffer.prompts.generated import find_source
+    from actors.buffer.prompts.source_process import SourceProcess
+    from runtime.data.data_files import DataError
 
     if _is_class(args.function):
         yield from _try_class(args)
         return
-    make = find_source("source", args.function, [Path.cwd()])
-    for number in range(args.limit):
-        start = time.perf_counter()
-        try:
-            row, again = make(number), make(number)
-        except Exception:  # noqa: BLE001 - a user's function may raise anything
-            yield from ((line, False) for line in traceback.format_exc().splitlines())
-            continue
-        took_s = (time.perf_counter() - start) / 2
-        yield f"row {number}: {_short(row)}, {took_s:.4f} s", True
-        if row != again:
-            yield f"  a second call returned another row: {_short(again)}", False
+    with SourceProcess(_source_settings(args, is_function=True)) as source:
+        source.start()
+        for number in range(args.limit):
+            start = time.perf_counter()
+            try:
+                row, again = (source.draw(number, 1).rows[0].decode() for _ in range(2))
+            except DataError as error:
+                yield from ((line, False) for line in str(error).splitlines())
+                continue
+            took_s = (time.perf_counter() - start) / 2
+            yield f"row {number}: {_short(json.loads(row))}, {took_s:.4f} s", True
+            if row != again:
+                yield f"  a second call returned another row: {_short(json.loads(again))}", False
+
+
+def _source_settings(args: argparse.Namespace, *, is_function: bool = False) -> "SourceSettings":
+    from actors.buffer.prompts.source_process import SourceSettings
+    from actors.buffer.prompts.source_worker import Hello
+    from runtime.settings.recipe import DataConfig
+
+    files = dict(pair.partition("=")[::2] for pair in args.file)
+    bases = (str(Path.cwd()),)
+    hello = Hello(key="source", value=args.function, base_dirs=bases, files=files, is_function=is_function)
+    return SourceSettings(hello=hello, timeout_s=DataConfig(name="tried").timeout_s)
 
 
 def _is_class(function: str) -> bool:
@@ -263,16 +276,11 @@ def _try_class(args: argparse.Namespace) -> Iterator[tuple[str, bool]]:
     """Draw rows in the process of a run, and then 100 rows twice, with a kill between."""
     import time
 
-    from actors.buffer.prompts.source_process import SourceProcess, SourceSettings, drawn_twice
-    from actors.buffer.prompts.source_worker import Hello, SavedState
+    from actors.buffer.prompts.source_process import SourceProcess, drawn_twice
+    from actors.buffer.prompts.source_worker import SavedState
     from runtime.data.data_files import DataError
-    from runtime.settings.recipe import DataConfig
 
-    files = dict(pair.partition("=")[::2] for pair in args.file)
-    settings = SourceSettings(
-        hello=Hello(key="source", value=args.function, base_dirs=(str(Path.cwd()),), files=files),
-        timeout_s=DataConfig(name="tried").timeout_s,
-    )
+    settings = _source_settings(args)
     state: SavedState | None = None
     with SourceProcess(settings) as source:
         for number in range(args.limit):

@@ -184,8 +184,7 @@ class BufferActor(Actor):
             await self._run_on(prompts, task_status)
         finally:
             await self._selector.close()
-            if isinstance(prompts, DrawnPrompts):
-                prompts.close()
+            prompts.close()
 
     async def _run_on(self, prompts: TrainingPrompts, task_status: TaskStatus[None]) -> None:
         await self._refuse_other_data(prompts)

@@ -20,6 +20,7 @@ from runtime.settings.recipe import (
     RolloutConfig,
 )
 
+MIX_BLOCK: Final = 1000  # prompts after which the order of sources with weights begins again
 KPOP_THRESHOLD = 0.1  # nats; the bound of KPop's authors
 
 

@@ -87,14 +87,15 @@ class DataConfig(Config, frozen=True, kw_only=True):
     # Data file, JSONL or Parquet. "file@[a:b]" reads only these rows.
     path: Text | None = None
     # Function to use instead of `path`: "module:function" or "path/file.py:function". It gets a prompt's number and
-    # returns its row.
+    # returns its row. It runs in a process of its own.
     source: Text | None = None
     # Class to use instead of `path`: "module:Class" or "path/file.py:Class". It draws the rows, gets the outcomes of
     # their prompt groups, and has a state that is stored with each issue. It runs in a process of its own.
     source_class: Text | None = None
     # Data files for the class in `source_class`, by names of your own. Its constructor gets their rows.
     files: dict[Name, Text] = {}
-    # Seconds that the class in `source_class` may take for one issue of prompt groups. After that the run ends.
+    # Seconds that the class in `source_class` may take for one issue of prompt groups, and the function in `source` for
+    # one row. After that the run ends.
     timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 60.0
     # Column of the prompt: a text or a list of chat messages.
     input_key: Text = "input"
@@ -120,6 +121,9 @@ class DataConfig(Config, frozen=True, kw_only=True):
     # Engine pool of the teacher of these samples, with `algorithm.opd_type = "sglang"`: a name in `engines`. By default
     # "teacher".
     teacher: Name | None = None
+    # Share of the prompts that are of this source, relative to the sum of all weights. By default each source
+    # contributes in proportion to its size. If one source has a weight, all need one.
+    weight: Annotated[float, msgspec.Meta(gt=0)] | None = None
     # Size limit of a row's prompt, label and metadata in bytes. A larger row ends the start with its file and line.
     max_row_bytes: RowBytes = 16 << 20  # expert
 

@@ -80,7 +80,7 @@ def source(name: str) -> str:
         (source("nothing"), "data.0.source", "expected a dict of JSON values"),
         (source("raising"), "data.0.source", "raised KeyError: 'x'"),
         (source("exiting"), "data.0.source", "raised SystemExit: 3"),
-        (source("ending"), "data.0.source", "calling it for its first rows ended the process: it exited with code 3"),
+        (source("ending"), "data.0.source", "its process exited with code 3, 3 times"),
         (source("foreign"), "model.hf_checkpoint", "token 99"),
         ("data.0.path=TMP/late.jsonl", "data.0.path", "late.jsonl:1101: cannot be tokenised"),
         ("data.0.path=TMP/list.jsonl", "data.0.label_key", "row 1 of"),

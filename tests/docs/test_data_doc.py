@@ -1,11 +1,12 @@
 """docs/train/data.md and sft.md: their files, slices, functions and demonstrations do what they say."""
 
+import json
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from actors.buffer.prompts.generated import find_source
+from actors.buffer.prompts.generated import GeneratedPrompts, find_source
 from actors.buffer.prompts.source import load_prompts
 from actors.buffer.prompts.source_worker import Draw, Hello, Source
 from actors.buffer.prompts.tokenizing import load_tokenizing
@@ -62,8 +63,16 @@ def test_the_slices_of_the_page_split_a_file(folder: Path) -> None:
     assert [[row.number for row in rows] for rows in split] == [[0], [1]]
 
 
+def test_the_weights_of_the_page_mix_its_files(folder: Path) -> None:
+    for name in ("easy", "hard"):
+        rows = [{"input": str(number), "label": 1} for number in range(3)]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prompts = load_prompts(msgspec.structs.replace(with_table(folder, 2), eval=()))
+    assert [prompts.prompt(number).data for number in range(8)] == ["easy", "easy", "hard", "easy"] * 2
+
+
 def test_the_functions_of_the_page_make_prompts(folder: Path) -> None:
-    topology = with_table(folder, 2)
+    topology = with_table(folder, 3)
     assert check_hooks(topology) == []
     source = topology.data[0].source
     assert source == f"{folder}/my_data.py:addition"
@@ -71,7 +80,9 @@ def test_the_functions_of_the_page_make_prompts(folder: Path) -> None:
     assert eval(row["input"].removeprefix("What is ").removesuffix("?")) == row["label"]
     ids = msgspec.structs.replace(topology.data[0], source="my_ids.py:counting", label_key=None)
     prompts = load_prompts(msgspec.structs.replace(topology, data=(ids,), eval=()))
+    assert isinstance(prompts, GeneratedPrompts)
     found: list[Prompt] = [prompts.prompt(number) for number in (0, 9)]
+    prompts.close()
     assert [prompt.prompt_ids.tolist() for prompt in found] == [[2, 3], [2, 5]]
     assert found[1].metadata == {"number": 9}
 

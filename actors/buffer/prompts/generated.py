@@ -1,13 +1,17 @@
-"""Generated prompts: a user's function returns one row per number, in place of a data file."""
+"""Generated prompts: a user's function returns one row per number, in place of a data file.
+
+It runs in a process of its own, which can be killed.
+"""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import msgspec
 
 from actors.buffer.prompts.prompts import LoadedData, Reader, fingerprint_of
+from actors.buffer.prompts.source_worker import Drawn
 from messages import Prompt, PromptsLoaded
 from runtime.data.data_files import DataError, Record
 from runtime.data.rows import row_of
@@ -28,23 +32,35 @@ def find_source(key: str, value: str, base_dirs: Sequence[Path] = ()) -> Make:
     return load_plugin(key, value, parameters=["number"], base_dirs=base_dirs).function
 
 
+class Rows(Protocol):
+    """The process of the function."""
+
+    def draw(self, first: int, count: int) -> Drawn:
+        """Return rows. Raises DataError: the function raises, hangs, or returns no row."""
+        ...
+
+    def kill(self) -> None:
+        """End the process."""
+        ...
+
+
 class GeneratedPrompts:
     """Generated training prompts by number, without end, and the evaluation sets.
 
     A number always means the same prompt. The function is called again for a reissued prompt, and after a restart.
     """
 
-    def __init__(self, make: Make, data: DataConfig, reader: Reader, evals: Sequence[LoadedData] = ()) -> None:
+    def __init__(self, source: Rows, data: DataConfig, reader: Reader, evals: Sequence[LoadedData] = ()) -> None:
         """Generate the first prompts, twice.
 
         Raises:
             DataError: a prompt cannot be used, or differs the second time.
         """
         began = time.monotonic()
-        self._make = make
+        self._source = source
         self._data = data
         self._reader = reader
-        first, again = ([self.prompt(number) for number in range(NUM_PROBED)] for _ in range(2))
+        first, again = (list(self._prompts(0, NUM_PROBED)) for _ in range(2))
         self.first: Sequence[Prompt] = first
         if fingerprint_of(first) != fingerprint_of(again):
             message = "returned another row for the same number on a second call; restarts need the same row"
@@ -65,19 +81,19 @@ class GeneratedPrompts:
         Raises:
             DataError: the function raises, or returns a row that cannot be used.
         """
-        place = f"{self._data.source}({number})"
-        row = row_of(Record(number=number, place=place, columns=self._columns(number, place)), self._data)
-        (prompt,) = self._reader.read([row], self._data)
-        if (problem := self._reader.too_long(prompt)) is not None:
-            raise DataError(f"{place}: {problem}")
+        (prompt,) = self._prompts(number, 1)
         return prompt
 
-    def _columns(self, number: int, place: str) -> dict[str, Any]:
-        try:
-            row = self._make(number)
-        except (Exception, SystemExit) as error:  # a user's function may raise anything
-            raise DataError(f"{place}: raised {type(error).__name__}: {error}") from error
-        try:
-            return msgspec.json.decode(msgspec.json.encode(row), type=dict[str, Any])
-        except (TypeError, ValueError, RecursionError) as error:
-            raise DataError(f"{place}: expected a dict of JSON values: {error}") from None
+    def _prompts(self, first: int, count: int) -> Iterable[Prompt]:
+        for number, row in enumerate(self._source.draw(first, count).rows, first):
+            place = f"{self._data.source}({number})"
+            columns = msgspec.json.decode(row, type=dict[str, Any])
+            record = Record(number=number, place=place, columns=columns)
+            (prompt,) = self._reader.read([row_of(record, self._data)], self._data)
+            if (problem := self._reader.too_long(prompt)) is not None:
+                raise DataError(f"{place}: {problem}")
+            yield prompt
+
+    def close(self) -> None:
+        """End the process of the function."""
+        self._source.kill()

@@ -118,6 +118,11 @@ def fingerprint_of(prompts: Iterable[Prompt]) -> str:
     return digest.hexdigest()[:16]
 
 
+def fingerprint_with(fingerprint: str, weight: float) -> str:
+    """Fingerprint of prompts that are mixed by a weight."""
+    return hashlib.sha256(f"{fingerprint} {weight!r}".encode()).hexdigest()[:16]
+
+
 def _render(row: Row, data: DataConfig, tokenizing: Tokenizing) -> str:
     if not data.apply_chat_template or not row.prompt:
         return str(row.prompt)

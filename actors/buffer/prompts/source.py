@@ -4,7 +4,7 @@ import functools
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from actors.buffer.prompts.demonstrations import DemonstrationReader
 from actors.buffer.prompts.drawn import DrawnPrompts
-from actors.buffer.prompts.generated import GeneratedPrompts, find_source
-from actors.buffer.prompts.prompts import LoadedData, PromptReader, Reader
+from actors.buffer.prompts.generated import GeneratedPrompts
+from actors.buffer.prompts.prompts import LoadedData, PromptReader, Reader, fingerprint_with
 from actors.buffer.prompts.source_process import SourceProcess, source_settings
 from actors.buffer.prompts.tokenizing import Tokenizing, load_tokenizing
 from messages import Prompt
@@ -21,6 +21,7 @@ from runtime.data.data_files import DataError
 from runtime.data.rows import read_rows
 from runtime.node.checks.apart import Doing, unlimited
 from runtime.settings.derived import (
+    MIX_BLOCK,
     eval_data,
     max_prompt_len,
     trains_demonstrations,
@@ -47,21 +48,46 @@ class PromptSet:
     """Training prompts by number, and the evaluation sets. Number 0 is issued first; numbers continue over epochs.
 
     The list holds all data sources in the recipe's order, and an epoch is one pass over it. Each source thus
-    contributes in proportion to its size. The prompt of a number depends on the files, the recipe and the seed
-    alone, so a restart finds every issued prompt again.
+    contributes in proportion to its size; with weights, in proportion to its weight, and has epochs of its own. The
+    prompt of a number depends on the files, the recipe and the seed alone: a restart finds every issued prompt again.
     """
 
     def __init__(
-        self, sources: Sequence[LoadedData], evals: Sequence[LoadedData] = (), *, shuffle: bool = False, seed: int = 0
+        self,
+        sources: Sequence[LoadedData],
+        evals: Sequence[LoadedData] = (),
+        *,
+        shuffle: bool = False,
+        seed: int = 0,
+        weights: Sequence[float] = (),
     ) -> None:
-        """Raises ValueError if there are no training prompts."""
+        """Take the prompts.
+
+        Args:
+            sources: training prompts.
+            evals: evaluation sets.
+            shuffle: whether each epoch has an order of its own.
+            seed: of the orders.
+            weights: of the sources; empty: by their sizes.
+
+        Raises:
+            ValueError: there are no training prompts.
+        """
         self._prompts = tuple(prompt for source in sources for prompt in source.prompts)
         if not self._prompts:
             raise ValueError("no prompts")
         self._shuffle = shuffle
         self._seed = seed
+        self._sizes = [len(source.prompts) for source in sources]
+        self._mixture = mixture_of(tuple(weights)) if weights else None
         self.evals: Mapping[str, tuple[Prompt, ...]] = {item.name: item.prompts for item in evals}
-        self.loaded = tuple(item.event for item in (*sources, *evals))
+        events = [source.event for source in sources]
+        if weights:  # a run is not resumed with others, under which its numbers would mean other prompts
+            events = [
+                msgspec.structs.replace(event, fingerprint=fingerprint_with(event.fingerprint, weight))
+                for event, weight in zip(events, weights, strict=True)
+            ]
+        self.loaded = (*events, *(item.event for item in evals))
 
     def __len__(self) -> int:
         """Number of training prompts in one epoch."""
@@ -71,9 +97,48 @@ class PromptSet:
         """The prompt with this number, counted from 0 over all epochs."""
         return self._prompts[self.place(number).position]
 
+    def close(self) -> None:
+        """Do nothing: prompts of files have no process."""
+
     def place(self, number: int) -> PromptPlace:
-        """The epoch of a number, and its position in the list of prompts."""
-        return place_of(number, len(self._prompts), shuffle=self._shuffle, seed=self._seed)
+        """The epoch of a number, of its source if they have weights, and its position in the list of prompts."""
+        if self._mixture is None:
+            return place_of(number, len(self._prompts), shuffle=self._shuffle, seed=self._seed)
+        source, draw = self._mixture.draw(number)
+        place = place_of(draw, self._sizes[source], shuffle=self._shuffle, seed=self._seed)
+        return PromptPlace(epoch=place.epoch, position=sum(self._sizes[:source]) + place.position)
+
+
+class Mixture(NamedTuple):
+    """The order of sources in each block of MIX_BLOCK prompts."""
+
+    sources: NDArray[np.int64]  # [MIX_BLOCK]
+    earlier: NDArray[np.int64]  # [MIX_BLOCK], earlier prompts of that source in the block
+    sizes: NDArray[np.int64]  # prompts of each source in a block
+
+    def draw(self, number: int) -> tuple[int, int]:
+        """Return the source of a prompt number, and how many prompts of that source come before it."""
+        block, place = divmod(number, MIX_BLOCK)
+        source = int(self.sources[place])
+        return source, block * int(self.sizes[source]) + int(self.earlier[place])
+
+
+@functools.lru_cache(maxsize=4)
+def mixture_of(weights: tuple[float, ...]) -> Mixture:
+    """Spread the prompts of each source evenly over a block. Pure.
+
+    The sources' shares of a block are rounded by largest remainders; each has at least one prompt.
+    """
+    exact = np.array(weights, dtype=np.float64) / sum(weights) * MIX_BLOCK
+    sizes = np.maximum(np.floor(exact).astype(np.int64), 1)
+    for _ in range(MIX_BLOCK - int(sizes.sum())):
+        sizes[int(np.argmax(exact - sizes))] += 1
+    while int(sizes.sum()) > MIX_BLOCK:  # shares that were raised to one
+        sizes[int(np.argmax(sizes - exact))] -= 1
+    sources = np.repeat(np.arange(len(sizes)), sizes)
+    earlier = np.concatenate([np.arange(size, dtype=np.int64) for size in sizes.tolist()])
+    order = np.argsort((earlier + 0.5) / sizes[sources], kind="stable")
+    return Mixture(sources[order], earlier[order], sizes)
 
 
 def place_of(number: int, num_prompts: int, *, shuffle: bool, seed: int) -> PromptPlace:
@@ -111,12 +176,16 @@ def load_prompts(recipe: Recipe) -> PromptSet | GeneratedPrompts | DrawnPrompts:
     tokenizing = load_tokenizing(recipe.model.hf_checkpoint, trust_remote_code=recipe.model.trust_remote_code)
     evals = _load_evals(recipe, tokenizing)
     reader = training_reader(recipe, tokenizing)
-    if (value := recipe.data[0].source) is not None:
-        return GeneratedPrompts(find_source("data.0.source", value), recipe.data[0], reader, evals)
     if (settings := source_settings(recipe)) is not None:
-        return DrawnPrompts(SourceProcess(settings), recipe.data[0], reader, evals)
+        data, source = recipe.data[0], SourceProcess(settings)
+        try:
+            return (DrawnPrompts if data.source is None else GeneratedPrompts)(source, data, reader, evals)
+        except BaseException:
+            source.kill()
+            raise
     sources = [load_data(data, reader) for data in recipe.data]
-    return PromptSet(sources, evals, shuffle=recipe.rollout.shuffle, seed=recipe.rollout.seed)
+    weights = [data.weight for data in recipe.data if data.weight is not None]
+    return PromptSet(sources, evals, shuffle=recipe.rollout.shuffle, seed=recipe.rollout.seed, weights=weights)
 
 
 def training_reader(recipe: Recipe, tokenizing: Tokenizing) -> Reader:

@@ -1,4 +1,4 @@
-"""Runs a data source with a state in a process that can be killed. Blocks: for a thread."""
+"""Runs a user's data source in a process that can be killed. Blocks: for a thread."""
 
 import os
 import selectors
@@ -39,7 +39,7 @@ class _DiedError(Exception):
 
 
 class SourceSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """The class and its limits."""
+    """The class or the function, and its limits."""
 
     hello: Hello
     timeout_s: float  # of one issue: all outcomes and draws together
@@ -47,13 +47,15 @@ class SourceSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def source_settings(recipe: Recipe, base_dirs: Sequence[Path] = ()) -> SourceSettings | None:
-    """The settings of the recipe's data source with a state; None: it has none."""
+    """The settings of the recipe's data source that is a class or a function; None: it has none."""
     for index, item in enumerate(recipe.data):
-        if item.source_class is not None:
+        value = item.source_class or item.source
+        if value is not None:
             reward = recipe.reward if isinstance(recipe, Topology) else RewardConfig()
             hello = Hello(
-                key=f"data.{index}.source_class",
-                value=item.source_class,
+                key=f"data.{index}.{'source' if item.source_class is None else 'source_class'}",
+                value=value,
+                is_function=item.source_class is None,
                 base_dirs=tuple(map(str, base_dirs)),
                 files=item.files,
                 max_row_bytes=item.max_row_bytes,
@@ -65,7 +67,7 @@ def source_settings(recipe: Recipe, base_dirs: Sequence[Path] = ()) -> SourceSet
 
 
 class SourceProcess:
-    """A data source in a process of its own. The process is started by the first draw.
+    """A class or a function as data source, in a process of its own. The process is started by the first draw.
 
     After an error the process is killed; a further draw starts another one from the state that it is given.
     """
@@ -155,7 +157,8 @@ class SourceProcess:
         if drawn.error or drawn.state is None or len(drawn.rows) != count:
             self.kill()
             trace = f"\n{drawn.trace}" if drawn.trace else ""
-            raise DataError(f"{name}: {drawn.error or 'its process gave an answer that cannot be used'}{trace}")
+            where = name if self._settings.hello.is_function and drawn.error else f"{name}: "
+            raise DataError(f"{where}{drawn.error or 'its process gave an answer that cannot be used'}{trace}")
         self._at, self._has_drawn = drawn.state, True
         return drawn
 

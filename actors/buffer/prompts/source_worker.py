@@ -1,4 +1,4 @@
-"""Process of a data source with a state: gives outcomes to the user's class, draws rows, saves the state.
+"""Process of a user's data source, a class with a state or a function: gives outcomes, draws rows, saves the state.
 
 Run as `python -m actors.buffer.prompts.source_worker`, with frames on stdin and stdout. It ends with its parent.
 """
@@ -17,7 +17,7 @@ import msgspec
 from runtime.data.data_files import DataError, read_records
 from runtime.ledger.state import GroupOutcome
 from runtime.process.user_limits import end_group, end_with_parent, limit, take_pipes
-from runtime.settings.plugins import load_class
+from runtime.settings.plugins import load_class, load_plugin
 from runtime.util.exit_codes import EXIT_NO_HELLO, EXIT_OK
 from runtime.util.import_path import user_folder_last
 
@@ -45,6 +45,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
 
     key: str  # setting that names the class, for messages
     value: str  # "module:Class" or "path/file.py:Class"
+    is_function: bool = False  # it names a function, which returns the row of a number
     base_dirs: tuple[str, ...] = ()
     files: dict[str, str] = {}  # data files by the name of their table
     max_row_bytes: int = 16 << 20
@@ -92,28 +93,38 @@ def framed(struct: msgspec.Struct) -> bytes:
     return len(content).to_bytes(LENGTH_BYTES, "big") + content
 
 
+class _Function:
+    """A function as a source without a state."""
+
+    def __init__(self, draw: Callable[[int], Any]) -> None:
+        self.draw = draw
+
+    def state(self) -> None:
+        """Return no state."""
+
+
 class Source:
-    """An object of the user's class."""
+    """An object of the user's class, or a user's function."""
 
     def __init__(self, hello: Hello) -> None:
         """Load the class and its files. Raises PluginError, or DataError for a file."""
         self._hello = hello
-        self._class = load_class(
-            hello.key,
-            hello.value,
-            methods=METHODS,
-            optional=OPTIONAL,
-            base_dirs=[Path(base) for base in hello.base_dirs],
-        )
-        self.gets_outcomes = hasattr(self._class, "told")
         self._arguments: list[Any] = []
+        self._object: Any = None
+        self.gets_outcomes = False
+        bases = [Path(base) for base in hello.base_dirs]
+        if hello.is_function:
+            function = load_plugin(hello.key, hello.value, parameters=["number"], base_dirs=bases).function
+            self._class: Callable[..., Any] = partial(_Function, function)
+            return
+        self._class = load_class(hello.key, hello.value, methods=METHODS, optional=OPTIONAL, base_dirs=bases)
+        self.gets_outcomes = hasattr(self._class, "told")
         if hello.files or not _takes(self._class, 0):
             if not _takes(self._class, 1):
                 wanted = "one argument, the rows by file" if hello.files else "no argument, or one: the rows by file"
                 raise UserError(f"{hello.value}: its constructor must take {wanted}")
             rows = {name: [record.columns for record in read_records(path)] for name, path in hello.files.items()}
             self._arguments = [rows]
-        self._object: Any = None
 
     def answer(self, request: Draw) -> Drawn:
         """Give the class the outcomes, and draw."""
@@ -136,7 +147,10 @@ class Source:
             _call("restore()", lambda: self._object.restore(value))
 
     def _row(self, number: int) -> bytes:
-        row: Any = _call(f"draw({number})", lambda: self._object.draw(number))
+        name = f"({number})" if self._hello.is_function else f"draw({number})"
+        row: Any = _call(name, lambda: self._object.draw(number))
+        if self._hello.is_function:
+            return _columns(name, row)
         if not isinstance(row, dict):
             raise UserError(f"draw({number}): expected a dict, the columns of a row, and got {type(row).__name__}")
         columns = cast("dict[Any, Any]", row)
@@ -159,7 +173,17 @@ class Source:
         return SavedState(content=content, is_json=is_json)
 
 
-def _takes(user_class: type[Any], number: int) -> bool:
+def _columns(name: str, row: Any) -> bytes:
+    """Encode the row of a function, whose tuples become lists."""
+    try:
+        content = msgspec.json.encode(row)
+        msgspec.json.decode(content, type=dict[str, Any])
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UserError(f"{name}: expected a dict of JSON values: {error}") from error
+    return content
+
+
+def _takes(user_class: Callable[..., Any], number: int) -> bool:
     try:
         inspect.signature(user_class).bind(*range(number))
     except TypeError:

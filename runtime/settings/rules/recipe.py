@@ -6,6 +6,7 @@ import msgspec
 
 from runtime.bus.limits import MAX_EVENT_BYTES
 from runtime.settings.derived import (
+    MIX_BLOCK,
     agg_mode,
     max_prompt_len,
     needs_baseline,
@@ -41,6 +42,7 @@ def recipe_problems(recipe: Recipe) -> Iterator[Problem]:
         _batches,
         _collection,
         _sources,
+        _weights,
         _lengths,
         _sampling,
         algorithm_problems,
@@ -123,6 +125,24 @@ def _sources(recipe: Recipe) -> Iterator[Problem]:
         if recipe.rollout.shuffle:
             message = f"has no effect on {own}, which is called with 0, 1, 2, ... in order"
             yield Problem.of("rollout.shuffle", recipe.rollout.shuffle, message)
+
+
+def _weights(recipe: Recipe) -> Iterator[Problem]:
+    weights = [item.weight for item in recipe.data]
+    given = [weight for weight in weights if weight is not None]
+    if not given:
+        return
+    for index, weight in enumerate(weights):
+        key = f"data.{index}.weight"
+        if weight is None:
+            yield Problem(key=key, message="missing: another source has a weight, so all need one")
+        elif len(weights) == 1:
+            yield Problem.of(key, weight, "has no effect on the only data source")
+        elif weight / sum(given) < 1 / MIX_BLOCK:
+            yield Problem.of(key, weight, f"is below a thousandth of the sum of weights, {sum(given):g}")
+    if recipe.train.num_epoch is not None:
+        message = "sources with weights have no common epoch; set train.num_steps"
+        yield Problem.of("train.num_epoch", recipe.train.num_epoch, message)
 
 
 def _lengths(recipe: Recipe) -> Iterator[Problem]:

@@ -1,5 +1,6 @@
 """Rules of runs on preference pairs: DPO, reward models, and evaluation sets of pairs."""
 
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -56,7 +57,9 @@ def test_held_out_pairs_are_read_where_the_data_is() -> None:
 
 def test_the_trainer_and_the_buffer_read_held_out_pairs_and_the_buffer_evaluates_none() -> None:
     topology = load_topology(RM).topology
-    held_out, prompts = load_held_out(topology), load_prompts(topology)
+    held_out = load_held_out(topology)
+    with closing(load_prompts(topology)) as prompts:
+        pass
     assert prompts.evals.keys() == held_out.keys() == {"held-out"}
     assert [prompt.rejected is not None for prompt in held_out["held-out"]] == [True] * 60
     assert {event.data: event.num_prompts for event in prompts.loaded}["held-out"] == 60
@@ -66,7 +69,7 @@ def test_the_trainer_and_the_buffer_read_held_out_pairs_and_the_buffer_evaluates
 
 def test_no_held_out_prompt_of_the_examples_is_trained() -> None:
     topology = load_topology(DPO).topology
-    prompts = load_prompts(topology)
-    trained = {prompts.prompt(number).text for number in range(200)}
+    with closing(load_prompts(topology)) as prompts:
+        trained = {prompts.prompt(number).text for number in range(200)}
     assert len(trained) == 80
     assert trained.isdisjoint(prompt.text for prompt in load_held_out(topology)["held-out"])

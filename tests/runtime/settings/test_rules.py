@@ -186,6 +186,18 @@ def test_external_graders_of_a_run_that_listens_are_no_problem() -> None:
         (("data.0.files.a=f",), "data.0.files", "has no effect without data.0.source_class"),
         (("data.0.source=m:f", "data.0.path=none"), "rollout.shuffle", "has no effect on data.0.source"),
         (("data.1.name=e", "data.1.source=m:f"), "data.1.source", "must be the only data source"),
+        (("data.0.weight=1",), "data.0.weight", "has no effect on the only data source"),
+        (("data.0.weight=1", "data.1.name=e", "data.1.path=f"), "data.1.weight", "another source has a weight"),
+        (
+            ("data.0.weight=1", "data.1.name=e", "data.1.path=f", "data.1.weight=2000"),
+            "data.0.weight",
+            "is below a thousandth of the sum of weights, 2001",
+        ),
+        (
+            ("data.0.weight=1", "data.1.name=e", "data.1.path=f", "data.1.weight=2", "train.num_epoch=2"),
+            "train.num_epoch",
+            "have no common epoch",
+        ),
         (("train.num_steps=0",), "train.num_steps", "the run has no length: set this or train.num_epoch"),
         (("train.num_epoch=2",), "train.num_epoch", "train.num_steps = 200 also sets the length of the run; unset one"),
         (("data.0.source=m:f", "train.num_steps=0", "train.num_epoch=2"), "train.num_epoch", "has no length"),

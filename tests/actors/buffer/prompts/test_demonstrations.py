@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -300,4 +301,6 @@ def test_a_function_may_make_demonstrations(tmp_path: Path) -> None:
         data=[{"name": "d", "source": f"{tmp_path}/mine.py:talk", "label_key": "label", "apply_chat_template": True}],
         algorithm={"loss_type": "sft_loss"},
     )
-    assert columns(load_prompts(topology).prompt(8)) == ([USER, 14, ASSISTANT], [15, END], [1, 1])
+    with closing(load_prompts(topology)) as prompts:
+        made = prompts.prompt(8)
+    assert columns(made) == ([USER, 14, ASSISTANT], [15, END], [1, 1])

@@ -8,9 +8,11 @@ import anyio
 import msgspec
 import pytest
 
-from actors.buffer.prompts.generated import GeneratedPrompts, find_source
+from actors.buffer.prompts.generated import GeneratedPrompts
 from actors.buffer.prompts.prompts import PromptReader
 from actors.buffer.prompts.source import load_prompts
+from actors.buffer.prompts.source_process import SourceProcess, SourceSettings
+from actors.buffer.prompts.source_worker import Hello, Source
 from actors.buffer.prompts.tokenizing import load_tokenizing
 from actors.registry import hosted
 from messages import PromptsLoaded, RolloutRequested
@@ -28,13 +30,28 @@ MODEL = Path(__file__).resolve().parents[4] / "topologies/demo/models/reverse-di
 TOOLS = [{"name": "add"}]
 
 
+class InThisProcess(SourceProcess):
+    """What the process of a function does, without the process."""
+
+    def __init__(self, value: str) -> None:
+        hello = Hello(key="data.0.source", value=value, is_function=True)
+        super().__init__(SourceSettings(hello=hello, timeout_s=10))
+        self.source = Source(hello)
+
+    def _start(self) -> None:
+        pass
+
+    def _ask(self, request: Any, *_: Any) -> Any:
+        return self.source.answer(request)
+
+
 def made(tmp_path: Path, row: str, *, before: str = "", limit: int | None = None, **settings: Any) -> GeneratedPrompts:
     """Prompts by a function whose return value is given as code; `number` is its argument."""
     file = tmp_path / "mine.py"
     file.write_text(f"{before}\ndef source(number):\n    return {row}\n")
     data = DataConfig(**{"name": "d", "source": f"{file}:source", "rm_type": "f1", **settings})
     reader = PromptReader(load_tokenizing(str(MODEL)), limit)
-    return GeneratedPrompts(find_source("data.0.source", f"{file}:source"), data, reader)
+    return GeneratedPrompts(InThisProcess(f"{file}:source"), data, reader)
 
 
 def error(tmp_path: Path, row: str, **settings: Any) -> str:
@@ -106,6 +123,29 @@ def test_a_function_that_makes_other_prompts_has_another_fingerprint(tmp_path: P
     assert event.fingerprint != other.fingerprint
 
 
+def test_a_function_runs_in_a_process_with_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET_OF_THE_RUN", "s")
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import os, signal, time\n"
+        "def source(number):\n"
+        "    if number == 1:\n"
+        "        time.sleep(60)\n"
+        "    if number == 2:\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        '    return {"pid": os.getpid(), "secret": os.environ.get("SECRET_OF_THE_RUN")}\n'
+    )
+    hello = Hello(key="data.0.source", value=f"{file}:source", is_function=True)
+    with SourceProcess(SourceSettings(hello=hello, timeout_s=0.5), max_tries=1) as source:
+        row = json.loads(source.draw(0, 1).rows[0])
+        assert row == {"pid": source.pid, "secret": None}
+        with pytest.raises(DataError, match=r"drawing rows 1 to 1 took longer than 0\.5 s \(data\.0\.timeout_s\)"):
+            source.draw(1, 1)
+        with pytest.raises(DataError, match=r"drawing row 2: its process was killed by SIGKILL, 1 times"):
+            source.draw(2, 1)
+        assert source.pid is None
+
+
 # A buffer on a function
 
 
@@ -142,4 +182,4 @@ async def test_a_function_that_fails_later_ends_the_run_with_its_number(bus: Bus
         await host(bus, [hosted("buffer", wide, Path())])
     (found,) = flatten(caught.value)
     assert isinstance(found, InputError)
-    assert str(found).endswith("mine.py:source(9): raised ZeroDivisionError: division by zero")
+    assert "mine.py:source(9): raised ZeroDivisionError: division by zero\nTraceback" in str(found)

@@ -15,12 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.buffer.prompts.prompts import LoadedData, PromptReader, fingerprint_of
-from actors.buffer.prompts.source import PromptSet, epoch_order, load_data, load_prompts, place_of
+from actors.buffer.prompts.source import PromptSet, epoch_order, load_data, load_prompts, mixture_of, place_of
 from actors.buffer.prompts.tokenizing import Tokenizing, load_tokenizing
 from messages import Prompt
 from messages.arrays import Int32Array
 from runtime.data.data_files import DataError
 from runtime.data.rows import read_rows
+from runtime.settings.derived import MIX_BLOCK
 from runtime.settings.load import load_topology
 from runtime.settings.recipe import DataConfig
 from runtime.settings.topology import Topology
@@ -380,3 +381,43 @@ def test_a_broken_tokenizer_is_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(DataError, match=r"tokenizer\.json: "):
         load_tokenizing(str(tmp_path))
+
+
+def weighted(sizes: Sequence[int], weights: Sequence[float], **settings: Any) -> PromptSet:
+    return PromptSet([data(size, f"d{number}") for number, size in enumerate(sizes)], weights=weights, **settings)
+
+
+def test_weights_mix_sources_evenly_and_a_source_that_ends_begins_again() -> None:
+    prompts = weighted([3, 2], [3.0, 1.0])
+    found = [(prompts.prompt(number).data, prompts.prompt(number).row) for number in range(12)]
+    assert [source for source, _ in found] == ["d0", "d0", "d1", "d0"] * 3
+    assert [row for source, row in found if source == "d0"] == [0, 1, 2] * 3
+    assert [row for source, row in found if source == "d1"] == [0, 1, 0]
+    assert prompts.place(11).epoch == 2  # of its source
+
+
+@given(st.lists(st.floats(0.01, 1.0), min_size=2, max_size=8), st.integers(0, 10**6))
+def test_a_number_means_one_prompt_and_each_prompt_of_a_source_has_its_turn(weights: list[float], block: int) -> None:
+    mixture = mixture_of(tuple(weights))
+    drawn = [mixture.draw(block * MIX_BLOCK + place) for place in range(MIX_BLOCK)]
+    for source, weight in enumerate(weights):
+        own = [draw for one, draw in drawn if one == source]
+        assert own == list(range(own[0], own[0] + len(own)))
+        assert own[0] == block * len(own)
+        assert abs(len(own) - MIX_BLOCK * weight / sum(weights)) < len(weights)
+
+
+def test_shuffled_sources_with_weights_have_orders_of_their_own_in_each_epoch() -> None:
+    prompts = weighted([50, 2], [1.0, 1.0], shuffle=True, seed=3)
+    rows = [prompt.row for prompt in map(prompts.prompt, range(200)) if prompt.data == "d0"]
+    assert sorted(rows[:50]) == sorted(rows[50:]) == list(range(50))
+    assert rows[:50] != rows[50:]
+    again = weighted([50, 2], [1.0, 1.0], shuffle=True, seed=3)
+    assert [again.prompt(number).row for number in range(200)] == [prompts.prompt(n).row for n in range(200)]
+
+
+def test_other_weights_are_other_data() -> None:
+    """The buffer compares fingerprints, and resumes no run whose numbers would mean other prompts."""
+    one, other, none = (weighted([3, 2], weights).loaded for weights in ([3.0, 1.0], [1.0, 3.0], []))
+    fingerprints = {event.fingerprint for events in (one, other, none) for event in events}
+    assert len(fingerprints) == 6
