@@ -7,7 +7,7 @@ from typing import Final
 import msgspec
 
 from actors.hooks import check_hooks
-from actors.preflight_pools import judge_problems, memory_of_pools, pool_problems
+from actors.preflight_pools import answering_problems, judge_problems, memory_of_pools, pool_problems
 from actors.preflight_prompts import MODEL, CheckOutput, context_of, end_of, prompt_problems
 from actors.rollout.engines.checks import ServerRequirements
 from actors.rollout.sglang.model_support import dense_layers_refusal, fp8_refusal, parallel_sizes
@@ -187,6 +187,7 @@ def _of_model(
         return
     yield from _limits(topology, shape)
     yield from pool_problems(topology, context_of(shape), broken)
+    yield from answering_problems(topology, broken)
     found = list(prompt_problems(topology, shape, broken, output))
     if not answers_are_recorded(topology) and MODEL not in {problem.key for problem in found}:
         yield from _served(topology)

@@ -20,6 +20,7 @@ from runtime.settings.topology import (
     frozen_pools,
     judge_pools,
     model_of,
+    other_pools,
     sglang_arguments,
 )
 
@@ -68,6 +69,28 @@ def pool_problems(topology: Topology, context: int, broken: set[str]) -> Iterato
         if room is not None and room <= longest + KEPT_OF_INPUT:
             message = f"its context has {room} tokens; samples of {longest} tokens need {longest + KEPT_OF_INPUT + 1}"
             yield Problem.of(key, engine.hf_checkpoint, message)
+
+
+def answering_problems(topology: Topology, broken: set[str]) -> Iterator[Problem]:
+    """Check that the models of pools that generate functions may choose can be read, and their tokens or texts."""
+    if answers_are_recorded(topology):
+        return
+    for name in topology.rollout.pools:
+        engine, key = topology.engines[name], f"engines.{name}.hf_checkpoint"
+        if engine.hf_checkpoint is None or key in broken:
+            continue
+        try:
+            served = ServedModel.read(Path(engine.hf_checkpoint))
+            if engine.kind == "tiny" and not engine.urls:
+                read_dense_model(Path(engine.hf_checkpoint))
+            trained = ServedModel.read(Path(topology.model.hf_checkpoint))
+            lacking = served if trained.tokens() else trained
+            if served.tokens() != trained.tokens() and not lacking.tokens():
+                where = "it" if lacking is served else "model.hf_checkpoint"
+                message = f"{where} has no {TOKENIZER}: models with other tokens exchange texts, which need one"
+                yield Problem.of(key, engine.hf_checkpoint, message)
+        except (OSError, ValueError, ModelError) as error:
+            yield Problem.of(key, engine.hf_checkpoint, str(error))
 
 
 def judge_problems(topology: Topology, node: str, broken: set[str]) -> Iterator[Problem]:
@@ -139,7 +162,7 @@ def tokenizer_problem(trained: ServedModel, served: ServedModel) -> str | None:
 
 def memory_of_pools(topology: Topology) -> int:
     """Return the bytes that the weights of tiny engines need, of pools whose model does not change."""
-    named = dict.fromkeys((*frozen_pools(topology), *judge_pools(topology).values()))
+    named = dict.fromkeys((*frozen_pools(topology), *other_pools(topology)))
     pools = [topology.engines[name] for name in named if name in topology.engines]
     return sum(_memory(topology, engine) for engine in pools if engine.kind == "tiny" and not engine.urls)
 

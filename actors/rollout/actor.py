@@ -24,6 +24,7 @@ from actors.rollout.engines.weights.sync import SYNC_CALLS, take_part
 from actors.rollout.engines.weights.updater import Pauses, Updater
 from actors.rollout.engines.weights.updates import UpdateTracker
 from actors.rollout.engines.weights.verifier import WeightVerifier
+from actors.rollout.pools.answering import AnsweringPool
 from actors.rollout.pools.columns import ColumnSource
 from actors.rollout.pools.frozen import FrozenPool, PoolSettings
 from actors.rollout.requests.interrupting import RunningRequests
@@ -89,6 +90,7 @@ from runtime.settings.topology import (
     grader_names,
     keeps_prefixes,
     min_concurrency,
+    model_of,
     pools_of_columns,
     reads_copies,
     sample_fields,
@@ -195,7 +197,7 @@ class RolloutActor(Actor):
             fleet = self._fleet(client, updater)
             self._pools = {
                 name: FrozenPool(PoolSettings.of(self._topology, name), client, fleet.events)
-                for name in frozen_pools(self._topology)
+                for name in dict.fromkeys((*frozen_pools(self._topology), *rollout.pools))
             }
             tools = self._tools(client, fleet)
             updater.interrupt_by(tools.generator.running.interrupt)
@@ -301,8 +303,13 @@ class RolloutActor(Actor):
             conversations=self._conversations,
             reward_per=reward.per,
             sample_fields=sample_fields(reward),
+            function_pools={name: self._answering_pool(name) for name in self._topology.rollout.pools},
             pools_of=self._pools_of,
         )
+
+    def _answering_pool(self, name: str) -> AnsweringPool:
+        served = ServedModel.read(Path(model_of(self._topology, self._topology.engines[name])))
+        return AnsweringPool(self._pools[name], served, self._model)
 
     def _pools_of(self, data: str) -> dict[str, ColumnSource]:
         """Return the pools that compute columns of the samples of a data source, by column."""

@@ -185,6 +185,7 @@ def _head(topology: Topology, plan: Plan) -> Iterator[str]:
             uses += ["reference"] if name == REFERENCE else []
             judges = [judge for judge, pool in judge_pools(topology).items() if pool == name]
             uses += [f"judge {', '.join(judges)}"] if judges else []
+            uses += ["generate functions"] if name in topology.rollout.pools else []
             weights = ", ".join([engine.hf_checkpoint, *uses])
         elif name == POLICY:
             weights += f", dispatcher {chooser_of(engine)}"

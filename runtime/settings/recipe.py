@@ -208,6 +208,8 @@ class RolloutConfig(Config, frozen=True, kw_only=True):
     # Async function that decides how and in which order the samples of a prompt group are generated: "module:function"
     # or "path/file.py:function". By default each is generated as soon as an engine has room.
     custom_rollout: Text | None = None
+    # Engine pools whose models a generate function may choose for a turn: names in `engines`. Their turns do not train.
+    pools: tuple[Name, ...] = ()
     # Seconds that a generate function may take between two turns of the model, and a rollout function without a sample
     # that generates. With more the prompt group fails.
     custom_generate_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 300.0

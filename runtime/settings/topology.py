@@ -665,9 +665,14 @@ def judge_pools(topology: Topology) -> dict[str, str]:
     return {name: judge.pool or JUDGE for name, judge in judges if judge.url is None}
 
 
-def serves_judges_alone(topology: Topology, pool: str) -> bool:
-    """Return whether the engines of a pool serve judges and read no samples of the trained model."""
-    return pool in judge_pools(topology).values() and pool != POLICY and pool not in frozen_pools(topology)
+def other_pools(topology: Topology) -> tuple[str, ...]:
+    """Return the pools whose models only answer: those of judges, and those that generate functions may choose."""
+    return tuple(dict.fromkeys((*judge_pools(topology).values(), *topology.rollout.pools)))
+
+
+def only_answers(topology: Topology, pool: str) -> bool:
+    """Return whether the engines of a pool compute no log-probs of whole samples of the trained model."""
+    return pool in other_pools(topology) and pool != POLICY and pool not in frozen_pools(topology)
 
 
 def min_concurrency(engine: EngineConfig) -> int:

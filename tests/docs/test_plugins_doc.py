@@ -15,6 +15,7 @@ from actors.reward.frames import GraderSpec, Hello
 from actors.reward.graders.builtin import BUILT_IN_GRADERS
 from actors.reward.pool import PoolSettings, open_pool
 from actors.reward.samples import GradedSample, Turn
+from actors.rollout.pools.answering import PoolTurn
 from actors.rollout.samples.conversation import Conversation
 from actors.rollout.samples.generate_function import find_generate_function
 from actors.rollout.samples.sample import OpenSample
@@ -154,6 +155,33 @@ async def test_the_further_conversations_of_the_pages_work(folder: Path) -> None
     assert [sibling.prompt_of(prompt.prompt_ids).tolist() for sibling in sample.parts] == [[1], *[[1, 2, 3, go_on]] * 3]
 
 
+@pytest.mark.anyio
+async def test_another_model_makes_a_turn_of_the_function_of_the_page(folder: Path) -> None:
+    async def ask(sample: OpenSample, params: SamplingParams, limit: int) -> bool:
+        await keep(sample)
+        sample.turn_status = SampleStatus.COMPLETED
+        return False
+
+    async def keep(sample: OpenSample) -> None:
+        if sample.buffer.num_tokens == sample.buffer.num_taken:
+            sample.buffer.append(np.array([2, 3]), np.array([-1.0, -1.0]), "ab", "1@engine")
+        sample.take(SampleKey(group_id=0, attempt=0, index=0), sample.prompt_of(prompt.prompt_ids))
+
+    async def verifier(sample: OpenSample, ids: list[int], params: SamplingParams, limit: int) -> PoolTurn:
+        assert (ids, limit) == ([1, 2, 3, asked], 16)
+        return PoolTurn([5], None, "yes")
+
+    prompt = Prompt(data="d", row=0, text="3 and 4?", prompt_ids=Int32Array([1]))
+    asked = len("<user>is that right?<assistant>")
+    sample, model = OpenSample(index=0, prompt_len=1), AnyTokens(lambda text: [len(text)])
+    params, pools = SamplingParams(max_new_tokens=66), {"verifier": verifier}
+    conversation = Conversation(prompt, sample, params=params, ask=ask, model=model, keep=keep, pools=pools)
+    function = find_generate_function("my_verified.py:is_verified", [folder])
+    assert await conversation.run(function) is SampleStatus.COMPLETED
+    assert conversation.turns[-1] == ([5], [0.0], "yes")
+    assert sample.untrained == ((3, 4),)
+
+
 def kept(group_id: int, reward: float, *, response_len: int) -> selection.SelectableGroup:
     return selection.SelectableGroup(
         group_id=group_id,
@@ -176,13 +204,15 @@ def test_the_settings_of_the_pages_name_its_functions(folder: Path) -> None:
     sums = [name for table in tables for name in table.get("reward", {}).get("sums", {})]
     assert sums == ["quality"]
     names = [name for name in used if name not in (*external, *sums)]
-    names += [name for table in tables for name in table.get("rollout", {}).values()]
+    rollout = [setting for table in tables for setting in table.get("rollout", {}).items()]
+    names += [name for key, name in rollout if key != "pools"]
     assert names == [
         "my_rewards.py:mentions_label",
         "my_filters.py:one_is_right",
         "my_choice.py:right_and_short",
         "my_choice.py:nearly_done",
         "my_agent.py:adds",
+        "my_verified.py:is_verified",
     ]
 
 

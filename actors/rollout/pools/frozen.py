@@ -1,17 +1,20 @@
-"""A pool of engines whose model does not change: which of them answer, and log-probs of given tokens from them."""
+"""A pool of engines whose model does not change: which of them answer, log-probs of given tokens, and answers."""
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Final, NamedTuple, Self
+from typing import Final, NamedTuple, Self, TypeVar
 
 import anyio
+import numpy as np
 import structlog
 
 from actors.rollout.engines.checks import ServerRequirements, check_engine, makes_tokens
 from actors.rollout.engines.rate_limited_events import RateLimitedEvents
 from actors.rollout.engines.router import wait_until
+from actors.rollout.samples.buffer import SampleBuffer
+from actors.rollout.sglang.body import generate_body
 from actors.rollout.sglang.client import SglangClient
 from actors.rollout.sglang.errors import (
     BadAnswer,
@@ -23,8 +26,9 @@ from actors.rollout.sglang.errors import (
     EngineUnavailable,
     RequestRefused,
 )
+from actors.rollout.sglang.reading import AnswerReader
 from actors.rollout.sglang.served_model import ServedModel
-from messages import Float32Array, Int32Array
+from messages import Float32Array, Int32Array, SampleStatus, SamplingParams
 from runtime.bus.addresses import Address
 from runtime.bus.bus import Bus
 from runtime.bus.servers import attend_servers, kill_server
@@ -41,6 +45,9 @@ RESEND: Final = Backoff(first_s=0.2, max_s=5.0)
 MAX_FAILURES: Final = 5  # errors and impossible answers to one request before it is given up; lost ones do not count
 LOOK_S: Final = 5.0  # for a sign of life of an engine that did not answer in time
 REFUSED_S: Final = 5.0  # between checks of an external engine that serves another model
+TOKEN_S: Final = 1.0  # for each token of an answer, in addition to the timeout of one answer
+
+Answered = TypeVar("Answered")
 
 
 class PoolSettings(NamedTuple):
@@ -93,6 +100,13 @@ class ColumnValues(NamedTuple):
     topk_log_probs: Float32Array | None = None  # [T x K]
 
 
+class PoolAnswer(NamedTuple):
+    """What a pool's model answered."""
+
+    ids: list[int]
+    text: str
+
+
 @dataclass(eq=False)
 class FrozenEngine:
     """One engine of the pool. A restarted engine is a new one."""
@@ -126,7 +140,7 @@ class FrozenPool:
         if not self._num_waiting:
             return ""
         known = ", ".join(f"{engine.name} {'is up' if engine.is_up else 'is away'}" for engine in self._known())
-        return f"engines.{self.name}: log-probs of {count_of(self._num_waiting, 'sample')} ({known or 'no engine yet'})"
+        return f"engines.{self.name}: {count_of(self._num_waiting, 'request')} ({known or 'no engine yet'})"
 
     async def run(self, bus: Bus, topology: Topology) -> None:
         """Follow the pool's engines: those that the run starts, and external ones. Never returns."""
@@ -182,11 +196,39 @@ class FrozenPool:
             EnginesUnwilling: no engine answered for `give_up_after_s`.
         """
         self._check_ids(token_ids, first)
+        return await self._sent(rid, lambda engine, name: self._ask(engine, name, token_ids, first, topk))
+
+    async def answer(
+        self, rid: str, token_ids: Sequence[int], params: SamplingParams, max_new_tokens: int, seed: int
+    ) -> PoolAnswer:
+        """Return what the pool's model answers to some tokens of its own.
+
+        Args:
+            rid: names the request; each try adds its number.
+            token_ids: of the prompt.
+            params: sampling parameters.
+            max_new_tokens: most tokens of the answer.
+            seed: of the sampling.
+
+        Raises:
+            RequestRefused: as by `log_probs`.
+            EnginesUnwilling: as by `log_probs`.
+        """
+        if (problem := id_problem(list(token_ids), self._settings.vocab_size)) is not None or not token_ids:
+            raise RequestRefused(f"engines.{self.name}: not sent: {problem or 'no tokens'}")
+
+        async def ask(engine: FrozenEngine, name: str) -> PoolAnswer:
+            return await self._continue(engine, name, token_ids, params, max_new_tokens, seed)
+
+        return await self._sent(rid, ask)
+
+    async def _sent(self, rid: str, ask: Callable[[FrozenEngine, str], Awaitable[Answered]]) -> Answered:
+        """Send a request until it is answered, in one of the pool's slots."""
         self._num_waiting += 1
         try:
             async with self._slots:
                 with anyio.move_on_after(self._settings.give_up_after_s):
-                    return await self._answered(rid, token_ids, first, topk)
+                    return await self._answered(rid, ask)
         finally:
             self._num_waiting -= 1
         limit = f"{self._settings.give_up_after_s:g} s (rollout.generate_timeout_s)"
@@ -202,18 +244,18 @@ class FrozenPool:
         if self._settings.confuses_last and size - 1 in token_ids[first:]:
             raise RequestRefused(f"{where}: SGLang gives the log-prob of token 0 for {size - 1}, the last token")
 
-    async def _answered(self, rid: str, token_ids: Sequence[int], first: int, topk: int) -> ColumnValues:
+    async def _answered(self, rid: str, ask: Callable[[FrozenEngine, str], Awaitable[Answered]]) -> Answered:
         failures = tries = 0
         failed: FrozenEngine | None = None
         while True:
             engine, tries = await self._next(failed), tries + 1
             try:
-                return await self._ask(engine, f"{rid}-{tries}", token_ids, first, topk)
+                return await ask(engine, f"{rid}-{tries}")
             except RequestRefused as error:
                 raise RequestRefused(f"{engine.name}: {error}") from error
             except EngineUnavailable as error:
                 failed, failures = engine, failures + isinstance(error, EngineFailed)
-                log.warning("log_probs_lost", rid=rid, engine=engine.name, tries=tries, error=str(error))
+                log.warning("pool_request_lost", rid=rid, engine=engine.name, tries=tries, error=str(error))
                 self._events.failed(engine.name, type(error).__name__, str(error))
                 if failures >= MAX_FAILURES:
                     message = f"{engine.name} ({engine.url}): {failures} failures, the last one: {error}"
@@ -236,6 +278,35 @@ class FrozenPool:
         if likeliest is None:
             return ColumnValues(values)
         return ColumnValues(values, Int32Array(likeliest.ids.ravel()), Float32Array(likeliest.log_probs.ravel()))
+
+    async def _continue(
+        self,
+        engine: FrozenEngine,
+        rid: str,
+        token_ids: Sequence[int],
+        params: SamplingParams,
+        max_new_tokens: int,
+        seed: int,
+    ) -> PoolAnswer:
+        """Send one request for an answer, and check it."""
+        where, buffer = f"{engine.name} ({engine.url})", SampleBuffer()
+        reader = AnswerReader(buffer)
+        prompt = np.array(token_ids, np.int32)
+        body = generate_body(rid, [prompt], params, max_new_tokens=max_new_tokens, seeds=[seed])
+        limit_s = self._settings.answer_timeout_s + max_new_tokens * TOKEN_S
+        try:
+            with anyio.fail_after(limit_s):
+                await self._client.generate(engine.url, body, [reader])
+        except TimeoutError as error:
+            raise EngineSilent(f"{where}: no answer within {limit_s:g} s") from error
+        if reader.refused is not None:
+            raise RequestRefused(f"{reader.refused.code}: {reader.refused.message}")
+        if reader.status is SampleStatus.ABORTED:
+            raise EngineUnavailable(f"{where}: the request was aborted")
+        ids: list[int] = buffer.ids.tolist()
+        if (problem := id_problem(ids, self._settings.vocab_size)) is not None:
+            raise BadAnswer(where, problem)
+        return PoolAnswer(ids, buffer.text)
 
     async def _next(self, failed: FrozenEngine | None) -> FrozenEngine:
         """Wait for an engine that is up; if there are several, not the one that failed."""

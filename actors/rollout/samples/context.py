@@ -25,6 +25,8 @@ SHOWN_IDS: Final = 50  # tokens in an error
 Ask = Callable[[OpenSample, SamplingParams, int], Awaitable[bool]]
 Keep = Callable[[OpenSample], Awaitable[None]]
 Service = Callable[[list[int]], Awaitable[Any]]
+AskPool = Callable[[OpenSample, list[int], SamplingParams, int], Awaitable[Any]]
+NO_POOLS: Final[Mapping[str, AskPool]] = {}
 Returned = TypeVar("Returned")
 
 
@@ -47,9 +49,11 @@ class FunctionRun:
     model: ServedModel
     trains_temperatures: bool = True  # whether turns at other temperatures than the recipe's train
     limit_s: float = 300.0  # of the function, outside of `generate`
+    pools: Mapping[str, AskPool] = field(default_factory=lambda: NO_POOLS)  # that the function may choose, by name
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
     requests: anyio.Lock = field(default_factory=anyio.Lock)  # a sample has one slot, so one request at a time
     num_asking: int = 0
+    num_in_pools: int = 0  # turns that a pool generates; a halt does not wait for them
     halted: bool = False
     over: SampleStatus | None = None  # final status, if the sample ended before its function
     mismatch: str | None = None  # what a replay found to differ
@@ -57,9 +61,22 @@ class FunctionRun:
 
     def let_work(self) -> None:
         """Give the function its time until the next turn. A halted one ends at its next wait."""
-        self.scope.deadline = math.inf if self.num_asking else anyio.current_time() + self.limit_s
+        is_waiting = self.num_asking or self.num_in_pools
+        self.scope.deadline = math.inf if is_waiting else anyio.current_time() + self.limit_s
         if self.halted and not self.num_asking:
             self.scope.cancel()
+
+    async def in_pool(self, pool: str, sample: OpenSample, ids: list[int], params: SamplingParams, limit: int) -> Any:
+        """Let an engine pool generate a turn."""
+        if limit <= 0:
+            await self.leave(SampleStatus.TRUNCATED)
+        self.num_in_pools += 1
+        self.let_work()
+        try:
+            return await self.pools[pool](sample, ids, params, limit)
+        finally:
+            self.num_in_pools -= 1
+            self.let_work()
 
     async def over_bus(self, call: Awaitable[Returned]) -> Returned:
         """Wait for a call that stores tokens. If the bus fails, the function ends: it cannot go on without them."""
@@ -141,6 +158,7 @@ class Context:
         temperature: float | None = None,
         top_p: float | None = None,
         top_k: int | None = None,
+        pool: str | None = None,
         train: bool = True,
     ) -> str:
         """Return the model's next turn as text. Never returns if the sample is halted or has no room for more tokens.
@@ -153,6 +171,7 @@ class Context:
             top_p: of this turn; None: the recipe's. A turn with a cut distribution of its own trains only with
                 `rollout.return_sampling_mask` and a `top_k` from 2 to the recipe's.
             top_k: as `top_p`; -1: off.
+            pool: an engine pool in `rollout.pools`, whose model makes the turn. It does not train.
             train: whether the turn's tokens train, if the trainer can compute their log-probs.
 
         Raises:
@@ -164,11 +183,25 @@ class Context:
         if max_new_tokens is not None and max_new_tokens < 1:
             raise ValueError(f"max_new_tokens = {max_new_tokens}: a turn has at least 1 token")
         params = self._params_of(stop, temperature, top_p, top_k)
+        limit = params.max_new_tokens if max_new_tokens is None else max_new_tokens
+        if pool is not None:
+            return await self._generate_in(pool, params, limit)
         turn = await self._next_turn(temperature)
         if self._num_turns >= self._num_replayed:
             with self._running(turn):
-                await self._go_on(turn, params, params.max_new_tokens if max_new_tokens is None else max_new_tokens)
+                await self._go_on(turn, params, limit)
         return self._end_turn(turn, train=train and self._trains(params))
+
+    async def _generate_in(self, pool: str, params: SamplingParams, limit: int) -> str:
+        run = self._run
+        if pool not in run.pools:
+            allowed = ", ".join(run.pools) or "none; name engine pools in rollout.pools"
+            raise ValueError(f"pool = {pool!r}; allowed: {allowed}")
+
+        async def service(ids: list[int]) -> Any:
+            return await run.in_pool(pool, self._sample, ids, params, min(limit, self.room))
+
+        return await self.generate_by(service, train=False)
 
     async def generate_by(self, service: Service, *, train: bool = True) -> str:
         """Return the next turn, from a service of yours instead of an engine. A replay does not call it again.

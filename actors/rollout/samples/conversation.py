@@ -5,10 +5,20 @@ turns are returned as they were, without an engine, and the input between them i
 else than before has a mismatch, and its sample is not trained as it is.
 """
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Final
 
-from actors.rollout.samples.context import Ask, Context, FunctionRun, Keep, checked_ids, checked_text, shown_ids
+from actors.rollout.samples.context import (
+    NO_POOLS,
+    Ask,
+    AskPool,
+    Context,
+    FunctionRun,
+    Keep,
+    checked_ids,
+    checked_text,
+    shown_ids,
+)
 from actors.rollout.samples.generate_function import KEY
 from actors.rollout.samples.sample import FINISHED, OpenSample
 from actors.rollout.sglang.errors import EngineError
@@ -52,10 +62,11 @@ class Conversation(Context):
         limit_s: float = 300.0,
         evaluation: bool = False,
         grade: Grade = grade_nothing,
+        pools: Mapping[str, AskPool] = NO_POOLS,
     ) -> None:
         if not sample.buffer.num_tokens:  # an earlier start of the function may have begun with another prompt
             sample.own_prompt, sample.prompt_len = None, len(prompt.prompt_ids)
-        super().__init__(FunctionRun(prompt, params, ask, keep, model, trains_temperatures, limit_s), sample)
+        super().__init__(FunctionRun(prompt, params, ask, keep, model, trains_temperatures, limit_s, pools), sample)
         self.model, self.index = model, sample.index
         self.sampling, self.evaluation = params, evaluation
         self._grade = grade
@@ -77,8 +88,8 @@ class Conversation(Context):
 
     @property
     def waits_for_engine(self) -> bool:
-        """Whether the function waits for an engine."""
-        return self._run.num_asking > 0
+        """Whether the function waits for an engine, of the policy or of another pool."""
+        return self._run.num_asking + self._run.num_in_pools > 0
 
     @property
     def mismatch(self) -> str | None:

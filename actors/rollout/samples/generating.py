@@ -9,6 +9,7 @@ import anyio
 import msgspec
 import structlog
 
+from actors.rollout.pools.answering import AnsweringPool, PoolTurn
 from actors.rollout.requests.request import GenerateRequest, SampleInput
 from actors.rollout.requests.verdict import Outcome
 from actors.rollout.samples.conversation import Conversation, GenerateFunction
@@ -128,6 +129,7 @@ class Generation:
             limit_s=self._tools.function_limit_s,
             evaluation=self._task.round is None,
             grade=partial(grade_text, self._tools.scorer, self._task, sample.index),
+            pools={name: partial(self._ask_pool, pool) for name, pool in self._tools.function_pools.items()},
         )
         self._conversations.append(conversation)
         self._tools.conversations.add(conversation)
@@ -148,6 +150,14 @@ class Generation:
         sample.end_turn()  # with its tokens: a turn that is stored as unfinished would get the service's tokens twice
         with anyio.move_on_after(STORE_S, shield=True):
             await self._store.flush()
+
+    async def _ask_pool(
+        self, pool: AnsweringPool, sample: OpenSample, ids: list[int], params: SamplingParams, limit: int
+    ) -> PoolTurn:
+        self._num_requests += 1
+        rid = f"{self._task.lease}-{sample.index}-{self._num_requests}"
+        seed = sampling_seed(self._tools.seed, self._task.source, sample.index, sample.part)
+        return await pool.turn(rid, ids, params, limit, seed)
 
     async def _ask_for_turn(self, sample: OpenSample, params: SamplingParams, limit: int) -> bool:
         sample.turn_status = SampleStatus.ABORTED

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from actors.rollout.pools.answering import AnsweringPool, AnsweringPools
 from actors.rollout.pools.columns import PoolsOf, no_pools
 from actors.rollout.requests.sending import Generator
 from actors.rollout.samples.conversation import Conversation, GenerateFunction
@@ -33,6 +34,7 @@ class GroupDependencies:
     reward_per: RewardPer = "sample"  # what a list of rewards of one sample is for
     sample_fields: tuple[SampleField, ...] = ()  # of a sample, that graders get in addition
     function_limit_s: float = 300.0  # of a generate function, outside of `generate`
+    function_pools: AnsweringPools = field(default_factory=dict[str, AnsweringPool])  # for turns of generate functions
     pools_of: PoolsOf = no_pools  # the pools that compute columns of the samples of a data source
 
     def generate_function(self, eval_set: str | None) -> GenerateFunction | None:

@@ -10,7 +10,7 @@ from actors.rollout.sglang.peer_weights import PEERS_VARIABLE
 from actors.rollout.sglang.server_arguments import FOREIGN, LAUNCH
 from runtime.models.fp8 import SERVED
 from runtime.settings.placement import served_dtype
-from runtime.settings.topology import EngineConfig, Topology, model_of, serves_judges_alone, sglang_arguments
+from runtime.settings.topology import EngineConfig, Topology, model_of, only_answers, sglang_arguments
 
 READY_TIMEOUT_S: Final = 1800.0  # a slow disk needs that long for a large model
 STREAM_INTERVAL: Final = 64  # tokens per streamed chunk; an engine crash loses at most this many tokens of a sample
@@ -58,7 +58,7 @@ def rank_arguments(rank: int, num_processes: int) -> tuple[str, ...]:
 def common_arguments(topology: Topology, pool: str, index: int) -> dict[str, object]:
     """Return the arguments that an SGLang server and a tiny engine both take."""
     engine, longest = topology.engines[pool], topology.rollout.max_context_len
-    if serves_judges_alone(topology, pool):
+    if only_answers(topology, pool):
         longest = None  # that of the model
     elif longest is not None and engine.hf_checkpoint is not None:
         longest += 1  # whole samples are the input of such engines, which takes one token more

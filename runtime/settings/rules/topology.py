@@ -34,7 +34,7 @@ from runtime.settings.topology import (
     answers_are_recorded,
     frozen_pools,
     is_colocated,
-    judge_pools,
+    other_pools,
     reference_in_pool,
     sglang_arguments,
 )
@@ -87,6 +87,7 @@ def topology_problems(topology: Topology) -> Iterator[Problem]:
         _sizes,
         _engines,
         _frozen,
+        _function_pools,
         _reference_pool,
         _shares,
         _load,
@@ -404,11 +405,10 @@ def _engines(topology: Topology) -> Iterator[Problem]:
             'only demonstrations (algorithm.loss_type = "sft_loss") need none'
         )
         yield Problem(key=f"engines.{POLICY}", message=message)
-    judges = judge_pools(topology).values()
-    used = tuple(dict.fromkeys((POLICY, *frozen_pools(topology), *_may_have(topology), *judges)))
+    used = tuple(dict.fromkeys((POLICY, *frozen_pools(topology), *_may_have(topology), *other_pools(topology))))
     for name, engine in topology.engines.items():
         if name not in used:
-            allowed = f"{', '.join(used)}, and a pool of a judge (reward.judges.NAME.pool)"
+            allowed = f"{', '.join(used)}, a pool of a judge (reward.judges.NAME.pool), and pools in rollout.pools"
             yield Problem(key=f"engines.{name}", message=f"no actor uses this pool; allowed: {allowed}")
         if trains_demonstrations(topology):
             message = f'no actor uses this pool with algorithm.loss_type = "{topology.algorithm.loss_type}": remove it'
@@ -420,6 +420,20 @@ def _engines(topology: Topology) -> Iterator[Problem]:
         yield from _least(topology, engine, f"engines.{name}")
         yield from _seeds(engine, f"engines.{name}")
         yield from _environment(engine, f"engines.{name}")
+
+
+def _function_pools(topology: Topology) -> Iterator[Problem]:
+    """Yield problems of pools that generate functions may choose."""
+    rollout, key = topology.rollout, "rollout.pools"
+    functions = (rollout.custom_generate, rollout.custom_rollout, *(item.custom_generate for item in topology.eval))
+    if rollout.pools and not any(functions):
+        yield Problem.of(key, list(rollout.pools), "has no effect without rollout.custom_generate or custom_rollout")
+        return
+    for name in rollout.pools:
+        if name == POLICY:
+            yield Problem.of(key, name, "is the pool of the model that is trained, which generates without a name")
+        elif name not in topology.engines and not answers_are_recorded(topology):
+            yield Problem.of(key, name, f"missing: the engines of this pool, engines.{name}")
 
 
 def _may_have(topology: Topology) -> tuple[str, ...]:
@@ -463,7 +477,7 @@ def _frozen(topology: Topology) -> Iterator[Problem]:
     if answers_are_recorded(topology):
         return
     frozen = frozen_pools(topology)
-    for name in dict.fromkeys((*frozen, *judge_pools(topology).values())):
+    for name in dict.fromkeys((*frozen, *other_pools(topology))):
         key, engine = f"engines.{name}", topology.engines.get(name)
         if engine is not None and name != POLICY:
             yield from _frozen_pool(engine, key)

@@ -186,6 +186,9 @@ def test_external_graders_of_a_run_that_listens_are_no_problem() -> None:
         (("data.0.files.a=f",), "data.0.files", "has no effect without data.0.source_class"),
         (("data.0.source=m:f", "data.0.path=none"), "rollout.shuffle", "has no effect on data.0.source"),
         (("data.1.name=e", "data.1.source=m:f"), "data.1.source", "must be the only data source"),
+        (("rollout.pools=[\"policy\"]", "rollout.custom_generate=m:f"), "rollout.pools", "is the pool of the model"),
+        (("rollout.pools=[\"v\"]", "rollout.custom_generate=m:f"), "rollout.pools", "missing: the engines of"),
+        (("rollout.pools=[\"v\"]",), "rollout.pools", "has no effect without rollout.custom_generate"),
         (("data.0.weight=1",), "data.0.weight", "has no effect on the only data source"),
         (("data.0.weight=1", "data.1.name=e", "data.1.path=f"), "data.1.weight", "another source has a weight"),
         (
@@ -395,7 +398,7 @@ def test_external_graders_of_a_run_that_listens_are_no_problem() -> None:
         ((JUDGED,), "reward.judges.j.pool", "missing: the engines of this judge, engines.judge; or a URL"),
         ((JUDGED, "reward.judges.j.pool=policy"), "reward.judges.j.pool", "a judge has a pool of its own"),
         ((JUDGED, "engines.judge.kind=tiny"), "engines.judge.hf_checkpoint", "missing: the model of these engines"),
-        ((JUDGED, "engines.other.kind=tiny"), "engines.other", "allowed: policy, judge, and a pool of a judge"),
+        ((JUDGED, "engines.other.kind=tiny"), "engines.other", "allowed: policy, judge, a pool of a judge"),
         (
             (JUDGED, 'engines.judge={kind = "tiny", hf_checkpoint = "x/y", update_groups = 2}'),
             "engines.judge.update_groups",

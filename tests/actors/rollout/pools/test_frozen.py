@@ -1,7 +1,7 @@
 """Log-probs of given tokens from engines whose model does not change: numbers, checks, lost and silent engines."""
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -10,12 +10,15 @@ import anyio
 import pytest
 
 from actors.rollout.engines.rate_limited_events import RateLimitedEvents
+from actors.rollout.pools.answering import AnsweringPool
 from actors.rollout.pools.frozen import MAX_FAILURES, FrozenEngine, FrozenPool, PoolSettings
 from actors.rollout.sglang.client import SglangClient
 from actors.rollout.sglang.errors import EnginesUnwilling, RequestRefused
+from messages import SamplingParams
 from runtime.bus.bus import Bus
 from runtime.util.retrying import Backoff
 from tests.build.topology import SCRIPTED_MODEL, topology_with
+from tests.support.any_tokens import AnyTokens
 from tests.support.scripted_engine import ScriptedEngine, serving
 from tests.support.tiny_engine import running_engine
 from tests.support.tiny_models import all_logits, teacher_forced, write_model
@@ -145,9 +148,9 @@ async def test_a_request_waits_for_an_engine_that_was_killed_and_comes_back(tmp_
             with anyio.fail_after(10):
                 while not gated.probes:  # noqa: ASYNC110 - the engine has no event for it
                     await anyio.sleep(0.01)
-            assert pool.waits_for() == "engines.teacher: log-probs of 1 sample (engine.teacher.0 is up)"
+            assert pool.waits_for() == "engines.teacher: 1 request (engine.teacher.0 is up)"
             first.cancel_scope.cancel()
-        assert pool.waits_for() == "engines.teacher: log-probs of 1 sample (engine.teacher.0 is away)"
+        assert pool.waits_for() == "engines.teacher: 1 request (engine.teacher.0 is away)"
         with running_engine(tmp_path) as engine:
             group.start_soon(pool.attend, engine_at(engine.url))
             with anyio.fail_after(20):
@@ -206,3 +209,43 @@ async def test_an_external_engine_is_used_once_it_serves_the_model_that_the_pool
         scripted.info = {"dp_size": 2, "dtype": "bfloat16"}  # no weight update has to reach its replicas
         assert (await pool.log_probs("r", [2, 3, 4], 1)).values.tolist() == [-0.5, -0.5]
         group.cancel_scope.cancel()
+
+
+class Letters(AnyTokens):
+    """A model whose token of a letter is its code, moved by some steps."""
+
+    def __init__(self, steps: int = 0) -> None:
+        self.steps = steps
+        super().__init__(lambda text: [ord(letter) - 32 + steps for letter in text])
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join(chr(token + 32 - self.steps) for token in ids)
+
+    def tokens(self) -> dict[str, int]:
+        return {letter: ord(letter) - 32 + self.steps for letter in "!#"}
+
+
+@pytest.mark.parametrize(("steps", "sent", "own"), [(0, [1, 1, 3], [9, 10, 11]), (1, [2, 2, 4], [8, 9])])
+async def test_a_turn_of_a_pool_comes_back_in_tokens_of_the_trained_model(
+    steps: int, sent: list[int], own: list[int]
+) -> None:
+    """As they are, or by way of text: then special tokens are left out, and the turn is cut at its limit."""
+    scripted = ScriptedEngine(script=lambda prompt, params: [9, 10, 11], text=Letters(steps).decode)
+    async with serving(scripted) as engine, pool_of(engine_at(engine.url)) as pool:
+        answering = AnsweringPool(pool, Letters(steps), Letters())
+        turn = await answering.turn("r", [1, 1, 3], SamplingParams(max_new_tokens=99, temperature=0.5), 3 - steps, 7)
+    assert turn == (own, None, Letters().decode(own))
+    (request,) = engine.requests
+    assert request["input_ids"] == sent
+    told = request["sampling_params"]
+    assert (told["max_new_tokens"], told["temperature"], told["sampling_seed"]) == (3 - steps, 0.5, 7)
+    assert told["skip_special_tokens"] is bool(steps)
+
+
+async def test_an_answer_with_impossible_tokens_is_refused_with_the_name_of_the_engine() -> None:
+    scripted = ScriptedEngine(script=lambda prompt, params: [9, 64])
+    async with serving(scripted) as engine, pool_of(engine_at(engine.url)) as pool:
+        with pytest.raises(RequestRefused, match=rf"engine\.teacher\.0 \({engine.url}\): {MAX_FAILURES} failures.*64"):
+            await pool.answer("r", [1], SamplingParams(max_new_tokens=9), 9, 7)
+        with pytest.raises(RequestRefused, match="not sent: token 0 has id 64"):
+            await pool.answer("r", [64], SamplingParams(max_new_tokens=9), 9, 7)
