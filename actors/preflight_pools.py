@@ -84,13 +84,18 @@ def answering_problems(topology: Topology, broken: set[str]) -> Iterator[Problem
             if engine.kind == "tiny" and not engine.urls:
                 read_dense_model(Path(engine.hf_checkpoint))
             trained = ServedModel.read(Path(topology.model.hf_checkpoint))
-            lacking = served if trained.tokens() else trained
-            if served.tokens() != trained.tokens() and not lacking.tokens():
-                where = "it" if lacking is served else "model.hf_checkpoint"
-                message = f"{where} has no {TOKENIZER}: models with other tokens exchange texts, which need one"
+            if (message := _exchange_problem(trained, served)) is not None:
                 yield Problem.of(key, engine.hf_checkpoint, message)
         except (OSError, ValueError, ModelError) as error:
             yield Problem.of(key, engine.hf_checkpoint, str(error))
+
+
+def _exchange_problem(trained: ServedModel, served: ServedModel) -> str | None:
+    """Describe why two models exchange neither tokens nor texts; None if they do."""
+    if served.tokens() == trained.tokens() or (served.tokens() and trained.tokens()):
+        return None
+    where = "it" if trained.tokens() else "model.hf_checkpoint"
+    return f"{where} has no {TOKENIZER}: models with other tokens exchange texts, which need one"
 
 
 def judge_problems(topology: Topology, node: str, broken: set[str]) -> Iterator[Problem]:

@@ -65,13 +65,8 @@ class GeneratedPrompts:
         if fingerprint_of(first) != fingerprint_of(again):
             message = "returned another row for the same number on a second call; restarts need the same row"
             raise DataError(f"{data.source}: {message}")
-        event = PromptsLoaded(
-            data=data.name,
-            num_prompts=0,
-            num_too_long=0,
-            took_s=time.monotonic() - began,
-            fingerprint=fingerprint_of(first),
-        )
+        took_s, of_first = time.monotonic() - began, fingerprint_of(first)
+        event = PromptsLoaded(data=data.name, num_prompts=0, num_too_long=0, took_s=took_s, fingerprint=of_first)
         self.evals: Mapping[str, tuple[Prompt, ...]] = {item.name: item.prompts for item in evals}
         self.loaded = (event, *(item.event for item in evals))
 

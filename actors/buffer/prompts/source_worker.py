@@ -119,12 +119,17 @@ class Source:
             return
         self._class = load_class(hello.key, hello.value, methods=METHODS, optional=OPTIONAL, base_dirs=bases)
         self.gets_outcomes = hasattr(self._class, "told")
-        if hello.files or not _takes(self._class, 0):
-            if not _takes(self._class, 1):
-                wanted = "one argument, the rows by file" if hello.files else "no argument, or one: the rows by file"
-                raise UserError(f"{hello.value}: its constructor must take {wanted}")
-            rows = {name: [record.columns for record in read_records(path)] for name, path in hello.files.items()}
-            self._arguments = [rows]
+        self._arguments = self._rows_by_file()
+
+    def _rows_by_file(self) -> list[Any]:
+        """Return the argument of the constructor, if it takes one."""
+        files = self._hello.files
+        if not files and _takes(self._class, 0):
+            return []
+        if not _takes(self._class, 1):
+            wanted = "one argument, the rows by file" if files else "no argument, or one: the rows by file"
+            raise UserError(f"{self._hello.value}: its constructor must take {wanted}")
+        return [{name: [record.columns for record in read_records(path)] for name, path in files.items()}]
 
     def answer(self, request: Draw) -> Drawn:
         """Give the class the outcomes, and draw."""

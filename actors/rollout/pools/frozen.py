@@ -258,8 +258,8 @@ class FrozenPool:
                 log.warning("pool_request_lost", rid=rid, engine=engine.name, tries=tries, error=str(error))
                 self._events.failed(engine.name, type(error).__name__, str(error))
                 if failures >= MAX_FAILURES:
-                    message = f"{engine.name} ({engine.url}): {failures} failures, the last one: {error}"
-                    raise RequestRefused(message) from error
+                    where = f"{engine.name} ({engine.url})"
+                    raise RequestRefused(f"{where}: {failures} failures, the last one: {error}") from error
                 await self._doubt(engine, error)
             await anyio.sleep(RESEND.pause_s(tries))
 

@@ -274,12 +274,7 @@ class Context:
         Raises:
             ValueError: one is impossible.
         """
-        if temperature is not None and not (math.isfinite(temperature) and temperature >= 0):
-            raise ValueError(f"temperature = {temperature!r}: expected a number of at least 0")
-        if top_p is not None and not 0 < top_p <= 1:
-            raise ValueError(f"top_p = {top_p!r}: expected a number above 0, at most 1")
-        if top_k is not None and index(top_k) != -1 and top_k < 1:
-            raise ValueError(f"top_k = {top_k!r}: expected -1 (off), or at least 1")
+        _check_sampling(temperature, top_p, top_k)
         recipe = self._run.params
         own: dict[str, Any] = {} if stop is None else {"stop": tuple(stop)}
         if not self._sample.is_baseline:
@@ -461,6 +456,15 @@ class Context:
     def num_turns(self) -> int:
         """Number of finished turns."""
         return self._num_turns
+
+
+def _check_sampling(temperature: float | None, top_p: float | None, top_k: int | None) -> None:
+    if temperature is not None and not (math.isfinite(temperature) and temperature >= 0):
+        raise ValueError(f"temperature = {temperature!r}: expected a number of at least 0")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise ValueError(f"top_p = {top_p!r}: expected a number above 0, at most 1")
+    if top_k is not None and index(top_k) != -1 and top_k < 1:
+        raise ValueError(f"top_k = {top_k!r}: expected -1 (off), or at least 1")
 
 
 def shown_ids(ids: Int32Array) -> str:
