@@ -16,6 +16,7 @@ from typing import Any, Final, Protocol
 
 from actors.trackers.mlflow import Mlflow
 from actors.trackers.points import Point, PointKey, RowsFile, points_of
+from actors.trackers.swanlab import Swanlab
 from actors.trackers.tensorboard import TensorBoard
 from actors.trackers.wandb import Wandb
 from runtime.util.exit_codes import EXIT_FAILED, EXIT_INPUT_ERROR, EXIT_OK
@@ -67,6 +68,7 @@ class Tracker(Protocol):
 
 TRACKERS: Final[Mapping[str, Callable[[Mapping[str, Any], Path, str], Tracker]]] = {
     "mlflow": Mlflow,
+    "swanlab": Swanlab,
     "tensorboard": TensorBoard,
     "wandb": Wandb,
 }

@@ -246,6 +246,12 @@ def _trackers_found(observe: ObserveConfig, finder: "_Finder") -> ObserveConfig:
             python=finder.interpreter("observe.tensorboard.python", tensorboard.python),
             dir=None if tensorboard.dir is None else os.path.realpath(tensorboard.dir),
         ),
+        swanlab=msgspec.structs.replace(
+            observe.swanlab,
+            python=finder.interpreter("observe.swanlab.python", observe.swanlab.python),
+            key_file=finder.optional("observe.swanlab.key_file", observe.swanlab.key_file),
+            dir=None if observe.swanlab.dir is None else os.path.realpath(observe.swanlab.dir),
+        ),
         mlflow=msgspec.structs.replace(
             observe.mlflow, python=finder.interpreter("observe.mlflow.python", observe.mlflow.python)
         ),

@@ -74,6 +74,28 @@ class MlflowConfig(TrackerConfig, frozen=True, kw_only=True):
     name: Text | None = None
 
 
+class SwanlabConfig(TrackerConfig, frozen=True, kw_only=True):
+    """SwanLab. Its own variables, such as `SWANLAB_API_KEY`, apply too."""
+
+    # Project of the run. By default the variable `SWANLAB_PROJECT`, or else "physarum".
+    project: Text | None = None
+    # Workspace that owns the project.
+    workspace: Text | None = None
+    # Group of the run.
+    group: Text | None = None
+    # Name of the run. By default `run.name`.
+    name: Text | None = None
+    # URL of a SwanLab server of your own.
+    host: Annotated[str, msgspec.Meta(pattern=r"^https?://[^@\s]+$")] | None = None
+    # With "offline" SwanLab writes directories that `swanlab sync` uploads later; with "disabled" nothing is logged.
+    mode: Literal["online", "offline", "disabled"] | None = None
+    # Directory in which the run's directories get a directory of their own. By default they are in `swanlab` in the run
+    # directory.
+    dir: Text | None = None
+    # File that holds the API key. By default SwanLab takes the variable, or what `swanlab login` stored.
+    key_file: Text | None = None
+
+
 class OtlpConfig(Config, frozen=True, kw_only=True):
     """Spans of prompt groups and train steps, by OTLP over HTTP. OpenTelemetry's own variables, `OTEL_*`, apply too."""
 
@@ -104,6 +126,7 @@ class ObserveConfig(Config, frozen=True, kw_only=True):
     wandb: WandbConfig = WandbConfig()
     tensorboard: TensorboardConfig = TensorboardConfig()
     mlflow: MlflowConfig = MlflowConfig()
+    swanlab: SwanlabConfig = SwanlabConfig()
 
     def trackers(self) -> dict[str, TrackerConfig]:
         """Return the enabled trackers by name."""
@@ -111,6 +134,7 @@ class ObserveConfig(Config, frozen=True, kw_only=True):
             "wandb": self.wandb,
             "tensorboard": self.tensorboard,
             "mlflow": self.mlflow,
+            "swanlab": self.swanlab,
         }
         return {name: tracker for name, tracker in known.items() if tracker.enabled}
 

@@ -37,6 +37,22 @@ for path in sorted(Path(sys.argv[1]).glob("wandb/offline-run-*/run-*.wandb")):
             values = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
             print(json.dumps([record.history.step.num, values]))
 """
+READ_SWANLAB: Final = """
+import json, sys
+from collections import defaultdict
+from pathlib import Path
+from swanlab.sdk.internal.core_python.store import DataStoreReader
+from swanlab.proto.swanlab.record.v1.record_pb2 import Record
+found = defaultdict(list)
+for path in sorted(Path(sys.argv[1]).glob("swanlab/run-*/run-*.swanlab")):
+    reader = DataStoreReader()
+    reader.open(path)
+    for data in reader:
+        record = Record.FromString(data)
+        if record.HasField("scalar"):
+            found[record.scalar.key].append(record.scalar.step)
+print(json.dumps(found))
+"""
 
 
 @cache
@@ -55,6 +71,11 @@ def scalars(run_dir: Path, *, pattern: str = "tensorboard") -> dict[str, list[in
 def logged_by_mlflow(run_dir: Path) -> dict[str, list[int]]:
     """Steps of each metric of the run in MLflow's SQLite file."""
     return json.loads(_read("mlflow", READ_METRICS, run_dir))
+
+
+def logged_by_swanlab(run_dir: Path) -> dict[str, list[int]]:
+    """Steps of each metric in all of a run's SwanLab directories, as SwanLab's own reader reads them."""
+    return json.loads(_read("swanlab", READ_SWANLAB, run_dir))
 
 
 def logged_by_wandb(run_dir: Path) -> dict[str, list[int]]:

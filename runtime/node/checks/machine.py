@@ -125,11 +125,15 @@ def _check_trackers(findings: Findings) -> None:
     if observe.otlp.endpoint is not None:
         key, endpoint = "observe.otlp.endpoint", observe.otlp.endpoint
         _check_tracker(findings, key, endpoint, OPENTELEMETRY, OTLP_PACKAGE, observe.otlp.python)
-    if observe.wandb.enabled and (path := observe.wandb.key_file) is not None:
+    for key, on, path in (
+        ("observe.wandb.key_file", observe.wandb.enabled, observe.wandb.key_file),
+        ("observe.swanlab.key_file", observe.swanlab.enabled, observe.swanlab.key_file),
+    ):
         try:
-            read_private(Path(path))
+            if on and path is not None:
+                read_private(Path(path))
         except (OSError, ValueError) as error:
-            findings.problem("observe.wandb.key_file", path, str(error))
+            findings.problem(key, path, str(error))
 
 
 def _check_tracker(

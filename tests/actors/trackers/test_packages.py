@@ -12,7 +12,7 @@ from typing import Any, Final
 import pytest
 
 from tests.support.small_disk import fill, small_disk
-from tests.support.trackers import logged_by_mlflow, logged_by_wandb, scalars, tracker_python
+from tests.support.trackers import logged_by_mlflow, logged_by_swanlab, logged_by_wandb, scalars, tracker_python
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # setting the environments up may take minutes
 
@@ -81,6 +81,7 @@ def lives(rows: Rows, name: str, moments: random.Random) -> Iterator[str]:
     [
         ("tensorboard", scalars),
         ("wandb", logged_by_wandb),
+        pytest.param("swanlab", logged_by_swanlab, marks=pytest.mark.nightly),
         pytest.param("mlflow", logged_by_mlflow, marks=pytest.mark.nightly),
     ],
 )
