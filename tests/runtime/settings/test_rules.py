@@ -197,7 +197,7 @@ def test_external_graders_of_a_run_that_listens_are_no_problem() -> None:
             "is below a thousandth of the sum of weights, 2001",
         ),
         (
-            ("data.0.weight=1", "data.1.name=e", "data.1.path=f", "data.1.weight=2", "train.num_epoch=2"),
+            ("data.0.weight=1", "data.1.name=e", "data.1.path=f", "data.1.weight=2", "train={num_steps=0,num_epoch=2}"),
             "train.num_epoch",
             "have no common epoch",
         ),
