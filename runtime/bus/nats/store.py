@@ -53,6 +53,7 @@ NOT_FOUND = "404"
 TOO_MANY = 413
 NOT_READY = 503  # HTTP-like code: JetStream is starting or lacks a resource
 ELECTING = frozenset({10005, 10009, 10158})  # a cluster's servers start or elect a leader, or store an earlier attempt
+TOO_MANY_AT_ONCE = 10167  # the server holds 10,000 messages or 128 MiB of this stream that it has not stored yet
 STREAM_OFFLINE = 10118  # its servers are away
 PROBE_S = 1.0  # for JetStream to answer
 HEARD_S = 3.0  # since the last of the heartbeats that the servers of a stream send once a second
@@ -158,7 +159,7 @@ async def is_in_service(connection: Connection, stream: str) -> bool:
 
 
 def _may_pass(error: ApiError) -> bool:
-    return error.code == NOT_READY or error.err_code in ELECTING
+    return error.code == NOT_READY or error.err_code in ELECTING or error.err_code == TOO_MANY_AT_ONCE
 
 
 class Store:

@@ -1,5 +1,7 @@
 """Payloads by sequence number."""
 
+from pathlib import Path
+
 import anyio
 import pytest
 
@@ -7,6 +9,7 @@ from messages import ColumnPublished, MessageDeadLettered, Plane, SegmentsPublis
 from messages.subjects import subject_of
 from runtime.bus.bus import Bus
 from runtime.bus.errors import PayloadLost, PayloadUnreadable
+from runtime.bus.limits import StreamLimits
 from tests.fixtures.nats import NatsServer, eventually, segments
 
 pytestmark = pytest.mark.anyio
@@ -23,6 +26,23 @@ async def test_payloads_come_back_by_sequence_many_at_a_time(bus: Bus) -> None:
         for seq in seqs:
             group.start_soon(fetch, seq)
     assert found == {seq: number for number, seq in enumerate(seqs)}
+
+
+async def test_more_payloads_at_once_than_the_server_holds_are_all_stored(tmp_path: Path) -> None:
+    """nats-server refuses a publish while it holds 10,000 messages or 128 MiB, by default, that it has yet to store."""
+    server = NatsServer(tmp_path, jetstream="max_buffered_msgs: 2")
+    server.spawn()
+    try:
+        await server.wait_ready()
+        async with Bus.connect(server.url, "run", name="test") as bus, anyio.create_task_group() as group:
+            await bus.ensure_streams(StreamLimits())
+            for number in range(200):
+                group.start_soon(bus.publish, segments(number))
+            await eventually(lambda: bus.stats()["bus/published"] >= 200)
+            assert (await bus.state(Plane.DATA)).messages == 200
+            assert bus.stats()["bus/publish_retries"] > 0
+    finally:
+        server.kill()
 
 
 async def test_a_purged_payload_is_lost(bus: Bus) -> None:
