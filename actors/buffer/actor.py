@@ -177,14 +177,17 @@ class BufferActor(Actor):
         self._folded = anyio.Event()  # set with the next folded event, and replaced
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
-        with self._activity(describe_source(self._topology.data)):
-            prompts = await _in_thread(lambda: load_prompts(self._topology))
+        loaded: list[TrainingPrompts] = []  # closed also if this is cancelled while a thread loads them
         try:
+            with self._activity(describe_source(self._topology.data)):
+                await anyio.to_thread.run_sync(lambda: loaded.append(load_prompts(self._topology)))
+            (prompts,) = loaded
             await self._selector.start()
             await self._run_on(prompts, task_status)
         finally:
             await self._selector.close()
-            prompts.close()
+            for prompts in loaded:
+                prompts.close()
 
     async def _run_on(self, prompts: TrainingPrompts, task_status: TaskStatus[None]) -> None:
         await self._refuse_other_data(prompts)
