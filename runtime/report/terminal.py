@@ -111,7 +111,8 @@ def step_line(step: StepTime, width: int, full_s: float = 0.0) -> str:
     """
     took = step.end - step.begin
     room = max(LEAST_BAR, width - STEP)
-    columns = max(1, round(room * took / full_s)) if full_s > 0 else room
+    share = took / full_s if full_s > 0 else 1.0
+    columns = max(1, round(room * share)) if share <= 1 else room + 1
     parts = {letter: step.parts.get(part, 0.0) for part, letter in PART_LETTERS.items()}
     bar = _bar(parts, min(columns, room))
     return f"step {step.step:<5} {duration(took):>6} {bar if columns <= room else bar[:-1] + '>'}".rstrip()

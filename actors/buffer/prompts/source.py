@@ -136,7 +136,7 @@ def mixture_of(weights: tuple[float, ...]) -> Mixture:
     while int(sizes.sum()) > MIX_BLOCK:  # shares that were raised to one
         sizes[int(np.argmax(sizes - exact))] -= 1
     sources = np.repeat(np.arange(len(sizes)), sizes)
-    earlier = np.concatenate([np.arange(size, dtype=np.int64) for size in sizes.tolist()])
+    earlier = np.concatenate([np.arange(size, dtype=np.int64) for size in sizes])
     order = np.argsort((earlier + 0.5) / sizes[sources], kind="stable")
     return Mixture(sources[order], earlier[order], sizes)
 
