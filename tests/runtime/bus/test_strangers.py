@@ -25,7 +25,7 @@ from runtime.bus.errors import LogTrimmedAway, MessageRefused, MessageTooLarge, 
 from runtime.bus.limits import MIB, BusLimits
 from runtime.bus.nats.server import ServerSettings
 from runtime.ledger.fold import LEDGER_EVENTS
-from tests.fixtures.nats import TEST_LIMITS, TEST_STREAMS, NatsServer, group_failed
+from tests.fixtures.nats import TEST_LIMITS, TEST_STREAMS, NatsServer, eventually, group_failed
 from tests.support.raw_nats import publish_raw
 from tests.support.running_server import running_server
 
@@ -74,6 +74,11 @@ async def test_a_decision_says_the_version_of_its_writer(bus: Bus) -> None:
 @pytest.mark.parametrize("headers", [b"Physarum-Type: group_completed", b"Physarum-Type: group_completed_2"], ids=str)
 async def test_an_ending_that_cannot_be_read_is_buried_under_its_group(bus: Bus, url: str, headers: bytes) -> None:
     await publish_raw(url, f"phy.{bus.run}.event.group.completed.17.2", b"{}", headers)
+
+    async def is_stored() -> bool:  # the server has received it, and stores it a moment later
+        return (await bus.state(Plane.EVENT)).messages == 1
+
+    await eventually(is_stored)
     assert await read_all(bus, GroupCompleted) == []
     (told,) = await read_all(bus, MessageDeadLettered)
     assert isinstance(told, MessageDeadLettered)
