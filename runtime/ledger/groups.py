@@ -1,6 +1,6 @@
 """State changes of a prompt group up to its batch: issued, ended, judged, closed."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from messages import (
@@ -100,7 +100,7 @@ def spill(state: LedgerState, event: SegmentsSpilled) -> None:
     group = state.groups.get(event.group_id)
     if group is None or group.attempt != event.attempt or group.stage is not Stage.IN_FLIGHT:
         return
-    group.payload_seq = min((group.payload_seq, *_cited(state, take_increments(group, event))))
+    group.payload_seq = min([group.payload_seq, *_cited(state, take_increments(group, event))])
 
 
 def end_attempt(state: LedgerState, event: GroupCompleted | GroupAborted | GroupFailed, seq: int) -> tuple[Change, ...]:
@@ -116,8 +116,8 @@ def end_attempt(state: LedgerState, event: GroupCompleted | GroupAborted | Group
         return ended, *close(state, event.group_id, state.failed, event.reason)
     completed = isinstance(event, GroupCompleted)
     samples = event.samples if completed else longest(spilled_samples(group), event.samples)
-    kept = group.prompt_parts + group.draws
-    group.payload_seq = min(kept + _cited(state, samples), default=group.payload_seq)
+    needed = [*group.prompt_parts, *group.draws, *_cited(state, samples)]
+    group.payload_seq = min(needed, default=group.payload_seq)
     group.event_seq, group.spilled, group.anew = seq, [], []
     if completed and (reason := wrong_count(event, group.num_samples)):
         return ended, *close(state, event.group_id, state.failed, reason)
@@ -146,19 +146,17 @@ def wrong_count(event: GroupCompleted, num_samples: int) -> str:
     return f"{got} samples where {num_samples} were asked for" if num_samples and got != num_samples else ""
 
 
-def _cited(state: LedgerState, samples: Iterable[SampleSummary]) -> tuple[int, ...]:
+def _cited(state: LedgerState, samples: Sequence[SampleSummary]) -> list[int]:
     """The data messages of the samples' segments and columns."""
-    samples = tuple(samples)
-    cited = tuple(ref.seq for sample in samples for ref in sample.segments)
-    cited += tuple(seq for sample in samples for seq in sample.columns.values())
-    state.newest_payload = max(state.newest_payload, max(cited, default=0))
+    cited = [ref.seq for sample in samples for ref in sample.segments]
+    cited += [seq for sample in samples for seq in sample.columns.values()]
+    state.newest_payload = max([state.newest_payload, *cited])
     return cited
 
 
 def describe(group: Group, samples: tuple[SampleSummary, ...]) -> None:
     """Record rewards, lengths and weight versions of an ended attempt's samples, without the greedy one."""
-    own = (s for s in samples if not s.is_baseline)
-    known = [(s.index, s.reward, s.response_len, s.first_version, s.last_version) for s in own]
+    known = [(s.index, s.reward, s.response_len, s.first_version, s.last_version) for s in samples if not s.is_baseline]
     indices, rewards, lens, oldest, newest = zip(*known, strict=True) if known else ((), (), (), (), ())
     group.indices, group.rewards, group.response_lens = indices, rewards, lens
     group.oldest_version = min([version for version in oldest if version is not None], default=None)

@@ -159,21 +159,26 @@ class Adviser(msgspec.Struct):
 
     def _complete(self, event: GroupCompleted) -> None:
         facts, last = self.open, event.last_sample
-        samples = [sample for sample in event.samples if not is_left_out(sample)]
-        lengths = [sample.response_len for sample in samples]
-        facts.samples += len(samples)
-        facts.length += sum(lengths)
-        for sample in samples:
+        lengths: list[int] = []
+        graded: list[SampleSummary] = []
+        for sample in event.samples:
+            if is_left_out(sample):
+                continue
+            lengths.append(sample.response_len)
+            if sample.reward is not None and sample.reason is None:
+                graded.append(sample)
             if sample.status is SampleStatus.TRUNCATED:
                 _count(facts.signs, TRUNCATED, KEPT_REASONS)
             for sign in sample.signs:
                 _count(facts.signs, sign, KEPT_REASONS)
+        facts.samples += len(lengths)
+        facts.length += sum(lengths)
         longest = max(lengths, default=0)
         if last.engine and longest:
             times = facts.engines.setdefault(last.engine, [])
             if len(times) < KEPT_TIMES:
                 times.append(max(0.0, event.rollout_time_s - last.queue_time_s) / longest)
-        self._compare([sample for sample in samples if sample.reward is not None and sample.reason is None], last)
+        self._compare(graded, last)
 
     def _compare(self, samples: Sequence[SampleSummary], last: LastSample) -> None:
         """Compare rewards and lengths of the graded samples of one group."""
@@ -183,24 +188,25 @@ class Adviser(msgspec.Struct):
         rewards = [sample.reward or 0.0 for sample in samples]
         best = self.best_reward = max(rewards if self.best_reward is None else [self.best_reward, *rewards])
         facts.groups += 1
-        first = samples[0]
-        if all(sample.reward == first.reward and sample.rewards == first.rewards for sample in samples):
+        if rewards.count(rewards[0]) == len(rewards) and all(s.rewards == samples[0].rewards for s in samples):
             facts.equal += 1
             facts.best += rewards[0] >= best
             return
         lengths = [sample.response_len for sample in samples]
         mean, mean_length = sum(rewards) / len(rewards), sum(lengths) / len(lengths)
-        off = [(length, length - mean_length, reward - mean) for length, reward in zip(lengths, rewards, strict=True)]
-        number, ll, rr, lr = facts.spread
-        facts.spread = (
-            number + len(off),
-            ll + sum([length * length for _, length, _ in off]),
-            rr + sum([reward * reward for _, _, reward in off]),
-            lr + sum([length * reward for _, length, reward in off]),
-        )
-        low = [length for length, _, reward in off if reward < 0]
+        ll = rr = lr = 0.0
+        low: list[int] = []
+        for length, reward in zip(lengths, rewards, strict=True):
+            off_length, off_reward = length - mean_length, reward - mean
+            ll += off_length * off_length
+            rr += off_reward * off_reward
+            lr += off_length * off_reward
+            if off_reward < 0:
+                low.append(length)
+        before = facts.spread
+        facts.spread = before[0] + len(lengths), before[1] + ll, before[2] + rr, before[3] + lr
         facts.low = facts.low[0] + len(low), facts.low[1] + sum(low)
-        facts.high = facts.high[0] + len(off) - len(low), facts.high[1] + sum(lengths) - sum(low)
+        facts.high = facts.high[0] + len(lengths) - len(low), facts.high[1] + sum(lengths) - sum(low)
 
     def _close(self, event: BatchTrained, step: StepTime) -> None:
         facts, self.open = self.open, StepFacts()

@@ -26,10 +26,10 @@ class Counts(msgspec.Struct):
     def apply(self, event: Message) -> None:
         """Fold the next event."""
         match event:
-            case ActorStarted():
-                _add(self.restarts, event.actor, event.restarts > 0)
             case GroupCompleted():
                 self._complete(event)
+            case ActorStarted():
+                _add(self.restarts, event.actor, event.restarts > 0)
             case CheckpointSaved():
                 _add(self.totals, "checkpoints", 1)
                 self.checkpoint_step = event.step

@@ -14,6 +14,7 @@ from messages import (
     EngineStateChanged,
     EvalEnded,
     EvalIssued,
+    GroupCompleted,
     GroupFailed,
     GroupsClosed,
     GroupsIssued,
@@ -204,6 +205,8 @@ class Observed(msgspec.Struct):
 
     def _note(self, event: Message, time: float) -> None:
         match event:
+            case GroupCompleted() | VerdictGiven(outcome=Outcome.KEEP):  # the commonest ones
+                pass
             case ActorStarted():
                 self._processes[event.actor] = Process(event.actor, event.node, event.pid, time, event.restarts)
             case ActorExited():

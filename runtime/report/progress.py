@@ -35,7 +35,7 @@ class StepProgress(msgspec.Struct):
             case GroupsIssued():
                 self._begin(ROLLOUT, time)
             case GroupCompleted() | EvalCompleted():
-                self._tokens += sum(sample.response_len for sample in event.samples)
+                self._tokens += sum([sample.response_len for sample in event.samples])
             case BatchReady():
                 self._end(ROLLOUT, time)
                 self._begin(TRAIN, time)

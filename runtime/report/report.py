@@ -124,12 +124,12 @@ class Report(msgspec.Struct):
         self._times.note(event, time)
         self._progress.note(event, max(time, self.started))
         match event:
+            case GroupCompleted():
+                return self._complete(event, seq, time)
             case BatchTrained():
                 return self._train(event, settled, seq, time)
             case TrainerStarted():
                 return self._begin_again(event, settled)
-            case GroupCompleted():
-                return self._complete(event, seq, time)
             case BatchReady():
                 return self._batch(event, seq)
             case EvalEnded():

@@ -164,8 +164,8 @@ class Timeline(msgspec.Struct):
         step, versions = 0, (0, 0)
         match event:
             case GroupCompleted():
-                first = [sample.first_version for sample in event.samples if sample.first_version is not None]
-                last = [sample.last_version for sample in event.samples if sample.last_version is not None]
+                first = [version for s in event.samples if (version := s.first_version) is not None]
+                last = [version for s in event.samples if (version := s.last_version) is not None]
                 versions = self.versions[event.group_id] = min(first, default=0), max(last, default=0)
                 while len(self.versions) > KEPT_GROUPS:
                     del self.versions[next(iter(self.versions))]

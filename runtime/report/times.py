@@ -8,6 +8,7 @@ from messages import (
     BatchReady,
     BatchTrained,
     EvalIssued,
+    GroupCompleted,
     GroupsIssued,
     Message,
     WeightsAnnounced,
@@ -50,6 +51,8 @@ class Times(msgspec.Struct):
         """Record the time of an event."""
         clock = self._clock
         match event:
+            case GroupCompleted():  # the commonest one
+                pass
             case GroupsIssued():
                 step = event.round if self._open_step is None else self._open_step
                 clock.issued.setdefault(step, time)
