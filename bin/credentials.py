@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from runtime.node.reopen import FoundRun
 
 MAX_DAYS = 3650.0
-TAKEN_WITHIN_S = 10.0
+TAKEN_WITHIN_S = 30.0
 EPILOG = """A grader credential answers the score requests of one grader, and can read all stored prompts of the run.
 A viewer credential reads all events, an auditor credential all stored prompts and samples. The credential is printed:
 redirect it to a file, which then only you can read.

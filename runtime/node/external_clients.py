@@ -35,7 +35,7 @@ LOCK_FILE: Final = "clients.lock"
 VALID: Final = "valid"  # status of a client that the server accepts
 LOOK_EVERY_S: Final = 0.2
 TRY_EVERY_S: Final = 0.05
-MAX_FAILURES: Final = 6  # failed connections in a row that mean that no server answers; while it revokes, some fail
+MAX_FAILURES: Final = 4  # failed connections in a row that mean that no server answers; while it revokes, some fail
 RELOAD_S: Final = 5.0  # for the server to take a new file
 RETRY_AFTER_S: Final = 1.0
 
