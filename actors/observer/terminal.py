@@ -7,6 +7,7 @@ nodes. All texts of a run are shown as they are: markup and control characters i
 import os
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar, Final, cast
 
@@ -18,6 +19,7 @@ from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
 from textual.coordinate import Coordinate
+from textual.css.query import NoMatches
 from textual.screen import ModalScreen, Screen
 from textual.widgets import DataTable, Footer, Input, Static, TabbedContent, TabPane
 
@@ -210,15 +212,14 @@ class RunView(App[int]):
     def _draw(self) -> None:
         self._is_stale = False
         now, main = self._observed.now(), self.screen_stack[0]
-        if not main.query("#log-lines"):
-            return  # the view begins or closes
         head = text.head_line(now, live=self.live, problem=self.problem)
         read, read_at = self._read
         if time.monotonic() - read_at < READS_S and time.time() - self._observed.time > READS_S:
             head = f"{now['run']}: reading what was before: {read}"
             self._is_stale = True  # it is drawn again once nothing more comes
-        main.query_one("#head", Static).update(shown([head]))
-        self._draw_tab(main, now, main.query_one(TabbedContent).active)
+        with suppress(NoMatches):  # the view begins or closes, and some widgets are not there
+            main.query_one("#head", Static).update(shown([head]))
+            self._draw_tab(main, now, main.query_one(TabbedContent).active)
 
     def _draw_tab(self, main: Screen[Any], now: dict[str, Any], tab: str) -> None:
         observed, width = self._observed, max(20, self.size.width - MARGIN)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from messages import LastSample, Message, Outcome, RunFinished, RunStalled, SampleStatus, SampleSummary
@@ -212,6 +212,7 @@ def test_advice_is_two_lines() -> None:
     ]
 
 
+@settings(max_examples=15)
 @given(st.lists(st.integers(0, 8), min_size=1, max_size=12))
 def test_its_memory_is_bounded_and_it_says_nothing_about_a_few_groups(dropped: list[int]) -> None:
     adviser, breakdown = folded(a_run(len(dropped), dropped=dropped[0]))

@@ -166,9 +166,9 @@ def interrupted(events: Sequence[Message], cuts: set[int], kept_rows: int) -> Ob
 
 @pytest.mark.parametrize("kept_rows", [KEPT_ROWS, 3])
 def test_a_fold_goes_on_from_a_snapshot_at_any_event(kept_rows: int) -> None:
-    events = (*LOG, *MIXED, *events_of_a_run(800, samples=2))
+    events = (*LOG, *MIXED, *events_of_a_run(500, samples=1))
     whole = folded(*events, kept_rows=kept_rows)
-    each = interrupted(events, set(range(1, len(events), 3)), kept_rows)
+    each = interrupted(events, set(range(1, len(events), 5)), kept_rows)
     assert views(each) == views(whole)
     assert each == whole
 
