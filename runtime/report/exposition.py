@@ -1,7 +1,8 @@
 """What Prometheus gets of a run: families of samples with bounded labels, folded from the log, and their text. Pure.
 
-Labels name processes, engines, states and reasons of the run, never a prompt group and never a free text. Counters
-come from the log alone, so a process that starts again continues with the same numbers.
+Labels name processes, engines, states and reasons of the run, never a prompt group. A reason gives at most one
+word, the code with which it begins; a user's filter chooses its own. Counters come from the log alone, so a process
+that starts again continues with the same numbers.
 """
 
 import math

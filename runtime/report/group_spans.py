@@ -106,7 +106,8 @@ class GroupSpans:
                     for span in self._end(group_id, event.outcome, time, reason=event.reason)
                 ]
             case BatchReady():
-                self._batches[event.step] = time, tuple(ref.group_id for ref in event.groups)
+                before = self._batches[event.step][1] if event.index and event.step in self._batches else ()
+                self._batches[event.step] = time, (*before, *(ref.group_id for ref in event.groups))
                 while len(self._batches) > MAX_BATCHES:
                     del self._batches[next(iter(self._batches))]
             case BatchTrained():

@@ -1,6 +1,7 @@
 """Spans of groups and steps from the log alone, by hand."""
 
 import pytest
+from msgspec.structs import replace
 
 from messages import GroupCompleted, LastSample, Message, Outcome
 from runtime.report.group_spans import GroupSpans, Span
@@ -81,6 +82,13 @@ def test_a_group_that_is_not_trained_has_no_link_and_its_reason(end: Message, ou
     (root,) = [span for span in found if not span.parent]
     assert (root.attributes["physarum.outcome"], root.error, root.link, root.end) == (outcome, error, "", 3.0)
     assert root.attributes["physarum.reason"]
+
+
+def test_a_batch_of_several_events_ends_all_of_its_groups() -> None:
+    parts = [replace(batch(0, (number, 2)), index=number, num_events=2) for number in range(2)]
+    begin = [(0.0, issued(0, 1)), (1.0, graded(0)), (1.0, graded(1)), (2.0, verdict(0, 2)), (2.0, verdict(1, 3))]
+    found = spans_of(*begin, (3.0, parts[0]), (3.0, parts[1]), (4.0, trained(0)))
+    assert [span.link for span in found if span.name == "prompt group"] == ["step/1", "step/1"]
 
 
 def test_every_group_of_a_log_that_ended_has_one_root() -> None:
