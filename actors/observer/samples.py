@@ -11,8 +11,16 @@ from aiohttp import web
 from anyio import to_thread
 from tokenizers import Tokenizer
 
-from actors.observer.shown_samples import Decode, group_shown, spelled_label, tokens_shown, worst_and_best_first
+from actors.observer.shown_samples import (
+    MAX_TOKENS,
+    Decode,
+    group_shown,
+    spelled_label,
+    tokens_shown,
+    worst_and_best_first,
+)
 from runtime.data.dump_files import TOKENIZER, DumpError
+from runtime.data.dumps import DumpedSample
 from runtime.data.sample_index import SORTS, Found, IndexedGroup, SampleIndex, Sort
 from runtime.util.formatting import count_of
 
@@ -186,9 +194,18 @@ class Samples:
         group, place, begin = self._found(index, query), _number(query, "place"), _number(query, "from", 0)
         if place >= len(group.rewards):
             raise NotFound(f"Group {group.group_id} has no sample at place {place}.")
-        sample = index.samples(group)[place]
-        segments = index.tokens(group, place, sample)
-        return tokens_shown(segments, self.decoder(), begin, index.trained(sample, segments))
+        return self._tokens_of(index, group, place, index.samples(group)[place], begin, MAX_TOKENS)
+
+    def _tokens_of(
+        self, index: SampleIndex, group: IndexedGroup, place: int, sample: DumpedSample, begin: int, max_tokens: int
+    ) -> dict[str, Any]:
+        """Return tokens of a sample. A bad file of the trainer costs what the trainer added, and is named."""
+        segments, trained, problem = index.tokens(group, place, sample), None, ""
+        try:
+            trained = index.trained(sample, segments)
+        except DumpError as error:
+            problem = str(error)
+        return {**tokens_shown(segments, self.decoder(), begin, trained, max_tokens), "trained_problem": problem}
 
     def report(self, max_bytes: int = REPORT_BYTES) -> dict[str, Any]:
         """Return some groups of the newest steps for a report: the worst, the best, and those of the largest spread.
@@ -236,10 +253,8 @@ class Samples:
         samples = index.samples(group)
         shown, tokens = group_shown(group, samples, REPORT_CHARS), dict[str, Any]()
         for place in worst_and_best_first([sample.reward for sample in samples])[:2]:
-            segments = index.tokens(group, place, samples[place])
-            trained = index.trained(samples[place], segments)
             key = f"{group.step}/{group.group_id}/{place}"
-            tokens[key] = tokens_shown(segments, self.decoder(), 0, trained, REPORT_TOKENS)
+            tokens[key] = self._tokens_of(index, group, place, samples[place], 0, REPORT_TOKENS)
         return shown, tokens
 
     def decoder(self) -> Decode | None:

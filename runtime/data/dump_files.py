@@ -22,6 +22,7 @@ atomically, the lines last. Line i and row i of the columns are the same sample.
 import math
 import re
 import zipfile
+import zlib
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import groupby
@@ -370,6 +371,11 @@ def rows(archive: zipfile.ZipFile, name: str, begin: int, end: int | None) -> ND
         return np.frombuffer(column.read((end - begin) * row_bytes), dtype).reshape(end - begin, *shape[1:])
 
 
+UNREADABLE: Final = (  # what zipfile and numpy raise for damaged files; RuntimeError: encrypted, or of a later zip
+    *(OSError, ValueError, TypeError, EOFError, IndexError, RuntimeError, zipfile.BadZipFile, zlib.error),
+)
+
+
 @contextmanager
 def reading(path: Path) -> Generator[BinaryIO]:
     """Open the columns of a step.
@@ -386,7 +392,7 @@ def reading(path: Path) -> Generator[BinaryIO]:
         raise DumpError(f"{path}: has no column {error}") from error
     except DumpError:
         raise
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+    except UNREADABLE as error:
         raise DumpError(f"{path}: cannot be read: {error}") from error
 
 

@@ -125,7 +125,6 @@ class SampleIndex:
         return False
 
     def _read(self, step: int, known: tuple[int, int]) -> None:
-        self._known[step] = known
         try:
             groups = tuple(_indexed(self.directory, step))
             check_columns(self.directory, step, sum(len(group.rewards) for group in groups))
@@ -133,6 +132,7 @@ class SampleIndex:
             self.problems[step] = str(error)
         else:
             self._groups[step] = groups
+        self._known[step] = known
 
     def groups(self) -> Iterator[IndexedGroup]:
         """Yield what was read so far, newest step first."""

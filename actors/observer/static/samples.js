@@ -83,9 +83,11 @@ async function list(more) {
   view.groups = [...(more ? view.groups : []), ...(found.groups || []).filter((group) => !known.has(groupKey(group)))];
   view.next = found.next ?? null;
   drawList();
-  if (found.num_unread && chosen() === "samples") setTimeout(() => list(false), UNREAD_MS);
+  if (found.num_unread && chosen() === "samples") setTimeout(() => !view.busy && isFirstPart() && list(false), UNREAD_MS);
 }
 
+// Whether the list may be read again: further parts, and a search that came far, would begin anew.
+const isFirstPart = () => view.list && view.groups.length === (view.list.groups || []).length && !at("samples-search").value;
 const groupKey = (group) => `${group.step}/${group.group}/${group.attempt}`;
 const reward = (value) => (value === null || value === undefined ? "none" : String(Number(value.toFixed(4))));
 const weights = (versions) => (!versions ? "" : versions[0] === versions[1] ? `v${versions[0]}` : `v${versions[0]} to v${versions[1]}`);
@@ -299,7 +301,8 @@ function showTokens(place, group, sample, colouring) {
     return;
   }
   const notes = [];
-  if (!tokens.is_trained && OF_TRAINER.includes(colouring)) {
+  if (tokens.trained_problem) notes.push(make("p", tokens.trained_problem, "bad"));
+  else if (!tokens.is_trained && OF_TRAINER.includes(colouring)) {
     notes.push(make("p", "The dumps have nothing of the trainer about this sample: observe.tokens = true adds it, once the sample's step is trained.", "faint"));
   }
   if (tokens.left_out) notes.push(make("p", `The trainer left this sample out: ${tokens.left_out}.`, "bad"));
@@ -351,8 +354,7 @@ function drawSamples() {
   const group = wanted.get("group");
   if (group && group !== view.wanted) open({ group, step: wanted.get("step") || undefined });
   const isNew = state && state.now.step !== view.step && Date.now() - view.listedAt > SAMPLES_AGAIN_MS;
-  const isFirstPart = view.list && view.groups.length === (view.list.groups || []).length && !at("samples-search").value;
-  if (!view.list ? !view.busy && state : isNew && isFirstPart) {
+  if (!view.list ? !view.busy && state : isNew && isFirstPart()) {
     view.step = state.now.step;
     list(false);
   }

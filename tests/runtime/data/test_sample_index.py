@@ -99,6 +99,10 @@ def test_damaged_steps_are_named_and_skipped_and_read_again_when_they_change(tmp
     lines_path(tmp_path, 0).write_bytes(b'{"group_id": "x"}\n')
     columns_path(tmp_path, 1).unlink()
     lines_path(tmp_path, 2).write_bytes(b"")
+    write(tmp_path, 4, 4)
+    content = bytearray(columns_path(tmp_path, 4).read_bytes())
+    content[content.find(b"PK\x01\x02") + 6] = 100  # the version of zip that is needed
+    columns_path(tmp_path, 4).write_bytes(content)
     os.mkfifo(tmp_path / "rollout_7.jsonl")  # opening it would wait for ever
     index = SampleIndex(tmp_path)
     index.advance(LONG_S)
@@ -107,11 +111,12 @@ def test_damaged_steps_are_named_and_skipped_and_read_again_when_they_change(tmp
         "/rollout_0.jsonl:1: Expected `int`, got `str` - at `$.group_id`",
         "/rollout_1.npz: no such file",
         "/rollout_2.jsonl: is empty",
+        "/rollout_4.npz: cannot be read: zip file version 10.0",
     ]
     write(tmp_path, 0, 9)
     index.advance(LONG_S)
     assert [group.group_id for group in index.groups()] == [3, 9]
-    assert sorted(index.problems) == [1, 2]
+    assert sorted(index.problems) == [1, 2, 4]
 
 
 def test_files_that_a_run_replaces_or_adds_are_noticed(tmp_path: Path) -> None:
