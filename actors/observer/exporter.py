@@ -90,7 +90,7 @@ def facts_of(node: str, run_dir: Path) -> list[Family]:
     times, memory, disk = psutil.cpu_times(), psutil.virtual_memory(), psutil.disk_usage(str(run_dir))
     at: Labels = {"node": node}
     modes = [({**at, "mode": mode}, float(getattr(times, mode, 0.0))) for mode in CPU_MODES]
-    resident, seconds = _use_of_processes()
+    resident, seconds = use_of_processes(os.getppid())
     return [
         Family("node_cpu_seconds", COUNTER, "CPU time of all cores of the machine, by mode.", [*modes]),
         Family(
@@ -126,17 +126,17 @@ def facts_of(node: str, run_dir: Path) -> list[Family]:
     ]
 
 
-def _use_of_processes() -> tuple[Mapping[str, int], Mapping[str, float]]:
-    """Return the resident bytes and the CPU seconds of the node daemon's processes, each with its children."""
+def use_of_processes(daemon: int) -> tuple[Mapping[str, int], Mapping[str, float]]:
+    """Return the resident bytes and the CPU seconds of the processes of a node daemon, each with its children."""
     resident: defaultdict[str, int] = defaultdict(int)
     seconds: defaultdict[str, float] = defaultdict(float)
-    for process in psutil.Process(os.getppid()).children():
+    for process in psutil.Process(daemon).children():
         with suppress(psutil.Error):  # it ends, or is of another user
             name = process.environ().get(PROCESS_VARIABLE)
             for one in (process, *process.children(recursive=True)) if name is not None else ():
                 with suppress(psutil.Error):
                     resident[str(name)] += one.memory_info().rss
-                    seconds[str(name)] += sum(one.cpu_times()[:2])
+                    seconds[str(name)] += sum(one.cpu_times()[:4])  # with children that ended
     return resident, seconds
 
 

@@ -7,7 +7,7 @@ and decides nothing: any process may replace or remove it, and one that cannot b
 import hashlib
 import os
 from collections.abc import AsyncGenerator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Final
@@ -33,7 +33,7 @@ SNAPSHOT_FILE: Final = "observer.snapshot"  # in the run directory
 MAX_BYTES: Final = 256 * 1024 * 1024
 CACHED: Final = 16  # snapshots in the user's cache; older ones are removed
 MAX_LINE: Final = 4096  # bytes of the first line
-FIRST_EVENT_S: Final = 10.0  # until the log has the newest event of a snapshot
+FIRST_EVENT_S: Final = 60.0  # until the log has the newest event of a snapshot
 
 Batch = list[Received[Message]]
 Take = Callable[[Received[Message], list[MetricRow]], None]
@@ -137,10 +137,10 @@ class Snapshots:
                     path.parent.mkdir(parents=True, exist_ok=True)
                     write_atomically(path, content)
                     self._unusable.discard(path)
-                    _remove_oldest(path.parent)
             except OSError as error:
                 self.problem = str(error)
             else:
+                _remove_oldest(path.parent)
                 return True
         return False
 
@@ -161,9 +161,10 @@ def _cache() -> Path:
 def _remove_oldest(directory: Path) -> None:
     """Remove the oldest snapshots of the user's cache."""
     if directory == _cache():
-        found = sorted(directory.glob("*.snapshot"), key=lambda path: path.stat().st_mtime, reverse=True)
-        for path in found[CACHED:]:
-            path.unlink(missing_ok=True)
+        with suppress(OSError):  # another observer removes files too; the next write tries again
+            found = sorted(directory.glob("*.snapshot"), key=lambda path: path.lstat().st_mtime, reverse=True)
+            for path in found[CACHED:]:
+                path.unlink(missing_ok=True)
 
 
 @cache
@@ -258,12 +259,14 @@ async def observing(
         if found is not None:
             async with followed(run, from_seq=found.seq, waits=waits) as events:
                 begin: Batch | None = None
-                with anyio.move_on_after(FIRST_EVENT_S):
+                with anyio.move_on_after(FIRST_EVENT_S) as waiting:
                     begin = await anext(events.batches(), None)
                 if begin is not None and (begin[0].seq, begin[0].unix_time) == (found.seq, found.time):
                     observed.become(found)
                     yield Observing(observed, events, snapshots, begin[1:], note, take)
                     return
-            note(f"a snapshot is not used: the log has another event {found.seq} than its newest one")
+            late = f"event {found.seq}, its newest one, did not come within {FIRST_EVENT_S:g} s"
+            other = f"the log has another event {found.seq} than its newest one"
+            note(f"a snapshot is not used: {late if waiting.cancelled_caught else other}")
     async with followed(run, from_seq=observed.seq + 1, waits=waits) as events:
         yield Observing(observed, events, snapshots, [], note, take)

@@ -2,6 +2,8 @@
 
 import os
 import re
+import subprocess
+import sys
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -10,7 +12,7 @@ import aiohttp
 import anyio
 import pytest
 
-from actors.observer.exporter import Exporter, follow, served
+from actors.observer.exporter import PROCESS_VARIABLE, Exporter, follow, served, use_of_processes
 from runtime.node.reopen import FoundRun
 from runtime.report.observed import Observed
 from tests.bin.test_ledger import RUN, make
@@ -70,3 +72,21 @@ async def test_a_disk_that_cannot_be_asked_costs_the_facts_alone(tmp_path: Path)
     async with scraped(exporter) as client:
         answer = await client.get("/metrics")
         assert (answer.status, "physarum_node" in await answer.text()) == (200, False)
+
+
+BUSY = "import time\nwhile time.process_time() < 1: pass"
+PARENT = (
+    f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {BUSY!r}])\nprint('ended', flush=True)\ninput()"
+)
+
+
+def test_cpu_time_of_a_child_that_ended_still_counts() -> None:
+    environment = {**os.environ, PROCESS_VARIABLE: "reward.0"}
+    with subprocess.Popen(
+        [sys.executable, "-c", PARENT], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ended\n"
+        _, seconds = use_of_processes(os.getpid())
+        process.communicate("\n")
+    assert seconds["reward.0"] >= 1

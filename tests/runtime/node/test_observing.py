@@ -138,6 +138,24 @@ async def test_a_log_with_another_event_at_its_place_is_another_log(run: FoundRu
 
 
 @pytest.mark.anyio
+async def test_a_log_that_is_too_slow_is_not_called_another_log(run: FoundRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, _, _ = await fold(run)
+    monkeypatch.setattr(module, "FIRST_EVENT_S", 0.0)
+    again, _, notes = await fold(run)
+    assert again == first
+    assert notes == ["a snapshot is not used: event 300, its newest one, did not come within 0 s"]
+
+
+def test_a_file_of_the_cache_that_is_gone_does_not_end_the_writing(run: FoundRun, tmp_path: Path) -> None:
+    (run.directory / SNAPSHOT_FILE).mkdir()
+    cache = tmp_path / "cache" / "physarum" / "observer"
+    cache.mkdir(parents=True)
+    (cache / "gone.snapshot").symlink_to(tmp_path / "nothing")
+    empty = Observed(run.name, 9)
+    assert Snapshots(run, empty).write(100, empty.encoded())
+
+
+@pytest.mark.anyio
 async def test_without_a_right_to_write_snapshots_go_to_the_cache_or_nowhere(run: FoundRun, tmp_path: Path) -> None:
     (run.directory / SNAPSHOT_FILE).mkdir()  # nothing can replace a directory, not even root
     first, _, _ = await fold(run)
