@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from runtime.node.reopen import FoundRun
 
 EPILOG = """The groups go back to the pool as after a train step, by rollout.on_halt, and are issued again for the same
-batch.
+batch. With on_halt = "drop" they are lost, and others are issued.
 The call needs the login of the run's nodes (bus.url in the run directory): no external client may make it.
 
 exit codes: 0 the round is halted; 1 nothing is being generated, or the run cannot be reached; 2 the run does not

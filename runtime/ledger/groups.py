@@ -19,6 +19,7 @@ from runtime.ledger.state import Group, GroupOutcome, LedgerState, Stage
 
 MAX_REASONS: Final = 256  # distinct reasons counted per outcome, because a filter may return unique texts
 OTHER_REASONS: Final = "other reasons"
+HALTED: Final = "halted"  # reason of pooled groups that are closed because a halt ends them (on_halt = "drop")
 
 
 def spills_of(state: LedgerState, group_id: int, attempt: int) -> tuple[SampleSummary, ...]:
@@ -188,10 +189,11 @@ def close(state: LedgerState, group_id: int, tally: dict[str, int], reason: str)
     if group is None:
         return ()
     closed = Closed(group, reason, tally is state.failed)
+    is_halted = group.stage is Stage.POOLED and reason == HALTED
     if reason not in tally and len(tally) >= MAX_REASONS:
         reason = OTHER_REASONS
     tally[reason] = tally.get(reason, 0) + 1
-    if group.stage not in (Stage.SPARE, Stage.PASSED_OVER):  # counted already, or had their chance
+    if not is_halted and group.stage not in (Stage.SPARE, Stage.PASSED_OVER):  # counted already, or had their chance
         _count_barren(state, group)
     return (closed,)
 

@@ -21,6 +21,7 @@ from messages import (
     SnapshotTaken,
 )
 from runtime.ledger.fold import FOLD_VERSION, Group, LedgerState, Stage
+from runtime.ledger.groups import HALTED
 
 __all__ = ["EvalPlan", "Schedule", "decide", "eval_metrics"]
 
@@ -201,14 +202,16 @@ def _halt(state: LedgerState, schedule: Schedule) -> Message | None:
 
 
 def halt_by_hand(state: LedgerState) -> RoundHalted | None:
-    """The halt of the open round by a person, or None if no group of it runs.
+    """The halt of the newest round with groups in flight, for a person; None if there is no such round.
 
-    Its groups end as at any other halt, and are issued again, in the next round, for the same batch.
+    Its groups end as at any other halt, and are issued again, in the next round, for the same batch. If its batch is
+    made already, it is an ordinary halt: the next round has not begun.
     """
-    is_over = state.finished is not None or state.gave_up is not None
-    if is_over or not any(round > state.halted_round for round in state.index.rounds):
+    running = [round for round in state.index.rounds if round > state.halted_round]
+    if not running or state.finished is not None or state.gave_up is not None:
         return None
-    return RoundHalted(incarnation=state.incarnation, round=state.open_round, by_hand=True)
+    newest = max(running)
+    return RoundHalted(incarnation=state.incarnation, round=newest, by_hand=newest >= state.first_round)
 
 
 def _close_passed_over(state: LedgerState, schedule: Schedule) -> Message | None:
@@ -235,11 +238,11 @@ def _close_pooled(state: LedgerState, schedule: Schedule) -> Message | None:
     if schedule.on_halt == "drop" and pooled:
         halted = [group for group in pooled.values() if group.reason is None]
         if halted:
-            return _closed(state, halted, "halted")
+            return _closed(state, halted, HALTED)
     if any(fruitless >= schedule.max_attempts for fruitless in state.index.fruitless):
         worn = [group for group in pooled.values() if group.fruitless >= schedule.max_attempts]
         return _closed(state, worn, "max_attempts")
-    least = state.round - schedule.max_staleness - POOLED_ROUNDS
+    least = state.first_round - schedule.max_staleness - POOLED_ROUNDS
     left = [group for group in pooled.values() if group.round < least and group.reason is None] if least > 0 else ()
     if left:
         return _closed(state, left, "left_in_pool")

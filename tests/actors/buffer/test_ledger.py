@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.buffer.deciding.decide import EvalPlan, halt_by_hand
+from actors.buffer.deciding.decide import POOLED_ROUNDS, EvalPlan, decide, halt_by_hand
 from messages import (
     BatchReady,
     BufferStarted,
@@ -26,7 +26,7 @@ from messages import (
     SampleSummary,
     SnapshotTaken,
 )
-from runtime.ledger.fold import LedgerState, Stage, fold
+from runtime.ledger.fold import Group, LedgerState, Stage, fold
 from tests.build.events import aborted, saved, trained
 from tests.build.samples import summary
 from tests.support.ledger_log import Log, kinds
@@ -149,6 +149,51 @@ def test_the_batch_after_a_halt_by_hand_takes_groups_of_both_rounds_and_ends_the
     assert (closed.group_ids, closed.reason) == ((3,), "surplus")
     assert isinstance(issued, GroupsIssued)
     assert (issued.round, issued.groups[0].group_id, issued.groups[0].attempt) == (2, 2, 2)
+
+
+def test_what_halts_by_hand_drop_never_ends_the_run() -> None:
+    log = Log(rollout_batch_size=4, over_sampling_batch_size=4, on_halt="drop", max_barren_groups=8)
+    log.announce(0)
+    log.decide()
+    for _ in range(3):
+        halt = halt_by_hand(log.state)
+        assert halt is not None
+        log.add(halt)
+        for group_id in list(log.state.groups):
+            log.add(aborted(group_id, 0))
+        assert kinds(log.decide()) == [GroupsClosed, GroupsIssued]
+    assert (log.state.dropped, log.state.barren) == ({"halted": 12}, 0)
+
+
+@pytest.mark.parametrize("halts", [True, False])
+def test_a_halt_by_hand_before_the_next_round_begins_ends_the_earlier_one(halts: bool) -> None:
+    log = Log(rollout_batch_size=2, over_sampling_batch_size=6, halts=halts)
+    log.announce(0)
+    log.decide()
+    log.complete(0)
+    log.complete(1)
+    log.decide()
+    halt = halt_by_hand(log.state)
+    assert halt == (None if halts else RoundHalted(incarnation=0, round=0))
+    if halt is not None:
+        log.add(halt)
+    assert (log.state.open_round, log.state.rounds_ahead) == (1, 0)
+
+
+@pytest.mark.parametrize("halts_before", [0, 30])
+def test_a_group_stays_in_the_pool_as_long_after_halts_by_hand(halts_before: int) -> None:
+    log = Log(num_steps=100)
+    log.state.rounds_ahead = log.state.rounds_ahead_before = halts_before
+    for group_id, age in enumerate((POOLED_ROUNDS, POOLED_ROUNDS + 1)):
+        began = 40 - age + halts_before
+        pooled = Group(
+            group_id=group_id, attempt=0, prompt=0, round=began, min_version=1, stage=Stage.POOLED, payload_seq=1
+        )
+        log.state.enter(pooled)
+    log.state.version, log.state.round = 1, 40
+    closed = decide(log.state, log.schedule)
+    assert isinstance(closed, GroupsClosed)
+    assert (closed.group_ids, closed.reason) == ((1,), "left_in_pool")
 
 
 def test_aborted_groups_are_closed_when_the_recipe_drops_them() -> None:
