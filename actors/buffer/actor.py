@@ -233,16 +233,17 @@ class BufferActor(Actor):
 
     async def _halt(self, request: HaltRequested) -> HaltAnswered:
         """End the running round for a person. A call while its groups end halts nothing more."""
-        with anyio.move_on_after(HALT_TIMEOUT_S):
-            while True:
-                state, folded = self._state, self._folded
-                halt = halt_by_hand(state)
-                if halt is None:
-                    return HaltAnswered(reason=f"no group is being generated; the run waits for {self.waits_for()}")
-                num_groups = sum(state.index.rounds.values())
-                if await self._log.append(halt):
-                    log.info("round_halted_by_hand", round=halt.round, num_groups=num_groups)
-                    return HaltAnswered(round=halt.round, num_groups=num_groups)
+        ends = anyio.current_time() + HALT_TIMEOUT_S
+        while (left_s := ends - anyio.current_time()) > 0:
+            state, folded = self._state, self._folded
+            halt = halt_by_hand(state)
+            if halt is None:
+                return HaltAnswered(reason=f"no group is being generated; the run waits for {self.waits_for()}")
+            num_groups = sum(count for round, count in state.index.rounds.items() if round > state.halted_round)
+            if await self._log.append(halt):  # never cancelled: it may be stored already
+                log.info("round_halted_by_hand", round=halt.round, num_groups=num_groups)
+                return HaltAnswered(round=halt.round, num_groups=num_groups)
+            with anyio.move_on_after(left_s):
                 await folded.wait()  # another decision came first
         return HaltAnswered(reason=f"other decisions kept the ledger busy for {HALT_TIMEOUT_S:g} s")
 

@@ -134,12 +134,17 @@ class LedgerLog:
             self._own_seq = received.seq
 
     async def append(self, event: Message) -> int:
-        """Append an event to the fully folded ledger; return its sequence, or 0 if unread ledger events come first."""
+        """Append an event to the fully folded ledger; return its sequence.
+
+        Returns 0 if unread ledger events come first, or if events were folded while the bus refused the event: it was
+        decided on an older state.
+        """
+        known = self.state.last_seq
         while True:
             try:
                 return await self._bus.append(event, expected_last=self._own_seq)
             except SequenceMismatch as error:
-                if await self._is_unread(error.last):
+                if await self._is_unread(error.last) or self.state.last_seq > known:
                     log.warning("ledger_overtaken", decision=type(event).__name__, last=error.last)
                     return 0
                 self._own_seq = error.last  # unreadable: skip it

@@ -50,12 +50,14 @@ from messages.subjects import filter_of, ledger_filter, subject_of
 from runtime.bus.bus import Bus
 from runtime.bus.consumer import Deliveries
 from runtime.bus.errors import BusError, Fenced, UnknownDecision
+from runtime.bus.events import Received
 from runtime.ledger.fold import LEDGER_EVENTS, LedgerState, fold
 from runtime.ledger.snapshots import newest_snapshot
 from runtime.ledger.state import MAX_ENDINGS_LOST
 from runtime.process.hosting import host
 from runtime.settings.recipe import EvalConfig
 from runtime.settings.topology import Topology
+from tests.build.events import trained
 from tests.build.topology import topology_with
 from tests.fixtures.nats import TEST_STREAMS, NatsServer, eventually
 from tests.support.rollout import announcement, next_event
@@ -154,6 +156,59 @@ async def test_a_person_halts_the_running_round_once(bus: Bus, topology: Topolog
         issued, _ = await next_event(bus, GroupsIssued, from_seq=seq + 1)
     assert isinstance(issued, GroupsIssued)
     assert (issued.round, [(group.group_id, group.attempt) for group in issued.groups]) == (1, [(0, 1), (1, 1)])
+
+
+async def test_a_halt_that_the_server_stores_slowly_is_answered_as_done(
+    bus: Bus, topology: Topology, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = LedgerLog.append
+
+    async def slowly(log: LedgerLog, event: Message) -> int:
+        seq = await store(log, event)
+        if isinstance(event, RoundHalted):
+            await anyio.sleep(4 * HALT_S)
+        return seq
+
+    HALT_S = 0.1
+    monkeypatch.setattr("actors.buffer.actor.HALT_TIMEOUT_S", HALT_S)
+    monkeypatch.setattr(LedgerLog, "append", slowly)
+    async with buffer(bus, topology):
+        await bus.publish(announcement(1))
+        await next_event(bus, GroupsIssued)
+        answer = await bus.call("buffer", HaltRequested(), HaltAnswered, timeout_s=5)
+    assert answer == HaltAnswered(round=0, num_groups=2)
+
+
+async def test_a_halt_counts_no_group_of_a_round_that_was_halted_before(bus: Bus, topology: Topology) -> None:
+    rollout = msgspec.structs.replace(topology.rollout, over_sampling_batch_size=3)
+    async with buffer(bus, msgspec.structs.replace(topology, rollout=rollout)):
+        await bus.publish(announcement(1))
+        await next_event(bus, GroupsIssued)
+        for group_id in (0, 1):
+            await complete(bus, group_id)
+        _, seq = await next_event(bus, RoundHalted)  # group 2 still ends
+        await bus.publish(trained(0))
+        await bus.publish(announcement(2, step=1))
+        await next_event(bus, GroupsIssued, from_seq=seq + 1)
+        answer = await bus.call("buffer", HaltRequested(), HaltAnswered, timeout_s=5)
+    assert answer == HaltAnswered(round=1, num_groups=3)
+
+
+async def test_a_halt_is_not_stored_after_a_decision_that_came_first(
+    bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The main loop appends and folds a decision while the bus refuses the halt, which was decided before it."""
+    own = LedgerLog(bus, tmp_path, TEST_STREAMS.event_bytes)
+    append, first = bus.append, RoundHalted(incarnation=1, round=0)
+
+    async def overtaken(event: Message, *, expected_last: int) -> int:
+        if expected_last == 0:
+            await own.fold(Received(first, await append(first, expected_last=0), 0, 0))
+        return await append(event, expected_last=expected_last)
+
+    monkeypatch.setattr(bus, "append", overtaken)
+    assert await own.append(RoundHalted(incarnation=1, round=1, by_hand=True)) == 0
+    assert await bus.last_ledger_seq() == own.state.last_seq == 1
 
 
 async def test_what_the_ledger_holds_unreadably_stops_no_decision(bus: Bus, topology: Topology) -> None:
