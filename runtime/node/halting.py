@@ -31,14 +31,19 @@ async def halt_round(run: FoundRun) -> HaltAnswered:
     Raises:
         NotHalted: the run is not live, nothing is being generated, or no answer came.
     """
-    url, certificate = _bus_of(run), certificate_in(run.directory)
+    try:
+        url, certificate = _bus_of(run), certificate_in(run.directory)
+    except OSError as error:
+        raise NotHalted(f"only a user who may read the login of the run's nodes can halt a round: {error}") from error
     try:
         async with Bus.connect(url, run.name, name="halt", limits=LIMITS, certificate=certificate) as bus:
             answer = await bus.call(BUFFER, HaltRequested(), HaltAnswered, timeout_s=ANSWER_S)
     except CallTimeout as error:
         raise NotHalted(f"no answer, so the round may be halted or not (bin/ledger {run.name}): {error}") from error
     except NotServed as error:
-        raise NotHalted(f"the buffer of {run.name} does not run now; try again once it is back") from error
+        raise NotHalted(
+            f"the buffer of {run.name} does not run: the run is over, or it restarts (try again)"
+        ) from error
     except CallRefused as error:
         raise NotHalted(f"the buffer of {run.name} could not halt the round: {error}") from error
     except BusError as error:
@@ -50,10 +55,7 @@ async def halt_round(run: FoundRun) -> HaltAnswered:
 
 def _bus_of(run: FoundRun) -> str:
     """Return the URL of a live run's bus, with the login of its nodes."""
-    try:
-        url = url_in(run.directory) or run.bus_url
-    except OSError as error:
-        raise NotHalted(f"only a user who may read the login of the run's nodes can halt a round: {error}") from error
+    url = url_in(run.directory) or run.bus_url
     with kept_unclaimed(run.directory) as unclaimed:
         is_over = run.bus_url is None and unclaimed
     if url is None or is_over:
