@@ -92,7 +92,7 @@ def answering_problems(topology: Topology, broken: set[str]) -> Iterator[Problem
 
 def _exchange_problem(trained: ServedModel, served: ServedModel) -> str | None:
     """Describe why two models exchange neither tokens nor texts; None if they do."""
-    if served.tokens() == trained.tokens() or (served.tokens() and trained.tokens()):
+    if served.has_tokens_of(trained) or (served.tokens() and trained.tokens()):
         return None
     where = "it" if trained.tokens() else "model.hf_checkpoint"
     return f"{where} has no {TOKENIZER}: models with other tokens exchange texts, which need one"

@@ -201,7 +201,7 @@ def _spans(topology: Topology) -> list[ProcessSpec]:
     otlp = topology.observe.otlp
     if otlp.endpoint is None:
         return []
-    spec = _observer(OPENTELEMETRY, "actors.observer.otlp", otlp.endpoint)
+    spec = _observer(OPENTELEMETRY, "actors.observer.otlp", otlp.endpoint, str(topology.observe.stop_timeout_s))
     command = (python_of(OPENTELEMETRY, otlp.python), *spec.command[1:])
     return [msgspec.structs.replace(spec, command=command, stop_timeout_s=topology.observe.stop_timeout_s)]
 

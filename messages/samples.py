@@ -43,7 +43,8 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     Raises:
         ValueError: response_ids, loss_mask and rollout_log_probs differ in length, the spans do not cover [0, T), or
-            routed_experts or the kept tokens do not fit the number of tokens, or the temperature is none.
+            routed_experts or the kept tokens do not fit the number of tokens, or the temperature is negative or not
+            finite.
     """
 
     sample: SampleKey

@@ -12,6 +12,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -129,9 +130,14 @@ class Queue:
             self._note()
         self._taken.set()
 
-    async def close(self) -> None:
-        """Send the rest, unless the collector fails. The next start of the run sends the others."""
-        while self._waiting and await self.send_some():
+    async def close(self, *, within_s: float) -> None:
+        """Send the rest, unless the collector fails. The next start of the run sends the others.
+
+        Args:
+            within_s: seconds after which no further request begins.
+        """
+        deadline = time.monotonic() + within_s
+        while self._waiting and time.monotonic() < deadline and await self.send_some():
             pass
         sent, dropped = count_of(self.num_sent, "span"), count_of(self.num_dropped, "span")
         log.info("%s sent, %s dropped, %d left", sent, dropped, len(self._waiting))
@@ -225,7 +231,7 @@ async def follow(run: FoundRun, queue: Queue) -> None:
         await anyio.sleep(READ_AGAIN_S)
 
 
-async def _run(endpoint: str) -> None:
+async def _run(endpoint: str, stop_timeout_s: float) -> None:
     run = find_run(os.environ[RUN_DIR_VARIABLE])
     try:
         known = id_in(run.directory)
@@ -240,15 +246,18 @@ async def _run(endpoint: str) -> None:
             async for _ in signals:
                 break
         tasks.cancel_scope.cancel()
-    await queue.close()
+    await queue.close(within_s=stop_timeout_s / 2)  # the rest is for the requests before and after
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Send the spans of the run in PHYSARUM_RUN_DIR to the URL in the first argument."""
+    """Send the spans of the run in PHYSARUM_RUN_DIR to the URL in the first argument.
+
+    The second one is the number of seconds from SIGTERM to SIGKILL.
+    """
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(message)s")
     logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # each failed attempt; ours is the first alone
     try:
-        anyio.run(_run, arguments[0])
+        anyio.run(_run, arguments[0], float(arguments[1]))
     except ImportError as error:
         log.error("%s is missing in %s: run bin/setup --with opentelemetry", error.name, sys.executable)
         return EXIT_INPUT_ERROR

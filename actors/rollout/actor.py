@@ -237,8 +237,8 @@ class RolloutActor(Actor):
 
     def waits_for(self) -> str:
         waits = [words for waits_for in self._waits if (words := waits_for())]
-        if outside := sum(not conversation.waits_for_engine for conversation in self._conversations):
-            waits.append(f"rollout.custom_generate, outside of generate in {count_of(outside, 'sample')}")
+        if outside := sum(not conversation.is_waiting for conversation in self._conversations):
+            waits.append(f"rollout.custom_generate, outside of generate and grade in {count_of(outside, 'sample')}")
         if not self._tasks.num_pulled:
             waits.append("a task")
         return "; ".join(waits)

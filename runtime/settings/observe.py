@@ -109,7 +109,7 @@ class OtlpConfig(Config, frozen=True, kw_only=True):
 class ObserveConfig(Config, frozen=True, kw_only=True):
     """Processes that show the run elsewhere. Their end or hang never ends or slows the run."""
 
-    # Seconds that trackers get after the end of the run to send the rest. Then they are killed.
+    # Seconds that trackers and the sender of spans get after the end of the run to send the rest. Then they are killed.
     stop_timeout_s: Annotated[float, msgspec.Meta(ge=1, le=3600)] = 30.0
     # Address on which the home node serves the page of the run, such as "127.0.0.1:8765". It is one of this machine
     # alone; port 0 means any free one. Unset, there is no page; `bin/watch RUN --page` serves one at any time.

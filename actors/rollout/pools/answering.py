@@ -31,7 +31,7 @@ class AnsweringPool:
             ValueError: a tokenizer cannot be read.
         """
         self._pool, self._served, self._trained = pool, served, trained
-        self._has_same_tokens = served.tokens() == trained.tokens()
+        self._has_same_tokens = served.has_tokens_of(trained)
 
     async def turn(
         self, rid: str, ids: Sequence[int], params: SamplingParams, max_new_tokens: int, seed: int

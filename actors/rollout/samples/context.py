@@ -4,13 +4,13 @@ import math
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from operator import index
 from typing import Any, Final, NamedTuple, Never, TypeVar, cast
 
 import anyio
 import msgspec
 import numpy as np
 
+from actors.rollout.samples.arguments import checked_ids, checked_integer, checked_sampling, checked_text, shown_ids
 from actors.rollout.samples.buffer import NOTHING
 from actors.rollout.samples.sample import NUM_TURNS, OpenSample, Turn, tokens_left
 from actors.rollout.sglang.served_model import ServedModel
@@ -20,7 +20,6 @@ from runtime.data.tokens import GREEDY
 
 MAX_METADATA_BYTES: Final = 65_536  # of one sample, as JSON: events carry it
 MAX_RANGES: Final = 1_024  # ranges of tokens that do not train, of one sample
-SHOWN_IDS: Final = 50  # tokens in an error
 
 Ask = Callable[[OpenSample, SamplingParams, int], Awaitable[bool]]
 Keep = Callable[[OpenSample], Awaitable[None]]
@@ -48,12 +47,12 @@ class FunctionRun:
     keep: Keep
     model: ServedModel
     trains_temperatures: bool = True  # whether turns at other temperatures than the recipe's train
-    limit_s: float = 300.0  # of the function, outside of `generate`
+    limit_s: float = 300.0  # of the function, outside of `generate` and `grade`
     pools: Mapping[str, AskPool] = field(default_factory=lambda: NO_POOLS)  # that the function may choose, by name
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
     requests: anyio.Lock = field(default_factory=anyio.Lock)  # a sample has one slot, so one request at a time
     num_asking: int = 0
-    num_in_pools: int = 0  # turns that a pool generates; a halt does not wait for them
+    num_elsewhere: int = 0  # calls that wait for a pool or a grader; a halt does not wait for them
     halted: bool = False
     over: SampleStatus | None = None  # final status, if the sample ended before its function
     mismatch: str | None = None  # what a replay found to differ
@@ -61,25 +60,35 @@ class FunctionRun:
 
     def let_work(self) -> None:
         """Give the function its time until the next turn. A halted one ends at its next wait."""
-        is_waiting = self.num_asking or self.num_in_pools
-        self.scope.deadline = math.inf if is_waiting else anyio.current_time() + self.limit_s
+        self.scope.deadline = math.inf if self.is_waiting else anyio.current_time() + self.limit_s
         if self.halted and not self.num_asking:
             self.scope.cancel()
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the function waits for an engine, a pool or a grader, so that its time does not pass."""
+        return self.num_asking + self.num_elsewhere > 0
+
+    @contextmanager
+    def waiting(self) -> Generator[None]:
+        """Stop the function's time while a pool or a grader works."""
+        self.num_elsewhere += 1
+        self.let_work()
+        try:
+            yield
+        finally:
+            self.num_elsewhere -= 1
+            self.let_work()
 
     async def in_pool(self, pool: str, sample: OpenSample, ids: list[int], params: SamplingParams, limit: int) -> Any:
         """Let an engine pool generate a turn."""
         if limit <= 0:
             await self.leave(SampleStatus.TRUNCATED)
-        self.num_in_pools += 1
-        self.let_work()
-        try:
+        with self.waiting():
             return await self.pools[pool](sample, ids, params, limit)
-        finally:
-            self.num_in_pools -= 1
-            self.let_work()
 
     async def over_bus(self, call: Awaitable[Returned]) -> Returned:
-        """Wait for a call that stores tokens. If the bus fails, the function ends: it cannot go on without them."""
+        """Wait for a call that needs the bus. If the bus fails, the function ends: it cannot go on without it."""
         try:
             return await call
         except BusError as error:
@@ -180,8 +189,10 @@ class Context:
         if isinstance(stop, str):  # otherwise each letter would be a stop string
             raise ValueError(f"stop = {stop!r}: write a list of texts")
         self._run.model.check_stop(stop or ())
+        max_new_tokens = checked_integer("max_new_tokens", max_new_tokens)
         if max_new_tokens is not None and max_new_tokens < 1:
             raise ValueError(f"max_new_tokens = {max_new_tokens}: a turn has at least 1 token")
+        temperature, top_p, top_k = checked_sampling(temperature, top_p, top_k)
         params = self._params_of(stop, temperature, top_p, top_k)
         limit = params.max_new_tokens if max_new_tokens is None else max_new_tokens
         if pool is not None:
@@ -241,6 +252,16 @@ class Context:
             raise ValueError("the first turn must be the model's: put earlier text into the prompt")
         self._inputs.extend(checked_ids(self._run.model, ids))
 
+    @contextmanager
+    def input_of_a_turn(self) -> Generator[None]:
+        """Take back the input that is appended in this block, if the block's turn fails."""
+        text, inputs = self.text, [*self._inputs]
+        try:
+            yield
+        except BaseException:
+            self.text, self._inputs = text, inputs
+            raise
+
     def do_not_train(self, turn: int = -1, start: int = 0, end: int | None = None) -> None:
         """Exclude tokens [start, end) of a finished turn from the loss; without a range, all of it.
 
@@ -269,12 +290,7 @@ class Context:
     def _params_of(
         self, stop: Sequence[str] | None, temperature: float | None, top_p: float | None, top_k: int | None
     ) -> SamplingParams:
-        """Return the sampling parameters of a turn. The greedy sample of a group stays greedy.
-
-        Raises:
-            ValueError: one is impossible.
-        """
-        _check_sampling(temperature, top_p, top_k)
+        """Return the sampling parameters of a turn. The greedy sample of a group stays greedy."""
         recipe = self._run.params
         own: dict[str, Any] = {} if stop is None else {"stop": tuple(stop)}
         if not self._sample.is_baseline:
@@ -417,10 +433,10 @@ class Context:
         """Copy text, metadata and what does not train to the sample, after the function has ended.
 
         Raises:
-            ValueError: no event can carry the metadata, or too many ranges do not train.
+            TypeError, ValueError: no event can carry the text or the metadata, or too many ranges do not train.
         """
         self.note()
-        self._sample.dialogue = self.text
+        self._sample.dialogue = checked_text(self.text, "text")
         self._sample.untrained = _merged(self._untrained)
 
     def settle_reward(self) -> None:
@@ -456,43 +472,6 @@ class Context:
     def num_turns(self) -> int:
         """Number of finished turns."""
         return self._num_turns
-
-
-def _check_sampling(temperature: float | None, top_p: float | None, top_k: int | None) -> None:
-    if temperature is not None and not (math.isfinite(temperature) and temperature >= 0):
-        raise ValueError(f"temperature = {temperature!r}: expected a number of at least 0")
-    if top_p is not None and not 0 < top_p <= 1:
-        raise ValueError(f"top_p = {top_p!r}: expected a number above 0, at most 1")
-    if top_k is not None and index(top_k) != -1 and top_k < 1:
-        raise ValueError(f"top_k = {top_k!r}: expected -1 (off), or at least 1")
-
-
-def shown_ids(ids: Int32Array) -> str:
-    """Return the first tokens for an error."""
-    return f"{ids[:SHOWN_IDS].tolist()}{'...' if len(ids) > SHOWN_IDS else ''}"
-
-
-def checked_text(text: Any, call: str) -> str:
-    """Return a user's text.
-
-    Raises:
-        TypeError: it is none.
-    """
-    if not isinstance(text, str):
-        raise TypeError(f"{call}({text!r:.200}): expected a str")
-    return text
-
-
-def checked_ids(model: ServedModel, ids: Any) -> list[int]:
-    """Return a user's tokens.
-
-    Raises:
-        TypeError: they are no integers.
-        ValueError: one is outside of the vocabulary.
-    """
-    given = [index(token) for token in ids]
-    model.check_ids(given)
-    return given
 
 
 def _merged(ranges: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:

@@ -8,17 +8,8 @@ else than before has a mismatch, and its sample is not trained as it is.
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Final
 
-from actors.rollout.samples.context import (
-    NO_POOLS,
-    Ask,
-    AskPool,
-    Context,
-    FunctionRun,
-    Keep,
-    checked_ids,
-    checked_text,
-    shown_ids,
-)
+from actors.rollout.samples.arguments import checked_ids, checked_text, shown_ids
+from actors.rollout.samples.context import NO_POOLS, Ask, AskPool, Context, FunctionRun, Keep
 from actors.rollout.samples.generate_function import KEY
 from actors.rollout.samples.sample import FINISHED, OpenSample
 from actors.rollout.sglang.errors import EngineError
@@ -87,9 +78,9 @@ class Conversation(Context):
         return (self, *self._opened)
 
     @property
-    def waits_for_engine(self) -> bool:
-        """Whether the function waits for an engine, of the policy or of another pool."""
-        return self._run.num_asking + self._run.num_in_pools > 0
+    def is_waiting(self) -> bool:
+        """Whether the function waits for an engine, of the policy or of another pool, or for a grader."""
+        return self._run.is_waiting
 
     @property
     def mismatch(self) -> str | None:
@@ -152,9 +143,13 @@ class Conversation(Context):
             prompt: that the grader sees; None: the row's.
 
         Raises:
+            TypeError: the text or the prompt is none.
             ValueError: the grader gave none, or grades whole groups.
         """
-        return await self._run.over_bus(self._grade(checked_text(text, "grade"), prompt))
+        text = checked_text(text, "grade")
+        prompt = None if prompt is None else checked_text(prompt, "grade: prompt")
+        with self._run.waiting():
+            return await self._run.over_bus(self._grade(text, prompt))
 
     def end(self, status: str, reason: str = "") -> None:
         """Say how the sample ends, before the function returns.
@@ -237,7 +232,7 @@ class Conversation(Context):
         if was_cancelled and run.halted:
             run.over = run.over or SampleStatus.ABORTED
         if was_cancelled and run.over is None:
-            raise ValueError(f"{KEY}: took more than {run.limit_s:g} s outside of generate")
+            raise ValueError(f"{KEY}: took more than {run.limit_s:g} s outside of generate and grade")
         if run.over is None and not ended_early and not any(each.num_turns for each in conversations):
             raise ValueError(f"{KEY}: ended without a turn of the model: it never called generate")
 

@@ -37,6 +37,7 @@ log = structlog.get_logger()
 
 PATIENCE_S = 600.0  # on top of the grading time: waiting in the queue of slow graders is no failure
 REPEAT_S = 5.0  # the bus refuses the repetition while the request is queued or a worker has it
+WITHDRAW_S = 1.0  # for removing a request that nobody waits for, also at the end of the actor
 MAX_LOSSES = 3  # of one request; then the run's own actors grade it, or its samples fail
 REPORTED_LOSSES = 5  # of one grader; reported at this number, and each time it has doubled
 
@@ -146,11 +147,12 @@ class Scorer:
                         break
                     with anyio.move_on_after(self._repeat_s):
                         await answer.arrived.wait()
-            if answer.scores is None and answer.seq:  # 0: never stored by this call, so there is nothing to withdraw
-                await self._withdraw(request, answer.seq)
             return answer
         finally:
             del self._waiting[request_id]
+            if answer.scores is None and answer.seq:  # 0: never stored by this call, so there is nothing to withdraw
+                with anyio.move_on_after(WITHDRAW_S, shield=True):  # its caller may be cancelled
+                    await self._withdraw(request, answer.seq)
 
     def _token_of(self, request_id: str) -> str | None:
         answer = self._waiting.get(request_id)

@@ -13,7 +13,8 @@ from typing import Any, Final, cast
 import msgspec
 import numpy as np
 
-from actors.rollout.samples.context import Context, TurnTokens, checked_ids
+from actors.rollout.samples.arguments import checked_ids, checked_text
+from actors.rollout.samples.context import Context, TurnTokens
 from actors.rollout.samples.conversation import Conversation, GenerateFunction
 from actors.rollout.sglang.served_model import ServedModel
 from messages import SamplingParams
@@ -121,28 +122,29 @@ class EngineRouter:
         limit = min(limit, context.room - len(new))
         if limit <= 0:
             return _answer(TurnTokens([], [], ""), len(context.prompt_ids) + start, "length", with_log_probs)
-        if talk.starts:
-            context.append_ids(new)
-            context.text += rest if isinstance(rest, str) else model.decode(new)
-        talk.starts.append(start)
-        try:
-            run = self._conversation.sampling
-            await context.generate(
-                stop=params.stop,
-                max_new_tokens=limit,
-                temperature=None if params.temperature == run.temperature else params.temperature,
-                top_p=None if params.top_p == run.top_p else params.top_p,
-                top_k=None if params.top_k == run.top_k else params.top_k,
-            )
-        except BaseException:
-            talk.starts.pop()
-            raise
+        run = self._conversation.sampling
+        with context.input_of_a_turn():
+            if talk.starts:
+                context.append_ids(new)
+                context.text += rest if isinstance(rest, str) else model.decode(new)
+            talk.starts.append(start)
+            try:
+                await context.generate(
+                    stop=params.stop,
+                    max_new_tokens=limit,
+                    temperature=None if params.temperature == run.temperature else params.temperature,
+                    top_p=None if params.top_p == run.top_p else params.top_p,
+                    top_k=None if params.top_k == run.top_k else params.top_k,
+                )
+            except BaseException:
+                talk.starts.pop()
+                raise
         turn = context.turns[-1]
         is_cut = len(turn.ids) >= limit and model.end_in(np.asarray(turn.ids, np.int32), params) is None
         return _answer(turn, len(context.prompt_ids) + start, "length" if is_cut else "stop", with_log_probs)
 
     async def grade(self, sample: Any) -> float:
-        """Return the reward that the grader of the row gives a sample."""
+        """Return the reward that the grader of the row gives a sample, whose prompt is a text."""
         return await self._conversation.grade(sample.response, sample.prompt)
 
     def _read(self, payload: Any) -> tuple[str | list[int], SamplingParams, bool]:
@@ -183,11 +185,15 @@ class EngineRouter:
         if continued:
             return max(continued, key=lambda talk: len(talk.ids))
         conversation, prompt = self._conversation, request if isinstance(request, str) else None
+        ids = conversation.model.encode(request) if isinstance(request, str) else request
+        for talk in self.talks:
+            if not talk.starts and talk.context.prompt_ids == ids:  # its first request failed
+                talk.prompt = prompt
+                return talk
         if self.talks:
-            context = conversation.open(request)
+            context = conversation.open(ids)
         else:
             context = conversation
-            ids = conversation.model.encode(request) if isinstance(request, str) else request
             if ids != conversation.prompt_ids:
                 conversation.begin(ids)
         self.talks.append(_Talk(context, prompt))
@@ -284,7 +290,7 @@ def _settle_sample(conversation: Conversation, router: EngineRouter, sample: Any
         if getattr(sample, name, None) is not None:
             raise ValueError(f"sample.{name} is not taken: {PAGE}")
     tokens = [int(token) for token in sample.tokens]
-    holding = [talk for talk in router.talks if not talk.is_taken and _holds(tokens, talk)]
+    holding = [talk for talk in router.talks if talk.starts and not talk.is_taken and _holds(tokens, talk)]
     if not holding:
         raise ValueError("its tokens are not those that the engines gave")
     talk = min(holding, key=lambda talk: abs(len(talk.generated) - len(tokens)))
@@ -296,7 +302,7 @@ def _settle_sample(conversation: Conversation, router: EngineRouter, sample: Any
         _train_nothing(talk)
     else:
         _mask(talk, sample.loss_mask, int(sample.response_length))
-    context.text = sample.response
+    context.text = checked_text(sample.response, "sample.response")
     if isinstance(sample.reward, dict):
         raise TypeError("its reward is a dict: set a number")
     context.reward = sample.reward

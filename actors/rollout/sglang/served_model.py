@@ -131,6 +131,15 @@ class ServedModel:
             return {}
         return self._tokenizer().get_vocab(with_added_tokens=True)
 
+    def has_tokens_of(self, other: "ServedModel") -> bool:
+        """Whether ids mean the same in both models. Without tokenizers, those of equally large vocabularies do.
+
+        Raises:
+            ValueError: a tokenizer cannot be read.
+        """
+        own = self.tokens()
+        return own == other.tokens() and (bool(own) or self.vocab_size == other.vocab_size)
+
     def check_stop(self, texts: Sequence[str]) -> None:
         """Check that an engine can search for these stop strings.
 

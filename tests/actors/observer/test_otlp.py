@@ -1,5 +1,6 @@
 """The queue of spans: in order, bounded, without waiting for a collector that fails, and sent once."""
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,13 +20,15 @@ AT_ONCE_AGAIN = Backoff(first_s=0.001, max_s=0.001)
 class Collector:
     """A sender that accepts spans, or not."""
 
-    def __init__(self, *, accepts: bool) -> None:
+    def __init__(self, *, accepts: bool, takes_s: float = 0.0) -> None:
         self.accepts = accepts
+        self.takes_s = takes_s
         self.got: list[str] = []
         self.num_calls = 0
 
     def send(self, spans: Sequence[Span]) -> bool:
         self.num_calls += 1
+        time.sleep(self.takes_s)
         if self.accepts:
             self.got += [span.key for span in spans]
         return self.accepts
@@ -48,7 +51,7 @@ async def test_all_spans_arrive_in_order_and_the_reader_waits_for_room(tmp_path:
         with anyio.fail_after(20):
             await fill(queue, *range(1, 101))
         tasks.cancel_scope.cancel()
-    await queue.close()
+    await queue.close(within_s=20)
     assert collector.got == [str(number) for number in range(1, 101)]
     assert (queue.num_sent, queue.num_dropped, sent_in(tmp_path / "sent")) == (100, 0, 100)
 
@@ -85,7 +88,7 @@ async def test_a_later_process_begins_after_what_is_sent(tmp_path: Path) -> None
     assert await queue.send_some()
     assert sent_in(file) == 4
     assert Queue(collector, file).first_seq == 5
-    await queue.close()
+    await queue.close(within_s=20)
     assert Queue(collector, file).first_seq == 6
     for text in ("", "x", "-1", "9" * 30):
         file.write_text(text)
@@ -96,5 +99,17 @@ async def test_at_the_end_a_collector_that_fails_is_asked_once(tmp_path: Path) -
     collector = Collector(accepts=False)
     queue = Queue(collector, tmp_path / "sent")
     await fill(queue, 1, 2)
-    await queue.close()
+    await queue.close(within_s=20)
     assert (collector.num_calls, queue.num_sent, Queue(collector, tmp_path / "sent").first_seq) == (1, 0, 1)
+
+
+async def test_no_request_begins_after_the_deadline_of_the_end(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    collector = Collector(accepts=True, takes_s=0.05)
+    queue = Queue(collector, tmp_path / "sent")
+    await fill(queue, *range(1, 3 * AT_ONCE + 1))
+    await queue.close(within_s=0.01)
+    assert (collector.num_calls, queue.num_sent) == (1, AT_ONCE)
+    assert caplog.records[-1].message == "512 spans sent, 0 spans dropped, 1024 left"

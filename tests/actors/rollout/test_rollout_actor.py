@@ -396,7 +396,7 @@ def with_function(name: str) -> Topology:
 
 async def test_a_generate_function_that_does_not_go_on_is_named(bus: Bus, router_url: str) -> None:
     async def is_named() -> bool:
-        return await waits_for(bus) == "rollout.custom_generate, outside of generate in 2 samples"
+        return await waits_for(bus) == "rollout.custom_generate, outside of generate and grade in 2 samples"
 
     async with (
         serving(ScriptedEngine()) as engine,

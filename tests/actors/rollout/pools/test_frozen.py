@@ -14,6 +14,7 @@ from actors.rollout.pools.answering import AnsweringPool
 from actors.rollout.pools.frozen import MAX_FAILURES, FrozenEngine, FrozenPool, PoolSettings
 from actors.rollout.sglang.client import SglangClient
 from actors.rollout.sglang.errors import EnginesUnwilling, RequestRefused
+from actors.rollout.sglang.served_model import ServedModel
 from messages import SamplingParams
 from runtime.bus.bus import Bus
 from runtime.util.retrying import Backoff
@@ -240,6 +241,14 @@ async def test_a_turn_of_a_pool_comes_back_in_tokens_of_the_trained_model(
     told = request["sampling_params"]
     assert (told["max_new_tokens"], told["temperature"], told["sampling_seed"]) == (3 - steps, 0.5, 7)
     assert told["skip_special_tokens"] is bool(steps)
+
+
+def test_without_tokenizers_ids_mean_the_same_in_vocabularies_of_the_same_size(tmp_path: Path) -> None:
+    small, other, large = (ServedModel(tmp_path, size, frozenset()) for size in (64, 64, 65))
+    assert small.has_tokens_of(other)
+    assert not small.has_tokens_of(large)
+    assert not Letters().has_tokens_of(small)
+    assert not Letters().has_tokens_of(Letters(1))
 
 
 async def test_an_answer_with_impossible_tokens_is_refused_with_the_name_of_the_engine() -> None:

@@ -1,5 +1,6 @@
 """A user's generate function through a rollout actor: several turns, resumed where they were, bounded in any case."""
 
+import re
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -499,7 +500,14 @@ async def test_beside_log_probs_of_pools_a_turn_at_its_own_temperature_does_not_
     assert sample.untrained == ((0, 1),)
 
 
-@pytest.mark.parametrize("own", [{"temperature": -1.0}, {"top_p": 0.0}, {"top_p": 1.5}, {"top_k": 0}, {"top_k": -2}])
+@pytest.mark.parametrize(
+    "own",
+    [
+        *({"temperature": -1.0}, {"temperature": True}, {"temperature": "1"}),
+        *({"top_p": 0.0}, {"top_p": 1.5}, {"top_p": True}),
+        *({"top_k": 0}, {"top_k": -2}, {"top_k": True}, {"top_k": 2.0}, {"max_new_tokens": True}),
+    ],
+)
 async def test_impossible_sampling_is_refused(own: dict[str, Any]) -> None:
     async def function(talk: Conversation) -> None:
         await talk.generate(**own)
@@ -507,6 +515,62 @@ async def test_impossible_sampling_is_refused(own: dict[str, Any]) -> None:
     talk, _ = conversation(Answers())
     with pytest.raises(ValueError, match=f"{next(iter(own))} = "):
         await talk.run(function)
+
+
+async def test_numbers_of_numpy_become_those_that_messages_carry() -> None:
+    async def function(talk: Conversation) -> None:
+        numbers: dict[str, Any] = {"temperature": np.float64(0.5), "top_p": np.float32(0.5), "top_k": np.int64(5)}
+        await talk.generate(**numbers, max_new_tokens=np.int64(1))  # pyright: ignore[reportArgumentType] - a user's
+
+    answers = Answers()
+    talk, sample = conversation(answers)
+    assert await talk.run(function) is SampleStatus.COMPLETED
+    (params,) = answers.params
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params
+    assert (params.temperature, params.top_p, params.top_k) == (0.5, 0.5, 5)
+    assert type(sample.turns[0].temperature) is float
+
+
+@pytest.mark.parametrize(("text", "reason"), [(["a"], "text(['a']): expected a str"), ("\udc80", "not text in UTF-8")])
+async def test_a_response_that_no_message_carries_fails_the_group(text: Any, reason: str) -> None:
+    async def function(talk: Conversation) -> None:
+        await talk.generate()
+        talk.text = text
+
+    talk, _ = conversation(Answers())
+    with pytest.raises(ValueError, match=re.escape(reason)):
+        await talk.run(function)
+
+
+async def test_a_prompt_that_graders_cannot_read_is_refused_before_it_is_sent() -> None:
+    async def function(talk: Conversation) -> None:
+        await talk.generate()
+        chat: Any = [{"role": "user", "content": "Who?"}]
+        await talk.grade("a draft", chat)
+
+    talk, _ = conversation(Answers())  # its grader raises "there is no grader here"
+    with pytest.raises(ValueError, match=re.escape("grade: prompt([{'role': 'user'")):
+        await talk.run(function)
+
+
+async def test_waiting_for_a_grader_is_not_the_time_of_the_function() -> None:
+    async def grade_late(text: str, prompt: str | None) -> float:
+        assert talk.is_waiting
+        await anyio.sleep(0.3)
+        return 1.0
+
+    async def function(talk: Conversation) -> None:
+        await talk.generate()
+        talk.reward = await talk.grade("a draft")
+        assert not talk.is_waiting
+
+    sample, params = OpenSample(index=0, prompt_len=2), SamplingParams(max_new_tokens=9)
+    model = AnyTokens()
+    talk = Conversation(
+        task(0).prompt, sample, params=params, ask=Answers(), model=model, grade=grade_late, limit_s=0.1
+    )
+    assert await talk.run(function) is SampleStatus.COMPLETED
+    assert sample.own_score is not None
 
 
 async def test_a_function_does_not_see_that_the_bus_fails() -> None:

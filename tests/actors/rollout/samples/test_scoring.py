@@ -175,3 +175,18 @@ async def test_a_request_that_was_given_up_leaves_the_queue(bus: Bus) -> None:
         await eventually(lambda: bool(scores))
         assert (await bus.state(Plane.WORK)).messages == 0
     assert scores[0].error == "no answer from a reward worker"
+
+
+async def test_a_request_whose_caller_is_cancelled_leaves_the_queue(bus: Bus) -> None:
+    """A halted function that waited for a grade."""
+
+    async def num_queued() -> int:
+        return (await bus.state(Plane.WORK)).messages
+
+    async def is_queued() -> bool:
+        return await num_queued() == 1
+
+    async with asked(bus, []) as deliveries:
+        await deliveries.close()  # no worker
+        await eventually(is_queued)
+    assert await num_queued() == 0

@@ -1,6 +1,7 @@
 """Generate functions with slime's imports and signature: what they post are turns, and what they return is compared."""
 
 import inspect
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from actors.hooks import check_hooks
 from actors.rollout.samples.conversation import Conversation
 from actors.rollout.samples.generate_function import find_generate_function
 from actors.rollout.samples.sample import OpenSample
+from actors.rollout.sglang.errors import EngineUnavailable
 from actors.rollout.sglang.served_model import ServedModel
 from messages import Int32Array, Prompt, SampleKey, SampleStatus, SamplingParams
 from runtime.settings.plugins import PluginError
@@ -147,7 +149,34 @@ other_tokens = with_changes(tokens=[87, 104, 111, 63, 1, 1, 1, 1])
 trains_input = with_changes(more=1, mask=[1] * 5)
 short_mask = with_changes(mask=[1])
 wrong_length = with_changes(response_length=3)
+says_no_text = with_changes(response=["a"])
 teaches = with_changes(teacher_log_probs=[0.0])
+
+
+async def tries_again(args, sample, sampling_params):
+    payload = {"text": sample.prompt, "sampling_params": sampling_params}
+    answers = []
+    for _ in range(2):
+        for _ in range(3):
+            try:
+                answers.append(await post(url_of(args), payload))
+                break
+            except Exception:
+                pass
+        payload = payload | {"text": sample.prompt + answers[0]["text"] + " go on"}
+    state = GenerateState(args)
+    response = payload["text"].removeprefix(sample.prompt) + answers[1]["text"]
+    ids = state.tokenizer(response, add_special_tokens=False)["input_ids"]
+    prompt_ids = state.tokenizer(sample.prompt, add_special_tokens=False)["input_ids"]
+    sample.tokens, sample.response, sample.response_length = prompt_ids + ids, response, len(ids)
+    return sample
+
+
+async def grades_a_chat(args, sample, sampling_params):
+    from slime.rollout.rm_hub import async_rm
+
+    sample = await one_turn(args, sample, sampling_params, prompt=[{"role": "user", "content": "Who?"}])
+    await async_rm(args, sample)
 
 
 async def returns_nothing(args, sample, sampling_params):
@@ -208,10 +237,13 @@ class Engine:
 
     async def __call__(self, sample: OpenSample, params: SamplingParams, limit: int) -> bool:
         buffer, prompt = sample.buffer, sample.prompt_of(Int32Array(self.model.encode(PROMPT)))
-        buffer.append_input(sample.pending)
-        self.asked.append((self.model.decode([*prompt, *buffer.ids]), params.stop))
-        text = self.answers.pop(0)[:limit]
+        self.asked.append((self.model.decode([*prompt, *buffer.ids, *sample.pending]), params.stop))
+        text = self.answers.pop(0)
+        if text == "fails":
+            raise EngineUnavailable("no engine")
+        text = text[:limit]
         ids = self.model.encode(text)
+        buffer.append_input(sample.pending)
         buffer.append(np.array(ids), np.full(len(ids), -0.5), text, "1@engine")
         sample.take(SampleKey(group_id=0, attempt=0, index=0, part=sample.part), prompt)
         sample.turn_status = SampleStatus.COMPLETED
@@ -309,6 +341,20 @@ async def test_a_function_may_ask_the_grader_of_its_row(folder: Path) -> None:
     assert sample.own_score.reward == 2 * len("ab" + PROMPT)
 
 
+async def test_a_request_that_failed_may_be_posted_again(folder: Path) -> None:
+    """What it added is taken back: posted again, it is the next turn of the same conversation."""
+    engine = Engine("fails", "one", "fails", "two")
+    talk, sample, status = await run(folder, "tries_again", engine)
+    assert [text for text, _ in engine.asked] == [PROMPT, PROMPT, PROMPT + "one go on", PROMPT + "one go on"]
+    assert (status, talk.text, talk.reason) == (SampleStatus.COMPLETED, "one go ontwo", "")
+    assert (len(sample.parts), len(sample.turns), untrained(sample)) == (1, 2, [])
+
+
+async def test_a_grader_is_not_asked_with_a_chat_as_prompt(folder: Path) -> None:
+    with pytest.raises(ValueError, match=re.escape("grade: prompt([{'role'")):
+        await run(folder, "grades_a_chat", Engine("abcd"))
+
+
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
@@ -331,6 +377,7 @@ async def test_masks_exclude_tokens_from_the_loss(folder: Path, name: str, expec
         ("trains_input", SampleStatus.FAILED, "loss_mask[4] is 1, and no engine generated that token"),
         ("short_mask", SampleStatus.FAILED, "loss_mask has 1 values, response_length = 4"),
         ("wrong_length", SampleStatus.FAILED, "response_length = 3, with 8 tokens, of which 4 are the prompt"),
+        ("says_no_text", SampleStatus.FAILED, "sample.response(['a']): expected a str"),
         ("teaches", SampleStatus.FAILED, "sample.teacher_log_probs is not taken"),
         ("returns_nothing", SampleStatus.FAILED, "None is no Sample"),
     ],
