@@ -48,7 +48,7 @@ def _command_of(process: psutil.Process) -> list[str]:
 
 async def test_a_scrape_is_equal_to_the_ledger_and_goes_on_after_a_kill(tmp_path: Path) -> None:
     address = free_address()
-    run = Run(tmp_path, num_steps=8, eval_interval=4, overrides=(f"observe.prometheus={address}",))
+    run = Run(tmp_path, num_steps=30, eval_interval=4, overrides=(f"observe.prometheus={address}",))
     async with run.started() as command:
         await command.log.until_trained(2)
         before = await caught_up(address)
