@@ -32,7 +32,7 @@ def is_issued(event: Message) -> bool:
 
 
 async def test_rollout_is_killed_right_after_a_person_halted_the_round(tmp_path: Path) -> None:
-    run = Run(tmp_path, num_steps=5, overrides=(f"data.0.rm_type={GRADERS}:slowly",))
+    run = Run(tmp_path, num_steps=12, overrides=(f"data.0.rm_type={GRADERS}:slowly",))
     async with run.started() as command:
         await command.log.until_trained(1)
         done = None
@@ -43,7 +43,7 @@ async def test_rollout_is_killed_right_after_a_person_halted_the_round(tmp_path:
         assert "in flight go back to the pool, and the run goes on" in done.stdout
         command.log.kill("rollout")
         await command.log.until_trained(3)
-        with anyio.fail_after(60):
+        with anyio.fail_after(120):
             while True:
                 await command.log.until(is_issued)
                 try:
