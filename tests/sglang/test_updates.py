@@ -20,7 +20,7 @@ from tests.sglang.server import start as start_server
 from tests.support.rollout import announcement
 from tests.support.tiny_engine import post, write_config
 from tests.support.tiny_models import QWEN2, QWEN3, QWEN3_MOE, teacher_forced, write_tokenizer
-from tests.support.weight_line import ENGINE, Halves, Tensors, Transport, drawn, verifier_of
+from tests.support.weight_line import ENGINE, Halves, Tensors, Transport, carried_out, drawn, verifier_of
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(1200)]
 
@@ -153,7 +153,8 @@ async def test_twenty_updates_from_files(case: Case, client: SglangClient) -> No
             checksum=checksums_of(version.directory).total,
             probe=version.probe,
         )
-        label, _ = await verifiers[version.number % len(MODES)].update(ENGINE, case.server.url, told, first=False)
+        verifier = verifiers[version.number % len(MODES)]
+        _, label, _ = await carried_out(verifier.update(ENGINE, case.server.url, told, first=False))
         await check(client, case, version, label)
 
 
