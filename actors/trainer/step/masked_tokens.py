@@ -5,6 +5,7 @@ from typing import Final
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from actors.trainer.algorithms.advantage_inputs import Flags
@@ -27,8 +28,6 @@ RULES: Final[Mapping[str, str]] = {  # metric that is not 0 where the rule appli
     "train/kl_clampfrac": "divergence",
 }
 KEPT: Final = ("train/behave_mask",)  # metrics that are 0 where the rule applies
-
-
 TOKEN_RULES: Final = ("loss_mask", "stale", "not_finite", "zero_advantage", *RULES.values())
 LEFT_OUT: Final = ("too_long", "invalid")  # samples, by `LeftOut` from 1 on
 
@@ -74,18 +73,15 @@ class MaskedTokens:
             advantages_N: Advantages.
             responses_N: True from a sample's first sampled token to its end.
         """
-        trains_N = trained.loss_mask_N != 0
-        sampled_N = batch.staleness_N != NOT_SAMPLED
-        own = [float((flags.cpu().numpy() & trains_N).sum()) for flags in self._flags.values()]
+        of_loss = self._of_loss(trained)
+        own = [float(flags_N.sum()) for flags_N in of_loss.values()]
         sums = ranks.sum_over_replicas(torch.tensor(own, dtype=torch.float64)).tolist()
+        of_batch = _of_batch(batch, trained, advantages_N, responses_N)
         found: dict[str, int] = {
-            "loss_mask": int((responses_N & ~sampled_N).sum()),
-            "stale": int((sampled_N & (batch.loss_mask_N == 0)).sum()),
-            "not_finite": int(batch.mask_sums_B.sum() - trained.mask_sums_B.sum()),
-            "zero_advantage": int((trains_N & (advantages_N == 0)).sum()),
+            **{rule: int(flags_N.sum()) for rule, flags_N in of_batch.items()},
             "too_long_samples": int((batch.left_out_B == LeftOut.TOO_LONG).sum()),
             "invalid_samples": int((batch.left_out_B == LeftOut.INVALID).sum()),
-            **{RULES[name]: int(count) for name, count in zip(self._flags, sums, strict=True)},
+            **{rule: int(count) for rule, count in zip(of_loss, sums, strict=True)},
         }
         counts = {f"train/masked_tokens/{rule}": float(count) for rule, count in found.items()}
         return {"train/num_response_tokens": float(np.count_nonzero(responses_N)), **counts}
@@ -94,20 +90,9 @@ class MaskedTokens:
         self, batch: TrainBatch, trained: TrainBatch, advantages_N: Floats32, responses_N: Flags
     ) -> TrainedTokens:
         """Return the rules of each token, and its log-prob. A collective of all replicas. Arguments as of `counts`."""
-        trains_N = trained.loss_mask_N != 0
-        sampled_N = batch.staleness_N != NOT_SAMPLED
-        flags: dict[str, Flags] = {
-            "loss_mask": responses_N & ~sampled_N,
-            "stale": sampled_N & (batch.loss_mask_N == 0),
-            "not_finite": (batch.loss_mask_N != 0) & ~trains_N,
-            "zero_advantage": trains_N & (advantages_N == 0),
-        }
-        own_N = np.zeros(len(trains_N), dtype=np.int64)
-        for name, flags_N in self._flags.items():
-            own_N |= (flags_N.cpu().numpy() & trains_N).astype(np.int64) << TOKEN_RULES.index(RULES[name])
+        own_N = _bits(self._of_loss(trained), len(batch.tokens_N))
         rules_N = ranks.sum_over_replicas(torch.from_numpy(own_N)).numpy()  # a token is in one replica
-        for name, flags_N in flags.items():
-            rules_N |= flags_N.astype(np.int64) << TOKEN_RULES.index(name)
+        rules_N |= _bits(_of_batch(batch, trained, advantages_N, responses_N), len(batch.tokens_N))
         log_probs_N, is_known_N = (
             ranks.sum_over_replicas(column_N.cpu().double()).numpy()
             for column_N in (self._log_probs_N, self._is_known_N)
@@ -124,3 +109,28 @@ class MaskedTokens:
             rule_names=TOKEN_RULES,
             reasons=LEFT_OUT,
         )
+
+    def _of_loss(self, trained: TrainBatch) -> dict[str, Flags]:
+        """Return the tokens of this replica that each rule of the loss masks or limits."""
+        trains_N = trained.loss_mask_N != 0
+        return {RULES[name]: flags_N.cpu().numpy() & trains_N for name, flags_N in self._flags.items()}
+
+
+def _of_batch(batch: TrainBatch, trained: TrainBatch, advantages_N: Floats32, responses_N: Flags) -> dict[str, Flags]:
+    """Return the tokens that each rule of the batch itself masks."""
+    trains_N = trained.loss_mask_N != 0
+    sampled_N = batch.staleness_N != NOT_SAMPLED
+    return {
+        "loss_mask": responses_N & ~sampled_N,
+        "stale": sampled_N & (batch.loss_mask_N == 0),
+        "not_finite": (batch.loss_mask_N != 0) & ~trains_N,
+        "zero_advantage": trains_N & (advantages_N == 0),
+    }
+
+
+def _bits(flags: Mapping[str, Flags], num_tokens: int) -> NDArray[np.int64]:
+    """Return the rules of each token, [N]: bit i for rule i of `TOKEN_RULES`."""
+    rules_N = np.zeros(num_tokens, dtype=np.int64)
+    for rule, flags_N in flags.items():
+        rules_N |= flags_N.astype(np.int64) << TOKEN_RULES.index(rule)
+    return rules_N
