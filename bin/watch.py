@@ -151,11 +151,8 @@ async def _print_lines(found: "FoundRun", screen: Screen, *, bars: bool) -> int:
     from runtime.report.report import Line, Report
     from runtime.report.terminal import legend, scale_of, step_line
 
-    report, breakdown, recent_s = (
-        Report(found.name, observed_of(found)[0].num_steps),
-        Breakdown(),
-        deque[float](maxlen=SCALE_STEPS),
-    )
+    report, breakdown = Report(found.name, observed_of(found)[0].num_steps), Breakdown()
+    recent_s = deque[float](maxlen=SCALE_STEPS)
     if bars:
         screen.show_all(legend(screen.columns))
     async with followed(found, ends=True) as events:

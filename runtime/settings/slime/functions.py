@@ -315,7 +315,8 @@ def sample_class() -> Any:
 
 def given_sample(**fields: Any) -> Any:
     """Create a sample for a function, with these fields alone if the class is ours."""
-    return _given(sample_class())(**fields)
+    kind = sample_class()
+    return kind.given(**fields) if kind is Sample else kind(**fields)
 
 
 def adapted(function: Callable[..., Any], parameters: Sequence[str], *, is_async: bool) -> Callable[[Any], Any]:
@@ -369,8 +370,3 @@ def _samples_of_group(group: Any) -> list[Any]:
             group.indices, group.rewards, group.response_lens, group.statuses, strict=True
         )
     ]
-
-
-def _given(kind: Any) -> Callable[..., Any]:
-    """Creates samples of that class: with the fields that are given alone, if it is ours."""
-    return kind.given if kind is Sample else kind
