@@ -28,7 +28,7 @@ from runtime.settings.load import places
 from runtime.settings.plugins import PluginError, is_plugin, load_class, located
 from runtime.settings.reading.config import Problem
 from runtime.settings.reading.toml import Loaded
-from runtime.settings.rules.topology import unmet_need
+from runtime.settings.rules.graders import unmet_need
 from runtime.settings.topology import RewardConfig, Topology, takes_list
 from runtime.util.formatting import show
 

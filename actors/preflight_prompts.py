@@ -31,7 +31,7 @@ from runtime.settings.derived import eval_data, eval_sampling, rollout_sampling,
 from runtime.settings.plugins import PluginError, is_plugin
 from runtime.settings.reading.config import Problem
 from runtime.settings.recipe import DataConfig
-from runtime.settings.rules.topology import REMOTE_RM, unmet_need
+from runtime.settings.rules.graders import REMOTE_RM, unmet_need
 from runtime.settings.topology import RewardConfig, Topology, answers_are_recorded
 from runtime.util.formatting import show
 

@@ -4,7 +4,7 @@ import pytest
 
 from actors.reward.graders.parsers import BadAnswerError, boxed_number, find_parser, number
 from actors.reward.samples import GradedSample
-from runtime.settings.rules.topology import PARSERS
+from runtime.settings.rules.graders import PARSERS
 
 
 @pytest.mark.parametrize(
