@@ -26,7 +26,7 @@ from runtime.node.claims.run_id import RunMismatch, id_in
 from runtime.node.external_clients import ClientsUnreadable
 from runtime.node.following import followed
 from runtime.node.reopen import FoundRun, NoLog, find_run
-from runtime.report.group_spans import GroupSpans, Span
+from runtime.report.group_spans import GroupSpans, OtlpSpan
 from runtime.util.errors import flatten
 from runtime.util.exit_codes import EXIT_INPUT_ERROR, EXIT_OK
 from runtime.util.files import write_atomically
@@ -48,7 +48,7 @@ log = logging.getLogger("opentelemetry-spans")
 class Sender(Protocol):
     """Sends spans. Blocks."""
 
-    def send(self, spans: Sequence[Span]) -> bool:
+    def send(self, spans: Sequence[OtlpSpan]) -> bool:
         """Send spans; return whether the collector accepted them."""
         ...
 
@@ -56,7 +56,7 @@ class Sender(Protocol):
 class Queued(NamedTuple):
     """A span, and the log sequence of the event that ended it."""
 
-    span: Span
+    span: OtlpSpan
     seq: int
 
 
@@ -77,7 +77,7 @@ class Queue:
         self._added_seq = 0  # of the newest event whose spans are all added
         self.first_seq = self._done_seq + 1  # of the first event whose spans are sent
 
-    async def add(self, spans: Sequence[Span], seq: int) -> None:
+    async def add(self, spans: Sequence[OtlpSpan], seq: int) -> None:
         """Add the spans of an event. Wait for room while the collector accepts spans; else drop the oldest."""
         for span in spans:
             while len(self._waiting) >= self._bound and not self.fails:
@@ -182,11 +182,11 @@ class Otlp:
         url = f"{endpoint.rstrip('/')}/v1/traces"
         self._exporter: Any = exporters.OTLPSpanExporter(endpoint=url, timeout=EXPORT_TIMEOUT_S)
 
-    def send(self, spans: Sequence[Span]) -> bool:
+    def send(self, spans: Sequence[OtlpSpan]) -> bool:
         """Send spans; return whether the collector accepted them."""
         return self._exporter.export([self._readable(span) for span in spans]) is self._success
 
-    def _readable(self, span: Span) -> Any:
+    def _readable(self, span: OtlpSpan) -> Any:
         api = self._api
         failed = {"status": api.Status(api.StatusCode.ERROR, span.error)} if span.error else {}
         return self._span(

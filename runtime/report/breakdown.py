@@ -39,6 +39,7 @@ from messages import (
     WeightsApplied,
     WeightSyncEnded,
 )
+from runtime.report.trainer_work import work_of
 from runtime.util.formatting import count_of, duration
 
 PARTS: Final = {  # in the order in which they are shown
@@ -376,30 +377,27 @@ class Breakdown(msgspec.Struct):
     # steps
 
     def _train(self, event: BatchTrained, time: float) -> StepTime:
-        begin, metrics = self.boundary, event.metrics
+        begin, work = self.boundary, work_of(event.metrics, time)
+        began = max(begin, work.begin)
         canvas = Canvas(begin, time)
         worst: dict[str, str] = {}
         self._named(canvas, worst, BEFORE_ALL)
         if event.replay:
             canvas.rest("faults")
             worst["faults"] = f"step {event.step + 1} trained again"
-        trained = time - metrics.get("perf/update_weights_time", 0.0)
-        training = trained - metrics.get("perf/train_time", 0.0)
-        waited, fetched = wait_of(metrics, time)
-        began = max(begin, waited - metrics.get("perf/train_wait_time", 0.0))
-        canvas.paint("weights", trained, time)
-        canvas.paint("train", training, trained)
-        canvas.paint("fetch", waited, fetched)
-        self._named(canvas, worst, {"memory": "memory"}, (fetched, training))
+        canvas.paint("weights", work.trained, time)
+        canvas.paint("train", work.training, work.trained)
+        canvas.paint("fetch", work.waited, work.fetched)
+        self._named(canvas, worst, {"memory": "memory"}, (work.fetched, work.training))
         if self.phase is not None and self.phase[0].phase is Phase.TRAIN:  # the trainer loads what it had offloaded
-            canvas.paint("memory", max(fetched, self.phase[1]), training)
-        worst |= _longest(metrics)
+            canvas.paint("memory", max(work.fetched, self.phase[1]), work.training)
+        worst |= _longest(event.metrics)
         self._named(canvas, worst, BEFORE_THE_WAIT, (begin, began))
         batch = self._batch(event.step)
         if batch is not None:
-            self._explain(canvas, worst, batch, began, waited)
-        self._named(canvas, worst, IN_THE_WAIT, (began, waited))
-        canvas.paint("wait", began, waited)
+            self._explain(canvas, worst, batch, began, work.waited)
+        self._named(canvas, worst, IN_THE_WAIT, (began, work.waited))
+        canvas.paint("wait", began, work.waited)
         canvas.rest("unexplained")
         done = StepTime(event.step + 1, begin, time, dict(canvas.parts), worst, gap=(begin, began))
         self._close(done)
@@ -495,17 +493,6 @@ class Breakdown(msgspec.Struct):
             if span.kind == "faults":
                 paint("faults", max(life.issued, span.begin), min(life.begun, span.end))
         paint("queue", life.issued, life.begun)
-
-
-def wait_of(metrics: Mapping[str, float], end: float) -> tuple[float, float]:
-    """Return when the wait for a batch and its fetch ended, in a step that ended at a time.
-
-    They are at the step's begin, training is at its end. With colocation memory is handed over in between.
-    """
-    wait_s, fetch_s = metrics.get("perf/train_wait_time", 0.0), metrics.get("perf/fetch_time", 0.0)
-    known_s = wait_s + fetch_s + metrics.get("perf/train_time", 0.0) + metrics.get("perf/update_weights_time", 0.0)
-    waited = end - max(known_s, metrics.get("perf/step_time", 0.0)) + wait_s
-    return waited, waited + fetch_s
 
 
 def _longest(metrics: Mapping[str, float]) -> dict[str, str]:

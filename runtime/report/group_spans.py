@@ -20,8 +20,8 @@ from messages import (
     TrainerStarted,
     VerdictGiven,
 )
-from runtime.report.breakdown import wait_of
 from runtime.report.rows import mean_of
+from runtime.report.trainer_work import work_of
 
 MAX_GROUPS: Final = 50_000  # live ones; the oldest are left out
 MAX_CHILDREN: Final = 64  # of a group that is issued again and again; the newest are kept
@@ -31,7 +31,7 @@ MAX_TEXT: Final = 200  # characters of a reason
 Value = str | int | float
 
 
-class Span(msgspec.Struct, frozen=True, kw_only=True):
+class OtlpSpan(msgspec.Struct, frozen=True, kw_only=True):
     """A span. Its key names it in the run; the key of a trace's root names the trace."""
 
     root: str  # key of the root of its trace
@@ -55,7 +55,7 @@ class Live(msgspec.Struct):
     completed: float = 0.0  # of that attempt; 0: not yet
     ready: float = 0.0  # verdict on it
     num_children: int = 0
-    children: list[Span] = []
+    children: list[OtlpSpan] = []
     attributes: dict[str, Value] = {}
 
     @property
@@ -71,7 +71,7 @@ class Live(msgspec.Struct):
         begin = max(begin, self.issued)  # clocks of two processes
         end = max(begin, end)
         self.children.append(
-            Span(root=self.key, key=key, parent=self.key, name=name, begin=begin, end=end, attributes=values)
+            OtlpSpan(root=self.key, key=key, parent=self.key, name=name, begin=begin, end=end, attributes=values)
         )
         del self.children[:-MAX_CHILDREN]
 
@@ -83,7 +83,7 @@ class GroupSpans:
         self._live: dict[int, Live] = {}
         self._batches: dict[int, tuple[float, tuple[int, ...]]] = {}  # time and groups, by step
 
-    def apply(self, event: Message, time: float) -> list[Span]:
+    def apply(self, event: Message, time: float) -> list[OtlpSpan]:
         """Fold the next event, logged at a Unix time; return the spans of the groups and the step that it ends."""
         match event:
             case GroupsIssued():
@@ -150,7 +150,7 @@ class GroupSpans:
             **({"physarum.reward": mean_of(rewards) or 0.0} if rewards else {}),
         }
 
-    def _judge(self, event: VerdictGiven, time: float) -> list[Span]:
+    def _judge(self, event: VerdictGiven, time: float) -> list[OtlpSpan]:
         live = self._live.get(event.group_id)
         if live is None or live.attempt != event.attempt or not live.completed or live.ready:
             return []
@@ -161,7 +161,7 @@ class GroupSpans:
             return self._end(event.group_id, outcome, time, reason=event.reason or "")
         return []
 
-    def _train(self, event: BatchTrained, time: float) -> list[Span]:
+    def _train(self, event: BatchTrained, time: float) -> list[OtlpSpan]:
         if event.step not in self._batches:
             return []
         parts, root = _parts_of(event, time), _step(event.step)
@@ -172,10 +172,10 @@ class GroupSpans:
             "physarum.tokens": event.num_tokens,
         }
         begin = min((part.begin for part in parts), default=time)
-        whole = Span(root=root, key=root, name="train step", begin=begin, end=time, attributes=attributes)
+        whole = OtlpSpan(root=root, key=root, name="train step", begin=begin, end=time, attributes=attributes)
         return [*self._settle(event.step, time, link=root), *parts, whole]
 
-    def _settle(self, step: int, time: float, *, link: str) -> list[Span]:
+    def _settle(self, step: int, time: float, *, link: str) -> list[OtlpSpan]:
         """End the groups of a batch, which is trained."""
         ready, group_ids = self._batches.pop(step)
         for group_id in group_ids:
@@ -185,15 +185,15 @@ class GroupSpans:
                 live.attributes["physarum.step"] = step + 1
         return [span for group_id in group_ids for span in self._end(group_id, "trained", time, link=link)]
 
-    def _end(self, group_id: int, outcome: str, time: float, *, reason: str = "", link: str = "") -> list[Span]:
+    def _end(self, group_id: int, outcome: str, time: float, *, reason: str = "", link: str = "") -> list[OtlpSpan]:
         live = self._live.pop(group_id, None)
         if live is None:
             return []
         return [*live.children, _root_of(live, outcome, time, reason[:MAX_TEXT], link)]
 
 
-def _root_of(live: Live, outcome: str, time: float, reason: str, link: str) -> Span:
-    return Span(
+def _root_of(live: Live, outcome: str, time: float, reason: str, link: str) -> OtlpSpan:
+    return OtlpSpan(
         root=live.key,
         key=live.key,
         name="prompt group",
@@ -211,22 +211,13 @@ def _root_of(live: Live, outcome: str, time: float, reason: str, link: str) -> S
     )
 
 
-def _parts_of(event: BatchTrained, time: float) -> list[Span]:
-    """Return the parts of a step that ended: wait and fetch at its begin, training and weights at its end."""
-    waited, fetched = wait_of(event.metrics, time)
-    begin = waited - event.metrics.get("perf/train_wait_time", 0.0)
-    trained = time - event.metrics.get("perf/update_weights_time", 0.0)
-    training = trained - event.metrics.get("perf/train_time", 0.0)
-    root = _step(event.step)
+def _parts_of(event: BatchTrained, time: float) -> list[OtlpSpan]:
+    """Return the parts of a step that took time."""
+    work, root = work_of(event.metrics, time), _step(event.step)
     return [
-        Span(root=root, key=f"{root}/{name}", parent=root, name=name, begin=max(begin, a), end=b)
-        for name, a, b in (
-            ("wait", begin, waited),
-            ("fetch", waited, fetched),
-            ("train", training, trained),
-            ("weights", trained, time),
-        )
-        if b > max(begin, a)
+        OtlpSpan(root=root, key=f"{root}/{name}", parent=root, name=name, begin=max(begin, work.begin), end=end)
+        for name, begin, end in work.parts
+        if end > max(begin, work.begin)
     ]
 
 

@@ -19,7 +19,7 @@ from messages import (
     VerdictGiven,
     WeightsApplied,
 )
-from runtime.report.breakdown import wait_of
+from runtime.report.trainer_work import work_of
 
 KEPT_GROUPS: Final = 100_000  # that wait for a verdict
 KEPT_SPANS: Final = 20_000  # of the timeline; the newest ones
@@ -106,19 +106,10 @@ class Spans(msgspec.Struct):
 
 
 def _of_step(event: BatchTrained, time: float) -> list[Span]:
-    """Return the parts of a step: wait and fetch at its begin, training and the export of weights at its end."""
-    metrics = event.metrics
-    waited, fetched = wait_of(metrics, time)
-    begin = waited - metrics.get("perf/train_wait_time", 0.0)
-    trained = time - metrics.get("perf/update_weights_time", 0.0)
-    training = trained - metrics.get("perf/train_time", 0.0)
-    return [
-        Span("step", "", f"step {event.step + 1}", begin, time, facts={"groups": event.num_groups}),
-        Span("wait", "", "wait", begin, waited),
-        Span("fetch", "", "fetch", waited, fetched),
-        Span("train", "", "train", training, trained),
-        Span("weights", "", "weights", trained, time),
-    ]
+    """Return a step and its parts."""
+    work = work_of(event.metrics, time)
+    step = Span("step", "", f"step {event.step + 1}", work.begin, time, facts={"groups": event.num_groups})
+    return [step, *(Span(name, "", name, begin, end) for name, begin, end in work.parts)]
 
 
 class Bar(msgspec.Struct, frozen=True, array_like=True):

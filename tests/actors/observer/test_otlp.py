@@ -8,7 +8,7 @@ import anyio
 import pytest
 
 from actors.observer.otlp import AT_ONCE, Queue, sent_in
-from runtime.report.group_spans import Span
+from runtime.report.group_spans import OtlpSpan
 from runtime.util.retrying import Backoff
 from tests.fixtures.nats import eventually
 
@@ -26,7 +26,7 @@ class Collector:
         self.got: list[str] = []
         self.num_calls = 0
 
-    def send(self, spans: Sequence[Span]) -> bool:
+    def send(self, spans: Sequence[OtlpSpan]) -> bool:
         self.num_calls += 1
         time.sleep(self.takes_s)
         if self.accepts:
@@ -34,8 +34,8 @@ class Collector:
         return self.accepts
 
 
-def span(number: int) -> Span:
-    return Span(root="r", key=str(number), name="n", begin=0.0, end=1.0)
+def span(number: int) -> OtlpSpan:
+    return OtlpSpan(root="r", key=str(number), name="n", begin=0.0, end=1.0)
 
 
 async def fill(queue: Queue, *numbers: int) -> None:

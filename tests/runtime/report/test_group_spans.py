@@ -4,12 +4,12 @@ import pytest
 from msgspec.structs import replace
 
 from messages import GroupCompleted, LastSample, Message, Outcome
-from runtime.report.group_spans import GroupSpans, Span
+from runtime.report.group_spans import GroupSpans, OtlpSpan
 from tests.build.events import batch, completed, failed, issued, trained, verdict
 from tests.support.log_of_a_run import LOG, SAMPLE
 
 
-def spans_of(*events: tuple[float, Message]) -> list[Span]:
+def spans_of(*events: tuple[float, Message]) -> list[OtlpSpan]:
     spans = GroupSpans()
     return [span for time, event in events for span in spans.apply(event, time)]
 
