@@ -4,7 +4,6 @@ The home node's tells what the log says; each node's tells the facts of its mach
 it leaves the former out, so that Prometheus never sees a counter that is too low.
 """
 
-import asyncio
 import logging
 import os
 import signal
@@ -18,9 +17,10 @@ from typing import Final
 import anyio
 import psutil
 from aiohttp import web
+from anyio.lowlevel import checkpoint
 
 from actors.observer.page import observed_of
-from runtime.bus.addresses import NODE_VARIABLE
+from runtime.bus.addresses import NODE_VARIABLE, split_host_port
 from runtime.bus.errors import BusError
 from runtime.node.external_clients import ClientsUnreadable
 from runtime.node.observing import observing
@@ -148,17 +148,17 @@ async def follow(run: FoundRun, observed: Observed, exporter: Exporter) -> None:
             exporter.caught_up = True
         except* (NoLog, BusError, ClientsUnreadable, OSError) as errors:
             log.warning("the log cannot be read: %s", flatten(errors)[0])
-            await asyncio.sleep(AGAIN_S)
+            await anyio.sleep(AGAIN_S)
 
 
 async def _fold(run: FoundRun, observed: Observed, *, waits: bool) -> None:
     """Fold the events up to the newest one, or, if it waits, as long as a node daemon runs the run."""
     async with observing(run, observed, note=log.warning, waits=waits) as folding:
         async for _ in folding.batches():
-            await asyncio.sleep(0)  # requests get their turn between two batches of a long history
+            await checkpoint()  # requests get their turn between two batches of a long history
         live = folding.events.live
     if waits and not live:
-        await asyncio.sleep(AGAIN_S)
+        await anyio.sleep(AGAIN_S)
 
 
 @asynccontextmanager
@@ -179,14 +179,13 @@ async def served(exporter: Exporter, host: str, port: int) -> AsyncGenerator[int
 
 
 async def _run(address: str, *, with_log: bool) -> None:
-    host, _, port = address.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
+    host, port = split_host_port(address)
     name, node = os.environ[RUN_VARIABLE], os.environ[NODE_VARIABLE]
     run_dir = Path(os.environ[RUN_DIR_VARIABLE])
     run = find_run(str(run_dir)) if with_log else None
     observed = None if run is None else observed_of(run)[0]
     exporter = Exporter(name, node, run_dir, observed)
-    async with served(exporter, host, int(port)) as got, anyio.create_task_group() as tasks:
+    async with served(exporter, host, port) as got, anyio.create_task_group() as tasks:
         reach = "" if is_loopback(host) else "; other machines reach it, without TLS and without a password"
         log.info("/metrics is served on port %d of %s%s", got, host, reach)
         if run is not None and observed is not None:

@@ -69,7 +69,7 @@ def observer_login(run: FoundRun) -> Login:
         client = read_clients(directory).named(OBSERVER)
         if client is None or client.kind is not ClientKind.VIEWER:
             raise ValueError(
-                f"the external client {OBSERVER} is no viewer: revoke it, observers use this name"
+                f"the external client {OBSERVER} is not a viewer: revoke it, observers use this name"
             ) from None
     return Login(user=client.name, password=Secret(client.password))
 

@@ -29,6 +29,7 @@ from messages import (
 from messages.plain import clipped
 from runtime.report.breakdown import Breakdown, StepTime
 from runtime.report.group_numbers import is_left_out
+from runtime.report.report import LOSSES
 from runtime.util.formatting import duration
 
 WINDOW: Final = 10  # steps
@@ -51,7 +52,6 @@ CORRELATED, GROWN, GAP_GROWN = 0.4, 1.25, 0.2  # of rewards and lengths; of the 
 ENDLESS, ENDLESS_AT_ONCE = 0.5, 0.95  # share of samples
 GARBLED: Final = 0.1  # share of samples
 STALLED, STALLED_S = 6.0, 60.0  # times the median step, and seconds at least
-DEMONSTRATED: Final = ("train/sft_loss", "train/preference_loss")
 ENGINES: Final = ("rollout", "long tail", "queue")
 TRAINING: Final = ("fetch", "train", "weights")
 UNUSUAL: Final = ("start", "end", "faults", "evaluation", "checkpoint")  # parts that are not in every step
@@ -210,7 +210,7 @@ class Adviser(msgspec.Struct):
 
     def _close(self, event: BatchTrained, step: StepTime) -> None:
         facts, self.open = self.open, StepFacts()
-        if event.replay or any(name in event.metrics for name in DEMONSTRATED):
+        if event.replay or any(name in event.metrics for name in LOSSES):
             facts = StepFacts()  # demonstrations have no rewards, and a replay has no groups of its own
         facts.step = self.num_steps = step.step
         facts.parts = {part: seconds for part, seconds in step.parts.items() if part not in UNUSUAL}
@@ -384,7 +384,7 @@ def script(run: Adviser) -> str | None:
 
 
 def not_text(run: Adviser) -> str | None:
-    """Responses hold bytes that are no text."""
+    """Responses hold bytes that are not text."""
     share = _share(run.window, BYTES)
     return None if share < GARBLED else f"{share:.0%} of {_sum(run.window, 'samples')} responses"
 

@@ -10,9 +10,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
-from messages import (
-    EngineState,
-)
+from messages import EngineState
 from runtime.report.observed import Observed
 
 OPENMETRICS: Final = "application/openmetrics-text; version=1.0.0; charset=utf-8"
@@ -62,12 +60,11 @@ def _of_the_run(observed: Observed, now: Mapping[str, Any]) -> Iterator[Family]:
         "Newest value of each metric of train steps, by its name in docs/reference/metrics.md.",
         [({"metric": name}, value) for name, value in sorted(observed.metrics().items())],
     )
-    parts = observed.times(now["step"] + 1)["totals"]
     yield Family(
         "time_seconds",
         GAUGE,
         "Wall time of all train steps so far, by the part that it was spent in (bin/watch RUN --time).",
-        [({"part": name}, seconds) for name, seconds in sorted(parts.items())],
+        [({"part": name}, seconds) for name, seconds in sorted(observed.breakdown.totals.items())],
     )
     yield Family(
         "weights_version",

@@ -24,18 +24,15 @@ from messages import (
     RunFinished,
     RunStalled,
     RunStopped,
-    SnapshotTaken,
     VerdictGiven,
     WeightsAnnounced,
     WeightsApplied,
 )
-from runtime.ledger.fold import FOLD_VERSION
-from runtime.ledger.snapshots import content_of
 from runtime.ledger.state import Stage
 from runtime.report.advice import Adviser
 from runtime.report.breakdown import PARTS, Breakdown, StepTime
 from runtime.report.counts import Counts
-from runtime.report.report import Line, Report, RowDone
+from runtime.report.report import Line, Report, RowDone, ledger_in
 from runtime.report.rows import MetricRow, spelled
 from runtime.report.spans import Timeline
 
@@ -45,7 +42,6 @@ KEPT_LINES: Final = 200
 KEPT_ENDINGS: Final = 200
 SHOWN_GROUPS: Final = 50  # live groups of each stage
 COURSE_EVERY_S: Final = 1.0  # at first
-STATES: Final = ("in_flight", "pooled", "ready", "trained", "skipped", "dropped", "failed")
 
 
 CoursePoint = tuple[int | float, ...]  # time, then the number of groups by state, in the order of Books
@@ -156,7 +152,7 @@ class Observed(msgspec.Struct):
         if not self.first_seq:
             self.first_seq, self._report.started = seq, time
         self.num_events, self.seq, self.time = self.num_events + 1, seq, time
-        self._begin_late(event, seq)
+        self._begin_late(event)
         self._waiting = {}
         rows: list[MetricRow] = []
         for notice in self._report.apply(event, seq, time):
@@ -182,11 +178,10 @@ class Observed(msgspec.Struct):
             self.course.add((time, *msgspec.structs.astuple(self._report.ledger.books())))
         return rows
 
-    def _begin_late(self, event: Message, seq: int) -> None:
+    def _begin_late(self, event: Message) -> None:
         """Take the ledger from the first snapshot, if the log does not begin with the run."""
-        late = self.first_seq > 1 and isinstance(event, SnapshotTaken) and not self._report.ledger.groups
-        if late and isinstance(event, SnapshotTaken) and event.content and event.fold_version == FOLD_VERSION:
-            self._report.begin(content_of(event))
+        if self.first_seq > 1 and not self._report.ledger.groups and (state := ledger_in(event)) is not None:
+            self._report.begin(state)
 
     def _put(self, row: MetricRow) -> None:
         """Add a row; a late evaluation completes the row of its step, unless that was left out."""

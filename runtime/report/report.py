@@ -15,13 +15,15 @@ from messages import (
     Message,
     PairsEvaluated,
     RunFinished,
+    SnapshotTaken,
     TrainerStarted,
     WeightsApplied,
 )
 from messages.ledger import not_finite_in
 from runtime.ledger.books import sum_line
 from runtime.ledger.changes import AttemptEnded, Closed
-from runtime.ledger.fold import LEDGER_EVENTS, LedgerState, fold
+from runtime.ledger.fold import FOLD_VERSION, LEDGER_EVENTS, LedgerState, fold
+from runtime.ledger.snapshots import content_of
 from runtime.ledger.steps import Settled, TakenBack
 from runtime.report.group_numbers import CompletedNumbers, EqualScores, is_left_out, is_ungraded
 from runtime.report.lines import Failures, failure_in, line_of, masked_line, step_line
@@ -319,6 +321,13 @@ class Report(msgspec.Struct):
         elif before is None or before["step"] != event.step:
             return [line]  # its row was written before this start
         return [line, RowDone(before | metrics)]
+
+
+def ledger_in(event: Message) -> LedgerState | None:
+    """Return the ledger that an event holds: that of a snapshot, if this version can fold on from it."""
+    if not isinstance(event, SnapshotTaken) or not event.content or event.fold_version != FOLD_VERSION:
+        return None
+    return content_of(event)
 
 
 def _weights_of(event: EvalEnded) -> str:

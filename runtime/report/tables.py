@@ -16,19 +16,17 @@ from messages import (
     GroupCompleted,
     Message,
     SampleSummary,
-    SnapshotTaken,
 )
 from runtime.ledger.changes import AttemptEnded, Change, Closed, Issued, Judged
-from runtime.ledger.fold import FOLD_VERSION, LEDGER_EVENTS, fold
-from runtime.ledger.snapshots import content_of
+from runtime.ledger.fold import fold
 from runtime.ledger.state import Group, LedgerState, Stage
 from runtime.ledger.steps import Settled
 from runtime.report.breakdown import StepTime
 from runtime.report.observed import Observed
+from runtime.report.report import FOLDED, ledger_in
 from runtime.report.rows import MetricRow, mean_of
 
 HELD_STEPS: Final = 64  # rows of steps that wait for a late evaluation
-FOLDED: Final = frozenset(LEDGER_EVENTS)
 STATES: Final = {  # words of the ledger's sum for the groups that are live at the end
     Stage.IN_FLIGHT: "in_flight",
     Stage.COMPLETED: "in_flight",
@@ -149,7 +147,7 @@ TABLES: Final[dict[str, tuple[Column, ...]]] = {
 }
 
 
-class _Life(msgspec.Struct):
+class _LiveGroup(msgspec.Struct):
     """A live group, and times that the ledger does not keep."""
 
     group: Group
@@ -167,7 +165,7 @@ class Tables:
         self._observed = observed  # folds the same events, each before this
         self._state = LedgerState()
         self._begun = False
-        self._lives: dict[int, _Life] = {}
+        self._lives: dict[int, _LiveGroup] = {}
         self._rows: dict[int, MetricRow] = {}  # newest rows of metrics, by step
         self._times: dict[int, StepTime] = {}
         self._last_step = -1  # newest step whose row came out
@@ -218,10 +216,11 @@ class Tables:
 
     def _begin_late(self, event: Message) -> bool:
         """Take the ledger from the first snapshot, if the log does not begin with the run."""
-        if not isinstance(event, SnapshotTaken) or not event.content or event.fold_version != FOLD_VERSION:
+        state = ledger_in(event)
+        if state is None:
             return False
-        self._state = content_of(event)
-        self._lives = {number: _Life(group, None) for number, group in self._state.groups.items()}
+        self._state = state
+        self._lives = {number: _LiveGroup(group, None) for number, group in state.groups.items()}
         return True
 
     def _num_items(self, event: Message) -> int:
@@ -235,7 +234,7 @@ class Tables:
         match change:
             case Issued():
                 for group in change.groups:
-                    life = self._lives.setdefault(group.group_id, _Life(group, time, attempts=0))
+                    life = self._lives.setdefault(group.group_id, _LiveGroup(group, time, attempts=0))
                     life.attempts += 1
             case AttemptEnded(event=GroupCompleted() as event):
                 life = self._lives.get(event.group_id)
@@ -300,7 +299,9 @@ class Tables:
             yield "processes", (actor, exited.node, exited.pid, None, None, *end)
 
 
-def _group(life: _Life, state: str, reason: str | None, step: int | None = None, ended: float | None = None) -> Row:
+def _group(
+    life: _LiveGroup, state: str, reason: str | None, step: int | None = None, ended: float | None = None
+) -> Row:
     group = life.group
     rewards = [reward for reward in group.rewards if reward is not None]
     return (

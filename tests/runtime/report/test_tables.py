@@ -15,7 +15,8 @@ from runtime.ledger.fold import LedgerState, fold
 from runtime.report import parquet
 from runtime.report.observed import Observed
 from runtime.report.parquet import parquet_tables
-from runtime.report.tables import FOLDED, TABLES, Tables
+from runtime.report.report import FOLDED
+from runtime.report.tables import TABLES, Tables
 from tests.build.events import batch, completed, issued, trained, verdict
 from tests.build.samples import summary
 from tests.support.archived_run import GROUPS, SAMPLES, events_of_a_run
