@@ -374,7 +374,7 @@ ONLY_SAYS = {
     "runtime.report.observed",  # shows them
     "runtime.report.spans",  # shows their times
     "runtime.report.group_spans",  # notes their times
-    "runtime.report.advice",  # counts verdicts
+    "runtime.report.run_facts",  # counts verdicts
 }
 
 

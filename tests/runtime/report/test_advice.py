@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from messages import LastSample, Message, Outcome, RunFinished, RunStalled, SampleStatus, SampleSummary
-from runtime.report.advice import DROPPED, RULES, STALL, WINDOW, Advice, Adviser, advice_lines
+from runtime.report.advice import DROPPED, RULES, STALL, Advice, Adviser, advice_lines
 from runtime.report.breakdown import Breakdown
+from runtime.report.run_facts import WINDOW
 from tests.build.events import batch, completed, issued, trained, verdict
 from tests.runtime.report.test_breakdown import LOADED, Log, a_step, started
 
@@ -216,7 +217,7 @@ def test_advice_is_two_lines() -> None:
 @given(st.lists(st.integers(0, 8), min_size=1, max_size=12))
 def test_its_memory_is_bounded_and_it_says_nothing_about_a_few_groups(dropped: list[int]) -> None:
     adviser, breakdown = folded(a_run(len(dropped), dropped=dropped[0]))
-    assert len(adviser.steps) <= 2 * WINDOW
+    assert len(adviser.facts.steps) <= 2 * WINDOW
     shown = {advice.name for advice in adviser.advice(breakdown)}
     assert shown <= {"filter drops groups"}
     assert not (shown and dropped[0] / (8 + dropped[0]) < DROPPED)
