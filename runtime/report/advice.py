@@ -214,8 +214,8 @@ def trainer_limits(run: RunFacts) -> str | None:
 def length_bias(run: RunFacts) -> str | None:
     """Responses grow, and longer ones get more reward in their group."""
     old, new = run.steps[:-WINDOW], run.window
-    number, ll, rr, lr = (math.fsum(step.spread[index] for step in new) for index in range(4))
-    if len(old) < WINDOW or number < MIN_SAMPLES or not ll * rr:
+    number, ll, rr, lr = (sum(step.spread[index] for step in new) for index in range(4))
+    if len(old) < WINDOW or number < MIN_SAMPLES or not 0 < ll * rr < math.inf:  # squares of huge rewards overflow
         return None
     correlation, before, now = lr / math.sqrt(ll * rr), mean_length(old), mean_length(new)
     if correlation < CORRELATED or now < GROWN * before:

@@ -149,6 +149,17 @@ def test_a_reward_for_length_is_named_when_responses_grow() -> None:
     assert the_only(advised(a_run(30, worse)))[0] == "worse responses grow"
 
 
+@pytest.mark.parametrize("reward", [1e200, 1e307])
+def test_rewards_whose_squares_overflow_say_nothing_about_length(reward: float) -> None:
+    """Longer responses get more reward in one step and less in the next."""
+
+    def huge(step: int, group: int) -> list[SampleSummary]:
+        signs = (1 if (index + step) % 2 else -1 for index in range(8))
+        return [sample(i, sign * reward, length=10 + 20 * (i % 2) + step) for i, sign in enumerate(signs)]
+
+    assert advised(a_run(30, huge)) == []
+
+
 def timed(num_steps: int, **parts: float) -> Log:
     log, at = started(), LOADED
     for step in range(num_steps):
