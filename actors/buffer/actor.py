@@ -397,10 +397,7 @@ class BufferActor(Actor):
                     prompts.folded(event, state)
                 groups = [state.groups[issued.group_id] for issued in event.groups if issued.group_id in state.groups]
                 available = AvailablePrompts(self._issue_prompts, prompts)
-                await self._publish_tasks(
-                    rollout_task(self._topology, group, available, state.version_steps, rounds_ahead=state.rounds_ahead)
-                    for group in groups
-                )
+                await self._publish_tasks(rollout_task(self._topology, group, available, state) for group in groups)
                 self._issue_prompts = {}
             case EvalIssued():
                 await self._begin_evaluation(prompts)
@@ -427,12 +424,7 @@ class BufferActor(Actor):
         """Republish the task whose final message was dead-lettered."""
         keys = [key_of(subject, ending) for ending in (GroupCompleted, GroupAborted, GroupFailed)]
         lost = [group for key in keys if key is not None and (group := in_flight(self._state, key)) is not None]
-        await self._publish_tasks(
-            rollout_task(
-                self._topology, group, prompts, self._state.version_steps, rounds_ahead=self._state.rounds_ahead
-            )
-            for group in lost
-        )
+        await self._publish_tasks(rollout_task(self._topology, group, prompts, self._state) for group in lost)
         if key_of(subject, EvalCompleted) is not None:
             await self._begin_evaluation(prompts)
 

@@ -126,7 +126,8 @@ def chosen_of(selection: Selection, answer: Any) -> Chosen:
     """Parse a user function's answer: groups, or their ids, in order of preference.
 
     Raises:
-        SelectionError: it is no iterable, names an unknown group or a group twice, or has too few or too many groups.
+        SelectionError: it is not an iterable, names an unknown group or a group twice, or has too few or too many
+            groups.
     """
     if not isinstance(answer, Iterable) or isinstance(answer, str | bytes | Mapping):
         raise SelectionError(f"returned {cast('object', answer)!r:.200}; expected groups or their ids")

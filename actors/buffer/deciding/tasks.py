@@ -71,21 +71,18 @@ def schedule_of(topology: Topology, eval_sizes: Mapping[str, int]) -> Schedule:
     )
 
 
-def rollout_task(
-    topology: Topology, group: Group, prompts: Prompts, steps: Mapping[int, int], *, rounds_ahead: int = 0
-) -> RolloutRequested:
+def rollout_task(topology: Topology, group: Group, prompts: Prompts, state: LedgerState) -> RolloutRequested:
     """Build the task of an issued group.
 
     Args:
         topology: the topology, with its recipe.
         group: a group in flight.
         prompts: the run's training prompts.
-        steps: number of train steps in each weight version.
-        rounds_ahead: of the ledger's state: how far rounds are ahead of train steps.
+        state: the ledger, with the train steps of each weight version.
     """
-    step, prompt = group.round - rounds_ahead, prompts.prompt(group.prompt)
+    step, prompt = group.round - state.rounds_ahead, prompts.prompt(group.prompt)
     carried = group.carried if topology.rollout.on_halt == "resume" else ()
-    carried = tuple(sample for sample in carried if not _too_old(topology, sample, step, steps))
+    carried = tuple(sample for sample in carried if not _too_old(topology, sample, step, state.version_steps))
     num_samples = group.num_samples or topology.rollout.n_samples_per_prompt  # a resumed run may have another recipe
     baseline = needs_baseline(topology.algorithm)
     return RolloutRequested(
@@ -115,7 +112,7 @@ def tasks_in_flight(topology: Topology, state: LedgerState, prompts: Prompts) ->
     """Yield the tasks of all groups in flight."""
     for group in state.groups.values():
         if group.stage is Stage.IN_FLIGHT:
-            yield rollout_task(topology, group, prompts, state.version_steps, rounds_ahead=state.rounds_ahead)
+            yield rollout_task(topology, group, prompts, state)
 
 
 def eval_tasks(

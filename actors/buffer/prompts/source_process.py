@@ -185,7 +185,7 @@ class SourceProcess:
         """Send a request and return its answer.
 
         Raises:
-            DataError: no answer in time, or one that is none; the process is killed.
+            DataError: no answer in time, or one that cannot be decoded; the process is killed.
             _DiedError: the process ended.
         """
         process, name = self._process, self._settings.hello.value

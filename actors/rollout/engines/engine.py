@@ -380,9 +380,10 @@ class Engine:
         if self.state in (*LOST, EngineState.QUARANTINED):
             return  # reported by its state change
         # without all its memory it cannot generate a token as a sign of life
-        if isinstance(error, EngineSilent) and self.status.room is not MemoryLevel.EVERYTHING:
-            self._change(Trigger.STALLED, str(error))
-        elif isinstance(error, EngineSilent) and not await makes_tokens(self._client, self.url, SUSPECT_LOOK_S):
+        may_generate = self.status.room is MemoryLevel.EVERYTHING
+        if isinstance(error, EngineSilent) and not (
+            may_generate and await makes_tokens(self._client, self.url, SUSPECT_LOOK_S)
+        ):
             self._change(Trigger.STALLED, str(error))
         elif self._verifier.is_paused(self.url):
             self._change(Trigger.LEFT_PAUSED, str(error))

@@ -91,8 +91,8 @@ class ThroughRouter:
         try:
             found = [worker for worker in await self._client.workers(router) if engine is None or worker.url == engine]
             others = [] if engine is not None else [worker.url for worker in found if not self._is_ours(worker)]
-            self.waits_for = f"the router {router}, which lists engines of others: {', '.join(others)}"
-            self.waits_for = self.waits_for if others else "the router"
+            of_others = f" {router}, which lists engines of others: {', '.join(others)}" if others else ""
+            self.waits_for = f"the router{of_others}"
             for worker in found if not others else ():
                 self._asked_at.pop((router, worker.url), None)  # listed now, so a later add must be requested anew
                 await self._once(router, worker.id, lambda worker=worker: self._client.remove_worker(router, worker))
@@ -181,10 +181,8 @@ class Registration:
                 async with self.moving:
                     self.is_known = True
                     await wait_until(self._entered_or_lost)
-                    if (
-                        not self._accepts_requests()
-                    ):  # a concurrent check found it lost and left the unregistering to this call
-                        await self.leave()
+                    if not self._accepts_requests():
+                        await self.leave()  # a concurrent check found it lost, and left this to us
         self._num_apart -= 1
         await self._target.notify()
 

@@ -17,7 +17,7 @@ def checked_sampling(
     """Return a user's sampling parameters as Python's numbers, which messages can carry; None stays None.
 
     Raises:
-        ValueError: one is no number, or an impossible one.
+        ValueError: one is not a number, or is impossible.
     """
     temperature, top_p = _number("temperature", temperature), _number("top_p", top_p)
     top_k = checked_integer("top_k", top_k)
@@ -42,7 +42,7 @@ def checked_integer(name: str, value: Any) -> int | None:
     """Return a user's integer as Python's; None stays None.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is not an integer.
     """
     if value is None:
         return None
@@ -60,7 +60,7 @@ def checked_text(text: Any, call: str) -> str:
     """Return a user's text.
 
     Raises:
-        TypeError: it is none.
+        TypeError: it is not a str.
         ValueError: no message can carry it.
     """
     if not isinstance(text, str):
@@ -76,7 +76,7 @@ def checked_ids(model: ServedModel, ids: Any) -> list[int]:
     """Return a user's tokens.
 
     Raises:
-        TypeError: they are no integers.
+        TypeError: one is not an integer.
         ValueError: one is outside of the vocabulary.
     """
     given = [index(token) for token in ids]

@@ -443,7 +443,7 @@ class Context:
         """Copy the function's reward to the sample, which has all its tokens.
 
         Raises:
-            TypeError, ValueError, OverflowError: it is no finite number, or there are others without it.
+            TypeError, ValueError, OverflowError: it is not a finite number, or there are others without it.
         """
         self._sample.own_score = self._own_score()
 

@@ -143,8 +143,8 @@ class Conversation(Context):
             prompt: that the grader sees; None: the row's.
 
         Raises:
-            TypeError: the text or the prompt is none.
-            ValueError: the grader gave none, or grades whole groups.
+            TypeError: the text or the prompt is not a str.
+            ValueError: the grader gave no reward, or grades whole groups.
         """
         text = checked_text(text, "grade")
         prompt = None if prompt is None else checked_text(prompt, "grade: prompt")
@@ -171,7 +171,7 @@ class Conversation(Context):
     async def run(self, function: GenerateFunction) -> SampleStatus:
         """Run the function; return the sample's final status, ABORTED if it was halted or starts again.
 
-        A reward that is no finite number fails the sample. That of a sample without all its tokens is not looked at.
+        A reward that is not a finite number fails the sample. That of a sample without all its tokens is not looked at.
 
         Raises:
             ValueError: the function raised, took too long, requested no turn, or set what no event can carry.

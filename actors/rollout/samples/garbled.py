@@ -14,8 +14,8 @@ TAIL_CHARS: Final = 2_000  # of the end of a response, which is compressed
 MIN_TAIL_CHARS: Final = 1_000
 REPEATS: Final = 8  # times that a repetitive text shrinks; prose shrinks to about a half, tables to a quarter
 MIN_CHARS: Final = 3  # in another script
-OTHER_SHARE: Final = 0.05  # of all characters that are no space
-BROKEN: Final = "\ufffd"  # what decoders write for bytes that are no text
+OTHER_SHARE: Final = 0.05  # of all characters that are not spaces
+BROKEN: Final = "\ufffd"  # what decoders write for bytes that are not text
 BROKEN_SHARE: Final = 0.02
 
 # First and last code point of the scripts that people mix up least. Latin and Greek are in all texts about science,

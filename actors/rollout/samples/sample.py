@@ -259,7 +259,7 @@ def named_rewards(details: Mapping[str, object] | None, keys: Sequence[str]) -> 
     """Return the rewards that a grader's answer holds under these names.
 
     Raises:
-        ValueError: the answer is no dict, lacks a name, or has no finite number there.
+        ValueError: the answer is not a dict, lacks a name, or has no finite number there.
     """
     if details is None:
         raise ValueError(f"the grader returned no dict with the rewards {', '.join(keys)}, or one too large to send")

@@ -330,7 +330,7 @@ async def grade_text(scorer: Scorer, task: GroupTask, index: int, text: str, pro
         prompt: as the grader sees it; None: the row's.
 
     Raises:
-        ValueError: the grader gave none, or grades whole groups.
+        ValueError: the grader gave no reward, or grades whole groups.
     """
     if task.group_rm:
         raise ValueError("reward.group_rm: the grader grades whole groups")

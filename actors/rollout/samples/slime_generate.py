@@ -150,7 +150,7 @@ class EngineRouter:
     def _read(self, payload: Any) -> tuple[str | list[int], SamplingParams, bool]:
         """Return the prompt, the sampling parameters, and whether log-probs are wanted."""
         if not isinstance(payload, dict):
-            raise TypeError(f"post to the router: {payload!r:.200} is no dict")
+            raise TypeError(f"post to the router: {payload!r:.200} is not a dict")
         fields = dict(cast("dict[str, Any]", payload))
         request = fields.pop("input_ids", None)
         text = fields.pop("text", None)
@@ -263,12 +263,12 @@ def _settle(conversation: Conversation, router: EngineRouter, returned: Any) -> 
     """Take what the function returned: text, status, mask, reward and notes.
 
     Raises:
-        TypeError, ValueError: it is no sample of this run, or has other tokens than the engines gave.
+        TypeError, ValueError: it is not a sample of this run, or has other tokens than the engines gave.
     """
     samples = cast("list[Any]", returned) if isinstance(returned, list) else [returned]
     for sample in samples:
         if not isinstance(sample, Sample):
-            raise TypeError(f"{sample!r:.100} is no Sample")
+            raise TypeError(f"{sample!r:.100} is not a Sample")
     status = Sample.Status
     states = [sample.status for sample in samples]
     if status.ABORTED in states:

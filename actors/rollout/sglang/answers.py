@@ -98,7 +98,7 @@ class TokenList(Generic[T]):
             total: number of entries with this chunk; None: unknown, so none count as repeated.
 
         Raises:
-            ValueError: it is no such list.
+            ValueError: it is not such a list.
         """
         given, length = memoryview(data), self._length
         self._length = 0
@@ -120,7 +120,7 @@ class TokenList(Generic[T]):
     def _decode(self, data: bytes | msgspec.Raw) -> list[T]:
         """Decode a list, a long one in parts: a decoder holds the interpreter's lock, and stops the event loop."""
         if len(memoryview(data)) > PART_BYTES:
-            with suppress(ValueError):  # `end` is part of a text, or it is no list at all
+            with suppress(ValueError):  # `end` is part of a text, or it is not a list
                 return [entry for part in in_parts(data, self._end, self._decode_part) for entry in part]
         return self._decode_part(data)
 
@@ -137,7 +137,7 @@ def in_parts(
         part_bytes: least size of a part but the last.
 
     Raises:
-        ValueError: it is no such list.
+        ValueError: it is not such a list.
     """
     whole, start = bytes(data), 0
     while (found := whole.find(end, start + part_bytes)) >= 0:

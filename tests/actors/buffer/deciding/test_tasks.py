@@ -36,14 +36,16 @@ def group(**fields: Any) -> Group:
 
 
 def test_a_task_asks_for_all_samples_of_its_prompt() -> None:
-    task = rollout_task(laptop("rollout.n_samples_per_prompt=6"), group(), prompts(), {})
+    task = rollout_task(laptop("rollout.n_samples_per_prompt=6"), group(), prompts(), LedgerState())
     assert (task.group_id, task.attempt, task.round, task.min_version, task.num_samples) == (7, 2, 4, 3, 6)
     assert task.prompt.row == 3  # prompt 8 of an epoch of 5
 
 
 def test_a_group_is_asked_for_what_the_log_says_of_it_whatever_the_recipe_says_now() -> None:
     left = tuple(SampleSummary(index=index, status=SampleStatus.ABORTED, response_len=1) for index in range(6))
-    task = rollout_task(laptop("rollout.n_samples_per_prompt=6"), group(num_samples=4, carried=left), prompts(), {})
+    task = rollout_task(
+        laptop("rollout.n_samples_per_prompt=6"), group(num_samples=4, carried=left), prompts(), LedgerState()
+    )
     assert task.num_samples == 4
     assert [sample.index for sample in task.carried] == [0, 1, 2, 3]
 
@@ -64,7 +66,7 @@ def test_every_sampling_setting_of_the_recipe_reaches_the_engine() -> None:
         "rollout.stop_token_ids=[5, 6]",
         "rollout.skip_special_tokens=true",
     )
-    assert rollout_task(topology, group(), prompts(), {}).sampling == SamplingParams(
+    assert rollout_task(topology, group(), prompts(), LedgerState()).sampling == SamplingParams(
         max_new_tokens=21,
         temperature=0.7,
         top_p=0.9,
@@ -78,7 +80,8 @@ def test_every_sampling_setting_of_the_recipe_reaches_the_engine() -> None:
 def test_the_response_gets_what_the_prompt_leaves_of_the_context() -> None:
     overrides = ("rollout.max_context_len=64", "rollout.max_response_len=60")
     lengths = [
-        rollout_task(laptop(*overrides), group(), prompts(length=n), {}).sampling.max_new_tokens for n in (2, 10)
+        rollout_task(laptop(*overrides), group(), prompts(length=n), LedgerState()).sampling.max_new_tokens
+        for n in (2, 10)
     ]
     assert lengths == [60, 54]
 
@@ -90,7 +93,7 @@ CARRIED = (SampleSummary(index=0, status=SampleStatus.ABORTED, segments=(Segment
 def test_a_group_issued_again_goes_on_or_begins_anew_as_the_recipe_says(
     on_halt: str, carried: tuple[SampleSummary, ...]
 ) -> None:
-    task = rollout_task(laptop(f"rollout.on_halt={on_halt}"), group(carried=CARRIED), prompts(), {})
+    task = rollout_task(laptop(f"rollout.on_halt={on_halt}"), group(carried=CARRIED), prompts(), LedgerState())
     assert task.carried == carried
 
 
@@ -101,19 +104,23 @@ def test_what_an_attempt_spilled_goes_with_its_task_again_whatever_becomes_of_ha
             laptop(f"rollout.on_halt={on_halt}"),
             group(carried=CARRIED, spilled=[Spilled(lease="l", sample=longer)]),
             prompts(),
-            {},
+            LedgerState(),
         )
         assert task.carried == (longer,)
 
 
 @pytest.mark.parametrize(("limit", "carried"), [("none", [0, 1]), ("3", [0, 1]), ("2", [1])])
-def test_a_sample_whose_tokens_would_be_too_old_to_train_begins_anew(limit: str, carried: list[int]) -> None:
+@pytest.mark.parametrize("halts_before", [0, 30])
+def test_a_sample_whose_tokens_would_be_too_old_to_train_begins_anew(
+    limit: str, carried: list[int], halts_before: int
+) -> None:
     samples = tuple(
         SampleSummary(index=index, status=SampleStatus.ABORTED, response_len=5, first_version=version)
         for index, version in enumerate((2, 3))
     )
-    halted = group(round=4, carried=samples)
-    task = rollout_task(laptop(f"rollout.max_token_staleness={limit}"), halted, prompts(), {2: 1, 3: 2, 5: 4})
+    halted = group(round=4 + halts_before, carried=samples)
+    state = LedgerState(version_steps={2: 1, 3: 2, 5: 4}, rounds_ahead=halts_before)  # halted by hand
+    task = rollout_task(laptop(f"rollout.max_token_staleness={limit}"), halted, prompts(), state)
     assert [sample.index for sample in task.carried] == carried
 
 

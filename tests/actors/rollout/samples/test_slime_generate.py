@@ -379,7 +379,7 @@ async def test_masks_exclude_tokens_from_the_loss(folder: Path, name: str, expec
         ("wrong_length", SampleStatus.FAILED, "response_length = 3, with 8 tokens, of which 4 are the prompt"),
         ("says_no_text", SampleStatus.FAILED, "sample.response(['a']): expected a str"),
         ("teaches", SampleStatus.FAILED, "sample.teacher_log_probs is not taken"),
-        ("returns_nothing", SampleStatus.FAILED, "None is no Sample"),
+        ("returns_nothing", SampleStatus.FAILED, "None is not a Sample"),
     ],
 )
 async def test_a_sample_that_is_not_what_engines_gave_fails_alone(
