@@ -9,12 +9,13 @@ Usage: browse.py URL DIRECTORY; the directory gets a screenshot of each view.
 # playwright is installed in .venv-page alone
 
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
 from typing import Any, Final
 
-from playwright.sync_api import Browser, ConsoleMessage, expect, sync_playwright
+from playwright.sync_api import Browser, ConsoleMessage, Page, expect, sync_playwright
 
 WAIT_MS: Final = 20_000  # for what a page loads
 SIZES: Final = ((1280, 900, "light"), (390, 844, "dark"))
@@ -42,6 +43,7 @@ def _seen(browser: Browser, url: str, directory: Path, width: int, height: int, 
     """Return what went wrong, and the text and the width of each view, in a window of one size."""
     page = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme).new_page()
     page.set_default_timeout(WAIT_MS)
+    expect.set_options(timeout=WAIT_MS)
     wrong = list[str]()
 
     def said(message: ConsoleMessage) -> None:
@@ -56,7 +58,7 @@ def _seen(browser: Browser, url: str, directory: Path, width: int, height: int, 
         "request", lambda asked: wrong.append(f"asked {asked.url}") if not asked.url.startswith(_origin(url)) else None
     )
     page.goto(url)
-    expect(page).not_to_have_title("Physarum", timeout=WAIT_MS)
+    expect(page).not_to_have_title("Physarum")
     views = dict[str, Any]()
     tabs = page.get_by_role("tab").all()
     for tab in tabs:
@@ -73,12 +75,27 @@ def _seen(browser: Browser, url: str, directory: Path, width: int, height: int, 
         page.screenshot(path=directory / f"{name}-{width}.png")
         overflow = page.evaluate("document.documentElement.scrollWidth - innerWidth")
         views[name] = {"text": view.inner_text(), "overflow": overflow}
+        if name == "view-samples":
+            page.locator("#samples-search").fill("say")
     for number, tab in enumerate(tabs, 1):
         page.keyboard.press(str(number))
         page.locator(f"#{tab.get_attribute('aria-controls')}").wait_for(state="visible")
+    _read_on(page)
     status = page.locator("#status").inner_text()
     marked = page.evaluate("window.marked === undefined")  # a script that a text of the run smuggled in would set it
     return {"width": width, "status": status, "views": views, "wrong": wrong, "clean": marked}
+
+
+def _read_on(page: Page) -> None:
+    """See that a search and a group wait for the dumps to be read, also while another view is shown."""
+    samples, ledger = page.get_by_role("tab", name="Samples"), page.get_by_role("tab", name="Ledger")
+    page.evaluate("location.hash = 'group=0'")
+    expect(samples).to_have_attribute("aria-selected", "true")
+    ledger.click()
+    expect(page.locator("#samples-group")).to_contain_text(re.compile(r"Group 0, files|no group 0|no dumps"))
+    expect(ledger).to_have_attribute("aria-selected", "true")
+    samples.click()
+    expect(page.locator("#samples-state")).not_to_contain_text("not read yet")
 
 
 def _origin(url: str) -> str:

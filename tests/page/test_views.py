@@ -9,6 +9,7 @@ from typing import Any
 import anyio
 import pytest
 
+from actors.observer import samples
 from actors.observer.page import Address, Page, new_token, served
 from messages import Outcome
 from runtime.data.dump_files import write_pair
@@ -23,6 +24,7 @@ from tests.page.chromium import browsed, needs_chromium
 pytestmark = [pytest.mark.slow, pytest.mark.anyio, pytest.mark.timeout(400), pytest.mark.xdist_group("chromium")]
 
 WITHOUT_END = 100_000  # train steps
+STEPS = 30  # with dumps; they are read for longer than the page's samples are shown at first
 HOSTILE = "<img src=x onerror=window.marked=1><script>window.marked=1</script>"
 
 
@@ -78,16 +80,18 @@ async def test_each_view_of_a_run_that_trains_and_of_one_that_ended(tmp_path: Pa
             await process.wait()
 
 
-async def test_no_text_of_a_run_becomes_markup(tmp_path: Path) -> None:
-    """Prompts, responses, what graders say, and reasons are hostile."""
+async def test_no_text_of_a_run_becomes_markup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts, responses, what graders say, and reasons are hostile. The page reads many steps of dumps, one by one."""
     needs_chromium()
+    monkeypatch.setattr(samples, "READ_S", 0.0)
     dumps = tmp_path / "dumps"
     dumps.mkdir()
     fate = Fate(verdict=Outcome.DROP, verdict_reason=HOSTILE)
     groups = [
-        dumped_group(n, (0.0, 1.0), prompt=HOSTILE, reason=HOSTILE, score={HOSTILE: HOSTILE}, fate=fate) for n in (1, 2)
+        dumped_group(n, (0.0, 1.0), prompt=HOSTILE, reason=HOSTILE, score={HOSTILE: HOSTILE}, fate=fate) for n in range(STEPS)
     ]
-    write_pair(dumps, 0, groups, (1, 0))
+    for step, group in enumerate(groups):
+        write_pair(dumps, step, [group], (1, 0))
     observed = Observed(HOSTILE, 2)
     observed.apply(failed(0, reason=HOSTILE), 1, 1000.0)
     observed.problems = [HOSTILE]
@@ -98,5 +102,6 @@ async def test_no_text_of_a_run_becomes_markup(tmp_path: Path) -> None:
     for seen in found.values():
         assert seen["wrong"] == []
         assert seen["clean"]
+    assert "steps are not read yet" in found[1280]["views"]["view-samples"]["text"]
     assert HOSTILE in found[1280]["views"]["view-settings"]["text"]
     assert HOSTILE in found[1280]["views"]["view-samples"]["text"]

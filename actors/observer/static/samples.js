@@ -20,8 +20,8 @@ const DIFFERENCES = [0.01, 0.1, 0.5, 1, 2]; // bounds of the colours by differen
 const NUM_RULE_COLOURS = 6;
 
 const view = {
-  ready: false, busy: false, again: false, step: -1, listedAt: 0,
-  list: null, groups: [], next: null, // of the list
+  ready: false, busy: false, again: false, later: null, step: -1, listedAt: 0,
+  list: null, groups: [], next: null, isFirst: true, // of the list; isFirst: it has no further part
   group: null, wanted: null, places: [], tokens: new Map(), // of the open group
 };
 
@@ -51,9 +51,8 @@ function askedOfReport(path, query) {
   const wanted = query.search.toLowerCase();
   const has = (group) => [group.prompt, group.label, ...group.samples.map((sample) => sample.response)].some((text) => text.toLowerCase().includes(wanted));
   const known = new Set(groups.filter((group) => !wanted || has(group)).map((group) => `${group.step}/${group.group}`));
-  const key = { step: "step", reward: "reward", spread: "spread", length: "length" }[query.sort];
   const sign = query.order === "ascending" ? 1 : -1;
-  const value = (group) => (group[key] === null ? -Infinity * sign : group[key]);
+  const value = (group) => (group[query.sort] === null ? -Infinity * sign : group[query.sort]);
   const found = listed.groups.filter((group) => known.has(`${group.step}/${group.group}`));
   return { ...listed, groups: found.sort((a, b) => sign * (value(a) - value(b)) || 0), next: null };
 }
@@ -71,6 +70,7 @@ async function list(more) {
   }
   view.busy = true;
   view.listedAt = Date.now();
+  view.step = state.now.step;
   const found = await asked("/samples", listQuery(more ? view.next : 0)).catch(() => ({ problem: "The page's server does not answer." }));
   view.busy = false;
   if (view.again) {
@@ -79,15 +79,26 @@ async function list(more) {
     return;
   }
   view.list = found;
+  view.isFirst = !more;
   const known = new Set(more ? view.groups.map(groupKey) : []); // a run that goes on moves groups to the next part
   view.groups = [...(more ? view.groups : []), ...(found.groups || []).filter((group) => !known.has(groupKey(group)))];
   view.next = found.next ?? null;
   drawList();
-  if (found.num_unread && chosen() === "samples") setTimeout(() => !view.busy && isFirstPart() && list(false), UNREAD_MS);
+  listLater();
 }
 
-// Whether the list may be read again: further parts, and a search that came far, would begin anew.
-const isFirstPart = () => view.list && view.groups.length === (view.list.groups || []).length && !at("samples-search").value;
+// Have the list read again while files are unread or a step is new. Further parts would begin anew, so they stay.
+function listLater() {
+  const isUnread = view.list.num_unread > 0;
+  const isNew = state.now.step !== view.step && !at("samples-search").value; // a search is not repeated for each step
+  if (view.later !== null || !view.isFirst || !(isUnread || isNew)) return;
+  const rest = isUnread ? UNREAD_MS : Math.max(0, view.listedAt + SAMPLES_AGAIN_MS - Date.now());
+  view.later = setTimeout(() => {
+    view.later = null;
+    if (chosen() === "samples" && !view.busy && view.isFirst) list(false); // else drawSamples goes on
+  }, rest);
+}
+
 const groupKey = (group) => `${group.step}/${group.group}/${group.attempt}`;
 const reward = (value) => (value === null || value === undefined ? "none" : String(Number(value.toFixed(4))));
 const weights = (versions) => (!versions ? "" : versions[0] === versions[1] ? `v${versions[0]}` : `v${versions[0]} to v${versions[1]}`);
@@ -122,9 +133,13 @@ function drawList() {
 
 // one group
 
-async function open(group) {
+function open(group) {
   view.wanted = String(group.group);
   location.hash = `group=${group.group}${group.step === undefined ? "" : `&step=${group.step}`}`;
+  readGroup(group);
+}
+
+async function readGroup(group) {
   const query = { group: String(group.group), ...(group.step === undefined ? {} : { step: String(group.step) }) };
   const found = await asked("/samples/group", query).catch(() => ({ problem: "The page's server does not answer." }));
   if (view.wanted !== String(group.group)) return; // another one was opened meanwhile
@@ -134,7 +149,7 @@ async function open(group) {
   if (found.problem) at("samples-group").replaceChildren(make("p", found.problem, found.again ? "faint" : "bad"));
   else drawGroup();
   if (view.list) drawList();
-  if (found.again) setTimeout(() => view.wanted === String(group.group) && !view.group && open(group), UNREAD_MS);
+  if (found.again) setTimeout(() => view.wanted === String(group.group) && !view.group && readGroup(group), UNREAD_MS);
 }
 
 function move(by) {
@@ -342,7 +357,7 @@ function showTokens(place, group, sample, colouring) {
     });
     end.push(button);
   }
-  if (!tokens.texts) notes.push(make("p", "The dumps have no tokenizer.json, so tokens are shown as ids.", "faint"));
+  if (!tokens.texts) notes.push(make("p", "The dumps have no tokenizer.json that can be read, so tokens are shown as ids.", "faint"));
   place.replaceChildren(legendOf(tokens, colouring), ...notes, box, about, ...end);
 }
 
@@ -353,11 +368,8 @@ function drawSamples() {
   const wanted = new URLSearchParams(location.hash.slice(1));
   const group = wanted.get("group");
   if (group && group !== view.wanted) open({ group, step: wanted.get("step") || undefined });
-  const isNew = state && state.now.step !== view.step && Date.now() - view.listedAt > SAMPLES_AGAIN_MS;
-  if (!view.list ? !view.busy && state : isNew && isFirstPart()) {
-    view.step = state.now.step;
-    list(false);
-  }
+  if (view.list) listLater();
+  else if (!view.busy) list(false);
 }
 
 function prepareSamples() {
