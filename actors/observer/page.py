@@ -77,12 +77,12 @@ class Address(NamedTuple):
         """Read `host:port`.
 
         Raises:
-            ValueError: it is no such address, or other machines could reach it.
+            ValueError: it is not such an address, or other machines could reach it.
         """
         host, colon, port = text.rpartition(":")
         host = host.removeprefix("[").removesuffix("]")
         if not colon or not port.isascii() or not port.isdigit() or int(port) > 65535:
-            raise ValueError(f"{text!r} is no address: write host:port, such as 127.0.0.1:0 (any free port)")
+            raise ValueError(f"{text!r} is not an address: write host:port, such as 127.0.0.1:0 (any free port)")
         if not is_loopback(host):
             raise ValueError(
                 f"{text!r}: the page has no TLS, so it is served on this machine alone, such as on 127.0.0.1:0; from "

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, Protocol, cast
 
@@ -38,7 +39,8 @@ REPORT_CHARS: Final = 40_000  # of the texts of each
 REPORT_TOKENS: Final = 1_000  # of the worst sample of each, and of the best one
 NO_DUMPS: Final = "The run writes no dumps: run.dump_details = DIRECTORY turns them on."
 SHOWN_PROBLEMS: Final = 10
-_NUMBER: Final = re.compile(r"[0-9]{1,15}")
+MAX_DIGITS: Final = 15  # of a number in a query
+_NUMBER: Final = re.compile(rf"[0-9]{{1,{MAX_DIGITS}}}")
 
 
 class BadQuery(ValueError):
@@ -51,6 +53,9 @@ class NotFound(LookupError):
     def __init__(self, text: str, *, again: bool = False) -> None:
         super().__init__(text)
         self.again = again
+
+
+Read = Callable[[SampleIndex, Mapping[str, str]], dict[str, Any]]
 
 
 class Respond(Protocol):
@@ -69,40 +74,16 @@ class Samples:
     def __init__(self, directory: Path | None) -> None:
         self.index = None if directory is None else SampleIndex(directory)
         self._turn = anyio.Lock()
-        self._decode: Decode | None = None
-        self._has_tokenizer: bool | None = None  # None: not opened yet
 
-    async def listed(self, query: Mapping[str, str]) -> dict[str, Any]:
-        """Return some groups: search, sort, order, step, offset, limit.
+    async def answer(self, read: Read, query: Mapping[str, str]) -> dict[str, Any]:
+        """Return what a method of this class reads: `listed`, `group` or `tokens`.
 
         Raises:
             BadQuery: a parameter is not allowed.
-        """
-        return await self._read(self._listed, query)
-
-    async def group(self, query: Mapping[str, str]) -> dict[str, Any]:
-        """Return the samples of one group: group, step.
-
-        Raises:
-            BadQuery: a parameter is not allowed.
-            NotFound: the dumps have no such group.
+            NotFound: the dumps have no such group or sample.
             DumpError: it cannot be read.
+            TimeoutError: the requests before this one take too long.
         """
-        return await self._read(self._group, query)
-
-    async def tokens(self, query: Mapping[str, str]) -> dict[str, Any]:
-        """Return tokens of one sample: group, step, place, from.
-
-        Raises:
-            BadQuery: a parameter is not allowed.
-            NotFound: the dumps have no such sample.
-            DumpError: it cannot be read.
-        """
-        return await self._read(self._tokens, query)
-
-    async def _read(
-        self, read: Callable[[SampleIndex, Mapping[str, str]], dict[str, Any]], query: Mapping[str, str]
-    ) -> dict[str, Any]:
         if self.index is None:
             raise NotFound(NO_DUMPS)
         with anyio.fail_after(WAIT_S):
@@ -112,7 +93,16 @@ class Samples:
         finally:
             self._turn.release()
 
-    def _listed(self, index: SampleIndex, query: Mapping[str, str]) -> dict[str, Any]:
+    @cached_property
+    def _decode(self) -> Decode | None:
+        """What makes text of tokens; None: the dumps have no file for it, or it cannot be read."""
+        if self.index is None:
+            return None
+        path = self.index.directory / TOKENIZER / "tokenizer.json"
+        return _decoder_of(path) if path.is_file() else None
+
+    def listed(self, index: SampleIndex, query: Mapping[str, str]) -> dict[str, Any]:
+        """Return some groups: search, sort, order, step, offset, limit."""
         sort = _choice(query, "sort", SORTS)
         order = _choice(query, "order", ("descending", "ascending"))
         limit = min(_number(query, "limit", MAX_LISTED), MAX_LISTED)
@@ -136,10 +126,8 @@ class Samples:
                 budget_s=SEARCH_S,
             )
         return {
-            "directory": str(index.directory),
+            **_about(index),
             "problem": problem,
-            "problems": list(index.problems.values())[:SHOWN_PROBLEMS],
-            "num_problems": len(index.problems),
             "num_groups": found.total,
             "num_unread": index.num_unread,
             "num_left_out": index.num_left_out,
@@ -186,11 +174,13 @@ class Samples:
             raise NotFound(f"The dumps have no group {number}{where}.")
         return group
 
-    def _group(self, index: SampleIndex, query: Mapping[str, str]) -> dict[str, Any]:
+    def group(self, index: SampleIndex, query: Mapping[str, str]) -> dict[str, Any]:
+        """Return the samples of one group: group, step."""
         group = self._found(index, query)
         return group_shown(group, index.samples(group))
 
-    def _tokens(self, index: SampleIndex, query: Mapping[str, str]) -> dict[str, Any]:
+    def tokens(self, index: SampleIndex, query: Mapping[str, str]) -> dict[str, Any]:
+        """Return tokens of one sample: group, step, place, from."""
         group, place, begin = self._found(index, query), _number(query, "place"), _number(query, "from", 0)
         if place >= len(group.rewards):
             raise NotFound(f"Group {group.group_id} has no sample at place {place}.")
@@ -205,7 +195,7 @@ class Samples:
             trained = index.trained(sample, segments)
         except DumpError as error:
             problem = str(error)
-        return {**tokens_shown(segments, self.decoder(), begin, trained, max_tokens), "trained_problem": problem}
+        return {**tokens_shown(segments, self._decode, begin, trained, max_tokens), "trained_problem": problem}
 
     def report(self, max_bytes: int = REPORT_BYTES) -> dict[str, Any]:
         """Return some groups of the newest steps for a report: the worst, the best, and those of the largest spread.
@@ -237,10 +227,8 @@ class Samples:
             found["groups"].append(shown)
             found["tokens"] |= tokens
         found["listed"] = {
-            "directory": str(index.directory),
+            **_about(index),
             "problem": "",
-            "problems": list(index.problems.values())[:SHOWN_PROBLEMS],
-            "num_problems": len(index.problems),
             "note": f"{len(listed)} of {index.num_groups} groups of the newest {REPORT_STEPS} steps: those with the "
             "lowest and the highest mean reward, and those with the largest spread",
             "next": None,
@@ -257,15 +245,6 @@ class Samples:
             tokens[key] = self._tokens_of(index, group, place, samples[place], 0, REPORT_TOKENS)
         return shown, tokens
 
-    def decoder(self) -> Decode | None:
-        """Return what makes text of tokens; None if the dumps have no such file."""
-        if self._has_tokenizer is None and self.index is not None:
-            path = self.index.directory / TOKENIZER / "tokenizer.json"
-            self._has_tokenizer = path.is_file()
-            if self._has_tokenizer:
-                self._decode = _decoder_of(path)
-        return self._decode
-
 
 def _decoder_of(path: Path) -> Decode | None:
     try:
@@ -277,6 +256,12 @@ def _decoder_of(path: Path) -> Decode | None:
         return tokenizer.decode(list(ids), skip_special_tokens=False)
 
     return decode
+
+
+def _about(index: SampleIndex) -> dict[str, Any]:
+    """Return where the dumps are, and which steps cannot be read."""
+    problems = list(index.problems.values())
+    return {"directory": str(index.directory), "problems": problems[:SHOWN_PROBLEMS], "num_problems": len(problems)}
 
 
 def _chosen(index: SampleIndex) -> list[IndexedGroup]:
@@ -296,7 +281,8 @@ def _number(query: Mapping[str, str], name: str, default: int | None = None) -> 
     if value is None and default is not None:
         return default
     if value is None or not _NUMBER.fullmatch(value):
-        raise BadQuery(f"{name}: {'is missing' if value is None else 'is no number'}; allowed: a number from 0 up")
+        problem = "is missing" if value is None else "is not a number"
+        raise BadQuery(f"{name}: {problem}; allowed: a number from 0 up, of at most {MAX_DIGITS} digits")
     return int(value)
 
 
@@ -310,14 +296,14 @@ def _choice(query: Mapping[str, str], name: str, allowed: Sequence[str]) -> str:
 def add_routes(application: web.Application, samples: Samples, respond: Respond) -> None:
     """Serve what the view of samples asks for."""
 
-    def route(path: str, read: Callable[[Mapping[str, str]], Any]) -> None:
+    def route(path: str, read: Read) -> None:
         async def handle(request: web.Request) -> web.StreamResponse:
             try:
-                status, shown = 200, await read(request.query)
+                status, shown = 200, await samples.answer(read, request.query)
             except BadQuery as error:
                 status, shown = 400, {"problem": str(error)}
             except NotFound as error:
-                status, shown = 404, {"problem": str(error), "again": error.again}
+                status, shown = 200, {"problem": str(error), "again": error.again}  # browsers log a 404 as an error
             except DumpError as error:
                 status, shown = 409, {"problem": str(error)}
             except TimeoutError:

@@ -146,8 +146,9 @@ async def test_a_group_of_a_step_that_is_not_read_yet_is_asked_for_again(
     write_pair(dumps, 1, [dumped_group(3)], (2, 0))
     async with opened(dumps) as client:
         first = await answered(client, "/samples/group", group=1)
-        assert first == (404, {"problem": "Group 1 is looked for: 1 step left to read.", "again": True})
-        assert (await answered(client, "/samples/group", group=1))[0] == 200
+        assert first == (200, {"problem": "Group 1 is looked for: 1 step left to read.", "again": True})
+        _, found = await answered(client, "/samples/group", group=1)
+        assert (found["group"], found["step"]) == (1, 0)
         _, never = await answered(client, "/samples/group", group=9)
         assert never == {"problem": "The dumps have no group 9.", "again": False}
 
@@ -155,19 +156,19 @@ async def test_a_group_of_a_step_that_is_not_read_yet_is_asked_for_again(
 @pytest.mark.parametrize(
     ("path", "query", "status", "problem"),
     [
-        ("/samples/group", {"group": "../../rollout_1"}, 400, "group: is no number"),
-        ("/samples/group", {"group": "1", "step": "../rollout_1"}, 400, "step: is no number"),
-        ("/samples/group", {"group": "1", "step": "-1"}, 400, "step: is no number"),
-        ("/samples/group", {"group": "\u0663"}, 400, "group: is no number"),
-        ("/samples/group", {"group": "9" * 16}, 400, "group: is no number"),
+        ("/samples/group", {"group": "../../rollout_1"}, 400, "group: is not a number"),
+        ("/samples/group", {"group": "1", "step": "../rollout_1"}, 400, "step: is not a number"),
+        ("/samples/group", {"group": "1", "step": "-1"}, 400, "step: is not a number"),
+        ("/samples/group", {"group": "\u0663"}, 400, "group: is not a number"),
+        ("/samples/group", {"group": "9" * 16}, 400, "group: is not a number"),
         ("/samples/group", {}, 400, "group: is missing"),
-        ("/samples/group", {"group": "7"}, 404, "The dumps have no group 7."),
-        ("/samples/group", {"group": "1", "step": "1"}, 404, "no group 1 in the files of step 1"),
-        ("/samples/tokens", {"group": "1", "place": "4"}, 404, "no sample at place 4"),
-        ("/samples/tokens", {"group": "1", "place": "x"}, 400, "place: is no number"),
+        ("/samples/group", {"group": "7"}, 200, "The dumps have no group 7."),
+        ("/samples/group", {"group": "1", "step": "1"}, 200, "no group 1 in the files of step 1"),
+        ("/samples/tokens", {"group": "1", "place": "4"}, 200, "no sample at place 4"),
+        ("/samples/tokens", {"group": "1", "place": "x"}, 400, "place: is not a number"),
         ("/samples", {"sort": "__class__"}, 400, "sort: is not known; allowed: step, reward"),
         ("/samples", {"order": "up"}, 400, "order: is not known"),
-        ("/samples", {"offset": "1e9"}, 400, "offset: is no number"),
+        ("/samples", {"offset": "1e9"}, 400, "offset: is not a number"),
         ("/samples", {"search": "x" * 1001}, 400, "search: has 1001 characters"),
     ],
 )
@@ -197,7 +198,7 @@ async def test_without_dumps_the_setting_is_named(tmp_path: Path) -> None:
     async with opened(None) as client:
         for path in ("/samples", "/samples/group", "/samples/tokens"):
             status, content = await answered(client, path)
-            assert status == 404
+            assert status == 200  # a browser reports another one as an error
             assert "run.dump_details = DIRECTORY" in content["problem"]
     async with opened(tmp_path / "later") as client:
         status, content = await answered(client, "/samples")
