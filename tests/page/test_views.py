@@ -88,7 +88,8 @@ async def test_no_text_of_a_run_becomes_markup(tmp_path: Path, monkeypatch: pyte
     dumps.mkdir()
     fate = Fate(verdict=Outcome.DROP, verdict_reason=HOSTILE)
     groups = [
-        dumped_group(n, (0.0, 1.0), prompt=HOSTILE, reason=HOSTILE, score={HOSTILE: HOSTILE}, fate=fate) for n in range(STEPS)
+        dumped_group(n, (0.0, 1.0), prompt=HOSTILE, reason=HOSTILE, score={HOSTILE: HOSTILE}, fate=fate)
+        for n in range(STEPS)
     ]
     for step, group in enumerate(groups):
         write_pair(dumps, step, [group], (1, 0))
