@@ -158,6 +158,14 @@ class Command:
         daemon = psutil.Process(self._process.pid)
         return [daemon, *daemon.children(recursive=True)]
 
+    def process_of(self, module: str) -> psutil.Process:
+        """Return the process of the command's own that runs a Python module."""
+        for process in psutil.Process(self._process.pid).children():
+            with suppress(psutil.Error):  # it ended meanwhile
+                if module in process.cmdline():
+                    return process
+        raise AssertionError(f"no process runs {module}")
+
     def living(self) -> list[str]:
         """Return the names of live processes that the log has reported."""
         children = {child.pid for child in psutil.Process(self._process.pid).children() if _lives(child)}

@@ -16,7 +16,7 @@ from actors.observer.page import Page
 from runtime.report.observed import Observed
 from runtime.settings.observe import PAGE_FILE
 from tests.chaos.audit import audit
-from tests.chaos.harness import Command, Run
+from tests.chaos.harness import Run
 from tests.fixtures.nats import eventually
 from tests.support.prometheus_text import free_address, scrape, value
 from tests.support.trackers import scalars, tracker_python
@@ -26,15 +26,6 @@ pytestmark = [pytest.mark.chaos, pytest.mark.anyio, pytest.mark.timeout(600)]
 WITHOUT_END: Final = 100_000  # train steps
 STEPS_EACH: Final = 4  # trained while an observer is not itself
 OBSERVERS: Final = {"page": "actors.observer", "metrics": "actors.observer.exporter", "tensorboard": "actors.trackers"}
-
-
-def process_of(command: Command, module: str) -> psutil.Process:
-    """The process that runs a module."""
-    for process in command.family()[0].children():
-        with suppress(psutil.NoSuchProcess):  # it ended meanwhile
-            if module in process.cmdline():
-                return process
-    raise AssertionError(f"no process runs {module}")
 
 
 async def page_step(run: Run) -> int:
@@ -96,7 +87,7 @@ async def test_what_observers_suffer_is_their_own(tmp_path: Path) -> None:
     async with run.started() as command:
         for observer, module in OBSERVERS.items():
             await shown.until(observer, 1)
-            process = process_of(command, module)
+            process = command.process_of(module)
             process.suspend()
             trained = command.log.trained + STEPS_EACH
             await command.log.until_trained(trained)

@@ -1,15 +1,12 @@
 """/metrics on a real run: read by Prometheus's own parser, equal to the ledger, and the same after a kill."""
 
-import os
-import signal
 from pathlib import Path
 
-import psutil
 import pytest
 
 from runtime.ledger.fold import LEDGER_EVENTS, LedgerState, fold
 from tests.chaos.audit import audit, read_all
-from tests.chaos.harness import Command, Run
+from tests.chaos.harness import Run
 from tests.fixtures.nats import eventually
 from tests.support.prometheus_text import Series, free_address, scrape, value
 
@@ -34,25 +31,13 @@ async def caught_up(address: str) -> Series:
     return found
 
 
-def kill_exporter(command: Command) -> None:
-    (process,) = [one for one in command.family()[0].children() if "actors.observer.exporter" in _command_of(one)]
-    os.kill(process.pid, signal.SIGKILL)
-
-
-def _command_of(process: psutil.Process) -> list[str]:
-    try:
-        return process.cmdline()
-    except psutil.Error:  # it ended meanwhile
-        return []
-
-
 async def test_a_scrape_is_equal_to_the_ledger_and_goes_on_after_a_kill(tmp_path: Path) -> None:
     address = free_address()
     run = Run(tmp_path, num_steps=30, eval_interval=4, overrides=(f"observe.prometheus={address}",))
     async with run.started() as command:
         await command.log.until_trained(2)
         before = await caught_up(address)
-        kill_exporter(command)
+        command.process_of("actors.observer.exporter").kill()
         command.log.kill("trainer")
         after = await caught_up(address)
         await command.log.until_trained(7)

@@ -10,11 +10,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from tests.chaos.audit import audit
-from tests.chaos.harness import Command, Run
+from tests.chaos.harness import Run
 from tests.fixtures.nats import eventually
 from tests.support.extra_packages import installed
 from tests.support.prometheus_text import free_address
@@ -89,17 +88,12 @@ def rotel(directory: Path) -> Iterator[tuple[str, Path]]:
         yield f"http://{receiver}", spans
 
 
-def sender_of(command: Command) -> psutil.Process:
-    (found,) = [one for one in command.family()[0].children() if "actors.observer.otlp" in one.cmdline()]
-    return found
-
-
 async def test_every_group_and_step_is_a_trace_though_the_sender_is_killed(tmp_path: Path) -> None:
     with rotel(tmp_path) as (url, file):
         run = Run(tmp_path, num_steps=10, eval_interval=None, overrides=(f"observe.otlp.endpoint={url}",))
         async with run.started() as command:
             await command.log.until_trained(3)
-            sender_of(command).kill()
+            command.process_of("actors.observer.otlp").kill()
             command.log.kill("rollout")
             await command.log.until_trained(6)
             command.send(signal.SIGINT)

@@ -1,5 +1,8 @@
 """The queue of spans: in order, bounded, without waiting for a collector that fails, and sent once."""
 
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,8 +10,10 @@ from pathlib import Path
 import anyio
 import pytest
 
-from actors.observer.otlp import AT_ONCE, Queue, sent_in
+from actors.observer.otlp import AT_ONCE, RUN_DIR_VARIABLE, Queue, sent_in
+from runtime.node.claims.rundir import BUS_FILE
 from runtime.report.group_spans import OtlpSpan
+from runtime.util.exit_codes import EXIT_INPUT_ERROR
 from runtime.util.retrying import Backoff
 from tests.fixtures.nats import eventually
 
@@ -113,3 +118,18 @@ async def test_no_request_begins_after_the_deadline_of_the_end(
     await queue.close(within_s=0.01)
     assert (collector.num_calls, queue.num_sent) == (1, AT_ONCE)
     assert caplog.records[-1].message == "512 spans sent, 0 spans dropped, 1024 left"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "code", "problem"),
+    [("2.5", EXIT_INPUT_ERROR, "run bin/setup --with opentelemetry"), ("soon", 1, "to float: 'soon'")],
+)
+def test_the_process_reads_its_arguments_before_it_looks_for_the_packages(
+    tmp_path: Path, seconds: str, code: int, problem: str
+) -> None:
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r" / BUS_FILE).touch()
+    command = [sys.executable, "-m", "actors.observer.otlp", "http://127.0.0.1:1", seconds]  # without the packages
+    environment = {**os.environ, RUN_DIR_VARIABLE: str(tmp_path / "r")}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
+    assert (done.returncode, problem in done.stderr) == (code, True), done.stderr
