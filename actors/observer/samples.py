@@ -137,7 +137,7 @@ class Samples:
 
     def _listed_group(self, index: SampleIndex, group: IndexedGroup) -> dict[str, Any]:
         try:
-            first = index.samples(group)[0]
+            (first,) = index.samples(group, 1)
             prompt, label = first.prompt, spelled_label(first.label)
         except DumpError as error:
             prompt, label = f"({error})", ""

@@ -43,6 +43,7 @@ from runtime.util.files import atomic_file
 RUN_FILE: Final = "run.json"
 TOPOLOGY_FILE: Final = "topology.json"
 TOKENIZER: Final = "tokenizer"  # directory of the tokenizer's files
+MAX_LINE_BYTES: Final = 64 * 2**20  # of a sample; a longer line counts as damaged
 SKIPPED_BYTES: Final = 2**20  # of a column at once
 _NAME: Final = re.compile(r"rollout_(\d+)\.jsonl")
 _KEYS: Final = ("group_id", "attempt", "index", "part")
@@ -123,20 +124,43 @@ def read_lines(directory: Path, step: int) -> list[DumpedSample]:
         DumpError: the file cannot be read; names the line.
     """
     path = lines_path(directory, step)
-    samples: list[DumpedSample] = []
-    decoder = msgspec.json.Decoder(DumpedSample)
-    try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                try:
-                    samples.append(decoder.decode(line))
-                except msgspec.DecodeError as error:
-                    raise DumpError(f"{path}:{number}: {error}") from error
-    except OSError as error:
-        raise DumpError(f"{path}: cannot be read: {error.strerror or error}") from error
+    samples = [sample for sample, _ in sample_lines(path)]
     if not samples:
         raise DumpError(f"{path}: is empty")
     return samples
+
+
+def sample_lines(path: Path, begin: int = 0, num: int | None = None) -> Iterator[tuple[DumpedSample, int]]:
+    """Yield the samples of a file of lines, each with the byte at which its line begins.
+
+    Args:
+        path: of the file.
+        begin: byte at which the first line begins.
+        num: lines to read at most; None: all.
+
+    Raises:
+        DumpError: the file cannot be read; names the line.
+    """
+    decoder = msgspec.json.Decoder(DumpedSample)
+    try:
+        with path.open("rb") as file:
+            file.seek(begin)
+            at, number = begin, 0
+            while num is None or number < num:
+                line = file.readline(MAX_LINE_BYTES + 1)
+                if not line:
+                    return
+                number += 1
+                where = f"{path}:{number}" if not begin else f"{path}: line {number} after byte {begin}"
+                if len(line) > MAX_LINE_BYTES:
+                    raise DumpError(f"{where}: the line has more than {MAX_LINE_BYTES // 2**20} MiB")
+                try:
+                    yield decoder.decode(line), at
+                except (msgspec.DecodeError, RecursionError) as error:
+                    raise DumpError(f"{where}: {error}") from error
+                at += len(line)
+    except OSError as error:
+        raise DumpError(f"{path}: cannot be read: {error.strerror or error}") from error
 
 
 def check_columns(directory: Path, step: int, num_samples: int) -> None:

@@ -11,12 +11,11 @@ from typing import Final, Literal, NamedTuple
 import msgspec
 
 from messages import Outcome, Segment
-from runtime.data.dump_files import DumpError, check_columns, lines_path, read_sample
+from runtime.data.dump_files import DumpError, check_columns, lines_path, read_sample, sample_lines
 from runtime.data.dumps import DumpedSample
 from runtime.data.trained_tokens import TrainedSample, read_trained
 
 KEPT_GROUPS: Final = 20_000  # newest ones; about 1 kB of memory each
-MAX_LINE_BYTES: Final = 64 * 2**20  # of a sample; a longer line counts as damaged
 MAX_STEP_DIGITS: Final = 12
 _NAME: Final = re.compile(rf"rollout_([0-9]{{1,{MAX_STEP_DIGITS}}})\.jsonl")
 
@@ -144,17 +143,19 @@ class SampleIndex:
         known = self.groups() if step is None else iter(self._groups.get(step, ()))
         return next((group for group in known if group.group_id == group_id), None)
 
-    def samples(self, group: IndexedGroup) -> list[DumpedSample]:
+    def samples(self, group: IndexedGroup, num: int | None = None) -> list[DumpedSample]:
         """Read the lines of a group.
+
+        Args:
+            group: the group.
+            num: lines to read; None: all.
 
         Raises:
             DumpError: the file cannot be read, or was replaced since.
         """
-        path = lines_path(self.directory, group.step)
-        samples = [sample for sample, _ in _lines(path, group.begin, len(group.rewards))]
-        if [(sample.group_id, sample.attempt) for sample in samples] != [(group.group_id, group.attempt)] * len(
-            group.rewards
-        ):
+        path, num = lines_path(self.directory, group.step), len(group.rewards) if num is None else num
+        samples = [sample for sample, _ in sample_lines(path, group.begin, num)]
+        if [(sample.group_id, sample.attempt) for sample in samples] != [(group.group_id, group.attempt)] * num:
             raise DumpError(f"{path}: was replaced while group {group.group_id} was read")
         return samples
 
@@ -268,7 +269,7 @@ def _steps_in(directory: Path) -> dict[int, tuple[int, int]]:
 def _indexed(directory: Path, step: int) -> Iterator[IndexedGroup]:
     """Yield the groups of a step, in the order of the file."""
     path, own, begin, row = lines_path(directory, step), list[DumpedSample](), 0, 0
-    for sample, at in _lines(path, 0, None):
+    for sample, at in sample_lines(path):
         if own and (own[0].group_id, own[0].attempt) != (sample.group_id, sample.attempt):
             yield _group_of(step, own, begin, row)
             own, begin, row = [], at, row + len(own)
@@ -276,30 +277,6 @@ def _indexed(directory: Path, step: int) -> Iterator[IndexedGroup]:
     if not own:
         raise DumpError(f"{path}: is empty")
     yield _group_of(step, own, begin, row)
-
-
-def _lines(path: Path, begin: int, num: int | None) -> Iterator[tuple[DumpedSample, int]]:
-    """Yield samples, each with the byte at which its line begins; at most `num` of them."""
-    decoder = msgspec.json.Decoder(DumpedSample)
-    try:
-        with path.open("rb") as file:
-            file.seek(begin)
-            at, number = begin, 0
-            while num is None or number < num:
-                line = file.readline(MAX_LINE_BYTES + 1)
-                if not line:
-                    return
-                number += 1
-                where = f"{path}:{number}" if not begin else f"{path}: line {number} after byte {begin}"
-                if len(line) > MAX_LINE_BYTES:
-                    raise DumpError(f"{where}: the line has more than {MAX_LINE_BYTES // 2**20} MiB")
-                try:
-                    yield decoder.decode(line), at
-                except (msgspec.DecodeError, RecursionError) as error:
-                    raise DumpError(f"{where}: {error}") from error
-                at += len(line)
-    except OSError as error:
-        raise DumpError(f"{path}: cannot be read: {error.strerror or error}") from error
 
 
 def _group_of(step: int, samples: list[DumpedSample], begin: int, first_row: int) -> IndexedGroup:

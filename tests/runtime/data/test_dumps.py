@@ -238,6 +238,9 @@ def test_a_broken_line_is_named_by_file_and_number(tmp_path: Path) -> None:
     path.write_bytes(whole[0] + whole[1][:20])
     with pytest.raises(DumpError, match=r"rollout_0\.jsonl:2: "):
         read_pair(tmp_path, 0)
+    path.write_bytes(whole[0] + b'{"deep":' + b"[" * 100_000)
+    with pytest.raises(DumpError, match=r"rollout_0\.jsonl:2: .*recursion"):
+        read_pair(tmp_path, 0)
     path.write_bytes(whole[1] + whole[0])
     with pytest.raises(DumpError, match=r"rollout_0\.jsonl:1: is not the sample that rollout_0\.npz"):
         read_pair(tmp_path, 0)
