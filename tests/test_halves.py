@@ -4,9 +4,11 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from runtime.data.dump_files import read_pair, steps_in
+from runtime.data.trained_tokens import read_trained
 from tests.support.whole_runs import Finished, run_topology
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -35,7 +37,8 @@ def samples(dump: Path) -> list[Any]:
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     """A whole run; tests only read it."""
-    finished = start(tmp_path_factory.mktemp("whole"), "whole", overrides=("run.dump_details=dump",))
+    overrides = ("run.dump_details=dump", "observe.tokens=true")
+    finished = start(tmp_path_factory.mktemp("whole"), "whole", overrides=overrides)
     assert finished.result["groups"]["trained"] == STEPS * BATCH
     return finished
 
@@ -65,6 +68,20 @@ def test_the_trainer_alone_learns_the_same_from_a_dump(whole: Finished, dump: Pa
     logs = {path.stem for path in (again.run_dir / "logs").iterdir()}
     assert not {name for name in logs if name.startswith(("engine", "router", "reward"))}
     assert list(again.run_dir.glob("weights/v*")) == []
+
+
+def test_the_trainer_adds_its_log_probs_of_each_token_to_the_dump(dump: Path) -> None:
+    for group in read_pair(dump, 0):
+        for index, segments in enumerate(group.segments):
+            (segment,) = segments
+            num_prompt, num_tokens = len(segment.prompt_ids), len(segment.prompt_ids) + len(segment.response_ids)
+            found = read_trained(dump, 0, (group.group_id, index, 0), num_tokens)
+            assert found is not None
+            assert found.left_out == ""
+            trained = segment.loss_mask != 0
+            np.testing.assert_allclose(
+                found.trainer_log_probs[num_prompt:][trained], segment.rollout_log_probs[trained], atol=1e-3
+            )
 
 
 def test_a_run_on_a_shorter_dump_ends_with_the_dump(dump: Path, tmp_path: Path) -> None:
