@@ -116,7 +116,8 @@ class CpuTimes:
         for process in family:
             try:
                 times = process.cpu_times()
-                self._seen[process.pid] = (self._name(process), times.user + times.system)
+                known, _ = self._seen.get(process.pid, ("", 0.0))
+                self._seen[process.pid] = (self._name(process) or known, times.user + times.system)
             except psutil.NoSuchProcess:
                 continue
 
@@ -128,13 +129,14 @@ class CpuTimes:
         return {name: round(seconds, 2) for name, seconds in sums.most_common()}
 
     def _name(self, process: psutil.Process) -> str:
+        """The name of a process; "" if it has ended and its times alone are left."""
         words = " ".join(process.cmdline())
         if process.pid == self._command.pid or "start_topology" in words:  # a child that has not begun is a copy of it
             return "daemon"
         if "actors.observer" in words or "actors.trackers" in words:
             return "observers"
         names = ("nats-server", "router", "reward.worker", "reward.keeper", "tiny_engine", "guardian")
-        return next((name for name in names if name in words), words.rpartition(" ")[2] or process.name())
+        return next((name for name in names if name in words), words.rpartition(" ")[2])
 
 
 if __name__ == "__main__":
