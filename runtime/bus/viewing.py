@@ -4,20 +4,16 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from typing import Final
 
-import anyio
-
 from messages import DecodeError, Message, Plane, decode
-from messages.subjects import check_run_name, inbox_prefix, plane_filter, stream_of
+from messages.subjects import check_run_name, inbox_prefix, stream_of
 from runtime.bus.events import Received
 from runtime.bus.limits import MIB, BusLimits
-from runtime.bus.nats.connection import Connection, RawMessage, open_connection
+from runtime.bus.nats.connection import Connection, open_connection
 from runtime.bus.nats.pull import nanoseconds_of
 from runtime.bus.nats.store import PENDING, TIME, Store
 
 BATCH: Final = 256  # messages of one request
 BATCH_BYTES: Final = 4 * MIB
-LOOK_EVERY_S: Final = 5.0  # at the latest: a message about a new event may be lost
-TOGETHER_S: Final = 0.05  # events that are written within this time are read with one request
 
 
 class Viewing:
@@ -27,17 +23,6 @@ class Viewing:
         self.num_skipped = 0  # events that this version cannot decode
         self._store = Store(connection)
         self._stream = stream_of(run, Plane.EVENT)
-        self._written = anyio.Event()
-
-    def note(self, *_: RawMessage) -> None:
-        """Note that an event was written, or may have been while the connection was lost."""
-        self._written.set()
-
-    async def wait(self) -> None:
-        """Wait until an event was written, or LOOK_EVERY_S."""
-        with anyio.move_on_after(LOOK_EVERY_S):
-            await self._written.wait()
-            await anyio.sleep(TOGETHER_S)
 
     async def batch(self, from_seq: int) -> tuple[list[Received[Message]], int]:
         """The next events from a sequence on, and the sequence after them. No event and the same sequence: none yet.
@@ -45,7 +30,6 @@ class Viewing:
         Raises:
             BusError: the server does not answer, or refuses.
         """
-        self._written = anyio.Event()
         events: list[Received[Message]] = []
         for stored in await self._store.after(self._stream, from_seq, batch=BATCH, max_bytes=BATCH_BYTES):
             from_seq = stored.seq + 1
@@ -78,10 +62,4 @@ async def viewing(
     check_run_name(run)
     inboxes = inbox_prefix(run, name)
     async with open_connection(url, name=name, limits=limits, inboxes=inboxes, certificate=certificate) as connection:
-        view = Viewing(connection, run)
-        listener = await connection.subscribe(plane_filter(run, Plane.EVENT), view.note)
-        connection.on_reconnect(view.note)
-        try:
-            yield view
-        finally:
-            await listener.stop()
+        yield Viewing(connection, run)

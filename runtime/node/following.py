@@ -44,6 +44,9 @@ VIEW: Final = msgspec.structs.replace(LIMITS, attempt_timeout_s=2.0)
 EXPIRES: Final = timedelta(days=3650)
 BATCHES: Final = 2  # read ahead of the caller
 EVENTS: Final = 512  # of one batch from the archive
+# Seconds between reads of the log while there is nothing new. A message for each event would cost the run's server and
+# its processes more: they share cores, and each message wakes all observers.
+READ_EVERY_S: Final = 0.5
 AGAIN: Final = Backoff(first_s=0.2, max_s=2.0)
 ENDS: Final = (RunFinished, RunFailed, RunStopped)
 
@@ -182,7 +185,7 @@ class Followed:
             elif not self.live or not self._waits:
                 return True
             else:
-                await view.wait()
+                await anyio.sleep(READ_EVERY_S)
 
     async def _pass_on(self, events: Batch) -> None:
         """Pass on events of the log, each after the archived ones before it."""
