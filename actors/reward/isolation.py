@@ -20,6 +20,7 @@ _CLONE_NEWUSER: Final = 0x10000000
 _CLONE_NEWPID: Final = 0x20000000
 _CLONE_NEWNET: Final = 0x40000000
 _PR_SET_PDEATHSIG: Final = 1
+_PR_SET_DUMPABLE: Final = 4
 _PR_CAPBSET_DROP: Final = 24
 _PR_SET_CHILD_SUBREAPER: Final = 36
 _PR_SET_NO_NEW_PRIVS: Final = 38
@@ -45,6 +46,11 @@ def set_parent_death_signal(number: int) -> None:
 def set_subreaper() -> None:
     """Become the parent of orphaned descendants."""
     _call("prctl", _PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def set_traceable(traceable: bool) -> None:
+    """Whether other processes of this user may trace this one, and read and write its memory."""
+    _call("prctl", _PR_SET_DUMPABLE, int(traceable), 0, 0, 0)
 
 
 def set_no_new_privileges() -> None:

@@ -51,15 +51,16 @@ def code(response: str, label: Any, metadata: Mapping[str, Any] | None = None, *
         1.0 if all tests pass, else 0.0. The first test that fails ends the run.
 
     Raises:
-        TimeoutError: `timeout_s` ended, the program did not sleep, and its runs got less than half of that time as CPU
-            time: this machine was too busy.
         SandboxError: This machine cannot isolate programs, or something else killed the sandbox. No response does that.
+            Or this machine was too busy: `timeout_s` ended, and for over a tenth of it the program waited for a core.
+            The cause is `sandbox_lost`.
 
     Edges:
         Outputs are compared line by line, without space at the ends of lines and empty lines at the end; words that are
         numbers by value, exactly. Values of functions are compared as JSON: tuples are lists, floats are equal within
         1e-6. A program that raises, exits with another code than 0, uses over 4 s of CPU time or 1 GiB of memory,
-        writes over 1 MiB more than expected, or starts a process scores 0. It has no network, no environment and one
+        writes over 1 MiB more than expected, or starts a process scores 0. So does one that has not ended after
+        `timeout_s`, of which it ran, slept or read for at least nine tenths. It has no network, no environment and one
         folder to write in, of 64 MiB. A response without a program scores 0. So does a label without tests; a run
         refuses it.
 

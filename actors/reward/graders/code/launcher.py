@@ -1,8 +1,9 @@
 """Runs one program in namespaces of its own, without processes of its own. Standard library only.
 
-Run as `python -I launcher.py FOLDER STATUS_FD`. Standard input has the order, as 8 bytes of length and JSON, and
-then what the program reads. The launcher writes "+" to STATUS_FD once the sandbox stands, or the reason why it does
-not, and "!" if the sandbox is killed.
+Run as `python -I launcher.py FOLDER STATUS_FD TIME_FD`. Standard input has the order, as 8 bytes of length and JSON,
+and then what the program reads. The launcher writes "+" to STATUS_FD once the sandbox stands, or the reason why it does
+not, and "!" if the sandbox is killed. In the file TIME_FD it keeps two numbers of nanoseconds, 8 bytes each: the
+program's own time, which is that of all runs less the time in which they waited for a core; and when it last looked.
 
 With inputs in the order, the program runs once for each, in new namespaces and in an empty folder each time. The
 launcher writes how each run ended: its exit code and the length of its output, 8 bytes each, and the output.
@@ -10,10 +11,13 @@ launcher writes how each run ended: its exit code and the length of its output, 
 
 import fcntl
 import json
+import mmap
 import os
 import resource
 import signal
+import struct
 import sys
+import time
 import types
 from contextlib import suppress
 from pathlib import Path
@@ -21,8 +25,9 @@ from typing import Any
 
 IS_PROGRAM = __name__ == "__main__"
 ROOT = str(Path(__file__).resolve().parents[4])  # import path of `actors`, which an isolated interpreter lacks
-FOLDER, STATUS_FD = (sys.argv[1], int(sys.argv[2])) if IS_PROGRAM else ("", -1)
+FOLDER, STATUS_FD, TIME_FD = (sys.argv[1], int(sys.argv[2]), int(sys.argv[3])) if IS_PROGRAM else ("", -1, -1)
 LENGTH_BYTES = 8
+LOOK_S = 0.02  # between two looks at the own time of a program
 RAISED = 1
 READY, LOST = b"+", b"!"
 TOO_MUCH = -1  # code of a run that wrote too much
@@ -40,10 +45,12 @@ def main() -> int:
     """Run the program of the order; return its exit code, or 128 + the signal that ended it."""
     isolation.set_parent_death_signal(signal.SIGKILL)
     order = _order()
+    own_time = mmap.mmap(TIME_FD, 2 * LENGTH_BYTES)
+    os.close(TIME_FD)
     if order["inputs"] is None:
-        return _isolated(order)
+        return _isolated(order, own_time)
     for given, max_bytes in order["inputs"]:
-        code, output = _run_of(order, given.encode("utf-8", "surrogatepass"), max_bytes)
+        code, output = _run_of(order, own_time, given.encode("utf-8", "surrogatepass"), max_bytes)
         lengths = (number.to_bytes(LENGTH_BYTES, "big", signed=True) for number in (code, len(output)))
         _write_all(1, b"".join((*lengths, output)))
         if code != 0:
@@ -51,7 +58,7 @@ def main() -> int:
     return 0
 
 
-def _run_of(order: dict[str, Any], given: bytes, max_bytes: int) -> tuple[int, bytes]:
+def _run_of(order: dict[str, Any], own_time: mmap.mmap, given: bytes, max_bytes: int) -> tuple[int, bytes]:
     """Run the program with an input; return its exit code and its output."""
     reading, writing = os.pipe()
     run = os.fork()
@@ -61,7 +68,7 @@ def _run_of(order: dict[str, Any], given: bytes, max_bytes: int) -> tuple[int, b
         os.dup2(writing, 1)
         os.closerange(3, STATUS_FD)
         os.closerange(STATUS_FD + 1, 256)
-        os._exit(_isolated(order))
+        os._exit(_isolated(order, own_time))
     os.close(writing)
     output = bytearray()
     while len(output) <= max_bytes and (read := os.read(reading, 1 << 16)):
@@ -91,30 +98,35 @@ def _write_all(fd: int, content: bytes) -> None:
         content = content[os.write(fd, content) :]
 
 
-def _isolated(order: dict[str, Any]) -> int:
+def _isolated(order: dict[str, Any], own_time: mmap.mmap) -> int:
     """Run the program in new namespaces; return its exit code, or 128 + the signal that ended it."""
     refusal = isolation.attempted(isolation.enter_user_and_pid_namespaces)
     if refusal is not None:
         return _refused(refusal)
     init = os.fork()
     if init == 0:
-        os._exit(_as_init(order))
+        os._exit(_as_init(order, own_time))
     status = os.waitpid(init, 0)[1]
     if os.WIFSIGNALED(status):  # the program cannot do that
         os.write(STATUS_FD, LOST)
     return _code(status)
 
 
-def _as_init(order: dict[str, Any]) -> int:
-    """The first process of the namespace: when it ends, the kernel ends all others."""
+def _as_init(order: dict[str, Any], own_time: mmap.mmap) -> int:
+    """The first process of the namespace: when it ends, the kernel ends all others. The program cannot touch it."""
     isolation.set_parent_death_signal(signal.SIGKILL)
     scratch = f"size={order['scratch_bytes']},mode=700".encode()
     refusal = isolation.attempted(lambda: isolation.enter_other_namespaces(FOLDER, (), scratch))
     if refusal is not None:
         return _refused(refusal)
+    isolation.set_traceable(False)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
     program = os.fork()
     if program == 0:
         isolation.set_parent_death_signal(signal.SIGKILL)
+        isolation.set_traceable(True)  # else it could not open its own /proc/self/fd
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+        own_time.close()
         _limit(order)
         refusal = isolation.attempted(refuse_new_processes)
         if refusal is not None:
@@ -123,7 +135,45 @@ def _as_init(order: dict[str, Any]) -> int:
         os.close(STATUS_FD)
         os._exit(_run(order))
     os.close(STATUS_FD)
+    _keep_own_time(program, own_time)
     return _code(os.waitpid(program, 0)[1])
+
+
+def _keep_own_time(program: int, own_time: mmap.mmap) -> None:
+    """Add the own time of a program until it has ended."""
+    before, started = struct.unpack("=qq", own_time[:])[0], time.monotonic_ns()
+    counts: dict[str, tuple[int, int]] = {}
+    has_ended = False
+    while not has_ended:
+        signal.sigtimedwait({signal.SIGCHLD}, LOOK_S)
+        has_ended = os.waitid(os.P_PID, program, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        counts.update(_counts_of(program))
+        now = time.monotonic_ns()
+        own_time[:] = struct.pack("=qq", before + own_ns_of(now - started, list(counts.values())), now)
+
+
+def _counts_of(program: int) -> dict[str, tuple[int, int]]:
+    """Nanoseconds that each thread ran, and that it waited for a core. Threads that have ended are not there."""
+    found: dict[str, tuple[int, int]] = {}
+    for thread in Path(f"/proc/{program}/task").iterdir():
+        with suppress(OSError):
+            ran, waited, turns = map(int, (thread / "schedstat").read_text(encoding="ascii").split())
+            if turns:  # 0: the kernel does not count
+                found[thread.name] = (ran, waited)
+    return found
+
+
+def own_ns_of(elapsed_ns: int, counts: list[tuple[int, int]]) -> int:
+    """The part of a time in which a program ran or waited by itself, and not for a core.
+
+    Threads that wait while another one runs lose no time. Without any count nothing is known, and the answer is 0.
+
+    Args:
+        elapsed_ns: the time, in nanoseconds.
+        counts: for each thread, how long it ran and how long it waited for a core.
+    """
+    ran, waited = (sum(each) for each in zip(*counts, strict=True)) if counts else (0, elapsed_ns)
+    return min(elapsed_ns, max(ran, elapsed_ns - waited))
 
 
 def _order() -> dict[str, Any]:

@@ -2,9 +2,11 @@
 
 import fcntl
 import json
+import mmap
 import os
 import select
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
@@ -21,12 +23,13 @@ SANDBOX_S: Final = 30.0  # time for the sandbox to stand, beyond that of the pro
 READ_BYTES: Final = 1 << 16
 LENGTH_BYTES: Final = 8
 MORE_OUTPUT_BYTES: Final = 1 << 20
-_MOST_DEEP: Final = 4  # processes: the launcher, one for the run, the first of the namespace, the program
+OWN_SHARE: Final = 0.9  # of its time limit; a program that was given less of it is not judged
+LOOK_S: Final = 1.0  # to wait for a look of the launcher, which may itself wait for a core
 KILLED: Final = "the sandbox of a program was killed"
 
 
 class SandboxError(OSError):
-    """This machine cannot isolate a program, or the sandbox was killed. Says which system call the kernel refuses."""
+    """This machine cannot isolate a program, was too busy to run it, or the sandbox was killed. Says which."""
 
     cause: Cause = "sandbox_lost"
 
@@ -71,12 +74,12 @@ def run_program(
         limits: of the program.
 
     Raises:
-        TimeoutError: it was killed after `wall_s`, did not sleep then, and got less than half of that time.
-        SandboxError: this machine cannot isolate it, and nothing ran; or something else killed the sandbox.
+        SandboxError: this machine cannot isolate it, and nothing ran; something else killed the sandbox; or it was
+            killed after `wall_s`, of which it waited for a core for more than a tenth.
     """
     order = {"program": program, "function": function, "calls": calls, "inputs": None, **limits._asdict()}
-    with _launched(order, given) as (process, reading):
-        ran = _read(process, _Clock(process.pid, wall_s), max_output_bytes)
+    with _launched(order, given) as (process, reading, own_time):
+        ran = _read(process, _Clock(own_time, wall_s), max_output_bytes)
         if process.returncode is not None and (process.returncode < 0 or os.read(reading, 1)):
             raise SandboxError(KILLED)
         return ran
@@ -99,12 +102,11 @@ def run_inputs(
         One for each input. A run whose code is not 0 is the last.
 
     Raises:
-        TimeoutError: as `run_program`, by the time of all runs.
-        SandboxError: as `run_program`; the runs before it have ended.
+        SandboxError: as `run_program`, with the time of all runs; the runs before it have ended.
     """
     order = {"program": program, "function": None, "calls": (), "inputs": inputs, **limits._asdict()}
-    with _launched(order, b"") as (process, reading):
-        received, clock = bytearray(), _Clock(process.pid, wall_s)
+    with _launched(order, b"") as (process, reading, own_time):
+        received, clock = bytearray(), _Clock(own_time, wall_s)
         for _ in inputs:
             ran = _next_run(process, received, clock)
             if ran is None or ran.code != 0:
@@ -117,27 +119,36 @@ def run_inputs(
 
 
 @contextmanager
-def _launched(order: dict[str, Any], given: bytes) -> Generator[tuple[subprocess.Popen[bytes], int]]:
-    """Start the launcher, and wait until its sandbox stands; the second value reads its status. Then end it."""
+def _launched(order: dict[str, Any], given: bytes) -> Generator[tuple[subprocess.Popen[bytes], int, mmap.mmap]]:
+    """Start the launcher, and wait until its sandbox stands. Then end it.
+
+    Yields:
+        The launcher, what reads its status, and the own time of its programs in nanoseconds.
+    """
     with tempfile.TemporaryDirectory(prefix="physarum-code-", ignore_cleanup_errors=True) as folder:
+        times = os.memfd_create("own time", os.MFD_CLOEXEC)
+        os.ftruncate(times, 2 * LENGTH_BYTES)
+        own_time = mmap.mmap(times, 2 * LENGTH_BYTES)
         reading, status = os.pipe()
         memory = _sealed(json.dumps(order).encode("utf-8", "surrogatepass"), given)
-        command = [sys.executable, "-I", str(LAUNCHER), folder, str(status)]
+        command = [sys.executable, "-I", str(LAUNCHER), folder, str(status), str(times)]
         try:
             process = subprocess.Popen(
-                command, stdin=memory, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, pass_fds=(status,),
+                command, stdin=memory, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, pass_fds=(status, times),
                 env={"PATH": os.defpath, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"},
                 start_new_session=True,
             )  # fmt: skip
         finally:
             os.close(memory)
             os.close(status)
+            os.close(times)
         try:
             _await_sandbox(reading)
-            yield process, reading
+            yield process, reading, own_time
         finally:
             os.close(reading)
             _end(process)
+            own_time.close()
 
 
 def _next_run(process: subprocess.Popen[bytes], received: bytearray, clock: "_Clock") -> Ran | None:
@@ -220,59 +231,42 @@ def _read(process: subprocess.Popen[bytes], clock: "_Clock", max_bytes: int) -> 
 
 
 class _Clock:
-    """The time of a launcher's programs: when it ends, and how much of it they got."""
+    """The time of a launcher's programs: when it ends, and how much of it was their own."""
 
-    def __init__(self, launcher: int, wall_s: float) -> None:
-        self._launcher = launcher
+    def __init__(self, own_time: mmap.mmap, wall_s: float) -> None:
+        self._own_time = own_time
         self._wall_s = wall_s
         self._deadline = time.monotonic() + wall_s
-        self._cpu_s_before, _ = _use_of(launcher)
 
     def left_s(self) -> float:
         return self._deadline - time.monotonic()
 
     def check_not_starved(self) -> None:
-        cpu_s, states = _use_of(self._launcher)
-        if is_starved(cpu_s - self._cpu_s_before, self._wall_s, states):
-            raise TimeoutError(f"this machine was too busy to run a program for {self._wall_s:g} s")
+        own_s = self._own_s()
+        if is_starved(own_s, self._wall_s):
+            raise SandboxError(
+                f"this machine was too busy: of {self._wall_s:g} s, a program ran or slept for {own_s:.3g} s"
+            )
+
+    def _own_s(self) -> float:
+        """Own time of the programs, of a look after the time limit. Without a program there is no such look."""
+        until = time.monotonic() + LOOK_S
+        while True:
+            own_ns, looked_ns = struct.unpack("=qq", self._own_time[:])
+            own_s, looked_s = own_ns / 1e9, looked_ns / 1e9
+            if looked_s >= self._deadline or not is_starved(own_s, self._wall_s) or time.monotonic() >= until:
+                return own_s
+            time.sleep(LOOK_S / 100)
 
 
-def is_starved(cpu_s: float, wall_s: float, states: str) -> bool:
-    """Whether a program got less than half of the time and does not sleep, by the states of its threads in /proc.
+def is_starved(own_s: float, wall_s: float) -> bool:
+    """Whether a program at its time limit waited for a core for more than a tenth of the time.
 
-    Without any state it has just ended.
+    Args:
+        own_s: how long it ran or waited by itself.
+        wall_s: the limit.
     """
-    return cpu_s < wall_s / 2 and (not states or any(state not in "ST" for state in states))
-
-
-def _use_of(launcher: int) -> tuple[float, str]:
-    """CPU seconds of a launcher and of all that it started; the states of the threads of the last of them.
-
-    The last is the program, or what makes or ends its sandbox.
-    """
-    ticks, states, pid = 0, "", str(launcher)
-    for _ in range(_MOST_DEEP):
-        states = ""
-        with suppress(OSError):
-            ticks += sum(map(int, _fields_of(f"/proc/{pid}/stat")[11:15]))  # of itself and of children that ended
-            states = "".join(_fields_of(f"{task}/stat")[0] for task in Path(f"/proc/{pid}/task").iterdir())
-        child = _only_child(pid)
-        if not child:
-            break
-        pid = child
-    return ticks / os.sysconf("SC_CLK_TCK"), states
-
-
-def _fields_of(stat: str) -> list[str]:
-    """The fields of a file /proc/PID/stat after the name, which may have spaces."""
-    return Path(stat).read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-
-
-def _only_child(pid: str) -> str:
-    """The child of a process with one thread; empty if it has none, or has ended."""
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").partition(" ")[0]
-    return ""
+    return own_s < wall_s * OWN_SHARE
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
