@@ -109,12 +109,13 @@ def _watch(args: argparse.Namespace) -> int:
 async def _serve(found: "FoundRun", place: "Address") -> int:
     import anyio
 
-    from actors.observer.page import Page, follow, new_token, observed_of, served
+    from actors.observer.page import Page, follow, new_token, observed_of, served, stored_samples
     from runtime.node.display import page_lines
 
     screen, token = Screen(sys.stdout), new_token()
     observed, settings = observed_of(found)
-    page = Page(observed, token, settings)
+    stored = stored_samples(found, settings)
+    page = Page(observed, token, settings, stored)
 
     def progress(text: str) -> None:
         if screen.can_rewrite:
@@ -125,7 +126,7 @@ async def _serve(found: "FoundRun", place: "Address") -> int:
             screen.show(line)
         screen.show("Ctrl-C ends the page; the run goes on")
         sys.stdout.flush()
-        tasks.start_soon(follow, found, observed, page, progress, Screen(sys.stderr).show)
+        tasks.start_soon(follow, found, observed, page, progress, Screen(sys.stderr).show, stored)
     return EXIT_OK
 
 

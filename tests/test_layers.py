@@ -375,6 +375,7 @@ ONLY_SAYS = {
     "runtime.report.spans",  # shows their times
     "runtime.report.group_spans",  # notes their times
     "runtime.report.run_facts",  # counts verdicts
+    "actors.observer.stored_samples",  # shows what became of a group
 }
 
 

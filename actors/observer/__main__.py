@@ -10,7 +10,7 @@ from typing import Final
 
 import anyio
 
-from actors.observer.page import Address, Page, follow, observed_of, served
+from actors.observer.page import Address, Page, follow, observed_of, served, stored_samples
 from runtime.node.reopen import BUS_DIRECTORY, find_run
 from runtime.settings.observe import PAGE_FILE
 from runtime.util.exit_codes import EXIT_OK
@@ -27,9 +27,10 @@ async def _serve(run_dir: Path, address: Address) -> None:
     run = find_run(str(run_dir))
     token = kept_secret(run_dir / BUS_DIRECTORY / TOKEN_FILE).reveal()
     observed, settings = observed_of(run)
-    page = Page(observed, token, settings)
+    stored = stored_samples(run, settings)
+    page = Page(observed, token, settings, stored)
     async with served(page, address) as port, anyio.create_task_group() as tasks:
-        tasks.start_soon(follow, run, observed, page, log.debug, log.info)
+        tasks.start_soon(follow, run, observed, page, log.debug, log.info, stored)
         write_atomically(run_dir / PAGE_FILE, f"{address.url(port)}/?token={token}\n".encode())
         try:
             with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:

@@ -13,7 +13,8 @@ import anyio
 import msgspec
 from aiohttp import web
 
-from actors.observer.samples import Samples, add_routes
+from actors.observer.samples import TOKENIZER_FILE, Samples, add_routes
+from actors.observer.stored_samples import StoredSamples
 from runtime.bus.addresses import host_port
 from runtime.bus.errors import BusError
 from runtime.node.claims.rundir import BUS_FILE, TOPOLOGY_FILE
@@ -96,9 +97,22 @@ class Address(NamedTuple):
 
 
 class Page:
-    """The HTTP side of the page. It sends what `observed` holds, each time that `changed` was called."""
+    """The HTTP side of the page. It sends what `observed` holds, each time that `changed` was called.
 
-    def __init__(self, observed: Observed, token: str, settings: Mapping[str, str] | None = None) -> None:
+    Args:
+        observed: the run.
+        token: of its URL.
+        settings: of the run by key.
+        stored: samples that the run's server still stores; None: the page must not show them.
+    """
+
+    def __init__(
+        self,
+        observed: Observed,
+        token: str,
+        settings: Mapping[str, str] | None = None,
+        stored: StoredSamples | None = None,
+    ) -> None:
         self._observed = observed
         self._settings = settings or {}
         self._token = token
@@ -107,7 +121,9 @@ class Page:
         self._changed = asyncio.Event()
         self._num_streams = 0
         self._files = {name: (STATIC / name).read_bytes() for name in FILES}
-        self._samples = Samples(dump_directory(self._settings))
+        model = _text_of(self._settings, "model.hf_checkpoint")
+        tokenizer = None if model is None else Path(model) / TOKENIZER_FILE
+        self._samples = Samples(dump_directory(self._settings), stored, tokenizer)
         self.live = False
         self.problem = ""  # why the log cannot be read
 
@@ -289,8 +305,18 @@ def _flat(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
 
 def dump_directory(settings: Mapping[str, str]) -> Path | None:
     """Return the directory of a run's dumps; None if it writes none."""
-    stored: Any = msgspec.json.decode(settings.get("run.dump_details", "null"))
-    return Path(stored) if isinstance(stored, str) else None
+    directory = _text_of(settings, "run.dump_details")
+    return None if directory is None else Path(directory)
+
+
+def stored_samples(run: FoundRun, settings: Mapping[str, str]) -> StoredSamples | None:
+    """Return what reads the samples that a run's server still stores; None unless its settings allow it."""
+    return StoredSamples(run) if settings.get("observe.samples") == "true" else None
+
+
+def _text_of(settings: Mapping[str, str], key: str) -> str | None:
+    stored: Any = msgspec.json.decode(settings.get(key, "null"))
+    return stored if isinstance(stored, str) else None
 
 
 def _host_of(header: str) -> str:
@@ -341,7 +367,12 @@ class Shown(Protocol):
 
 
 async def follow(
-    run: FoundRun, observed: Observed, page: Shown, progress: Callable[[str], None], note: Callable[[str], None]
+    run: FoundRun,
+    observed: Observed,
+    page: Shown,
+    progress: Callable[[str], None],
+    note: Callable[[str], None],
+    stored: StoredSamples | None = None,
 ) -> None:
     """Fold the events of a run into what the page shows, and go on when the run is started again. Never returns.
 
@@ -351,12 +382,13 @@ async def follow(
         page: told of every change.
         progress: called with what was read so far, or why the log cannot be read.
         note: called with a line per snapshot that cannot be used or written.
+        stored: gets the events too.
     """
     while True:
         started = _start_of(run)
         page.problem = ""
         try:
-            await _follow_once(run, observed, page, progress, note)
+            await _follow_once(run, observed, page, progress, note, stored)
         except* (NoLog, BusError, ClientsUnreadable, OSError) as errors:
             page.problem = str(flatten(errors)[0])
             progress(page.problem)
@@ -370,10 +402,18 @@ async def follow(
 
 
 async def _follow_once(
-    run: FoundRun, observed: Observed, page: Shown, progress: Callable[[str], None], note: Callable[[str], None]
+    run: FoundRun,
+    observed: Observed,
+    page: Shown,
+    progress: Callable[[str], None],
+    note: Callable[[str], None],
+    stored: StoredSamples | None,
 ) -> None:
     async with observing(run, observed, note=note) as folding:
-        async for _ in folding.batches():
+        async for batch in folding.batches():
+            if stored is not None:
+                for received in batch:
+                    stored.take(received.message, received.seq)
             page.live = folding.events.live
             page.changed()
             progress(f"{observed.num_events:,} events read, step {observed.steps}")

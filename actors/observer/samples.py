@@ -1,7 +1,8 @@
-"""What the page shows of samples: groups of the run's dumps, the samples of one, and the tokens of a sample."""
+"""What the page shows of samples: groups, the samples of one, and the tokens of a sample."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, Protocol, cast
@@ -20,9 +21,10 @@ from actors.observer.shown_samples import (
     tokens_shown,
     worst_and_best_first,
 )
+from actors.observer.stored_samples import StoredSamples
 from runtime.data.dump_files import TOKENIZER, DumpError
 from runtime.data.dumps import DumpedSample
-from runtime.data.sample_index import SORTS, Found, IndexedGroup, SampleIndex, Sort
+from runtime.data.sample_index import SORTS, Found, IndexedGroup, SampleIndex, SamplesGone, SampleSource, Sort
 from runtime.util.formatting import count_of
 
 READ_S: Final = 1.0  # of new dump files, before a page gets what is known so far
@@ -37,9 +39,19 @@ REPORT_GROUPS: Final = 8  # with the lowest mean reward, with the highest, and w
 REPORT_BYTES: Final = 2_000_000  # of all of them
 REPORT_CHARS: Final = 40_000  # of the texts of each
 REPORT_TOKENS: Final = 1_000  # of the worst sample of each, and of the best one
-NO_DUMPS: Final = "The run writes no dumps: run.dump_details = DIRECTORY turns them on."
+NO_DUMPS: Final = (
+    "The run writes no dumps: run.dump_details = DIRECTORY turns them on. With observe.samples = true the page shows "
+    "what the server of a run that goes on still stores."
+)
 SHOWN_PROBLEMS: Final = 10
 MAX_DIGITS: Final = 15  # of a number in a query
+TOKENIZER_FILE: Final = "tokenizer.json"
+NO_SUCH: Final = {False: "The dumps have no", True: "The run's server stores no"}  # by whether samples are in no dump
+NO_TRAINED: Final = {
+    False: "The dumps have nothing of the trainer about this sample: observe.tokens = true adds it, once the sample's "
+    "step is trained.",
+    True: "What the trainer computed is in dumps alone: set run.dump_details and observe.tokens = true.",
+}
 _NUMBER: Final = re.compile(rf"[0-9]{{1,{MAX_DIGITS}}}")
 
 
@@ -55,7 +67,7 @@ class NotFound(LookupError):
         self.again = again
 
 
-Read = Callable[[SampleIndex, Mapping[str, str]], dict[str, Any]]
+Read = Callable[[SampleSource, Mapping[str, str]], dict[str, Any]]
 
 
 class Respond(Protocol):
@@ -69,10 +81,15 @@ class Samples:
 
     Args:
         directory: `run.dump_details` of the run; None: it has no dumps.
+        stored: what its server still stores, which is shown if there are no dumps; None: it must not be read.
+        tokenizer: file of the model's tokenizer, for samples that are in no dump.
     """
 
-    def __init__(self, directory: Path | None) -> None:
-        self.index = None if directory is None else SampleIndex(directory)
+    def __init__(
+        self, directory: Path | None, stored: StoredSamples | None = None, tokenizer: Path | None = None
+    ) -> None:
+        self.index = stored if directory is None else SampleIndex(directory)
+        self._tokenizer = tokenizer if directory is None else directory / TOKENIZER / TOKENIZER_FILE
         self._turn = anyio.Lock()
 
     async def answer(self, read: Read, query: Mapping[str, str]) -> dict[str, Any]:
@@ -80,7 +97,7 @@ class Samples:
 
         Raises:
             BadQuery: a parameter is not allowed.
-            NotFound: the dumps have no such group or sample.
+            NotFound, SamplesGone: there is no such group or sample.
             DumpError: it cannot be read.
             TimeoutError: the requests before this one take too long.
         """
@@ -89,19 +106,18 @@ class Samples:
         with anyio.fail_after(WAIT_S):
             await self._turn.acquire()
         try:
-            return await to_thread.run_sync(read, self.index, query, abandon_on_cancel=True)
+            async with _opened(self.index):
+                return await to_thread.run_sync(read, self.index, query, abandon_on_cancel=True)
         finally:
             self._turn.release()
 
     @cached_property
     def _decode(self) -> Decode | None:
-        """What makes text of tokens; None: the dumps have no file for it, or it cannot be read."""
-        if self.index is None:
-            return None
-        path = self.index.directory / TOKENIZER / "tokenizer.json"
-        return _decoder_of(path) if path.is_file() else None
+        """What makes text of tokens; None: there is no file for it, or it cannot be read."""
+        path = self._tokenizer
+        return _decoder_of(path) if path is not None and path.is_file() else None
 
-    def listed(self, index: SampleIndex, query: Mapping[str, str]) -> dict[str, Any]:
+    def listed(self, index: SampleSource, query: Mapping[str, str]) -> dict[str, Any]:
         """Return some groups: search, sort, order, step, offset, limit."""
         sort = _choice(query, "sort", SORTS)
         order = _choice(query, "order", ("descending", "ascending"))
@@ -135,11 +151,11 @@ class Samples:
             "groups": [self._listed_group(index, group) for group in found.groups],
         }
 
-    def _listed_group(self, index: SampleIndex, group: IndexedGroup) -> dict[str, Any]:
+    def _listed_group(self, index: SampleSource, group: IndexedGroup) -> dict[str, Any]:
         try:
-            (first,) = index.samples(group, 1)
-            prompt, label = first.prompt, spelled_label(first.label)
-        except DumpError as error:
+            prompt, label = index.prompt(group)
+            label = spelled_label(label)
+        except (DumpError, SamplesGone) as error:
             prompt, label = f"({error})", ""
         return {
             "step": group.step,
@@ -158,7 +174,7 @@ class Samples:
             "label": label[:LISTED_CHARS],
         }
 
-    def _found(self, index: SampleIndex, query: Mapping[str, str]) -> IndexedGroup:
+    def _found(self, index: SampleSource, query: Mapping[str, str]) -> IndexedGroup:
         """Return the group of a request; read more of the dumps if it is not known yet."""
         number = _number(query, "group")
         step = _number(query, "step") if "step" in query else None
@@ -167,19 +183,23 @@ class Samples:
             index.advance(READ_S)
             group = index.group(number, step)
         if group is None:
-            where = "" if step is None else f" in the files of step {step}"
+            where = (
+                ""
+                if step is None
+                else f" {'of' if isinstance(index, StoredSamples) else 'in the'} {_place(index, step)}"
+            )
             if index.num_unread:
                 left = count_of(index.num_unread, "step")
                 raise NotFound(f"Group {number} is looked for{where}: {left} left to read.", again=True)
-            raise NotFound(f"The dumps have no group {number}{where}.")
+            raise NotFound(f"{NO_SUCH[isinstance(index, StoredSamples)]} group {number}{where}.")
         return group
 
-    def group(self, index: SampleIndex, query: Mapping[str, str]) -> dict[str, Any]:
+    def group(self, index: SampleSource, query: Mapping[str, str]) -> dict[str, Any]:
         """Return the samples of one group: group, step."""
         group = self._found(index, query)
-        return group_shown(group, index.samples(group))
+        return {**group_shown(group, index.samples(group)), "place": _place(index, group.step)}
 
-    def tokens(self, index: SampleIndex, query: Mapping[str, str]) -> dict[str, Any]:
+    def tokens(self, index: SampleSource, query: Mapping[str, str]) -> dict[str, Any]:
         """Return tokens of one sample: group, step, place, from."""
         group, place, begin = self._found(index, query), _number(query, "place"), _number(query, "from", 0)
         if place >= len(group.rewards):
@@ -187,7 +207,7 @@ class Samples:
         return self._tokens_of(index, group, place, index.samples(group)[place], begin, MAX_TOKENS)
 
     def _tokens_of(
-        self, index: SampleIndex, group: IndexedGroup, place: int, sample: DumpedSample, begin: int, max_tokens: int
+        self, index: SampleSource, group: IndexedGroup, place: int, sample: DumpedSample, begin: int, max_tokens: int
     ) -> dict[str, Any]:
         """Return tokens of a sample. A bad file of the trainer costs what the trainer added, and is named."""
         segments, trained, problem = index.tokens(group, place, sample), None, ""
@@ -195,7 +215,8 @@ class Samples:
             trained = index.trained(sample, segments)
         except DumpError as error:
             problem = str(error)
-        return {**tokens_shown(segments, self._decode, begin, trained, max_tokens), "trained_problem": problem}
+        shown = tokens_shown(segments, self._decode, begin, trained, max_tokens)
+        return {**shown, "trained_problem": problem, "untrained": NO_TRAINED[isinstance(index, StoredSamples)]}
 
     def report(self, max_bytes: int = REPORT_BYTES) -> dict[str, Any]:
         """Return some groups of the newest steps for a report: the worst, the best, and those of the largest spread.
@@ -204,7 +225,7 @@ class Samples:
             max_bytes: of all of them.
         """
         found: dict[str, Any] = {"listed": {"problem": NO_DUMPS}, "groups": [], "tokens": {}}
-        if self.index is None:
+        if not isinstance(self.index, SampleIndex):
             return found
         index, num_bytes = self.index, 0
         try:
@@ -218,7 +239,7 @@ class Samples:
         for group in groups:
             try:
                 shown, tokens = self._reported(index, group)
-            except DumpError:
+            except (DumpError, SamplesGone):
                 continue  # replaced meanwhile, or damaged: a report does without it
             num_bytes += len(msgspec.json.encode((shown, tokens)))
             if num_bytes > max_bytes:
@@ -236,10 +257,11 @@ class Samples:
         }
         return found
 
-    def _reported(self, index: SampleIndex, group: IndexedGroup) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _reported(self, index: SampleSource, group: IndexedGroup) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return what a report has of a group: its texts, and tokens of its worst and its best sample by their key."""
         samples = index.samples(group)
         shown, tokens = group_shown(group, samples, REPORT_CHARS), dict[str, Any]()
+        shown["place"] = _place(index, group.step)
         for place in worst_and_best_first([sample.reward for sample in samples])[:2]:
             key = f"{group.step}/{group.group_id}/{place}"
             tokens[key] = self._tokens_of(index, group, place, samples[place], 0, REPORT_TOKENS)
@@ -258,13 +280,33 @@ def _decoder_of(path: Path) -> Decode | None:
     return decode
 
 
-def _about(index: SampleIndex) -> dict[str, Any]:
-    """Return where the dumps are, and which steps cannot be read."""
+@asynccontextmanager
+async def _opened(index: SampleSource) -> AsyncGenerator[None, None]:
+    """Connect to the run's server for a request that needs it."""
+    if isinstance(index, StoredSamples):
+        async with index.opened():
+            yield
+    else:
+        yield
+
+
+def _about(index: SampleSource) -> dict[str, Any]:
+    """Return where the samples come from, and which steps cannot be read."""
     problems = list(index.problems.values())
-    return {"directory": str(index.directory), "problems": problems[:SHOWN_PROBLEMS], "num_problems": len(problems)}
+    if isinstance(index, SampleIndex):
+        source = f"in {index.directory}"
+    else:
+        source = "that the run's server still stores, read with an auditor credential; in no file, by their round"
+        if isinstance(index, StoredSamples) and index.since > 1:
+            source += f"; those before event {index.since} are not known to this page"
+    return {"source": source, "problems": problems[:SHOWN_PROBLEMS], "num_problems": len(problems)}
 
 
-def _chosen(index: SampleIndex) -> list[IndexedGroup]:
+def _place(index: SampleSource, step: int) -> str:
+    return f"round {step}" if isinstance(index, StoredSamples) else f"files of step {step}"
+
+
+def _chosen(index: SampleSource) -> list[IndexedGroup]:
     """Return the groups of a report, each once, newest step first."""
     wanted: tuple[tuple[Sort, bool], ...] = ("reward", False), ("reward", True), ("spread", True)
     found = [
@@ -304,6 +346,8 @@ def add_routes(application: web.Application, samples: Samples, respond: Respond)
                 status, shown = 400, {"problem": str(error)}
             except NotFound as error:
                 status, shown = 200, {"problem": str(error), "again": error.again}  # browsers log a 404 as an error
+            except SamplesGone as error:
+                status, shown = 200, {"problem": str(error)}
             except DumpError as error:
                 status, shown = 409, {"problem": str(error)}
             except TimeoutError:

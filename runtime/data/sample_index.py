@@ -1,18 +1,19 @@
-"""Index of the groups in a run's dumps, for people who look at samples. A run may go on writing them."""
+"""Groups whose samples people look at, and the index of those in a run's dumps. A run may go on writing them."""
 
 import os
 import re
 import stat
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
 
 from messages import Outcome, Segment
 from runtime.data.dump_files import DumpError, check_columns, lines_path, read_sample, sample_lines
-from runtime.data.dumps import DumpedSample
+from runtime.data.dumps import DumpedSample, Fate
 from runtime.data.trained_tokens import TrainedSample, read_trained
 
 KEPT_GROUPS: Final = 20_000  # newest ones; about 1 kB of memory each
@@ -24,13 +25,13 @@ SORTS: Final = ("step", "reward", "spread", "length")
 
 
 class IndexedGroup(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """What the index keeps of a completed group. Its texts and tokens stay in the files."""
+    """What a source of samples knows of a completed group without its texts and tokens."""
 
-    step: int  # of the files that hold it
+    step: int  # of the files that hold it; of a group that is in no file, its round
     group_id: int
     attempt: int
-    first_row: int  # of its samples in the files
-    begin: int  # byte at which its lines begin
+    first_row: int = 0  # of its samples in the files
+    begin: int = 0  # byte at which its lines begin
     rewards: tuple[float | None, ...]  # of each sample
     lengths: tuple[int, ...]  # response tokens of each sample
     versions: tuple[int, int] | None = None  # oldest and newest weights that sampled it
@@ -63,8 +64,119 @@ class Found(NamedTuple):
     total: int  # groups to search
 
 
-class SampleIndex:
-    """Knows which groups the dumps hold, and reads one of them when asked. Steps are read newest first.
+class SamplesGone(LookupError):
+    """Samples that were there are not stored any more, or their server does not answer; the text says why."""
+
+
+class SampleSource(ABC):
+    """Completed groups with their samples, of which one is read when asked. For a worker thread."""
+
+    num_unread = 0  # steps that `advance` has not read yet
+    num_left_out = 0  # steps that the bound leaves out
+
+    def __init__(self) -> None:
+        self.problems: dict[int, str] = {}  # why a step is left out
+
+    @abstractmethod
+    def advance(self, budget_s: float) -> None:
+        """Notice new groups, for about this time.
+
+        Raises:
+            DumpError: they cannot be read.
+        """
+
+    @abstractmethod
+    def groups(self) -> Iterator[IndexedGroup]:
+        """Yield what is known so far, newest step first."""
+
+    @abstractmethod
+    def samples(self, group: IndexedGroup) -> list[DumpedSample]:
+        """Read the samples of a group, without their tokens.
+
+        Raises:
+            DumpError: they cannot be read.
+            SamplesGone: they are not stored any more.
+        """
+
+    @abstractmethod
+    def prompt(self, group: IndexedGroup) -> tuple[str, Any]:
+        """Read the prompt and the label of a group; errors are those of `samples`."""
+
+    @abstractmethod
+    def tokens(self, group: IndexedGroup, place: int, sample: DumpedSample) -> tuple[Segment, ...]:
+        """Read the tokens of a sample; errors are those of `samples`.
+
+        Args:
+            group: its group.
+            place: of the sample in its group, from 0.
+            sample: the sample.
+        """
+
+    @abstractmethod
+    def trained(self, sample: DumpedSample, segments: Sequence[Segment]) -> TrainedSample | None:
+        """Read what the trainer made of a sample; None: it is not stored.
+
+        Raises:
+            DumpError: it cannot be read.
+        """
+
+    def group(self, group_id: int, step: int | None = None) -> IndexedGroup | None:
+        """Return a known group, of the newest step that has it unless one is named."""
+        known = (group for group in self.groups() if step is None or group.step == step)
+        return next((group for group in known if group.group_id == group_id), None)
+
+    def find(
+        self,
+        text: str = "",
+        *,
+        sort: Sort = "step",
+        descending: bool = True,
+        step: int | None = None,
+        offset: int = 0,
+        limit: int,
+        budget_s: float,
+    ) -> Found:
+        """Find groups whose prompt, label or a response contains a text.
+
+        Args:
+            text: upper and lower case count as equal; empty: all groups.
+            sort: key of the order; groups without such a number come last.
+            descending: whether the largest comes first.
+            step: only groups of this step.
+            offset: groups of that order to leave out.
+            limit: groups to return at most.
+            budget_s: seconds after which the search pauses; it reads at least one group.
+        """
+        known = [group for group in self.groups() if step is None or group.step == step]
+        keys = [(_key(group, sort), group) for group in known]
+        ordered = sorted(
+            ((key, group) for key, group in keys if key is not None),
+            key=lambda item: (item[0], item[1].step, item[1].group_id),
+            reverse=descending,
+        )
+        groups = [group for _, group in ordered] + [group for key, group in keys if key is None]
+        found: list[IndexedGroup] = []
+        until, wanted = time.monotonic() + budget_s, text.casefold()
+        for place in range(offset, len(groups)):
+            if not wanted or self._contains(groups[place], wanted):
+                found.append(groups[place])
+            if place + 1 < len(groups) and (len(found) == limit or time.monotonic() >= until):
+                return Found(found, place + 1, len(groups))
+        return Found(found, None, len(groups))
+
+    def _contains(self, group: IndexedGroup, wanted: str) -> bool:
+        try:
+            samples = self.samples(group)
+        except (DumpError, SamplesGone):
+            return False  # replaced meanwhile, or removed: the next call of `advance` notices
+        label = samples[0].label
+        shown = label if isinstance(label, str) else msgspec.json.encode(label).decode()
+        texts = [samples[0].prompt, shown, *(sample.response for sample in samples)]
+        return any(wanted in each.casefold() for each in texts)
+
+
+class SampleIndex(SampleSource):
+    """Knows which groups the dumps hold. Steps are read newest first.
 
     Args:
         directory: what the run's `run.dump_details` names; it need not exist yet.
@@ -72,23 +184,17 @@ class SampleIndex:
     """
 
     def __init__(self, directory: Path, kept_groups: int = KEPT_GROUPS) -> None:
+        super().__init__()
         self.directory = directory
-        self.problems: dict[int, str] = {}  # why a step is left out
         self._kept_groups = kept_groups
         self._known: dict[int, tuple[int, int]] = {}  # time and size of the lines of each step that was read
         self._groups: dict[int, tuple[IndexedGroup, ...]] = {}  # by step
         self._unread: list[int] = []  # oldest first
-        self.num_left_out = 0  # steps that the bound leaves out
 
     @property
     def num_groups(self) -> int:
         """Groups in the index."""
         return sum(map(len, self._groups.values()))
-
-    @property
-    def num_unread(self) -> int:
-        """Steps that `advance` has not read yet."""
-        return len(self._unread)
 
     def advance(self, budget_s: float) -> None:
         """Notice new and changed files, and read at least one of them, until the time is over.
@@ -112,6 +218,7 @@ class SampleIndex:
             self._read(step, found[step])
             if time.monotonic() >= until:
                 break
+        self.num_unread = len(self._unread)
 
     def _is_full(self, step: int) -> bool:
         """Drop the oldest steps beyond the bound; return whether a step is older than all that fit."""
@@ -138,11 +245,6 @@ class SampleIndex:
         for step in sorted(self._groups, reverse=True):
             yield from self._groups[step]
 
-    def group(self, group_id: int, step: int | None = None) -> IndexedGroup | None:
-        """Return a group of the index, of the newest step that has it unless one is named."""
-        known = self.groups() if step is None else iter(self._groups.get(step, ()))
-        return next((group for group in known if group.group_id == group_id), None)
-
     def samples(self, group: IndexedGroup, num: int | None = None) -> list[DumpedSample]:
         """Read the lines of a group.
 
@@ -159,13 +261,13 @@ class SampleIndex:
             raise DumpError(f"{path}: was replaced while group {group.group_id} was read")
         return samples
 
+    def prompt(self, group: IndexedGroup) -> tuple[str, Any]:
+        """Read the first line of a group, which has its prompt and its label."""
+        (first,) = self.samples(group, 1)
+        return first.prompt, first.label
+
     def tokens(self, group: IndexedGroup, place: int, sample: DumpedSample) -> tuple[Segment, ...]:
         """Read the tokens of a sample.
-
-        Args:
-            group: its group.
-            place: of the sample in its group, from 0.
-            sample: its line.
 
         Raises:
             DumpError: its columns cannot be read, or the files were replaced since.
@@ -183,55 +285,6 @@ class SampleIndex:
         num_tokens = sum(len(segment.prompt_ids) + len(segment.response_ids) for segment in segments)
         key = sample.group_id, sample.index, sample.part
         return read_trained(self.directory, sample.step, key, num_tokens)
-
-    def find(
-        self,
-        text: str = "",
-        *,
-        sort: Sort = "step",
-        descending: bool = True,
-        step: int | None = None,
-        offset: int = 0,
-        limit: int,
-        budget_s: float,
-    ) -> Found:
-        """Find groups whose prompt, label or a response contains a text.
-
-        Args:
-            text: upper and lower case count as equal; empty: all groups.
-            sort: key of the order; groups without such a number come last.
-            descending: whether the largest comes first.
-            step: only groups in the files of this step.
-            offset: groups of that order to leave out.
-            limit: groups to return at most.
-            budget_s: seconds after which the search pauses; it reads at least one group.
-        """
-        known = [group for group in self.groups() if step is None or group.step == step]
-        keys = [(_key(group, sort), group) for group in known]
-        ordered = sorted(
-            ((key, group) for key, group in keys if key is not None),
-            key=lambda item: (item[0], item[1].step, item[1].group_id),
-            reverse=descending,
-        )
-        groups = [group for _, group in ordered] + [group for key, group in keys if key is None]
-        found: list[IndexedGroup] = []
-        until, wanted = time.monotonic() + budget_s, text.casefold()
-        for place in range(offset, len(groups)):
-            if not wanted or self._contains(groups[place], wanted):
-                found.append(groups[place])
-            if place + 1 < len(groups) and (len(found) == limit or time.monotonic() >= until):
-                return Found(found, place + 1, len(groups))
-        return Found(found, None, len(groups))
-
-    def _contains(self, group: IndexedGroup, wanted: str) -> bool:
-        try:
-            samples = self.samples(group)
-        except DumpError:
-            return False  # replaced meanwhile: the next call of `advance` reads it again
-        label = samples[0].label
-        shown = label if isinstance(label, str) else msgspec.json.encode(label).decode()
-        texts = [samples[0].prompt, shown, *(sample.response for sample in samples)]
-        return any(wanted in each.casefold() for each in texts)
 
 
 def _key(group: IndexedGroup, sort: Sort) -> float | None:
@@ -298,12 +351,12 @@ def _group_of(step: int, samples: list[DumpedSample], begin: int, first_row: int
     )
 
 
-def outcome_of(sample: DumpedSample) -> tuple[str, str]:
-    """Return what became of a sample's group, and why it was not trained."""
-    if sample.step is not None:
+def outcome_of(fate: Fate) -> tuple[str, str]:
+    """Return what became of a group, and why it was not trained."""
+    if fate.step is not None:
         return "in batch", ""
-    if sample.verdict is Outcome.DROP:
-        return "dropped", sample.verdict_reason or ""
-    if sample.verdict is Outcome.FAILED:
-        return "failed", sample.verdict_reason or ""
-    return ("closed", sample.closed) if sample.closed is not None else ("in no batch", "")
+    if fate.verdict is Outcome.DROP:
+        return "dropped", fate.verdict_reason or ""
+    if fate.verdict is Outcome.FAILED:
+        return "failed", fate.verdict_reason or ""
+    return ("closed", fate.closed) if fate.closed is not None else ("in no batch", "")

@@ -20,6 +20,12 @@ DIGEST_CHARS: Final = 32
 Task = TypeVar("Task", RolloutRequested, EvalRequested)
 
 
+class Fetches(Protocol):
+    """A client that fetches payloads by their sequences: the bus, or an auditor."""
+
+    async def fetch(self, message_type: type[MessageT], seq: int) -> MessageT: ...
+
+
 class FetchesByKey(Protocol):
     """A client that fetches payloads by their keys: the bus, or that of an external worker."""
 
@@ -61,7 +67,7 @@ def cited(prompt: Prompt, parts: tuple[int, ...]) -> Prompt:
     return Prompt(data=prompt.data, row=prompt.row, text="", prompt_ids=none, rm_type=prompt.rm_type, parts=parts)
 
 
-async def fetch_prompt(bus: Bus, parts: tuple[int, ...]) -> Prompt:
+async def fetch_prompt(bus: Fetches, parts: tuple[int, ...]) -> Prompt:
     """Fetch a stored prompt by the sequences of its parts. The result includes its parts and their keys.
 
     Raises:

@@ -16,11 +16,11 @@ import structlog
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from messages import Message, RunFailed, RunFinished, RunStopped
-from runtime.bus.errors import BusError
+from runtime.bus.errors import BusError, BusRefused
 from runtime.bus.events import Received
 from runtime.bus.nats.accounts import ClientKind
 from runtime.bus.nats.server import ServerSettings
-from runtime.bus.viewing import Viewing, viewing
+from runtime.bus.viewing import Auditing, Viewing, auditing, viewing
 from runtime.ledger.archive import ArchiveDamaged, archived_events
 from runtime.node.external_clients import NameTaken, add_client, read_clients
 from runtime.node.reopen import (
@@ -32,6 +32,7 @@ from runtime.node.reopen import (
     certificate_in,
     live_url,
     server_in,
+    url_in,
 )
 from runtime.util.formatting import count_of
 from runtime.util.retrying import Backoff
@@ -40,6 +41,7 @@ from runtime.util.secrets import Login, Secret, split_login, with_login
 log = structlog.get_logger()
 
 OBSERVER: Final = "observer"  # name of the credential of the observers that belong to a run
+SAMPLES: Final = "observer-samples"  # name of that with which the page reads samples
 VIEW: Final = msgspec.structs.replace(LIMITS, attempt_timeout_s=2.0)
 EXPIRES: Final = timedelta(days=3650)
 BATCHES: Final = 2  # read ahead of the caller
@@ -48,13 +50,14 @@ EVENTS: Final = 512  # of one batch from the archive
 # its processes more: they share cores, and each message wakes all observers.
 READ_EVERY_S: Final = 0.5
 AGAIN: Final = Backoff(first_s=0.2, max_s=2.0)
+ACCEPTED_S: Final = 5.0  # for the server to accept a new credential
 ENDS: Final = (RunFinished, RunFailed, RunStopped)
 
 Batch = list[Received[Message]]
 
 
-def observer_login(run: FoundRun) -> Login:
-    """Return the viewer's login of the observers that belong to a run. Make it at the first call.
+def observer_login(run: FoundRun, name: str = OBSERVER, kind: ClientKind = ClientKind.VIEWER) -> Login:
+    """Return a login of the observers that belong to a run. Make it at the first call.
 
     The run's server accepts it from its next start on, or within a second while it runs. A node daemon that calls this
     before it starts its server has it accepted from the beginning.
@@ -67,13 +70,11 @@ def observer_login(run: FoundRun) -> Login:
     directory = run.directory / BUS_DIRECTORY
     now = datetime.now(UTC).replace(microsecond=0)
     try:
-        client = add_client(directory, OBSERVER, ClientKind.VIEWER, expires=now + EXPIRES)
+        client = add_client(directory, name, kind, expires=now + EXPIRES)
     except NameTaken:
-        client = read_clients(directory).named(OBSERVER)
-        if client is None or client.kind is not ClientKind.VIEWER:
-            raise ValueError(
-                f"the external client {OBSERVER} is not a viewer: revoke it, observers use this name"
-            ) from None
+        client = read_clients(directory).named(name)
+        if client is None or client.kind is not kind:
+            raise ValueError(f"the external client {name} is no {kind}: revoke it, observers use this name") from None
     return Login(user=client.name, password=Secret(client.password))
 
 
@@ -255,3 +256,33 @@ async def followed(
             tasks.cancel_scope.cancel()
     finally:
         events.close()
+
+
+@asynccontextmanager
+async def audited(run: FoundRun) -> AsyncGenerator[Auditing, None]:
+    """Open the stored samples of a run that goes on for the duration of a block, as an auditor.
+
+    Raises:
+        NoLog: the run never had a server.
+        BusError: its server does not answer, or refuses.
+        ClientsUnreadable, ValueError, OSError: there is no credential, as `observer_login` says.
+    """
+    url = url_in(run.directory) or run.bus_url
+    if url is None:
+        raise NoLog(f"run {run.name} has no server")
+    servers, login = split_login(url)
+    if login is not None and run.bus_url is None:
+        own = await anyio.to_thread.run_sync(observer_login, run, SAMPLES, ClientKind.AUDITOR)
+        url = with_login(servers, own)
+    certificate, until = certificate_in(run.directory), anyio.current_time() + ACCEPTED_S
+    async with AsyncExitStack() as stack:
+        while True:
+            opening = auditing(url, run.name, name=SAMPLES, limits=VIEW, certificate=certificate)
+            try:
+                audit = await stack.enter_async_context(opening)
+                break
+            except BusRefused:  # a new credential is accepted within a second
+                if anyio.current_time() >= until:
+                    raise
+            await anyio.sleep(AGAIN.first_s)
+        yield audit

@@ -114,6 +114,10 @@ class ObserveConfig(Config, frozen=True, kw_only=True):
     # Address on which the home node serves the page of the run, such as "127.0.0.1:8765". It is one of this machine
     # alone; port 0 means any free one. Unset, there is no page; `bin/watch RUN --page` serves one at any time.
     page: Annotated[str, msgspec.Meta(pattern=LOOPBACK)] | None = None
+    # Let the page of a run without `run.dump_details` show the samples that the run's server still stores: prompts,
+    # responses and tokens of groups that are not trained yet, or were trained since the last checkpoint. It reads them
+    # with an auditor credential of its own, `observer-samples`, only when the view of samples is open.
+    samples: bool = False
     # Address on which each node answers `/metrics` for Prometheus, such as "127.0.0.1:9464", or "0.0.0.0:9464" for a
     # Prometheus on another machine. There is no TLS and no password: everybody who reaches the port reads names of
     # processes, counts and metrics, but no prompts, responses or errors. Unset, nothing answers.

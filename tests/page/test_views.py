@@ -48,8 +48,7 @@ def check(found: dict[int, dict[str, Any]], status: str) -> None:
 
 async def test_each_view_of_a_run_that_trains_and_of_one_that_ended(tmp_path: Path) -> None:
     needs_chromium()
-    dumps = tmp_path / "dumps"
-    on = ("observe.page=127.0.0.1:0", f"run.dump_details={dumps}")
+    on = ("observe.page=127.0.0.1:0", "observe.samples=true")
     run = Run(tmp_path, num_steps=WITHOUT_END, eval_interval=3, overrides=on)
     async with run.started() as command:
         await command.log.until_trained(3)
@@ -58,6 +57,8 @@ async def test_each_view_of_a_run_that_trains_and_of_one_that_ended(tmp_path: Pa
         check(trains, "running")
         assert "Reward" in trains[1280]["views"]["view-curves"]["text"]
         assert "trainer" in trains[1280]["views"]["view-now"]["text"]
+        assert "read with an auditor credential" in trains[1280]["views"]["view-samples"]["text"]
+        assert "Group " in trains[1280]["views"]["view-samples"]["text"]  # a group was opened
         assert "in flight" in trains[1280]["views"]["view-ledger"]["text"]
         command.log.kill("trainer")
         await command.log.until_restarted("trainer")
@@ -73,7 +74,9 @@ async def test_each_view_of_a_run_that_trains_and_of_one_that_ended(tmp_path: Pa
             while "?token=" not in text or not text.endswith("\n"):
                 text += (await process.stdout.receive()).decode()
         url = next(word for word in text.split() if "?token=" in word)
-        check(await browsed(url, shots_of(tmp_path, "ended")), "stopped: SIGINT")
+        ended = await browsed(url, shots_of(tmp_path, "ended"))
+        check(ended, "stopped: SIGINT")
+        assert "run.dump_details" in ended[1280]["views"]["view-samples"]["text"]
     finally:
         process.send_signal(signal.SIGINT)
         with anyio.fail_after(30):

@@ -107,10 +107,10 @@ function drawList() {
   const found = view.list;
   const notes = [];
   if (found.problem) notes.push(found.problem);
-  if (found.note) notes.push(`${found.note}, in ${found.directory}`);
+  if (found.note) notes.push(`${found.note}, ${found.source}`);
   if (found.num_groups !== undefined && !found.problem) {
     const searched = at("samples-search").value && view.next !== null ? `${view.next} of ` : "";
-    notes.push(`${searched}${found.num_groups} groups in ${found.directory}`);
+    notes.push(`${searched}${found.num_groups} groups ${found.source}`);
   }
   if (found.num_unread) notes.push(`${found.num_unread} steps are not read yet`);
   if (found.num_left_out) notes.push(`${found.num_left_out} oldest steps are left out`);
@@ -167,7 +167,7 @@ function facts(pairs) {
 
 function drawGroup() {
   const group = view.group;
-  const title = make("h2", `Group ${group.group}, files of step ${group.step}`);
+  const title = make("h2", `Group ${group.group}, ${group.place}`);
   const buttons = make("p");
   for (const [text, by] of [["previous group (k)", -1], ["next group (j)", 1]]) {
     const button = make("button", text);
@@ -318,7 +318,7 @@ function showTokens(place, group, sample, colouring) {
   const notes = [];
   if (tokens.trained_problem) notes.push(make("p", tokens.trained_problem, "bad"));
   else if (!tokens.is_trained && OF_TRAINER.includes(colouring)) {
-    notes.push(make("p", "The dumps have nothing of the trainer about this sample: observe.tokens = true adds it, once the sample's step is trained.", "faint"));
+    notes.push(make("p", tokens.untrained, "faint"));
   }
   if (tokens.left_out) notes.push(make("p", `The trainer left this sample out: ${tokens.left_out}.`, "bad"));
   const box = make("div", undefined, "tokens text");
@@ -357,7 +357,7 @@ function showTokens(place, group, sample, colouring) {
     });
     end.push(button);
   }
-  if (!tokens.texts) notes.push(make("p", "The dumps have no tokenizer.json that can be read, so tokens are shown as ids.", "faint"));
+  if (!tokens.texts) notes.push(make("p", "There is no tokenizer.json that can be read, so tokens are shown as ids.", "faint"));
   place.replaceChildren(legendOf(tokens, colouring), ...notes, box, about, ...end);
 }
 
