@@ -151,7 +151,7 @@ def _refusal_here() -> str | None:
 def _mount_devices(stage: str) -> None:
     """Replace /dev by the few devices that programs need, and private shared memory."""
     os.mkdir(stage)
-    _mount("tmpfs", stage, "tmpfs", _MS_NOSUID, b"size=256m,mode=755")
+    _mount("tmpfs", stage, "tmpfs", _MS_NOSUID, b"size=256m,nr_inodes=10000,mode=755")
     for name in _DEVICES:
         node = os.path.join(stage, name)
         Path(node).touch()

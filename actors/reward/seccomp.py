@@ -3,7 +3,7 @@
 Mount and network namespaces do not guard sockets with a path. A process with write permission on the file may
 connect, even on a read-only mount. It could then use docker.sock, D-Bus or an SSH agent outside the sandbox. So an
 isolated process may not create AF_UNIX sockets, except connected pairs, which have no path. Programs that a model wrote
-may start no processes either, nor choose to get less of a core.
+may start no processes either, nor choose to get less of a core, nor keep memory beyond the limit of their process.
 """
 
 import ctypes
@@ -35,6 +35,7 @@ _SHARES: Final = {  # of setpriority, sched_setparam, sched_setscheduler, sched_
     "x86_64": (141, 142, 144, 203, 314),
     "aarch64": (140, 118, 119, 122, 274),
 }
+_MEMORY: Final = {"x86_64": (319, 29), "aarch64": (279, 194)}  # of memfd_create and shmget
 _CLONE3: Final = 435  # its flags are in memory, where a filter cannot read; libraries fall back to clone
 _CLONE_THREAD: Final = 0x00010000
 
@@ -55,14 +56,15 @@ def refuse_foreign_sockets() -> None:
 def refuse_new_processes() -> None:
     """Keep this process from starting processes and programs, and from entering namespaces. Threads work. Irreversible.
 
-    It cannot change its share of a core either: a program that waits for a core is not judged by its time.
+    It cannot change its share of a core either: a program that waits for a core is not judged by its time. Nor can it
+    make files in memory, whose size no limit bounds.
 
     Raises:
         OSError: the kernel refuses, or the call numbers of this architecture are not in _CALLS.
     """
     machine = _machine()
     clone, refused = _STARTS[machine]
-    _install(b"".join(_of_processes(_CALLS[machine][0], clone, (*refused, *_SHARES[machine]))))
+    _install(b"".join(_of_processes(_CALLS[machine][0], clone, (*refused, *_SHARES[machine], *_MEMORY[machine]))))
 
 
 def _machine() -> str:

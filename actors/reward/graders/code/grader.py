@@ -60,9 +60,9 @@ def code(response: str, label: Any, metadata: Mapping[str, Any] | None = None, *
         numbers by value, exactly. Values of functions are compared as JSON: tuples are lists, floats are equal within
         1e-6. A program that raises, exits with another code than 0, uses over 4 s of CPU time or 1 GiB of memory,
         writes over 1 MiB more than expected, or starts a process scores 0. So does one that has not ended after
-        `timeout_s`, of which it ran, slept or read for at least nine tenths. It has no network, no environment and one
-        folder to write in, of 64 MiB. A response without a program scores 0. So does a label without tests; a run
-        refuses it.
+        `timeout_s`, of which it ran, slept or read for at least nine tenths. The end of its last thread is its end, and
+        what its exit functions write is output. It has no network, no environment and one folder to write in, of 64 MiB
+        and 10,000 files. A response without a program scores 0. So does a label without tests; a run refuses it.
 
     Source:
         The test formats of APPS (arXiv 2105.09938) and LiveCodeBench (arXiv 2403.07974). slime has no such grader.

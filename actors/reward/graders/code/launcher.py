@@ -9,6 +9,7 @@ With inputs in the order, the program runs once for each, in new namespaces and 
 launcher writes how each run ended: its exit code and the length of its output, 8 bytes each, and the output.
 """
 
+import atexit
 import fcntl
 import json
 import mmap
@@ -17,6 +18,7 @@ import resource
 import signal
 import struct
 import sys
+import threading
 import time
 import types
 from contextlib import suppress
@@ -28,6 +30,7 @@ ROOT = str(Path(__file__).resolve().parents[4])  # import path of `actors`, whic
 FOLDER, STATUS_FD, TIME_FD = (sys.argv[1], int(sys.argv[2]), int(sys.argv[3])) if IS_PROGRAM else ("", -1, -1)
 LENGTH_BYTES = 8
 LOOK_S = 0.02  # between two looks at the own time of a program
+MAX_FILES = 10_000  # in its folder; each takes memory of the kernel
 RAISED = 1
 READY, LOST = b"+", b"!"
 TOO_MUCH = -1  # code of a run that wrote too much
@@ -115,7 +118,7 @@ def _isolated(order: dict[str, Any], own_time: mmap.mmap) -> int:
 def _as_init(order: dict[str, Any], own_time: mmap.mmap) -> int:
     """The first process of the namespace: when it ends, the kernel ends all others. The program cannot touch it."""
     isolation.set_parent_death_signal(signal.SIGKILL)
-    scratch = f"size={order['scratch_bytes']},mode=700".encode()
+    scratch = f"size={order['scratch_bytes']},nr_inodes={MAX_FILES},mode=700".encode()
     refusal = isolation.attempted(lambda: isolation.enter_other_namespaces(FOLDER, (), scratch))
     if refusal is not None:
         return _refused(refusal)
@@ -126,6 +129,7 @@ def _as_init(order: dict[str, Any], own_time: mmap.mmap) -> int:
         isolation.set_parent_death_signal(signal.SIGKILL)
         isolation.set_traceable(True)  # else it could not open its own /proc/self/fd
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+        os.setsid()  # a signal to its process group reaches nothing else
         own_time.close()
         _limit(order)
         refusal = isolation.attempted(refuse_new_processes)
@@ -218,20 +222,30 @@ def _run(order: dict[str, Any]) -> int:
     os.environ.update(HOME=FOLDER, TMPDIR=FOLDER)
     sys.argv = ["program.py"]
     module = types.ModuleType("__main__")
+    module.__file__ = os.path.join(FOLDER, "program.py")
     sys.modules["__main__"] = module
-    answers = os.dup(1)
+    code = 0
     try:
-        if order["function"] is not None:
+        if order["function"] is None:
+            _execute(order["program"], module)
+        else:
             module.__name__ = "program"  # so that `if __name__ == "__main__"` runs nothing
+            answers = os.dup(1)
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        exec(compile(order["program"], "program.py", "exec"), module.__dict__)
-        if order["function"] is not None:
+            _execute(order["program"], module)
             _call_all(module, order["function"], order["calls"], answers)
     except SystemExit as error:
-        return _flushed(error.code if isinstance(error.code, int) else int(error.code is not None))
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
     except BaseException:  # noqa: BLE001 - a program may raise anything; it has then failed
         return RAISED
-    return _flushed(0)
+    try:
+        return _finished(module, code)
+    except BaseException:  # noqa: BLE001 - so may a thread's end, or what the program wrote its output with
+        return RAISED
+
+
+def _execute(program: str, module: types.ModuleType) -> None:
+    exec(compile(program, "program.py", "exec"), module.__dict__)
 
 
 def _call_all(module: types.ModuleType, name: str, calls: list[Any], answers: int) -> None:
@@ -242,12 +256,14 @@ def _call_all(module: types.ModuleType, name: str, calls: list[Any], answers: in
         _write_all(answers, json.dumps(call(*arguments)).encode() + b"\n")
 
 
-def _flushed(code: int) -> int:
-    with suppress(ValueError):  # the program closed it
-        try:
-            sys.stdout.flush()
-        except OSError:
-            return RAISED
+def _finished(module: types.ModuleType, code: int) -> int:
+    """End the program as an interpreter ends: wait for its threads, call its exit functions, write its files."""
+    threading._shutdown()  # pyright: ignore - as multiprocessing ends a process; neither has a public name
+    atexit._run_exitfuncs()  # pyright: ignore
+    module.__dict__.clear()
+    for stream in (sys.stdout, sys.__stdout__):
+        if stream is not None and not stream.closed:
+            stream.flush()
     return code & 0xFF
 
 

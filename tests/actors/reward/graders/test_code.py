@@ -267,11 +267,38 @@ def test_a_slow_program_is_judged_by_the_time_of_all_its_runs(monkeypatch: pytes
         "import os\nos.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))",
         "open('/proc/1/mem', 'rb')",
         "import ctypes\nassert ctypes.CDLL(None).ptrace(16, 1, 0, 0) == 0",  # PTRACE_ATTACH
+        "import os\nos.memfd_create('unbounded')",
+        "import ctypes\nassert ctypes.CDLL(None).shmget(0, 1 << 30, 0o1600) >= 0",
+        "for number in range(10**5): open(str(number), 'w').close()",
+        "for number in range(10**5): open(f'/dev/shm/{number}', 'w').close()",
     ],
 )
-def test_a_program_changes_neither_its_share_of_a_core_nor_its_sandbox(program: str) -> None:
+def test_a_program_changes_neither_its_limits_nor_its_sandbox(program: str) -> None:
     """With less of a core it would not be judged by its time, nor if it stopped the sandbox."""
     assert ran(program).code == 1
+
+
+def test_a_program_that_kills_its_process_group_ends_itself_alone() -> None:
+    assert ran("import os\nos.kill(0, 9)").code in (128 + 9, 1)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import threading, time\nthreading.Thread(target=lambda: (time.sleep(0.1), print('ok'))).start()",
+        "import atexit\natexit.register(print, 'ok')",
+        "import atexit, io, os, sys\nsys.stdout = io.StringIO()\n"
+        "atexit.register(lambda: os.write(1, sys.stdout.getvalue().encode()))\nprint('ok')",
+        "import sys\nprint('ok')\nsys.stdout = sys.stderr",
+        "import sys\nprint('ok')\nsys.stdout = None",
+        "out = open(1, 'w', closefd=False)\nout.write('ok\\n')",
+        "import os\nprint('ok' if __file__.endswith('.py') else __file__)",
+        "import os\nfor fd in range(3, 64):\n  try: os.write(fd, b'x')\n  except OSError: pass\nprint('ok')",
+    ],
+)
+def test_a_program_ends_as_with_an_interpreter_of_its_own(program: str) -> None:
+    """Threads, exit functions and open files write the rest of its output."""
+    assert ran(program) == (Ran(0, b"ok\n") if REFUSAL is None else Ran(1, b""))
 
 
 def test_a_program_reaches_no_server_of_this_machine() -> None:
