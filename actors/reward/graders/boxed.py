@@ -11,11 +11,11 @@ from actors.reward.samples import GradedSample
 BOXED_PREFIX = "boxed_"
 Grader = Callable[[GradedSample], Any]  # returns a number, or a dict that has the reward
 
-_BRACE = re.compile(r"\\boxed\{|\{|\}")
+_BRACE = re.compile(r"\\boxed\s*\{|(?<!\\)\\[{}]|\{|\}")
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Find the content of the closed \boxed{...} that opens last, with balanced braces.
+    r"""Find the content of the closed \boxed{...} that opens last, with balanced braces. `\{` and `\}` do not count.
 
     Args:
         text: A response.
@@ -29,6 +29,8 @@ def last_boxed(text: str) -> str | None:
     best: tuple[int, int] | None = None
     open_boxes: list[int | None] = []  # per open brace: start of the box's content, or None for other braces
     for match in _BRACE.finditer(text):
+        if match[0] in (r"\{", r"\}"):
+            continue
         if match[0] != "}":
             open_boxes.append(None if match[0] == "{" else match.end())
         elif open_boxes:

@@ -9,7 +9,7 @@ from typing import Any, Final, cast
 from actors.reward.graders.boxed import last_boxed
 from actors.reward.graders.labels import Label, text_of
 from actors.reward.graders.math.arithmetic import TooLargeError, exact_value
-from actors.reward.graders.math.latex import normal
+from actors.reward.graders.math.latex import is_text, normal, without_text_commands
 from actors.reward.graders.math.units import quantity
 
 READ_CHARS: Final = 300  # of the end of the response
@@ -20,12 +20,14 @@ DEFAULT_LETTERS: Final = string.ascii_uppercase[:10]
 MAX_TAIL_CHARS: Final = 2_000  # of a response that says nowhere which answer is the final one
 
 _LETTER: Final = (
-    r"\(?\s*(?:\*\*|\$|\\text\{|\\textbf\{|\\mathrm\{|\\boxed\{)*\s*\(?(?P<letter>[A-Z])\)?(?![A-Za-z0-9'’])"
+    r"\(?\s*(?:[*_`\"“$]|\\text\{|\\textbf\{|\\mathrm\{|\\boxed\{)*\s*\(?(?P<letter>[A-Z])\)?(?![A-Za-z0-9'’]|-[A-Za-z])"
+    r"(?!\W{0,6}(?:\b(?:or|and)\b|[/&])\W{0,6}[A-Z](?![A-Za-z]))"  # A or B chooses neither
+    r"(?!\W{0,6}\s(?i:isn't|is not|is incorrect|is wrong|is false|cannot|can't)\b)"
 )
 _CHOSEN: Final = (
     re.compile(
         r"(?i:\b(?:answer|option|choice))(?i:\s+(?:is|was|would be|should be|must be))?\s*(?i:option|choice)?\s*"
-        r"[:=]?\s*(?:\*\*)?\s*" + _LETTER
+        r"[:=–-]?\s*(?:\*\*)?\s*" + _LETTER
     ),
     re.compile(r"(?i:\b(?:choose|chose|pick|select|go with))(?i:\s+(?:option|choice|answer))?\s*[:=]?\s*" + _LETTER),
     re.compile(
@@ -35,6 +37,7 @@ _CHOSEN: Final = (
 _ALONE: Final = re.compile(r"^\W*(?P<letter>[A-Z])\W*$")
 _FIRST: Final = re.compile(r"^\W*\(?(?P<letter>[A-Z])[).:]")
 _NEGATED: Final = re.compile(r"(?i)\b(?:not|isn't|never|neither|nor|cannot be|rather than)\s*(?:the\s+)?$")
+_SAID: Final = re.compile(r"^.*\banswer(?:\s+is)?\s*[:=]?", re.IGNORECASE)
 _WORDS: Final = re.compile(r"[^a-z0-9]+")
 
 
@@ -87,6 +90,7 @@ def is_integer(label: str) -> bool:
 
 def _value(text: str) -> Fraction | None:
     """Value of a number, with or without a unit, after the last equals sign."""
+    text = without_text_commands(text) if is_text(text.strip()) else text
     _, sign, after = normal(text).rpartition("=")
     try:
         return exact_value(quantity(after.strip() if sign else normal(text)).number)
@@ -108,7 +112,7 @@ def gpqa(response: str, label: Any, metadata: Mapping[str, Any] | None = None) -
         metadata: `choices` (texts, or a dict of them), `valid_letters` and `correct_letter`, as in slime.
 
     Returns:
-        1.0 if the response chooses the right letter; 0.0 if it chooses another, several at once, or none.
+        1.0 if the response chooses the right letter; 0.0 if it chooses another, several at once (A or B), or none.
 
     Edges:
         Letters are A to J without `choices` and `valid_letters`. A label that names no choice scores 0 for every
@@ -170,6 +174,7 @@ def _letter_of(text: str, letters: str, choices: Sequence[str]) -> str | None:
     said = re.search(r"(?i:answer|option|choice)\s*(?i:is)?\s*:?\s*" + _LETTER, plain)
     if said and said["letter"] in letters:
         return said["letter"]
+    plain = _SAID.sub("", plain)
     same = [index for index, choice in enumerate(choices) if _plain(choice) and _plain(choice) == _plain(plain)]
     return letters[same[0]] if len(same) == 1 and same[0] < len(letters) else None
 

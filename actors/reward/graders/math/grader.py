@@ -20,14 +20,16 @@ _LIST: Final = re.compile(r"[,;]| ?\\(?:text|mathrm|mbox)\s*\{\s*,? ?(?:and|or)\
 _UNION: Final = re.compile(r"\\cup(?![A-Za-z])|(?<=[\])}]) ?U ?(?=[\[({\\])")
 _EQUALS: Final = re.compile(r"(?<![<>!\\:])=(?!=)")
 _ONE_LETTER: Final = re.compile(
-    r"(?:\\(?!frac|sqrt)[A-Za-z]+|[A-Za-z])(?:_\{?\w+\}?)?'*(?:\([A-Za-z]\))?|[A-Z]{2,3}|\([a-z](?:,[a-z])+\)"
-    r"|\\(?:text|mathrm|operatorname)\{[^{}]*\}|\|[A-Z]{2}\|"
+    r"(?:\\(?!frac|sqrt)[A-Za-z]+|[A-Za-z])(?:_\{?\w+\}?)?'*(?:\(-?\w+\))?|[A-Z]{2,3}|\([a-z](?:,[a-z])+\)"
+    r"|\\(?:text|mathrm|operatorname)\{[^{}]*\}|\|[A-Z]{2}\||\\frac\{d[a-z]\}\{d[a-z]\}"
 )
 _ELEMENT: Final = re.compile(r"^[A-Za-z] ?\\in(?![A-Za-z]) ?")
 _MATRIX: Final = re.compile(
     r"\\begin\{(?P<kind>[pbBvV]?matrix|array|cases)\}(?:\{[lcr|]*\})?(?P<body>.*?)\\end\{(?P=kind)\}", re.DOTALL
 )
 _CHOICE: Final = re.compile(r"\(?\s*([A-Za-z])\s*[).]?")
+_LED: Final = re.compile(r"(?:\(([A-Z])\)|([A-Z])[.):])\s+(?![,;+\-*/=^_(<>&]|\\(?:cdot|cup|cap|pm)|and\b|or\b)\S")
+_SPACED: Final = re.compile(r"[-+]?\d+(?: \d+)+")
 _WORD: Final = re.compile(r"[a-z][a-z' -]*")
 _SPACE: Final = re.compile(r"(?<!\d) | (?!\d)")
 _LETTER: Final = re.compile(r"[A-Za-z]")
@@ -41,8 +43,8 @@ def math(response: str, label: Label) -> float:
 
     Numbers are compared exactly: 2^{53} and 2^{53}+1 differ, 1/2 = 0.5 = \frac12, 10^3 = 1000, 5! = 120, 2 million =
     2000000. 50\% equals both 50 and 0.5. Units must be equal where both have one. Words are compared as text, lists and
-    unions in any order, tuples, intervals and matrices by element. All else is compared by algebra (math-verify, extra
-    `math`).
+    unions in any order, tuples, intervals and matrices by element. A choice may have its text: (A) 5 is A. x=1, y=2 is
+    (1,2). All else is compared by algebra (math-verify, extra `math`).
 
     Args:
         response: The whole response.
@@ -128,6 +130,8 @@ def _equal(ours: str, theirs: str) -> bool:
                 return verdict
     except TooLargeError:
         return False
+    if ours.count("'") != theirs.count("'") or _SPACED.fullmatch(ours) or _SPACED.fullmatch(theirs):
+        return False  # x' is not x; 1 2 is neither 12 nor the mixed number that math-verify reads
     return symbolically_equal(without_text_commands(ours), without_text_commands(theirs))
 
 
@@ -138,6 +142,9 @@ def _squeezed(text: str) -> str:
 
 def _by_assignment(ours: str, theirs: str) -> bool | None:
     """x = 5 equals 5 and x = 5, but not y = 5. An equation that is no assignment equals equations alone."""
+    for solution, point in ((_solution(ours), theirs), (_solution(theirs), ours)):
+        if solution and (at := _bracketed(_value_of_tuple(point))) and at[0] == "()" and len(at[1]) == len(solution):
+            return all(map(_equal, solution, at[1]))
     left, right = _assignment(ours), _assignment(theirs)
     if left and right:
         return _same_name(left[0], right[0]) and _equal(left[1], right[1])
@@ -164,6 +171,22 @@ def _assignment(text: str) -> tuple[str, str] | None:
     return name, parts[-1]
 
 
+def _solution(text: str) -> list[str]:
+    """Values of x = 1, y = 2, whose names are letters in the order of the alphabet; empty for another text."""
+    found = [split_top(part, _EQUALS) for part in split_top(text, _LIST) if part]
+    names = [part[0] for part in found]
+    alphabetical = (
+        len(names) > 1 and all(len(name) == 1 and name.isalpha() for name in names) and names == sorted({*names})
+    )
+    return [part[1] for part in found] if alphabetical and all(len(part) == 2 for part in found) else []
+
+
+def _value_of_tuple(text: str) -> str:
+    """(1, 2) of (x, y) = (1, 2); another text as it is."""
+    assigned = _assignment(text)
+    return assigned[1] if assigned and assigned[0].startswith("(") else text
+
+
 def _same_name(ours: str, theirs: str) -> bool:
     return ours.replace("{", "").replace("}", "") == theirs.replace("{", "").replace("}", "")
 
@@ -179,9 +202,13 @@ def _by_base(ours: str, theirs: str) -> bool | None:
 
 
 def _by_text(ours: str, theirs: str) -> bool | None:
-    """Words and choices are compared as text: "on" is not "no", and (A) is A."""
+    """Words and choices are compared as text: "on" is not "no", (A) is A, and so is (A) with the text of the choice."""
     left, right = words(ours), words(theirs)
     letters = _choice(ours), _choice(theirs)
+    if (letters[0] is None) != (letters[1] is None):
+        led = _LED.match(without_text_commands(ours if letters[0] is None else theirs).strip())
+        if led:
+            return (led[1] or led[2]) == (letters[0] or letters[1] or "").upper()
     if letters[0] is not None and letters[1] is not None:
         # Case counts without brackets: a and A are two variables
         return letters[0] == letters[1] or ("(" in ours and letters[0].upper() == letters[1].upper())
@@ -219,6 +246,8 @@ def _by_quantity(ours: str, theirs: str) -> bool | None:
         return False
     if left.percent == right.percent:
         return values[0] == values[1]
+    if (right if left.percent else left).unit:
+        return False
     percent, plain = (values[0], values[1]) if left.percent else (values[1], values[0])
     return plain in (percent, percent / 100)
 

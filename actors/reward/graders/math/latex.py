@@ -5,9 +5,12 @@ from typing import Final
 
 _REMOVED: Final = re.compile(
     r"\\(?:left|right|middle|big|Big|bigg|Bigg|bigl|bigr|Bigl|Bigr|displaystyle|textstyle|limits|nolimits|mathstrut)"
-    r"(?![A-Za-z])|\\!|\\\(|\\\)|\\\[|\\\]|(?<!\\)\$"
+    r"(?![A-Za-z])|\\color\{[^{}]*\}|(?<!\\)\\[()\[\]!]|(?<!\\)\$"
 )
-_SPACES: Final = re.compile(r"\\[,;:> ]|\\(?:quad|qquad|thinspace|enspace)(?![A-Za-z])|~|\s")
+_SPACES: Final = re.compile(
+    r"(?<!\\)\\[,;:> ]|\\(?:quad|qquad|thinspace|enspace)(?![A-Za-z])|\\hspace\*?\{[^{}]*\}|~|\s"
+)
+_ROW_SPACE: Final = re.compile(r"\\\\\s*\[[^\[\]]*(?:pt|em|ex|mm|cm)\]")  # the space after a row of a matrix
 _STYLES: Final = re.compile(r"\\(?:mathbf|boldsymbol|bm|mathit|mathsf|mathtt|textcolor\{[^{}]*\})\s*\{([^{}]*)\}")
 _TEXTS: Final = re.compile(r"\\(?:text|textbf|textit|textrm|textsf|mathrm|mbox|hbox|operatorname\*?)\s*\{([^{}]*)\}")
 _NUMBER_WORDS: Final = re.compile(
@@ -33,6 +36,7 @@ _COMMANDS: Final = (
     (re.compile(r"\\(?:varnothing)(?![A-Za-z])"), r"\\emptyset "),
     (re.compile(r"\\lbrace(?![A-Za-z])"), r"\\{"),
     (re.compile(r"\\rbrace(?![A-Za-z])"), r"\\}"),
+    (re.compile(r"\\\{ *\\\}"), r"\\emptyset "),
     (re.compile(r"\\lbrack(?![A-Za-z])"), "["),
     (re.compile(r"\\rbrack(?![A-Za-z])"), "]"),
     (re.compile(r"\^\s*\{?\s*\\(?:circ|degree)\s*\}?|\\degree(?![A-Za-z])"), r"^\\circ "),
@@ -50,7 +54,7 @@ def normal(text: str) -> str:
     \dfrac becomes \frac, \times becomes \cdot, digit groups are joined (1,234 is 1234), and every kind of space becomes
     one space. \text{...} stays.
     """
-    text = text.translate(_CHARACTERS)
+    text = _ROW_SPACE.sub(r"\\\\", text.translate(_CHARACTERS)).replace(r"\!", "")
     text = _GROUPED.sub(lambda match: re.sub(r"\D", "", match[0]), text)
     text = _BOLD.sub("", text.replace("{,}", ",")).replace("**", "^")
     text = _SPACES.sub(" ", _REMOVED.sub("", text))
@@ -58,6 +62,7 @@ def normal(text: str) -> str:
         text = pattern.sub(replacement, text)
     text = _NUMBER_WORDS.sub(r" \1", _STYLES.sub(r"\1", text))
     text = _SPACE.sub(" ", text).strip()
+    text = text[:-1] if text.endswith("\\") and not text.endswith(r"\\") else text  # of a space at the end
     stripped = text.rstrip(_END)
     # "5!" is a factorial, "5." is not
     while text[len(stripped) :].startswith("!"):

@@ -29,7 +29,8 @@ _POWER: Final = re.compile(r"\^\{?([23])\}?")
 _TEXT: Final = re.compile(r"\\(?:text|textbf|textrm|mathrm|mbox|operatorname)\s*\{([^{}]*)\}")
 _TAIL: Final = re.compile(
     r"(?P<unit>(?: ?\\(?:text|textbf|textrm|mathrm|mbox|operatorname)\s*\{[^{}]*\}(?:\^\{?-?\d\}?)?"
-    r"| ?\^\\circ ?| ?\\%| ?%| ?\\\$| ?€| ?£| [A-Za-z]+(?:\^\{?-?\d\}?)?\.?|(?<=[A-Za-z}])/(?=[A-Za-z\\]))+)$"
+    r"| ?\^\\circ ?| ?\\%| ?%| ?\\\$| ?€| ?£| [A-Za-z]+(?:\^\{?-?\d\}?)?\.?|(?<=[A-Za-z}])/(?=[A-Za-z\\])"
+    r"|(?<=/)[A-Za-z]+(?:\^\{?-?\d\}?)?)+)$"
 )
 _CURRENCY: Final = re.compile(r"^(?P<sign>-?) ?(?P<unit>\\\$|\$|€|£)")
 

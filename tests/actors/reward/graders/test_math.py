@@ -49,6 +49,9 @@ def test_there_are_two_hundred_pairs_and_forty_of_slimes_faults() -> None:
         (r"\boxed{41} or \boxed{42}", 1.0),  # the last one counts
         (r"\boxed{42} or \boxed{41}", 0.0),
         (r"\fbox{42}", 1.0),
+        (r"\boxed {42}", 1.0),
+        (r"\boxed{42\}", 0.0),  # a brace that is written, not one that closes
+        (r"\boxed{42} or \boxed{\left\{41\right.}", 0.0),
         (r"\boxed{}", 0.0),
     ],
 )
@@ -144,6 +147,7 @@ def test_a_comparison_ends_with_its_cpu_time() -> None:
         ("Answer: 9007199254740993", "9007199254740992", -1.0, "9007199254740993"),  # slime says 1
         ("Answer: 9**9**9**9", "42", -1.0, "9^9^9^9"),
         ("42", "42", -1.0, "[INVALID]"),
+        (r"Answer: \text{42}", "42", 1.0, r"\text{42}"),
         ("Answer: 42" + " " * 300, "42", -1.0, "[INVALID]"),  # too far from the end
     ],
 )
@@ -191,6 +195,19 @@ CHOICES = {"choices": ["red", "green", "blue", "sky"]}
         (r"\boxed{red}", "blue", CHOICES, 0.0),
         ("Answer: B", "green", CHOICES, 1.0),
         ("Answer: B", None, {"correct_letter": "B"}, 1.0),
+        ("Answer: blue", "C", CHOICES, 1.0),
+        ("The answer is blue.", "C", CHOICES, 1.0),
+        ("The answer is blue.", "A", CHOICES, 0.0),
+        ("the answer is *C*", "C", {}, 1.0),
+        ("The answer is `C`", "C", {}, 1.0),
+        ('The answer is "C"', "C", {}, 1.0),
+        ("Answer - C", "C", {}, 1.0),
+        ("Thus, the answer is A or B", "A", {}, 0.0),
+        ("The answer is (A) and (B)", "A", {}, 0.0),
+        ("The answer is (C) and not (D)", "C", {}, 1.0),
+        ("The answer is A-type", "A", {}, 0.0),
+        ("Option B is incorrect", "B", {}, 0.0),
+        ("Option B is incorrect. Option C is correct.", "C", {}, 1.0),
         ("", "A", {}, 0.0),
     ],
 )
