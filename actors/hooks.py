@@ -8,6 +8,7 @@ from pathlib import Path
 import anyio
 import msgspec
 
+from actors.buffer.deciding.measuring import metrics_process
 from actors.buffer.deciding.selecting import selection_process
 from actors.buffer.deciding.selection import Kind, find_selection
 from actors.buffer.prompts.generated import find_source
@@ -77,6 +78,10 @@ def _hooks(topology: Topology) -> Iterator[tuple[str, str, Find]]:
         if item.custom_generate is not None:
             key = f"eval.{index}.custom_generate"
             yield key, item.custom_generate, partial(find_generate_function, item.custom_generate, key=key)
+        if item.custom_metrics is not None:
+            key = f"eval.{index}.custom_metrics"
+            started = partial(_start, key, item.custom_metrics, partial(metrics_process, topology.reward, key))
+            yield key, item.custom_metrics, started
     for key, value in trainer_functions(topology):
         yield key, value, partial(_try_in_trainer, topology, key, value)
     selections: dict[Kind, str | None] = {"over_sampling_filter": topology.rollout.over_sampling_filter}

@@ -31,6 +31,7 @@ EPILOG = """grader   Grade samples in a grader process, with the sandbox and the
 generate Generate one sample for each line of FILE, against a tiny engine with the model of --topology. A line is a JSON
          object: prompt (as the model reads it), and optionally label and metadata.
 filter   Judge the groups of a DUMP. The verdict of the run is printed too.
+metrics  Compute metrics of an evaluation set from the samples of a DUMP: each group is a prompt of the set.
 source   Call the function with the numbers 0, 1, 2 and so on. A class draws its rows in the process of a
          run, gets outcomes, and draws 100 rows twice, with a kill between, which must be the same.
 
@@ -49,14 +50,17 @@ def main(argv: list[str] | None = None) -> int:
     from runtime.settings.plugins import PluginError
     from runtime.settings.reading.config import TopologyError
 
-    work = {"grader": _try_grader, "generate": _try_generate, "filter": _try_filter, "source": _try_source}[args.kind]
+    kinds = {"grader": _try_grader, "generate": _try_generate, "filter": _try_filter, "source": _try_source}
+    work = (kinds | {"metrics": _try_metrics})[args.kind]
     expected = (TopologyError, DumpError, DataError, PluginError, GraderProcessError, EngineError, ValueError)
     return ended(lambda: _show(work(args)), *expected)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = parser_of("try", __doc__, EPILOG)
-    parser.add_argument("kind", choices=["grader", "generate", "filter", "source"], help="What the function is.")
+    parser.add_argument(
+        "kind", choices=["grader", "generate", "filter", "metrics", "source"], help="What the function is."
+    )
     parser.add_argument("function", help="MODULE:FUNCTION or FILE.py:FUNCTION; a grader may be a built-in one.")
     parser.add_argument("--on", type=Path, metavar="FILE|DUMP", help="Samples. Not for source.")
     parser.add_argument("--limit", type=int, default=8, metavar="N", help="Most samples, groups or rows; 8 by default.")
@@ -225,6 +229,41 @@ def _try_filter(args: argparse.Namespace) -> Iterator[tuple[str, bool]]:
         reason = "" if verdict.reason is None else f" ({verdict.reason})"
         was = "" if before is None else f"; in the run {before}"
         yield f"group {group.group_id}: rewards {rewards}: {verdict.outcome}{reason}{was}, {took_s:.4f} s", True
+
+
+def _try_metrics(args: argparse.Namespace) -> Iterator[tuple[str, bool]]:
+    import time
+
+    import anyio
+
+    from actors.buffer.deciding.measuring import EvalSample, try_metrics
+
+    samples = [
+        EvalSample(
+            item=item,
+            index=sample.index,
+            part=sample.part,
+            prompt=sample.prompt,
+            label=sample.label,
+            metadata=sample.metadata,
+            status=sample.status,
+            response_len=sample.response_len,
+            reward=sample.reward,
+            score=sample.score,
+            sample_metadata=sample.sample_metadata,
+        )
+        for item, group in enumerate(_groups(args))
+        for sample in group.samples
+    ]
+    start = time.perf_counter()
+    try:
+        metrics = anyio.run(try_metrics, args.function, samples)
+    except Exception as error:  # noqa: BLE001 - a user's function may raise anything
+        yield f"failed: {'no answer in time' if isinstance(error, TimeoutError) else error}", False
+        return
+    for name, value in metrics.items():
+        yield f"eval/<set>/{name} {value:g}", True
+    yield f"{len(metrics)} metrics of {len(samples)} samples in {time.perf_counter() - start:.3f} s", True
 
 
 def _try_source(args: argparse.Namespace) -> Iterator[tuple[str, bool]]:

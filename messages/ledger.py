@@ -96,6 +96,7 @@ class EvalSetSize(msgspec.Struct, frozen=True, kw_only=True):
 
     set: str
     num_items: int
+    keeps: bool = False  # whether the ledger keeps the samples' summaries until the end, for a function of metrics
 
 
 @register
@@ -147,10 +148,11 @@ class EvalEnded(Message, kw_only=True, tag="eval_ended"):
     incarnation: int
     step: int
     version: int
-    metrics: dict[str, float]  # eval/<set>, and eval/<set>-truncated_ratio, -pass@k, and others of metrics.md
+    metrics: dict[str, float]  # eval/<set>, eval/<set>-truncated_ratio, -pass@k, and others of metrics.md
     not_finite: tuple[str, ...] = ()  # names of metrics that are NaN or infinite, which JSON cannot represent
     newest_version: int = 0  # newest weight version that answered, if newer than `version`; else 0
     not_finite_values: tuple[str, ...] = ()  # values of the metrics in not_finite, in their order: nan, inf, -inf
+    failed: dict[str, str] = {}  # by set, why its function of metrics gave none
 
     def __post_init__(self) -> None:
         leave_out_not_finite(self)

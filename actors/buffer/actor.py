@@ -12,6 +12,7 @@ from anyio import to_thread
 from anyio.abc import TaskStatus
 
 from actors.buffer.deciding.decide import Schedule, decide, events_of, halt_by_hand, snapshot_of
+from actors.buffer.deciding.measuring import EvalMetrics
 from actors.buffer.deciding.selecting import Selector
 from actors.buffer.deciding.selection import Selection
 from actors.buffer.deciding.tasks import eval_tasks, failed_ending, rollout_task, schedule_of, tasks_in_flight
@@ -165,6 +166,7 @@ class BufferActor(Actor):
         self._left_out_step = 0  # newest checkpoint step whose snapshot fits neither into an event nor into chunks
         self._snapshot_lost = False  # the newest snapshot cannot be read: another one is due
         self._selector = Selector(topology, bus.publish)
+        self._eval_metrics = EvalMetrics(topology)
         self._trimmer = Trimmer(bus, run_dir, topology.buffer.trim_min_events)
         self._pressure = Pressure(bus, self._trimmer.is_busy, recheck_s=recheck_s)
         self._schedule: Schedule | None = None  # set once the data is read
@@ -183,9 +185,11 @@ class BufferActor(Actor):
                 await anyio.to_thread.run_sync(lambda: loaded.append(load_prompts(self._topology)))
             (prompts,) = loaded
             await self._selector.start()
+            await self._eval_metrics.start()
             await self._run_on(prompts, task_status)
         finally:
             await self._selector.close()
+            await self._eval_metrics.close()
             for prompts in loaded:
                 prompts.close()
 
@@ -336,6 +340,9 @@ class BufferActor(Actor):
                 return 0
             if isinstance(decision, RunFinished | RunFailed):  # the node daemon stops all processes after it
                 await self._recorder.write_rest(self._state.last_seq)
+            if isinstance(decision, EvalEnded) and self._state.evaluation is not None:
+                with self._activity("eval.custom_metrics"):
+                    decision = await self._eval_metrics.added(decision, self._state.evaluation, prompts.evals)
             try:
                 return await self._log.append(await self._citing(decision, prompts))
             except MessageRefused as error:

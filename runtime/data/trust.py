@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from runtime.data.dump_files import TOPOLOGY_FILE
-from runtime.settings.derived import trainer_functions
+from runtime.settings.derived import EVAL_FUNCTIONS, trainer_functions
 from runtime.settings.load import LoadedTopology
 from runtime.settings.plugins import is_plugin
 from runtime.settings.reading.config import Problem
@@ -70,7 +70,7 @@ def _code_of(topology: Topology, target: Target) -> Iterator[tuple[str, str]]:
             named[f"data.{index}.source_class"] = data.source_class
         named |= dict(trainer_functions(topology))
         for index, item in enumerate(topology.eval):
-            named |= {f"eval.{index}.{name}": getattr(item, name) for name in ("rm_type", "custom_generate")}
+            named |= {f"eval.{index}.{name}": getattr(item, name) for name in EVAL_FUNCTIONS}
         named |= {f"reward.graders.{name}": value for name, value in topology.reward.graders.items()}
         named |= {f"reward.judges.{name}.parser": judge.parser for name, judge in topology.reward.judges.items()}
     yield from ((key, show(value)) for key, value in named.items() if value is not None and is_plugin(value))

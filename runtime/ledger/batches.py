@@ -2,7 +2,18 @@
 
 from typing import Final
 
-from messages import BatchReady, EvalCompleted, EvalEnded, EvalIssued, GroupRef, SampleStatus, WeightsAnnounced
+import msgspec
+
+from messages import (
+    BatchReady,
+    EvalCompleted,
+    EvalEnded,
+    EvalIssued,
+    GroupRef,
+    SampleStatus,
+    SampleSummary,
+    WeightsAnnounced,
+)
 from runtime.ledger.changes import Batched, Change
 from runtime.ledger.groups import describe
 from runtime.ledger.state import (
@@ -17,6 +28,7 @@ from runtime.ledger.state import (
 from runtime.ledger.steps import Batch, Settled, StepChange, StepEvent, TakenBack, advance
 
 OVER_SAMPLING_FILTER: Final = "over_sampling_filter"  # reason of groups that the selection did not choose
+KEPT_BYTES: Final = 16 << 10  # of the scores and metadata of an evaluation item's samples, as JSON
 
 
 def take_batch(state: LedgerState, event: BatchReady) -> tuple[Change, ...]:
@@ -110,7 +122,12 @@ def evaluate(state: LedgerState, event: EvalIssued | EvalCompleted | EvalEnded) 
                 sizes = {size.set: size.num_items for size in event.sets}
                 items: dict[str, dict[int, EvalItem]] = {name: {} for name in sizes}
                 state.evaluation = Evaluation(
-                    step=event.step, version=event.version, sizes=sizes, items=items, payload_seq=event.payload_seq
+                    step=event.step,
+                    version=event.version,
+                    sizes=sizes,
+                    items=items,
+                    payload_seq=event.payload_seq,
+                    kept=tuple(size.set for size in event.sets if size.keeps),
                 )
         case EvalCompleted():
             if running is not None and running.step == event.step:
@@ -118,18 +135,38 @@ def evaluate(state: LedgerState, event: EvalIssued | EvalCompleted | EvalEnded) 
                 truncated = sum(sample.status is SampleStatus.TRUNCATED for sample in event.samples)
                 own = max(running.version, running.same_until)
                 newer = [v for sample in event.samples if (v := sample.last_version or 0) > own]
+                kept, is_cut = _kept(event.samples) if event.set in running.kept else ((), False)
                 ended = EvalItem(
                     rewards=rewards,
                     num_ungraded=max(len(event.samples), 1) - len(rewards),
                     num_truncated=truncated,
                     num_newer=len(newer),
                     newest_version=max(newer, default=0),
+                    samples=kept,
+                    is_cut=is_cut,
                 )
                 end_item(running, event.set, event.item, ended)
         case EvalEnded():
             if running is not None and running.step <= event.step:
                 state.evaluation = None
             state.eval_step = max(state.eval_step, event.step)
+
+
+def _kept(samples: tuple[SampleSummary, ...]) -> tuple[tuple[SampleSummary, ...], bool]:
+    """Return samples for a function of metrics, and whether their scores and metadata are left out as too large."""
+    is_cut = len(msgspec.json.encode([(sample.score, sample.metadata) for sample in samples])) > KEPT_BYTES
+    return tuple(
+        SampleSummary(
+            index=sample.index,
+            part=sample.part,
+            status=sample.status,
+            response_len=sample.response_len,
+            reward=sample.reward,
+            score=None if is_cut else sample.score,
+            metadata={} if is_cut else sample.metadata,
+        )
+        for sample in samples
+    ), is_cut
 
 
 def note_same_weights(running: Evaluation, event: WeightsAnnounced) -> None:

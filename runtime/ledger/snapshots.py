@@ -69,7 +69,7 @@ def lines_of(state: LedgerState, max_items: int = MAX_ITEMS) -> Iterator[LedgerS
     for batches in _parts(state.batches, lambda batch: 1 + len(batch.groups), max_items):
         yield Lines(batches=batches)
     for name, items in ({} if evaluation is None else evaluation.items).items():
-        for some in _parts(items, lambda item: 1 + len(item.rewards), max_items):
+        for some in _parts(items, _num_in_item, max_items):
             yield Lines(items={name: some})
 
 
@@ -81,6 +81,10 @@ def num_items(group: Group) -> int:
 
 def _num_items(sample: SampleSummary) -> int:
     return 1 + len(sample.segments) + len(sample.rewards) + len(sample.metadata) + len(sample.columns)
+
+
+def _num_in_item(item: EvalItem) -> int:
+    return 1 + len(item.rewards) + sum(map(_num_items, item.samples))
 
 
 def _parts(items: Mapping[KeyT, ItemT], size: Callable[[ItemT], int], limit: int) -> Iterator[dict[KeyT, ItemT]]:

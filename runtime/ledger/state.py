@@ -85,6 +85,8 @@ class EvalItem(msgspec.Struct, kw_only=True, frozen=True):
     num_truncated: int
     num_newer: int = 0  # samples with tokens of weights newer than the evaluation's
     newest_version: int = 0  # newest of those versions
+    samples: tuple[SampleSummary, ...] = ()  # if the evaluation keeps those of this set
+    is_cut: bool = False  # whether the scores and metadata of these samples were too large to be kept
 
 
 class Evaluation(msgspec.Struct, kw_only=True):
@@ -97,6 +99,7 @@ class Evaluation(msgspec.Struct, kw_only=True):
     payload_seq: int = 0  # lowest data sequence that it needs; 0: it needs none
     endings_lost: dict[str, int] = {}  # number of undecodable results, by item key
     same_until: int = 0  # newest version that republished the same weights; 0: none
+    kept: tuple[str, ...] = ()  # sets whose samples are kept
 
     @property
     def complete(self) -> bool:

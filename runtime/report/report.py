@@ -135,7 +135,9 @@ class Report(msgspec.Struct):
             case BatchReady():
                 return self._batch(event, seq)
             case EvalEnded():
-                return self._evaluate(event, time, f" ({_weights_of(event)})")
+                failures = (f"metrics of evaluation set {name} failed: {why}" for name, why in event.failed.items())
+                lines = [Line(text) for reason in failures for text in self._failures.lines(reason, self.run)]
+                return [*lines, *self._evaluate(event, time, f" ({_weights_of(event)})")]
             case PairsEvaluated():
                 return self._evaluate(event, time, took_s=event.took_s)
             case RunFinished():

@@ -7,7 +7,7 @@ from typing import Any, Final, Literal, TypeVar
 
 import msgspec
 
-from runtime.settings.derived import TRAINER_FUNCTIONS, trainer_functions
+from runtime.settings.derived import EVAL_FUNCTIONS, TRAINER_FUNCTIONS, trainer_functions
 from runtime.settings.halves import half_of
 from runtime.settings.observe import ObserveConfig
 from runtime.settings.plugins import PluginError, find_file
@@ -128,7 +128,7 @@ def _missing_files(topology: Topology, loaded: Loaded) -> Iterator[Problem]:
         named |= {f"data.{index}.source": data.source, f"data.{index}.rm_type": data.rm_type}
         named[f"data.{index}.source_class"] = data.source_class
     for index, item in enumerate(topology.eval):
-        named |= {f"eval.{index}.{name}": getattr(item, name) for name in ("rm_type", "custom_generate")}
+        named |= {f"eval.{index}.{name}": getattr(item, name) for name in EVAL_FUNCTIONS}
     named |= {f"reward.graders.{name}": value for name, value in reward.graders.items()}
     named |= {f"reward.judges.{name}.parser": judge.parser for name, judge in reward.judges.items()}
     for key, value in named.items():
@@ -176,6 +176,7 @@ def _find_paths(topology: Topology, loaded: Loaded) -> Topology:
                 item,
                 path=finder.data_file(f"eval.{index}.path", item.path),
                 custom_generate=finder.plug_in(f"eval.{index}.custom_generate", item.custom_generate),
+                custom_metrics=finder.plug_in(f"eval.{index}.custom_metrics", item.custom_metrics),
                 rm_type=finder.plug_in(f"eval.{index}.rm_type", item.rm_type),
             )
             for index, item in enumerate(topology.eval)

@@ -593,6 +593,9 @@ class EvalConfig(Config, frozen=True, kw_only=True):
     # Async function that generates the samples of this set: "module:function" or "path/file.py:function". By default
     # `rollout.custom_generate`.
     custom_generate: Text | None = None
+    # Function that computes further metrics from all graded samples of this set, in a process of its own:
+    # "module:function" or "path/file.py:function". They are `eval/<name>/<metric>`.
+    custom_metrics: Text | None = None
     # Do not evaluate the weights that training starts from.
     skip_eval_before_train: bool = False
 

@@ -54,6 +54,10 @@ counted = iter(range(99))
 def changes(number):
     return {"input": str(next(counted))}
 
+def of_set(samples):
+    rewards = [sample.reward for sample in samples]
+    return {"mean": sum(rewards) / len(rewards), "prompts": len({sample.item for sample in samples})}
+
 async def plays(conversation):
     await conversation.generate(max_new_tokens=4)
     if conversation.label == "decides":
@@ -124,6 +128,12 @@ def test_a_grader_that_hangs_ends_with_its_limit(
     code, text = said(capsys, "grader", f"{functions}:hangs", "--on", samples, "--limit", "1", *limit)
     assert code == 1
     assert "failed, timeout" in text
+
+
+def test_metrics_on_a_dump(functions: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_pair(tmp_path, 0, [group(1, (1.0, 0.0), 0), group(2, (1.0, 1.0), 0)], (1, 0))
+    code, text = said(capsys, "metrics", f"{functions}:of_set", "--on", str(tmp_path))
+    assert (code, text.splitlines()[:2]) == (0, ["eval/<set>/mean 0.75", "eval/<set>/prompts 2"])
 
 
 def test_a_filter_on_a_dump(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

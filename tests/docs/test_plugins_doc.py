@@ -1,4 +1,4 @@
-"""docs/train/{rewards,own-graders,filters,multi-turn}.md: functions are found by name, and do what the pages say."""
+"""docs/train/{rewards,own-graders,filters,multi-turn,evaluations}.md: functions are found, do what the pages say."""
 
 import tomllib
 from array import array
@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from actors.buffer.deciding import selection
+from actors.buffer.deciding.measuring import EvalSample, admitted, find_metrics
 from actors.buffer.deciding.selection import Selection, chosen_of, find_selection
 from actors.filter.filters import KEEP, GroupSummary, find_filter, verdict_of
 from actors.reward.frames import GraderSpec, Hello
@@ -25,7 +26,7 @@ from tests.docs.snippets import snippets
 from tests.support.any_tokens import AnyTokens
 
 TRAIN = Path(__file__).parents[2] / "docs" / "train"
-PAGES = [TRAIN / f"{name}.md" for name in ("rewards", "own-graders", "filters", "multi-turn")]
+PAGES = [TRAIN / f"{name}.md" for name in ("rewards", "own-graders", "filters", "multi-turn", "evaluations")]
 
 
 def blocks(language: str) -> list[str]:
@@ -102,6 +103,35 @@ def test_the_selections_of_the_pages_work(folder: Path) -> None:
     assert choose is not None
     asked = Selection(kind="buffer_filter", groups=tuple(groups), count=2)
     assert chosen_of(asked, choose(groups, 2)).group_ids == (0, 2)
+
+
+def test_the_metrics_of_the_page_are_means_and_votes(folder: Path) -> None:
+    """Three prompts: two of three say 7, which is right; the only one says 5, which is wrong; none has a grade."""
+    given = [
+        (0, "7", 1.0, "add"),
+        (0, "8", 0.0, "add"),
+        (0, "7", 1.0, "add"),
+        (1, "5", 0.0, "mul"),
+        (2, "5", None, "mul"),
+    ]
+    samples = [
+        EvalSample(
+            item=item,
+            index=index,
+            part=0,
+            prompt="p",
+            label=7,
+            metadata={"subject": subject},
+            status="completed",
+            response_len=1,
+            reward=reward,
+            score=None if reward is None else {"score": reward, "pred": pred},
+            sample_metadata={},
+        )
+        for index, (item, pred, reward, subject) in enumerate(given)
+    ]
+    found = find_metrics("eval.0.custom_metrics", "my_metrics.py:by_subject", (folder,))(samples)
+    assert admitted(found) == {"add": pytest.approx(2 / 3), "mul": 0.0, "majority": 0.5}
 
 
 @pytest.mark.anyio

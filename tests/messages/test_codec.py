@@ -15,6 +15,8 @@ from messages import (
     DeadLetter,
     DecodeError,
     EvalEnded,
+    EvalIssued,
+    EvalSetSize,
     Float32Array,
     GroupCompleted,
     GroupsIssued,
@@ -198,8 +200,14 @@ GOLDEN = [
     (
         JSON,
         b'{"type":"eval_ended","incarnation":1,"step":2,"version":3,"metrics":{"eval/s":0.5},"not_finite":[],'
-        b'"newest_version":0,"not_finite_values":[]}',
-        EvalEnded(incarnation=1, step=2, version=3, metrics={"eval/s": 0.5}),
+        b'"newest_version":0,"not_finite_values":[],"failed":{"s":"KeyError()"}}',
+        EvalEnded(incarnation=1, step=2, version=3, metrics={"eval/s": 0.5}, failed={"s": "KeyError()"}),
+    ),
+    (
+        JSON,
+        b'{"type":"eval_issued","incarnation":1,"step":2,"version":3,"sets":[{"set":"s","num_items":4,"keeps":true}],'
+        b'"payload_seq":0}',
+        EvalIssued(incarnation=1, step=2, version=3, sets=(EvalSetSize(set="s", num_items=4, keeps=True),)),
     ),
     (
         JSON,

@@ -16,6 +16,7 @@ class EvalPlan(msgspec.Struct, frozen=True, kw_only=True):
     interval: int  # train steps
     num_items: int
     skip_before_train: bool = False
+    keeps: bool = False  # whether a function computes metrics from its samples
 
 
 def end_of(state: LedgerState) -> EvalEnded | None:
@@ -38,7 +39,7 @@ def issue_of(state: LedgerState, plans: tuple[EvalPlan, ...], num_steps: int) ->
     due = due_evals(state, plans, num_steps)
     if not due or state.evaluation is not None:
         return None
-    sets = tuple(EvalSetSize(set=plan.name, num_items=plan.num_items) for plan in due)
+    sets = tuple(EvalSetSize(set=plan.name, num_items=plan.num_items, keeps=plan.keeps) for plan in due)
     return EvalIssued(incarnation=state.incarnation, step=state.version_step, version=state.version, sets=sets)
 
 

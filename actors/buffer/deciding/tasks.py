@@ -46,6 +46,7 @@ def schedule_of(topology: Topology, eval_sizes: Mapping[str, int]) -> Schedule:
             interval=item.interval,
             num_items=eval_sizes[item.name],
             skip_before_train=item.skip_eval_before_train,
+            keeps=item.custom_metrics is not None,
         )
         for item in topology.eval
         if not trains_pairs(topology)  # the trainer evaluates pairs

@@ -372,6 +372,36 @@ async def test_tasks_of_a_large_evaluation_are_put_as_items_end(
     assert sorted(asked) == list(range(10))
 
 
+async def test_metrics_of_an_evaluation_are_of_all_its_samples_and_stored_once(
+    bus: Bus, topology: Topology, tmp_path: Path
+) -> None:
+    """A second buffer goes on with the samples of the first one."""
+    (tmp_path / "mine.py").write_text("def rows(samples): return {'sum': sum(each.metadata['n'] for each in samples)}")
+    lines = [json.dumps({"input": str(n), "label": "1", "metadata": {"n": n}}) for n in range(10)]
+    (tmp_path / "eval.jsonl").write_text("\n".join(lines))
+    item: dict[str, Any] = {"name": "test", "path": str(tmp_path / "eval.jsonl"), "interval": 1}
+    item |= {"metadata_key": "metadata", "custom_metrics": f"{tmp_path}/mine.py:rows"}
+    with_eval = msgspec.structs.replace(topology, eval=msgspec.convert([item], tuple[EvalConfig, ...]))
+
+    async def answer(items: range) -> None:
+        sample = SampleSummary(index=0, status=SampleStatus.COMPLETED, reward=0.5)
+        who: dict[str, Any] = {"step": 0, "set": "test", "version": 1, "instance": "rollout", "samples": (sample,)}
+        for number in items:
+            await bus.publish(EvalCompleted(item=number, **who))
+
+    async with buffer(bus, with_eval):
+        await bus.publish(announcement(1))
+        await next_event(bus, EvalIssued)
+        await answer(range(4))
+    async with buffer(bus, with_eval):
+        await answer(range(4, 10))
+        ended, _ = await next_event(bus, EvalEnded)
+    assert isinstance(ended, EvalEnded)
+    assert (ended.metrics["eval/test"], ended.metrics["eval/test/sum"], ended.failed) == (0.5, 45.0, {})
+    async with bus.read(EvalEnded) as events:
+        assert len([received async for received in events.so_far()]) == 1
+
+
 async def _has_work(bus: Bus, number: int) -> bool:
     return (await bus.state(Plane.WORK)).messages == number
 

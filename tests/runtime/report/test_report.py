@@ -252,6 +252,17 @@ def test_an_evaluation_of_held_out_pairs_is_in_the_row_of_its_step() -> None:
     assert "eval      0.500 → 1.000  s" in story.report.summary(STARTED + 60)
 
 
+def test_metrics_that_a_function_failed_to_compute_are_a_line() -> None:
+    story = Story()
+    one_step(story, 0, 0.5)
+    why = "eval.0.custom_metrics: no answer within 30 s"
+    story.tell(
+        EvalEnded(incarnation=1, step=1, version=2, metrics={"eval/s": 0.5, "eval/s/f1": 0.25}, failed={"t": why})
+    )
+    assert f"metrics of evaluation set t failed: {why}" in story.lines()
+    assert "evaluation after step 1 (weights v2): s 0.500" in story.lines()
+
+
 def test_the_time_of_an_evaluation_is_in_its_row() -> None:
     story = Story(num_steps=2)
     one_step(story, 0, 0.5)
