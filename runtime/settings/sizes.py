@@ -34,8 +34,9 @@ PROMPT_PART_BYTES: Final = 4 * MIB  # of a stored prompt (runtime/data/stored_pr
 BATCHED_GROUP_BYTES: Final = 128  # its reference, and those of groups that the batch passes over
 UNTRAINED_GROUP_BYTES: Final = 128  # a skipped group of a batch, with its reason
 UNTRAINED_SAMPLE_BYTES: Final = 24  # index and part of a skipped sample
-EVAL_SET_BYTES: Final = 16 * KIB  # metrics of one set: one per k of pass@k, and those of its function
+EVAL_SET_BYTES: Final = 4 * KIB  # metrics of one set, one per k of pass@k
 MAX_OWN_METRICS: Final = 64  # of the function of a set
+OWN_METRICS_BYTES: Final = 12 * KIB  # all of them, with the longest names
 STEP_EVENTS_BYTES: Final = 16 * KIB  # batches, weights, metrics, restarts
 ENGINE_EVENTS_BYTES: Final = 16 * KIB  # state changes and refusals of an engine: a burst of each kind
 SLACK: Final = 2  # factor from the needed size to a derived limit
@@ -150,7 +151,12 @@ def growing_events(recipe: Recipe) -> tuple[EventSize, ...]:
             number=rollout.rollout_batch_size,
             each_bytes=UNTRAINED_GROUP_BYTES + rollout.n_samples_per_prompt * UNTRAINED_SAMPLE_BYTES,
         ),
-        EventSize(events="eval_issued, eval_ended", key="eval", number=len(recipe.eval), each_bytes=EVAL_SET_BYTES),
+        EventSize(
+            events="eval_issued, eval_ended",
+            key="eval",
+            number=len(recipe.eval),
+            each_bytes=EVAL_SET_BYTES + OWN_METRICS_BYTES * any(item.custom_metrics for item in recipe.eval),
+        ),
         *evals,
     )
 

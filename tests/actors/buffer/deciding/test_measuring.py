@@ -13,6 +13,7 @@ from messages import EvalCompleted, EvalEnded, Int32Array, Prompt
 from runtime.ledger.batches import KEPT_BYTES
 from runtime.ledger.fold import Evaluation
 from runtime.ledger.snapshots import pack_state, unpack_state
+from runtime.settings.sizes import MAX_OWN_METRICS, OWN_METRICS_BYTES
 from tests.build.samples import summary
 from tests.build.topology import topology_with
 from tests.support.ledger_log import Log
@@ -116,6 +117,13 @@ def test_what_a_message_cannot_hold_is_refused_as_it_is_shown(tmp_path: Path) ->
 def test_an_answer_that_is_no_metrics_is_refused(answer: object) -> None:
     with pytest.raises(MetricsError):
         admitted(answer)
+
+
+def test_the_most_metrics_with_the_longest_names_fit_into_their_bound() -> None:
+    answer = {f"{number:064}": -1e-300 / 3 for number in range(MAX_OWN_METRICS)}
+    name = "s" * 64  # the longest of a set
+    metrics = {f"eval/{name}/{metric}": value for metric, value in admitted(answer).items()}
+    assert len(msgspec.json.encode(metrics)) <= OWN_METRICS_BYTES
 
 
 def test_an_answer_is_numbers_by_name() -> None:
