@@ -64,6 +64,7 @@ class Log:
         self.pids: dict[str, int] = {}  # newest process of each name
         self.seq = 0  # sequence of the newest event read
         self.trained = 0  # train steps, without replayed ones
+        self.trained_seq = 0  # sequence of the event that says so
         self.event_s = EVENT_S
         self.finished = False
         self._events = events
@@ -118,7 +119,8 @@ class Log:
             case ActorStarted() as started:
                 self.pids[started.actor] = started.pid
             case BatchTrained() as trained:
-                self.trained = max(self.trained, trained.step + 1)
+                if trained.step >= self.trained:
+                    self.trained, self.trained_seq = trained.step + 1, received.seq
             case RunFinished():
                 self.finished = True
             case _:

@@ -2,21 +2,26 @@
 
 import os
 import signal
-from contextlib import suppress
+import subprocess
+from collections.abc import AsyncGenerator, Generator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import parse_qs, urlsplit
 
 import aiohttp
+import anyio
 import msgspec
 import psutil
 import pytest
+from aiohttp import web
 
+from actors.observer.otlp import SENT_FILE, sent_in
 from actors.observer.page import Page
 from runtime.report.observed import Observed
 from runtime.settings.observe import PAGE_FILE
 from tests.chaos.audit import audit
-from tests.chaos.harness import Run
+from tests.chaos.harness import Command, Run
 from tests.fixtures.nats import eventually
 from tests.support.prometheus_text import free_address, scrape, value
 from tests.support.trackers import scalars, tracker_python
@@ -26,6 +31,8 @@ pytestmark = [pytest.mark.chaos, pytest.mark.anyio, pytest.mark.timeout(600)]
 WITHOUT_END: Final = 100_000  # train steps
 STEPS_EACH: Final = 4  # trained while an observer is not itself
 OBSERVERS: Final = {"page": "actors.observer", "metrics": "actors.observer.exporter", "tensorboard": "actors.trackers"}
+MORE: Final = {**OBSERVERS, "spans": "actors.observer.otlp"}
+FULL_DISK: Final = 1 << 20  # bytes
 
 
 async def page_step(run: Run) -> int:
@@ -50,11 +57,31 @@ async def page_step(run: Run) -> int:
     return -1
 
 
+@asynccontextmanager
+async def collector() -> AsyncGenerator[str, None]:
+    """Accept spans for the duration of a block; yield the URL."""
+
+    async def accept(request: web.Request) -> web.Response:
+        await request.read()
+        return web.Response(content_type="application/x-protobuf")
+
+    application = web.Application()
+    application.router.add_post("/v1/traces", accept)
+    runner = web.AppRunner(application, access_log=None)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        with anyio.CancelScope(shield=True):
+            await runner.cleanup()
+
+
 class Shown:
     """What the observers of a run show."""
 
-    def __init__(self, run: Run, address: str) -> None:
-        self._run, self._address = run, address
+    def __init__(self, run: Run, address: str, command: Command) -> None:
+        self._run, self._address, self._log = run, address, command.log
 
     async def step(self, observer: str) -> int:
         """Newest step that an observer shows; -1 while it does not answer."""
@@ -65,6 +92,9 @@ class Shown:
                 return int(value(await scrape(self._address), "train_steps_total"))
             except (aiohttp.ClientError, TimeoutError, OSError, LookupError):
                 return -1
+        if observer == "spans":  # its place in the log
+            sent = sent_in(self._run.directory / SENT_FILE)
+            return self._log.trained if sent >= self._log.trained_seq else -1
         return max(scalars(self._run.directory).get("rollout/raw_reward", [-1])) + 1
 
     async def until(self, observer: str, step: int) -> None:
@@ -76,22 +106,18 @@ class Shown:
         await eventually(holds, timeout_s=90)
 
 
-async def test_what_observers_suffer_is_their_own(tmp_path: Path) -> None:
-    """Each is stopped, then cannot write any file, then is killed; meanwhile the run trains and the others follow."""
-    tracker_python("tensorboard")
-    address = free_address()
-    on = ["observe.page=127.0.0.1:0", f"observe.prometheus={address}", "observe.tensorboard.enabled=true"]
-    on += ["algorithm.entropy_coef_end=0.1"]  # the decay would depend on the number of steps, which changes
-    run = Run(tmp_path, num_steps=WITHOUT_END, eval_interval=None, overrides=on)
-    shown = Shown(run, address)
+async def suffer(run: Run, address: str, observers: dict[str, str], stopped_s: float) -> None:
+    """Stop each observer of a run in turn, then take its disk away, then kill it; then end the run and resume it."""
     async with run.started() as command:
-        for observer, module in OBSERVERS.items():
+        shown = Shown(run, address, command)
+        for observer, module in observers.items():
             await shown.until(observer, 1)
             process = command.process_of(module)
             process.suspend()
+            await command.log.read_for(stopped_s)
             trained = command.log.trained + STEPS_EACH
             await command.log.until_trained(trained)
-            for other in OBSERVERS.keys() - {observer}:
+            for other in observers.keys() - {observer}:
                 await shown.until(other, trained)
             process.resume()
             await shown.until(observer, trained)
@@ -109,3 +135,64 @@ async def test_what_observers_suffer_is_their_own(tmp_path: Path) -> None:
         assert await command.end() == 0
     await audit(run, killed=[])
     assert scalars(run.directory)["rollout/raw_reward"] == list(range(steps))
+
+
+ON: Final = (
+    "observe.page=127.0.0.1:0",
+    "observe.tensorboard.enabled=true",
+    "algorithm.entropy_coef_end=0.1",  # the decay would depend on the number of steps, which changes
+)
+
+
+async def test_what_observers_suffer_is_their_own(tmp_path: Path) -> None:
+    """Each is stopped, then cannot write any file, then is killed; meanwhile the run trains and the others follow."""
+    tracker_python("tensorboard")
+    address = free_address()
+    on = (*ON, f"observe.prometheus={address}")
+    run = Run(tmp_path, num_steps=WITHOUT_END, eval_interval=None, overrides=on)
+    await suffer(run, address, OBSERVERS, 0.0)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1500)
+async def test_observers_that_are_stopped_for_a_minute_each(tmp_path: Path) -> None:
+    """As above, for a minute each, with the sender of spans as well."""
+    for name in ("tensorboard", "opentelemetry"):
+        tracker_python(name)
+    address = free_address()
+    async with collector() as url:
+        on = (*ON, f"observe.prometheus={address}", f"observe.otlp.endpoint={url}")
+        run = Run(tmp_path, num_steps=WITHOUT_END, eval_interval=None, overrides=on)
+        await suffer(run, address, MORE, 60.0)
+
+
+@contextmanager
+def full_disk(place: Path) -> Generator[Path, None, None]:
+    """Mount a small file system without space for the duration of a block; yield the file that fills it."""
+    place.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={FULL_DISK}", "tmpfs", place], check=True)
+    try:
+        filler = place / "filler"
+        with suppress(OSError), filler.open("wb", buffering=0) as file:  # no space left
+            while True:
+                file.write(bytes(4096))
+        yield filler
+    finally:
+        subprocess.run(["umount", "-l", place], check=True)
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root mounts a disk")
+async def test_trackers_on_a_full_disk_cost_no_step_and_go_on_once_there_is_space(tmp_path: Path) -> None:
+    tracker_python("tensorboard")
+    with full_disk(tmp_path / "full") as filler:
+        on = ("observe.tensorboard.enabled=true", f"observe.tensorboard.dir={tmp_path / 'full'}")
+        run = Run(tmp_path, num_steps=12, eval_interval=None, overrides=on)
+        async with run.started() as command:
+            await command.log.until_trained(6)
+            filler.unlink()
+            assert await command.end() == 0
+        assert "No space left on device" in (run.directory / "logs" / "tracker.tensorboard.jsonl").read_text()
+        (events,) = [path for path in (tmp_path / "full").iterdir() if path.is_dir()]
+        assert scalars(events, pattern="")["rollout/raw_reward"] == list(range(12))
+    await audit(run)

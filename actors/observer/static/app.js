@@ -37,7 +37,7 @@ const make = (name, text, kind) => {
   if (kind) element.className = kind;
   return element;
 };
-const clock = (seconds) => new Date(seconds * 1000).toLocaleTimeString();
+const clock = (seconds) => new Date(seconds * 1000).toLocaleTimeString([], { hourCycle: "h23", hour: "2-digit", minute: "2-digit", second: "2-digit" });
 const short = (value, digits = 3) => Number(value).toFixed(digits);
 
 function fillTable(table, heads, lines) {
@@ -48,6 +48,12 @@ function fillTable(table, heads, lines) {
     cells.forEach((cell, index) => line.append(cell instanceof Node ? cell : make("td", cell, heads[index][1])));
     return line;
   });
+  if (!lines.length) {
+    const [line, cell] = [make("tr"), make("td", "none", "faint")];
+    cell.colSpan = heads.length;
+    line.append(cell);
+    body.push(line);
+  }
   table.replaceChildren(head, ...body);
 }
 
@@ -95,7 +101,7 @@ function draw(place, names, data, options = {}) {
   });
   const chart = new uPlot({
     width, height: options.height || 200, scales: { x: { time: Boolean(options.time) }, y: { range: yRange } },
-    axes: [axis, { ...axis, size: 64, values: (chart, splits) => splits.map(tick) }], series: [{ label: options.time ? "time" : "step" }, ...series],
+    axes: [options.time ? { ...axis, space: 90, values: (chart, splits) => splits.map(clock) } : axis, { ...axis, size: 64, values: (chart, splits) => splits.map(tick) }], series: [{ label: options.time ? "time" : "step" }, ...series],
   }, data, place);
   charts.set(place, { chart, key });
 }
@@ -152,21 +158,26 @@ function drawCurves() {
   if (!parent.children.length) parent.append(make("p", "No step has been trained yet.", "faint"));
 }
 
+function stateOf(process, ended) { // the end of a run is no fault of its processes
+  if (ended) return make("td", "ended", "faint");
+  return make("td", process.is_up ? "up" : "down", process.is_up ? "" : "bad");
+}
+
 function drawNow() {
   const now = state.now;
   at("progress").textContent = state.live ? now.progress : now.ended || "no node daemon runs this run";
   at("waiting").replaceChildren(...Object.entries(now.waiting).map(([who, what]) => make("p", `${who} waits for ${what}`, "bad")));
   if (now.course.length) {
     const columns = LIVE.map((name) => now.course.map((sample) => sample[1 + BOOKS.indexOf(name)]));
-    draw(at("course"), LIVE, [now.course.map((sample) => sample[0]), ...stacked(columns)], {
+    draw(at("course"), LIVE.map((name) => name.replace("_", " ")), [now.course.map((sample) => sample[0]), ...stacked(columns)], {
       stacked: true, time: true, value: (chart, value, series, row) => value === null || row === null ? "" : columns[series - 1][row],
     });
   }
-  fillTable(at("engines"), [["engine"], ["state"], ["weights", "number"], ["update, s", "number"], ["paused, s", "number"], ["since"], ["reason"]],
+  fillTable(at("engines"), [["engine"], ["state", "keep"], ["weights", "number"], ["update, s", "number more"], ["paused, s", "number more"], ["since", "keep"], ["reason"]],
     now.engines.map((engine) => [engine.name, engine.state, `v${engine.version}`, short(engine.update_s), short(engine.pause_s),
       engine.since ? clock(engine.since) : "", engine.reason]));
-  fillTable(at("processes"), [["process"], ["node"], ["state"], ["restarts", "number"], ["since"], ["reason"]],
-    now.processes.map((process) => [process.name, process.node, make("td", process.is_up ? "up" : "down", process.is_up ? "" : "bad"),
+  fillTable(at("processes"), [["process"], ["node", "more"], ["state", "keep"], ["restarts", "number"], ["since", "keep"], ["reason"]],
+    now.processes.map((process) => [process.name, process.node, stateOf(process, now.ended),
       process.restarts, clock(process.since), process.reason]));
   at("lines").replaceChildren(...now.lines.slice().reverse().map(([time, text]) => make("li", `${clock(time)}  ${text}`)));
 }
@@ -261,6 +272,7 @@ function show() {
 function choose(tab, focus) {
   location.hash = tab;
   show();
+  scrollTo(0, 0); // the views differ in height
   if (focus) at(`tab-${tab}`).focus();
 }
 
