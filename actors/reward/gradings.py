@@ -80,7 +80,8 @@ class Grading:
 
     def fail(self, reason: str, cause: Cause) -> None:
         """Set an error in place of each grade."""
-        self.finish([Graded(error=reason, cause=cause, of_call=True) for _ in self.samples])
+        final = cause == "sandbox_lost"  # the pool has replaced the process `max_tries` times
+        self.finish([Graded(error=reason, cause=cause, of_call=True, final=final) for _ in self.samples])
 
 
 class RunningTime:
@@ -110,7 +111,7 @@ class RunningTime:
 async def graded_again(
     grade: GradeAll, samples: Sequence[GradedSample], *, causes: Collection[Cause], max_tries: int, group: bool
 ) -> list[Graded]:
-    """Grade samples, and those again whose score failed for one of these causes.
+    """Grade samples, and those again whose score failed for one of these causes and is not final.
 
     Args:
         grade: grades samples in order.
@@ -124,7 +125,7 @@ async def graded_again(
     """
     grades = await grade(samples)
     for num_tries in range(1, max_tries):
-        places = [place for place, graded in enumerate(grades) if graded.cause in causes]
+        places = [place for place, graded in enumerate(grades) if graded.cause in causes and not graded.final]
         if not places:
             break
         places = list(range(len(samples))) if group else places

@@ -31,6 +31,6 @@ def _spec_of_eval(reward: RewardConfig, key: str, name: str) -> GraderSpec:
 
 
 def retried_causes(reward: RewardConfig) -> frozenset[Cause]:
-    """The causes after which a function is called again. A lost sandbox is not among them: the pool replaces it."""
+    """The causes after which a function is called again. A lost sandbox always is: no response causes that."""
     actions = msgspec.structs.asdict(reward.failures)
-    return frozenset(cause for cause in CAUSES if actions[cause] == "retry" and cause != "sandbox_lost")
+    return frozenset(cause for cause in CAUSES if actions[cause] == "retry" or cause == "sandbox_lost")

@@ -428,8 +428,8 @@ class FailuresConfig(Config, frozen=True, kw_only=True):
     timeout: FailureAction | None = None
     # A server that the grader needs did not answer or failed, or no reward worker answered.
     worker_lost: FailureAction | None = "retry"
-    # The grader's process ended before it answered. It is tried again `max_tries` times first, whatever the action.
-    # Or the sandbox of a program was lost, or waited too long for a core (grader `code`).
+    # The grader's process, or the sandbox in which `code` runs a program, ended before it answered, or the program
+    # waited too long for a core. The sample is tried `max_tries` times first, whatever the action.
     sandbox_lost: FailureAction | None = "retry"
     # A server that the grader needs answered with status 429.
     rate_limited: FailureAction | None = "retry"

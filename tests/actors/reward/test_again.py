@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import pytest
 
 from actors.reward.causes import Cause, cause_of
-from actors.reward.frames import Graded
-from actors.reward.gradings import graded_again
+from actors.reward.frames import Graded, GraderSpec
+from actors.reward.gradings import Grading, graded_again
 from actors.reward.recipe import retried_causes
 from actors.reward.samples import GradedSample
 from runtime.util.retrying import Backoff
@@ -47,7 +47,7 @@ class Grader:
         ("rate_limited", 9, False, ["abc", "b", "b"], "rate_limited"),
         ("worker_lost", 1, True, ["abc", "abc"], None),
         ("raised", 1, False, ["abc"], "raised"),
-        ("sandbox_lost", 1, False, ["abc"], "sandbox_lost"),
+        ("sandbox_lost", 1, False, ["abc", "b"], None),  # a grader said so, whose own process lives
     ],
 )
 async def test_a_score_is_tried_again_by_its_cause_and_not_for_ever(
@@ -57,6 +57,25 @@ async def test_a_score_is_tried_again_by_its_cause_and_not_for_ever(
     grades = await graded_again(grader, SAMPLES, causes=causes, max_tries=3, group=group)
     assert grader.calls == calls
     assert [graded.cause for graded in grades] == [None, ended, None]
+
+
+@pytest.mark.anyio
+async def test_a_sample_that_ended_enough_processes_of_the_pool_is_not_tried_again() -> None:
+    tried = Grading(grader=GraderSpec(name="f"), samples=(SAMPLES[0],), timeout_s=1.0)
+    tried.fail("exit code -9, 3 times", "sandbox_lost")
+    calls: list[int] = []
+
+    async def grade(samples: Sequence[GradedSample]) -> list[Graded]:
+        calls.append(len(samples))
+        return tried.grades
+
+    causes = retried_causes(topology_with().reward)
+    assert await graded_again(grade, SAMPLES[:1], causes=causes, max_tries=3, group=False) == tried.grades
+    assert calls == [1]
+
+
+def test_a_lost_sandbox_is_tried_again_whatever_its_rule() -> None:
+    assert "sandbox_lost" in retried_causes(topology_with(reward={"failures": {"sandbox_lost": 0.0}}).reward)
 
 
 class _HttpError(Exception):
