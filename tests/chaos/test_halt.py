@@ -15,10 +15,11 @@ from messages import GroupAborted, GroupsIssued, Message, RoundHalted
 from runtime.node.halting import NotHalted, halt_round
 from runtime.node.reopen import find_run
 from tests.chaos.audit import audit, read_all
-from tests.chaos.harness import ROOT, Run
+from tests.chaos.harness import LAPTOP, ROOT, Run
 
 pytestmark = [pytest.mark.chaos, pytest.mark.anyio, pytest.mark.timeout(400)]
 
+COLOCATED = ROOT / "topologies" / "laptop-colocated.toml"
 GRADERS = Path(__file__).with_name("graders.py")
 
 
@@ -31,8 +32,11 @@ def is_issued(event: Message) -> bool:
     return isinstance(event, GroupsIssued)
 
 
-async def test_rollout_is_killed_right_after_a_person_halted_the_round(tmp_path: Path) -> None:
-    run = Run(tmp_path, num_steps=12, overrides=(f"data.0.rm_type={GRADERS}:slowly",))
+@pytest.mark.parametrize(
+    "topology", [LAPTOP, pytest.param(COLOCATED, marks=pytest.mark.nightly)], ids=lambda path: path.stem
+)
+async def test_rollout_is_killed_right_after_a_person_halted_the_round(tmp_path: Path, topology: Path) -> None:
+    run = Run(tmp_path, num_steps=12, topology=topology, overrides=(f"data.0.rm_type={GRADERS}:slowly",))
     async with run.started() as command:
         await command.log.until_trained(1)
         done = None

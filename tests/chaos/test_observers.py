@@ -48,9 +48,12 @@ async def page_step(run: Run) -> int:
             aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as client,
             client.get(f"{url.scheme}://{url.netloc}/events", headers=cookie) as answer,
         ):
-            while line := await answer.content.readline():
-                if line.startswith(b"data: "):
-                    state: dict[str, Any] = msgspec.json.decode(line.removeprefix(b"data: "))
+            content = b""  # a line of a long run is longer than `readline` allows
+            async for some in answer.content.iter_any():
+                content += some
+                event, end, _ = content.partition(b"\n\n")
+                if end:
+                    state: dict[str, Any] = msgspec.json.decode(event.removeprefix(b"data: "))
                     return state["now"]["step"]
     except (aiohttp.ClientError, TimeoutError):
         pass
