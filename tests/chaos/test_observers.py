@@ -2,9 +2,8 @@
 
 import os
 import signal
-import subprocess
-from collections.abc import AsyncGenerator, Generator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import parse_qs, urlsplit
@@ -24,6 +23,7 @@ from tests.chaos.audit import audit
 from tests.chaos.harness import Command, Run
 from tests.fixtures.nats import eventually
 from tests.support.prometheus_text import free_address, scrape, value
+from tests.support.small_disk import fill, small_disk
 from tests.support.trackers import scalars, tracker_python
 
 pytestmark = [pytest.mark.chaos, pytest.mark.anyio, pytest.mark.timeout(600)]
@@ -32,7 +32,7 @@ WITHOUT_END: Final = 100_000  # train steps
 STEPS_EACH: Final = 4  # trained while an observer is not itself
 OBSERVERS: Final = {"page": "actors.observer", "metrics": "actors.observer.exporter", "tensorboard": "actors.trackers"}
 MORE: Final = {**OBSERVERS, "spans": "actors.observer.otlp"}
-FULL_DISK: Final = 1 << 20  # bytes
+DISK: Final = 1 << 20  # bytes
 
 
 async def page_step(run: Run) -> int:
@@ -169,33 +169,18 @@ async def test_observers_that_are_stopped_for_a_minute_each(tmp_path: Path) -> N
         await suffer(run, address, MORE, 60.0)
 
 
-@contextmanager
-def full_disk(place: Path) -> Generator[Path, None, None]:
-    """Mount a small file system without space for the duration of a block; yield the file that fills it."""
-    place.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={FULL_DISK}", "tmpfs", place], check=True)
-    try:
-        filler = place / "filler"
-        with suppress(OSError), filler.open("wb", buffering=0) as file:  # no space left
-            while True:
-                file.write(bytes(4096))
-        yield filler
-    finally:
-        subprocess.run(["umount", "-l", place], check=True)
-
-
 @pytest.mark.nightly
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root mounts a disk")
 async def test_trackers_on_a_full_disk_cost_no_step_and_go_on_once_there_is_space(tmp_path: Path) -> None:
     tracker_python("tensorboard")
-    with full_disk(tmp_path / "full") as filler:
-        on = ("observe.tensorboard.enabled=true", f"observe.tensorboard.dir={tmp_path / 'full'}")
+    with small_disk(tmp_path / "disk", DISK) as disk:
+        filler = fill(disk)
+        on = ("observe.tensorboard.enabled=true", f"observe.tensorboard.dir={disk}")
         run = Run(tmp_path, num_steps=12, eval_interval=None, overrides=on)
         async with run.started() as command:
             await command.log.until_trained(6)
             filler.unlink()
             assert await command.end() == 0
         assert "No space left on device" in (run.directory / "logs" / "tracker.tensorboard.jsonl").read_text()
-        (events,) = [path for path in (tmp_path / "full").iterdir() if path.is_dir()]
+        (events,) = [path for path in disk.iterdir() if path.is_dir()]
         assert scalars(events, pattern="")["rollout/raw_reward"] == list(range(12))
     await audit(run)
