@@ -1,4 +1,4 @@
-"""Environment, limits, output and end of a process that runs a user's filter, selection or data source."""
+"""Environment, limits, calls, output and end of a process that runs a user's filter, selection or data source."""
 
 import os
 import resource
@@ -8,8 +8,10 @@ import sys
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Final, NoReturn
+from typing import BinaryIO, Final, NoReturn
 
+from runtime.util.exit_codes import EXIT_OK
+from runtime.util.formatting import signal_name
 from runtime.util.import_path import ROOT
 
 PASSED_ON: Final = (  # environment variables that users' functions get
@@ -19,6 +21,7 @@ PASSED_ON: Final = (  # environment variables that users' functions get
 AGENT_MARK: Final = "PHYSARUM_AGENT"  # lets a node daemon find leftover processes of its run; no secret
 PRINTED_BYTES: Final = 64 << 10  # of a call's output that is logged, so that it cannot fill a disk
 MAX_FILES: Final = 1024  # open files
+LENGTH_BYTES: Final = 4  # in front of a call or an answer
 LEFT_OUT: Final = b"\n(further output of this call is left out)\n"
 
 
@@ -62,6 +65,26 @@ def take_pipes() -> tuple[int, int]:
     os.close(null)
     os.dup2(2, 1)
     return fd_in, fd_out
+
+
+def read_call(calls: BinaryIO) -> bytes | None:
+    """Read the next call, behind its length; None once the parent's end of the pipe is closed."""
+    length = calls.read(LENGTH_BYTES)
+    call = calls.read(int.from_bytes(length, "big"))
+    return call if len(length) == LENGTH_BYTES and len(call) == int.from_bytes(length, "big") else None
+
+
+def how_ended(code: int | None) -> str:
+    """Say how a process ended.
+
+    Args:
+        code: its exit code, or the negative number of the signal that killed it; None: it runs.
+    """
+    if code is None:
+        return "its process closed its output"
+    if code < 0:
+        return f"its process was killed by {signal_name(-code)}"
+    return "its process ended" if code == EXIT_OK else f"its process exited with code {code}"
 
 
 def end_with_parent(fd_in: int) -> None:

@@ -2,7 +2,8 @@
 
 The process and what it started die with its parent. A call that takes too long costs its process, and the next call
 starts another one.
-Graders have processes of their own kind (actors/reward), which can also be isolated.
+Data sources (actors/buffer/prompts) and graders (actors/reward) have processes of their own kind: the table in
+docs/develop/where-things-are.md says what each guarantees.
 """
 
 import importlib
@@ -20,9 +21,18 @@ from anyio.abc import Process
 from anyio.streams.buffered import BufferedByteReceiveStream
 
 from runtime.bus.background import in_background
-from runtime.process.user_limits import end_group, end_with_parent, environment, forward, limit, take_pipes
+from runtime.process.user_limits import (
+    LENGTH_BYTES,
+    end_group,
+    end_with_parent,
+    environment,
+    forward,
+    how_ended,
+    limit,
+    read_call,
+    take_pipes,
+)
 from runtime.util.exit_codes import EXIT_OK
-from runtime.util.formatting import signal_name
 from runtime.util.import_path import user_folder_last
 
 Answer = Callable[[bytes], bytes]
@@ -32,7 +42,6 @@ KILL_S: Final = 5.0
 MAX_BYTES: Final = 256 << 20  # of one call or answer
 MAX_STARTS: Final = 2  # processes that may end, or not be ready in time, before one is ready
 PRINTED_LAST_S: Final = 0.2  # to read the last output of a process that ended
-LENGTH_BYTES: Final = 4
 
 
 class UserProcessError(Exception):
@@ -192,9 +201,7 @@ class _Running:
     async def _died(self) -> UserProcessError:
         with anyio.move_on_after(KILL_S):
             await self._process.wait()
-        code = self._process.returncode
-        how = "closed its pipe" if code is None else signal_name(-code) if code < 0 else f"exit code {code}"
-        return UserProcessError(f"its process ended: {how}")
+        return UserProcessError(how_ended(self._process.returncode))
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -212,8 +219,7 @@ def main(arguments: Sequence[str]) -> int:
         _write(answers, 1, str(error).encode())
         return EXIT_OK
     _write(answers, 1, b"")
-    while len(head := calls.read(LENGTH_BYTES)) == LENGTH_BYTES:
-        payload = calls.read(int.from_bytes(head, "big"))
+    while (payload := read_call(calls)) is not None:
         try:
             _write(answers, 1, answer(payload))
         except Exception as error:  # noqa: BLE001 - a user's function may raise anything; the caller hears of it

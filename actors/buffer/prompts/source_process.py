@@ -15,14 +15,12 @@ from typing import Final, NamedTuple, TypeVar
 import msgspec
 import structlog
 
-from actors.buffer.prompts.source_worker import LENGTH_BYTES, Draw, Drawn, Hello, Ready, SavedState, framed
+from actors.buffer.prompts.source_worker import Draw, Drawn, Hello, Ready, SavedState, framed
 from runtime.data.data_files import DataError
 from runtime.ledger.state import GroupOutcome
-from runtime.process.user_limits import environment, forward
+from runtime.process.user_limits import LENGTH_BYTES, environment, forward, how_ended
 from runtime.settings.recipe import Recipe
 from runtime.settings.topology import RewardConfig, Topology
-from runtime.util.exit_codes import EXIT_OK
-from runtime.util.formatting import signal_name
 
 START_TIMEOUT_S: Final = 60.0  # to import the user's module and read the files
 KILL_TIMEOUT_S: Final = 5.0
@@ -259,13 +257,9 @@ def _available(fd: int) -> bytes:
 
 
 def _ending(process: subprocess.Popen[bytes]) -> str:
-    try:
-        code = process.wait(KILL_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        return "its process closed its output"
-    if code < 0:
-        return f"its process was killed by {signal_name(-code)}"
-    return "its process ended" if code == EXIT_OK else f"its process exited with code {code}"
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(KILL_TIMEOUT_S)
+    return how_ended(process.returncode)
 
 
 class Tried(NamedTuple):

@@ -10,13 +10,13 @@ import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, TypeVar, cast
+from typing import Any, BinaryIO, Final, TypeVar, cast
 
 import msgspec
 
 from runtime.data.data_files import DataError, read_records
 from runtime.ledger.state import GroupOutcome
-from runtime.process.user_limits import end_group, end_with_parent, limit, take_pipes
+from runtime.process.user_limits import LENGTH_BYTES, end_group, end_with_parent, limit, read_call, take_pipes
 from runtime.settings.plugins import load_class, load_plugin
 from runtime.util.exit_codes import EXIT_NO_HELLO, EXIT_OK
 from runtime.util.import_path import user_folder_last
@@ -24,7 +24,6 @@ from runtime.util.import_path import user_folder_last
 MAX_STATE_BYTES: Final = 1 << 20
 METHODS: Final = ("draw", "state", "restore")  # of the user's class
 OPTIONAL: Final = ("told",)
-LENGTH_BYTES: Final = 4
 JSON: Final = (
     "a value that JSON brings back as it is: objects with text keys, lists (no tuples), texts, finite numbers, true, "
     "false, null"
@@ -231,9 +230,10 @@ def _json(name: str, value: Any, otherwise: str = "") -> bytes:
 def main() -> int:
     """Answer requests until the input ends, then kill this process group. Return an exit code before that."""
     fd_in, fd_out = take_pipes()
+    calls, answers = os.fdopen(fd_in, "rb"), os.fdopen(fd_out, "wb")
     end_with_parent(fd_in)
     user_folder_last()
-    frame = _read(fd_in)
+    frame = read_call(calls)
     if frame is None:
         return EXIT_NO_HELLO
     hello = msgspec.msgpack.decode(frame, type=Hello)
@@ -241,34 +241,17 @@ def main() -> int:
     try:
         source = Source(hello)
     except (ValueError, DataError, UserError, MemoryError) as error:
-        _write(fd_out, framed(Ready(error=str(error) or type(error).__name__)))
+        _write(answers, Ready(error=str(error) or type(error).__name__))
         return EXIT_OK
-    _write(fd_out, framed(Ready(gets_outcomes=source.gets_outcomes)))
-    while (frame := _read(fd_in)) is not None:
-        _write(fd_out, framed(source.answer(msgspec.msgpack.decode(frame, type=Draw))))
+    _write(answers, Ready(gets_outcomes=source.gets_outcomes))
+    while (frame := read_call(calls)) is not None:
+        _write(answers, source.answer(msgspec.msgpack.decode(frame, type=Draw)))
     end_group()
 
 
-def _read(fd: int) -> bytes | None:
-    """Read a frame; None at the end of the input."""
-    length = _read_exactly(fd, LENGTH_BYTES)
-    return None if length is None else _read_exactly(fd, int.from_bytes(length, "big"))
-
-
-def _read_exactly(fd: int, size: int) -> bytes | None:
-    content = bytearray()
-    while len(content) < size:
-        data = os.read(fd, min(size - len(content), 1 << 20))
-        if not data:
-            return None
-        content += data
-    return bytes(content)
-
-
-def _write(fd: int, content: bytes) -> None:
-    view = memoryview(content)
-    while view:
-        view = view[os.write(fd, view) :]
+def _write(answers: BinaryIO, struct: msgspec.Struct) -> None:
+    answers.write(framed(struct))
+    answers.flush()
 
 
 if __name__ == "__main__":

@@ -119,7 +119,7 @@ def reads(group):
 VERDICTS: list[tuple[list[float | None], Outcome, str | None]] = [
     ([1.0], Outcome.FAILED, "RuntimeError('group 1')"),
     ([1.0], Outcome.FAILED, "FilterError(\"the filter returned 'maybe'; expected a bool, or (keep, reason)\")"),
-    ([1.0], Outcome.FAILED, "UserProcessError('its process ended: SIGKILL')"),
+    ([1.0], Outcome.FAILED, "UserProcessError('its process was killed by SIGKILL')"),
     ([1.0], Outcome.FAILED, "MemoryError()"),
     ([1.0], Outcome.DROP, "no secret"),
     ([1.0, 0.0], Outcome.KEEP, None),
@@ -198,7 +198,7 @@ async def test_a_filter_that_ends_its_process_while_it_is_imported_is_wrong_inpu
         await host(bus, [hosted("filter", topology, tmp_path)])
     (error,) = flatten(caught.value)
     assert isinstance(error, InputError)
-    assert "its process ended: exit code 3, 2 times" in str(error)
+    assert "its process exited with code 3, 2 times" in str(error)
 
 
 async def test_a_filter_that_cannot_be_used_ends_its_actor_before_it_has_started(bus: Bus, tmp_path: Path) -> None:
