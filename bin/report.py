@@ -56,6 +56,7 @@ def _report(args: argparse.Namespace) -> int:
     from runtime.node.external_clients import ClientsUnreadable
     from runtime.node.reopen import NoLog, NoSuchRun, find_run
     from runtime.process.logs import silenced
+    from runtime.process.main import spare_the_collector
     from runtime.report.parquet import ParquetMissing, load_pyarrow
     from runtime.util.errors import flatten
 
@@ -71,6 +72,7 @@ def _report(args: argparse.Namespace) -> int:
         except ParquetMissing as error:
             raise WrongInput(f"--parquet: {error}") from None
     problems: list[BaseException] = []
+    spare_the_collector()
     try:
         with silenced():
             anyio.run(_write, found, other, args.out or Path(f"{found.name}.html"), args)

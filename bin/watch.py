@@ -81,6 +81,7 @@ def _watch(args: argparse.Namespace) -> int:
     from runtime.node.external_clients import ClientsUnreadable
     from runtime.node.reopen import NoLog, NoSuchRun, find_run
     from runtime.process.logs import silenced
+    from runtime.process.main import spare_the_collector
     from runtime.util.errors import flatten
 
     try:
@@ -93,6 +94,7 @@ def _watch(args: argparse.Namespace) -> int:
     except ValueError as error:
         raise WrongInput(f"--page {error}") from None
     problems: list[BaseException] = []
+    spare_the_collector()
     try:
         with silenced():
             if address is not None:

@@ -12,6 +12,7 @@ import anyio
 
 from actors.observer.page import Address, Page, follow, observed_of, served, stored_samples
 from runtime.node.reopen import BUS_DIRECTORY, find_run
+from runtime.process.main import spare_the_collector
 from runtime.settings.observe import PAGE_FILE
 from runtime.util.exit_codes import EXIT_OK
 from runtime.util.files import write_atomically
@@ -44,6 +45,7 @@ async def _serve(run_dir: Path, address: Address) -> None:
 def main(arguments: Sequence[str]) -> int:
     """Serve the page of the run in PHYSARUM_RUN_DIR at the address in the first argument."""
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(message)s")
+    spare_the_collector()
     anyio.run(_serve, Path(os.environ[RUN_DIR_VARIABLE]), Address.of(arguments[0]))
     return EXIT_OK
 

@@ -25,6 +25,7 @@ from runtime.bus.errors import BusError
 from runtime.node.external_clients import ClientsUnreadable
 from runtime.node.observing import observing
 from runtime.node.reopen import FoundRun, NoLog, find_run
+from runtime.process.main import spare_the_collector
 from runtime.report.exposition import COUNTER, GAUGE, OPENMETRICS, TEXT, Family, Labels, families_of, rendered
 from runtime.report.observed import Observed
 from runtime.settings.placement import is_loopback
@@ -199,6 +200,7 @@ async def _run(address: str, *, with_log: bool) -> None:
 def main(arguments: Sequence[str]) -> int:
     """Serve the metrics of the run in PHYSARUM_RUN_DIR at the address in the first argument."""
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(message)s")
+    spare_the_collector()
     anyio.run(lambda: _run(arguments[0], with_log=WITH_LOG in arguments[1:]))
     return EXIT_OK
 

@@ -15,7 +15,7 @@ from messages import (
 )
 from runtime.ledger.changes import AttemptEnded, Change, Closed, Issued, Judged
 from runtime.ledger.spills import spilled_samples, take_increments
-from runtime.ledger.state import Group, GroupOutcome, LedgerState, Stage
+from runtime.ledger.state import COMPLETED, IN_FLIGHT, POOLED, READY, Group, GroupOutcome, LedgerState, Stage
 
 MAX_REASONS: Final = 256  # distinct reasons counted per outcome, because a filter may return unique texts
 OTHER_REASONS: Final = "other reasons"
@@ -110,7 +110,7 @@ def end_attempt(state: LedgerState, event: GroupCompleted | GroupAborted | Group
     A completed group waits for a verdict. If the run has no filter, it is kept at once.
     """
     group = state.groups.get(event.group_id)
-    if group is None or group.attempt != event.attempt or group.stage is not Stage.IN_FLIGHT:
+    if group is None or group.attempt != event.attempt or group.stage is not IN_FLIGHT:
         return ()  # late result of a replaced worker, or a duplicate
     ended = AttemptEnded(group, event)
     if isinstance(event, GroupFailed):
@@ -128,7 +128,7 @@ def end_attempt(state: LedgerState, event: GroupCompleted | GroupAborted | Group
     group.carried = () if completed else samples
     group.data = event.data if completed else group.data
     describe(group, samples)
-    state.move(group, Stage.COMPLETED if completed else Stage.POOLED)
+    state.move(group, COMPLETED if completed else POOLED)
     return (ended, _keep(state, group)) if completed and not state.verdicts else (ended,)
 
 
@@ -167,12 +167,12 @@ def describe(group: Group, samples: tuple[SampleSummary, ...]) -> None:
 def judge(state: LedgerState, event: VerdictGiven) -> tuple[Change, ...]:
     """Apply the verdict on a completed group. Only the first verdict counts."""
     group = state.groups.get(event.group_id)
-    if group is None or group.stage is not Stage.COMPLETED or group.event_seq != event.event_seq:
+    if group is None or group.stage is not COMPLETED or group.event_seq != event.event_seq:
         return ()
     judged, reason = Judged(group, event.outcome, event.reason), event.reason or f"filter_{event.outcome}"
     match event.outcome:
         case Outcome.KEEP:
-            state.move(group, Stage.READY)
+            state.move(group, READY)
         case Outcome.SPARE:
             group.reason = reason
             state.move(group, Stage.SPARE)

@@ -26,6 +26,12 @@ class Stage(StrEnum):
     POOLED = "pooled"  # to be issued again, with its samples so far
 
 
+IN_FLIGHT: Final = Stage.IN_FLIGHT  # before Python 3.12, reading a member of an enum runs a function of the enum
+COMPLETED: Final = Stage.COMPLETED
+READY: Final = Stage.READY
+POOLED: Final = Stage.POOLED
+
+
 class Spilled(msgspec.Struct, kw_only=True):
     """A sample of an attempt in flight, joined from the increments of one lease."""
 
@@ -173,9 +179,9 @@ class Index:
         return self._by_stage[stage]
 
     def _count(self, group: Group, change: int) -> None:
-        if group.stage is Stage.IN_FLIGHT:
+        if group.stage is IN_FLIGHT:
             _add(self.rounds, group.round, change)
-        elif group.stage is Stage.POOLED:
+        elif group.stage is POOLED:
             _add(self.fruitless, group.fruitless, change)
 
 

@@ -15,6 +15,7 @@ import msgspec
 from messages import Message
 from messages.plain import clipped
 from runtime.report.breakdown import Breakdown, StepTime
+from runtime.report.group_numbers import Samples
 from runtime.report.run_facts import (
     BYTES,
     MIN_GROUPS,
@@ -78,14 +79,15 @@ class Adviser(msgspec.Struct):
     facts: RunFacts = msgspec.field(default_factory=RunFacts)
     findings: dict[str, Finding] = {}  # by rule
 
-    def apply(self, event: Message, step: StepTime | None) -> None:
+    def apply(self, event: Message, step: StepTime | None, samples: Samples | None = None) -> None:
         """Fold the next event.
 
         Args:
             event: the event.
             step: the step that it ends, as the time breakdown returned it.
+            samples: of a completed group, if the caller has read them.
         """
-        if self.facts.apply(event, step):
+        if self.facts.apply(event, step, samples):
             for rule in RULES:
                 self._note(rule, rule.found(self.facts))
 

@@ -116,21 +116,12 @@ class Life(msgspec.Struct):
     min_version: int
     completed: float = 0.0  # 0: not yet
     ready: float = 0.0  # verdict, or end without one
+    begun: float = 0.0  # when its last sample had a slot
+    last_token: float = 0.0
     rollout_s: float = 0.0
     reward_s: float = 0.0
-    queue_s: float = 0.0
     engine: str = ""
     grader: str = ""
-
-    @property
-    def last_token(self) -> float:
-        """Time of its last token."""
-        return self.completed - self.reward_s
-
-    @property
-    def begun(self) -> float:
-        """Time at which its last sample had a slot."""
-        return max(self.issued, self.last_token - self.rollout_s + self.queue_s)
 
 
 class Named(msgspec.Struct):
@@ -263,8 +254,10 @@ class Breakdown(msgspec.Struct):
             return
         life.completed = time
         life.rollout_s, life.reward_s = event.rollout_time_s, event.reward_time_s
-        life.queue_s = min(event.last_sample.queue_time_s, event.rollout_time_s)
-        life.engine, life.grader = event.last_sample.engine or event.instance, event.last_sample.grader
+        last = event.last_sample
+        life.last_token = time - life.reward_s
+        life.begun = max(life.issued, life.last_token - life.rollout_s + min(last.queue_time_s, life.rollout_s))
+        life.engine, life.grader = last.engine or event.instance, last.grader
 
     def _ready(self, group_id: int, time: float) -> None:
         life = self.lives.get(group_id)

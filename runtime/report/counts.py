@@ -5,7 +5,16 @@ from typing import Final
 
 import msgspec
 
-from messages import ActorStarted, CheckpointSaved, GroupCompleted, Message, MessageDeadLettered, RunStalled
+from messages import (
+    ActorStarted,
+    CheckpointSaved,
+    GroupCompleted,
+    Message,
+    MessageDeadLettered,
+    RunStalled,
+    VerdictGiven,
+)
+from runtime.report.group_numbers import Samples
 from runtime.report.rows import MetricRow
 
 MAX_METRICS: Final = 256  # names of metrics of a train step
@@ -23,11 +32,13 @@ class Counts(msgspec.Struct):
     checkpoint_step: int = 0
     metrics: dict[str, tuple[int, float]] = {}  # step and newest value, by name
 
-    def apply(self, event: Message) -> None:
-        """Fold the next event."""
+    def apply(self, event: Message, samples: Samples | None = None) -> None:
+        """Fold the next event; `samples` are those of a completed group, if the caller has read them."""
         match event:
             case GroupCompleted():
-                self._complete(event)
+                self._complete(event, samples or Samples.of(event.samples))
+            case VerdictGiven():  # the commonest one
+                pass
             case ActorStarted():
                 _add(self.restarts, event.actor, event.restarts > 0)
             case CheckpointSaved():
@@ -40,14 +51,13 @@ class Counts(msgspec.Struct):
             case _:
                 pass
 
-    def _complete(self, event: GroupCompleted) -> None:
+    def _complete(self, event: GroupCompleted, samples: Samples) -> None:
         _add(self.totals, "groups_completed", 1)
         _add(self.totals, "rollout_seconds", event.rollout_time_s)
         _add(self.totals, "reward_seconds", event.reward_time_s)
-        _add(self.totals, "response_tokens", sum([sample.response_len for sample in event.samples]))
-        statuses = [sample.status for sample in event.samples]
-        for status in dict.fromkeys(statuses):
-            _add(self.samples, status.value, statuses.count(status))
+        _add(self.totals, "response_tokens", sum(samples.response_len))
+        for status in dict.fromkeys(samples.status):
+            _add(self.samples, status.value, samples.status.count(status))
 
     def take(self, row: MetricRow) -> None:
         """Take the metrics of a row, unless those of a later step are known."""

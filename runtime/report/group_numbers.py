@@ -1,11 +1,52 @@
-"""Rewards, lengths and times of completed groups, for the metrics; and the check of the first scores. Pure."""
+"""The samples of completed groups by field, their numbers for the metrics, and the check of the first scores. Pure."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 import msgspec
 
 from messages import EngineNumbers, GroupCompleted, SampleStatus, SampleSummary
+
+TRUNCATED: Final = SampleStatus.TRUNCATED  # a name of this module is read ten times quicker than an enum's member
+FAILED: Final = SampleStatus.FAILED
+
+
+class Samples(msgspec.Struct, frozen=True):
+    """The samples of a completed group, and those of their fields that several parts of a fold read."""
+
+    all: Sequence[SampleSummary]
+    status: list[SampleStatus]
+    response_len: list[int]  # tokens
+    reward: list[float | None]
+    reason: list[str | None]
+
+    @classmethod
+    def of(cls, samples: Sequence[SampleSummary]) -> "Samples":
+        """Read the fields of samples."""
+        return cls(
+            samples,
+            [sample.status for sample in samples],
+            [sample.response_len for sample in samples],
+            [sample.reward for sample in samples],
+            [sample.reason for sample in samples],
+        )
+
+    @property
+    def left_in(self) -> "Samples":
+        """Those that did not fail."""
+        return Samples.of([each for each in self.all if not is_left_out(each)]) if FAILED in self.status else self
+
+    @property
+    def graded(self) -> "Samples":
+        """Those with a score, not with a reward in place of one."""
+        if None not in self.reward and not self.has_reasons:
+            return self
+        return Samples.of([each for each in self.all if each.reward is not None and each.reason is None])
+
+    @property
+    def has_reasons(self) -> bool:
+        """Whether a sample failed, or its score."""
+        return self.reason.count(None) < len(self.reason)
 
 
 class GroupNumbers(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,15 +70,7 @@ def is_ungraded(sample: SampleSummary) -> bool:
 
 def is_left_out(sample: SampleSummary) -> bool:
     """Return whether a sample of a completed group failed, such as an invalid sample of a dump."""
-    return sample.status is SampleStatus.FAILED
-
-
-def _round_numbers(samples: Iterable[SampleSummary]) -> Iterator[float]:
-    """Yield the number of turns of each sample that has a valid one."""
-    for sample in samples:
-        number = sample.metadata.get("round_number")
-        if isinstance(number, (int, float)):
-            yield float(number)
+    return sample.status is FAILED
 
 
 class CompletedNumbers(msgspec.Struct):
@@ -45,16 +78,16 @@ class CompletedNumbers(msgspec.Struct):
 
     _completed: dict[int, GroupNumbers] = {}  # by log sequence
 
-    def complete(self, event: GroupCompleted, seq: int) -> None:
+    def complete(self, event: GroupCompleted, samples: Samples, seq: int) -> None:
         """Record a completed group."""
-        samples = event.samples
+        turns = [sample.metadata.get("round_number") for sample in samples.all if sample.metadata]
         self._completed[seq] = GroupNumbers(
-            rewards=tuple([sample.reward for sample in samples if sample.reward is not None]),
-            response_lens=tuple([sample.response_len for sample in samples]),
-            num_truncated=[sample.status for sample in samples].count(SampleStatus.TRUNCATED),
-            num_ungraded=len([sample for sample in samples if sample.reason is not None and is_ungraded(sample)]),
-            num_own_rewards=[sample.own_reward for sample in samples].count(True),
-            round_numbers=tuple(_round_numbers([sample for sample in samples if sample.metadata])),
+            rewards=tuple([reward for reward in samples.reward if reward is not None]),
+            response_lens=tuple(samples.response_len),
+            num_truncated=samples.status.count(TRUNCATED),
+            num_ungraded=sum(map(is_ungraded, samples.all)) if samples.has_reasons else 0,
+            num_own_rewards=[sample.own_reward for sample in samples.all].count(True),
+            round_numbers=tuple([float(number) for number in turns if isinstance(number, int | float)]),
             rollout_time_s=event.rollout_time_s,
             reward_time_s=event.reward_time_s,
             engine=event.engine,
@@ -87,7 +120,7 @@ class EqualScores(msgspec.Struct):
             self.is_over = self._score is not None and sample.reward != self._score
             self._score = sample.reward
             self._num += 1
-            self._num_truncated += sample.status is SampleStatus.TRUNCATED
+            self._num_truncated += sample.status is TRUNCATED
         if self.is_over or self._num < FIRST_SCORES:
             return False
         self.is_over = True

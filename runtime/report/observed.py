@@ -32,6 +32,7 @@ from runtime.ledger.state import Stage
 from runtime.report.advice import Adviser
 from runtime.report.breakdown import PARTS, Breakdown, StepTime
 from runtime.report.counts import Counts
+from runtime.report.group_numbers import Samples
 from runtime.report.report import Line, Report, RowDone, ledger_in
 from runtime.report.rows import MetricRow, spelled
 from runtime.report.spans import Timeline
@@ -152,10 +153,12 @@ class Observed(msgspec.Struct):
         if not self.first_seq:
             self.first_seq, self._report.started = seq, time
         self.num_events, self.seq, self.time = self.num_events + 1, seq, time
-        self._begin_late(event)
+        if self.first_seq > 1:
+            self._begin_late(event)
         self._waiting = {}
+        samples = Samples.of(event.samples) if isinstance(event, GroupCompleted) else None
         rows: list[MetricRow] = []
-        for notice in self._report.apply(event, seq, time):
+        for notice in self._report.apply(event, seq, time, samples):
             match notice:
                 case Line(text):
                     self._lines.append((time, text))
@@ -169,10 +172,10 @@ class Observed(msgspec.Struct):
         step = self.breakdown.apply(event, time)
         if step is not None:
             self.step_times.add(step)
-        self.adviser.apply(event, step)
+        self.adviser.apply(event, step, samples)
         self.timeline.apply(event, time)
         self._note(event, time)
-        self.counts.apply(event)
+        self.counts.apply(event, samples)
         if time - self._course_at >= COURSE_EVERY_S:
             self._course_at = time
             self.course.add((time, *msgspec.structs.astuple(self._report.ledger.books())))
@@ -180,7 +183,7 @@ class Observed(msgspec.Struct):
 
     def _begin_late(self, event: Message) -> None:
         """Take the ledger from the first snapshot, if the log does not begin with the run."""
-        if self.first_seq > 1 and not self._report.ledger.groups and (state := ledger_in(event)) is not None:
+        if not self._report.ledger.groups and (state := ledger_in(event)) is not None:
             self._report.begin(state)
 
     def _put(self, row: MetricRow) -> None:

@@ -13,10 +13,12 @@ from messages import (
     EvalEnded,
     GroupCompleted,
     Message,
+    Outcome,
     PairsEvaluated,
     RunFinished,
     SnapshotTaken,
     TrainerStarted,
+    VerdictGiven,
     WeightsApplied,
 )
 from messages.ledger import not_finite_in
@@ -25,7 +27,7 @@ from runtime.ledger.changes import AttemptEnded, Closed
 from runtime.ledger.fold import FOLD_VERSION, LEDGER_EVENTS, LedgerState, fold
 from runtime.ledger.snapshots import content_of
 from runtime.ledger.steps import Settled, TakenBack
-from runtime.report.group_numbers import CompletedNumbers, EqualScores, is_left_out, is_ungraded
+from runtime.report.group_numbers import FAILED, CompletedNumbers, EqualScores, Samples, is_left_out, is_ungraded
 from runtime.report.lines import Failures, failure_in, line_of, masked_line, step_line
 from runtime.report.progress import StepProgress
 from runtime.report.rows import MetricRow, drop_metrics, eval_means, group_metrics, mean_of, rewards_of, ungraded_shares
@@ -115,19 +117,25 @@ class Report(msgspec.Struct):
         self.steps = self._earlier_steps = ledger.trained_steps
         self._scores.is_over = True  # the first samples are among the earlier events
 
-    def apply(self, event: Message, seq: int, time: float) -> list[Notice]:
+    def apply(self, event: Message, seq: int, time: float, samples: Samples | None = None) -> list[Notice]:
         """Fold the next event of the log.
 
         Args:
+            event: the event.
             seq: its log sequence.
             time: Unix time in seconds at which it was logged.
+            samples: of a completed group, if the caller has read them.
         """
-        settled = self._fold(event, seq)
+        if samples is None and isinstance(event, GroupCompleted):
+            samples = Samples.of(event.samples)
+        settled = self._fold(event, samples, seq)
         self._times.note(event, time)
         self._progress.note(event, max(time, self.started))
         match event:
-            case GroupCompleted():
-                return self._complete(event, seq, time)
+            case GroupCompleted() if samples is not None:
+                return self._complete(event, samples, seq, time)
+            case VerdictGiven(outcome=Outcome.KEEP):  # the commonest one
+                return []
             case BatchTrained():
                 return self._train(event, settled, seq, time)
             case TrainerStarted():
@@ -149,17 +157,17 @@ class Report(msgspec.Struct):
             case _:
                 return self._lines_of(event)
 
-    def _fold(self, event: Message, seq: int) -> list[Settled]:
+    def _fold(self, event: Message, samples: Samples | None, seq: int) -> list[Settled]:
         """Fold an event into the ledger; return the batches that it settles as trained."""
-        if isinstance(event, GroupCompleted) and seq in self._cited:
-            self._numbers.complete(event, seq)
+        if seq in self._cited and isinstance(event, GroupCompleted) and samples is not None:
+            self._numbers.complete(event, samples, seq)
         if type(event) not in FOLDED:
             return []
         settled: list[Settled] = []
         for change in fold(self._ledger, event, seq):
             match change:
-                case AttemptEnded(event=GroupCompleted() as completed):
-                    self._numbers.complete(completed, seq)
+                case AttemptEnded(event=GroupCompleted() as completed) if samples is not None:
+                    self._numbers.complete(completed, samples, seq)
                 case Closed():
                     self._numbers.take([change.group.event_seq])
                 case TakenBack():
@@ -279,8 +287,9 @@ class Report(msgspec.Struct):
         self._times.interrupt()
         return [Line(f"trainer continues after step {event.step}")] if event.step else []
 
-    def _complete(self, event: GroupCompleted, seq: int, time: float) -> list[Notice]:
-        odd = [sample for sample in event.samples if sample.reason is not None or is_left_out(sample)]
+    def _complete(self, event: GroupCompleted, samples: Samples, seq: int, time: float) -> list[Notice]:
+        has_odd = samples.has_reasons or FAILED in samples.status
+        odd = [s for s in event.samples if s.reason is not None or is_left_out(s)] if has_odd else []
         ungraded = [sample for sample in odd if is_ungraded(sample)]
         reasons = {f"no score, reward {sample.reward:g} instead: {sample.reason}" for sample in ungraded}
         reasons |= {f"sample left out: {sample.reason}" for sample in odd if is_left_out(sample)}

@@ -16,12 +16,11 @@ from messages import (
     RunFinished,
     RunStalled,
     RunStopped,
-    SampleStatus,
-    SampleSummary,
     VerdictGiven,
 )
 from runtime.report.breakdown import StepTime
-from runtime.report.group_numbers import is_left_out
+from runtime.report.group_numbers import TRUNCATED as CUT
+from runtime.report.group_numbers import Samples
 from runtime.report.report import LOSSES
 from runtime.util.formatting import duration
 
@@ -72,17 +71,18 @@ class RunFacts(msgspec.Struct):
     stalled: str = ""  # what actors wait for, since the newest event
     is_over: bool = False
 
-    def apply(self, event: Message, step: StepTime | None) -> bool:
+    def apply(self, event: Message, step: StepTime | None, samples: Samples | None = None) -> bool:
         """Fold the next event; return whether it ends a step.
 
         Args:
             event: the event.
             step: the step that it ends, as the time breakdown returned it.
+            samples: of a completed group, if the caller has read them.
         """
         self.stalled = ""
         match event:
             case GroupCompleted():
-                self._complete(event)
+                self._complete(event, samples or Samples.of(event.samples))
             case VerdictGiven():
                 self.open.judged += 1
                 if event.outcome is Outcome.DROP:
@@ -105,42 +105,35 @@ class RunFacts(msgspec.Struct):
         """The newest steps."""
         return self.steps[-WINDOW:]
 
-    def _complete(self, event: GroupCompleted) -> None:
-        facts, last = self.open, event.last_sample
-        lengths: list[int] = []
-        graded: list[SampleSummary] = []
-        for sample in event.samples:
-            if is_left_out(sample):
-                continue
-            lengths.append(sample.response_len)
-            if sample.reward is not None and sample.reason is None:
-                graded.append(sample)
-            if sample.status is SampleStatus.TRUNCATED:
-                _count(facts.signs, TRUNCATED)
-            for sign in sample.signs:
-                _count(facts.signs, sign)
-        facts.samples += len(lengths)
-        facts.length += sum(lengths)
-        longest = max(lengths, default=0)
+    def _complete(self, event: GroupCompleted, samples: Samples) -> None:
+        facts, last, samples = self.open, event.last_sample, samples.left_in
+        for _ in range(samples.status.count(CUT)):
+            _count(facts.signs, TRUNCATED)
+        for sign in [sign for sample in samples.all for sign in sample.signs]:
+            _count(facts.signs, sign)
+        facts.samples += len(samples.response_len)
+        facts.length += sum(samples.response_len)
+        longest = max(samples.response_len, default=0)
         if last.engine and longest:
             times = facts.engines.setdefault(last.engine, [])
             if len(times) < KEPT_TIMES:
                 times.append(max(0.0, event.rollout_time_s - last.queue_time_s) / longest)
-        self._compare(graded, last)
+        self._compare(samples.graded, last)
 
-    def _compare(self, samples: Sequence[SampleSummary], last: LastSample) -> None:
+    def _compare(self, samples: Samples, last: LastSample) -> None:
         """Compare rewards and lengths of the graded samples of one group."""
-        if len(samples) < 2 or not (last.grader or any(sample.own_reward for sample in samples)):
+        if len(samples.reward) < 2 or not (last.grader or any(sample.own_reward for sample in samples.all)):
             return
         facts = self.open
-        rewards = [sample.reward or 0.0 for sample in samples]
+        rewards = [reward or 0.0 for reward in samples.reward]
         best = self.best_reward = max(rewards if self.best_reward is None else [self.best_reward, *rewards])
         facts.groups += 1
-        if rewards.count(rewards[0]) == len(rewards) and all(s.rewards == samples[0].rewards for s in samples):
+        named = samples.all[0].rewards
+        if rewards.count(rewards[0]) == len(rewards) and all(sample.rewards == named for sample in samples.all):
             facts.equal += 1
             facts.best += rewards[0] >= best
             return
-        lengths = [sample.response_len for sample in samples]
+        lengths = samples.response_len
         mean, mean_len = sum(rewards) / len(rewards), sum(lengths) / len(lengths)
         ll = rr = lr = 0.0
         low: list[int] = []

@@ -11,6 +11,7 @@ from messages import (
     GroupCompleted,
     GroupsIssued,
     Message,
+    VerdictGiven,
     WeightsAnnounced,
     WeightsApplied,
     WeightSyncEnded,
@@ -51,7 +52,7 @@ class Times(msgspec.Struct):
         """Record the time of an event."""
         clock = self._clock
         match event:
-            case GroupCompleted():  # the commonest one
+            case GroupCompleted() | VerdictGiven():  # the commonest ones
                 pass
             case GroupsIssued():
                 step = event.round if self._open_step is None else self._open_step
