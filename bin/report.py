@@ -1,4 +1,4 @@
-"""Write one HTML file about a run, live or after its end: curves, times, advice, samples, ledger and settings."""
+"""Write one HTML file about a run, live or ended: curves, times, advice, samples, ledger, settings, versions."""
 
 import argparse
 import sys
@@ -41,7 +41,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = parser_of("report", __doc__, EPILOG)
     parser.add_argument("run", metavar="RUN", help="Name of a run under ./runs, or a run directory.")
     parser.add_argument("--out", metavar="FILE", type=Path, help="The file to write; by default RUN.html.")
-    parser.add_argument("--compare", metavar="RUN2", help="Also show curves, times and differing settings of this run.")
+    parser.add_argument(
+        "--compare", metavar="RUN2", help="Also show this run: curves, times, settings and versions that differ."
+    )
     parser.add_argument("--trace", metavar="FILE", type=Path, help="Also write a trace in the JSON format of Perfetto.")
     parser.add_argument(
         "--parquet", metavar="DIR", type=Path, help="Also write the run's tables as Parquet files into this directory."
@@ -85,6 +87,7 @@ def _report(args: argparse.Namespace) -> int:
 
 async def _write(found: "FoundRun", other: "FoundRun | None", out: Path, args: argparse.Namespace) -> None:
     from actors.observer.page import observed_of, report_page
+    from runtime.node.versions import versions_in
     from runtime.report.parquet import parquet_tables
     from runtime.report.tables import HELD_STEPS, Tables
     from runtime.report.trace import Trace
@@ -103,10 +106,10 @@ async def _write(found: "FoundRun", other: "FoundRun | None", out: Path, args: a
         live = await _fold(found, observed, take if files is not None or args.trace is not None else None)
         if files is not None:
             files.add(tables.finish(observed.open_row))
-    compared = None if other is None else observed_of(other)
+    compared = None if other is None else (*observed_of(other), versions_in(other.directory))
     if other is not None and compared is not None:
         await _fold(other, compared[0])
-    write_atomically(out, report_page(observed, settings, live=live, other=compared))
+    write_atomically(out, report_page(observed, settings, versions_in(found.directory), live=live, other=compared))
     screen.show(f"report    {out}, {observed.num_events:,} events, {observed.steps} steps")
     if args.trace is not None:
         write_atomically(args.trace, trace.encoded())

@@ -113,11 +113,12 @@ async def _serve(found: "FoundRun", place: "Address") -> int:
 
     from actors.observer.page import Page, follow, new_token, observed_of, served, stored_samples
     from runtime.node.display import page_lines
+    from runtime.node.versions import versions_in
 
     screen, token = Screen(sys.stdout), new_token()
     observed, settings = observed_of(found)
     stored = stored_samples(found, settings)
-    page = Page(observed, token, settings, stored)
+    page = Page(observed, token, settings, stored, versions_in(found.directory))
 
     def progress(text: str) -> None:
         if screen.can_rewrite:

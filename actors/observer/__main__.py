@@ -12,6 +12,7 @@ import anyio
 
 from actors.observer.page import Address, Page, follow, observed_of, served, stored_samples
 from runtime.node.reopen import BUS_DIRECTORY, find_run
+from runtime.node.versions import versions_in
 from runtime.process.main import spare_the_collector
 from runtime.settings.observe import PAGE_FILE
 from runtime.util.exit_codes import EXIT_OK
@@ -29,7 +30,7 @@ async def _serve(run_dir: Path, address: Address) -> None:
     token = kept_secret(run_dir / BUS_DIRECTORY / TOKEN_FILE).reveal()
     observed, settings = observed_of(run)
     stored = stored_samples(run, settings)
-    page = Page(observed, token, settings, stored)
+    page = Page(observed, token, settings, stored, versions_in(run_dir))
     async with served(page, address) as port, anyio.create_task_group() as tasks:
         tasks.start_soon(follow, run, observed, page, log.debug, log.info, stored)
         write_atomically(run_dir / PAGE_FILE, f"{address.url(port)}/?token={token}\n".encode())

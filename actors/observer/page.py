@@ -104,6 +104,7 @@ class Page:
         token: of its URL.
         settings: of the run by key.
         stored: samples that the run's server still stores; None: the page must not show them.
+        versions: of what the run uses, as its nodes recorded them.
     """
 
     def __init__(
@@ -112,9 +113,11 @@ class Page:
         token: str,
         settings: Mapping[str, str] | None = None,
         stored: StoredSamples | None = None,
+        versions: Mapping[str, str] | None = None,
     ) -> None:
         self._observed = observed
         self._settings = settings or {}
+        self._versions = versions or {}
         self._token = token
         digest = hashlib.sha256(token.encode()).hexdigest()
         self.cookie = f"physarum-{digest[:DIGEST_CHARS]}"  # pages of other runs on this machine get it too
@@ -205,19 +208,16 @@ class Page:
             self._num_streams -= 1
 
     def _state(self, since: int, from_step: int) -> Mapping[str, Any]:
-        settings = self._settings if since == 0 else None  # they do not change
-        shown = _state_of(self._observed, settings, since=since, from_step=from_step, live=self.live)
-        return shown | {"problem": self.problem}
+        shown = _state_of(self._observed, since=since, from_step=from_step, live=self.live)
+        fixed = {"settings": self._settings, "versions": self._versions} if since == 0 else {}
+        return shown | {"problem": self.problem, **fixed}
 
 
-def _state_of(
-    observed: Observed, settings: Mapping[str, str] | None, *, since: int = 0, from_step: int = 0, live: bool
-) -> dict[str, Any]:
-    """Return what a page shows.
+def _state_of(observed: Observed, *, since: int = 0, from_step: int = 0, live: bool) -> dict[str, Any]:
+    """Return what a page shows and what may change.
 
     Args:
         observed: the run.
-        settings: of the run; None: the page has them.
         since: log sequence up to which the page has the rows; 0: it has nothing.
         from_step: first step whose times the page lacks.
         live: whether the run goes on.
@@ -231,35 +231,37 @@ def _state_of(
         "times": observed.times(from_step),
         "advice": observed.advice(),
         "rows": observed.curves(since),
-        **({} if settings is None else {"settings": settings}),
     }
 
 
 def report_page(
     observed: Observed,
     settings: Mapping[str, str],
+    versions: Mapping[str, str],
     *,
     live: bool,
-    other: tuple[Observed, Mapping[str, str]] | None = None,
+    other: tuple[Observed, Mapping[str, str], Mapping[str, str]] | None = None,
 ) -> bytes:
     """Return one HTML file with what a page shows. It loads nothing, and runs the scripts of this package alone.
 
     Args:
         observed: the run.
         settings: of the run.
+        versions: of what the run uses, as its nodes recorded them.
         live: whether the run goes on.
-        other: another run to compare with, and its settings.
+        other: another run to compare with, its settings and its versions.
 
     It has samples of the run's dumps, if this machine has them.
     """
     files = {name: (STATIC / name).read_text(encoding="utf-8") for name in FILES}
     scripts, styles = SCRIPTS, ("uPlot.min.css", "app.css")
-    shown = _state_of(observed, settings, live=live)
+    shown = _state_of(observed, live=live) | {"settings": settings, "versions": versions}
     shown["timeline"] = observed.timeline.window(0, REPORT_STEPS)
     shown["samples"] = Samples(dump_directory(settings)).report()
     if other is not None:
-        run, its = other
-        shown["other"] = {"run": run.run, "rows": run.curves(), "times": run.times(), "settings": its}
+        run, its_settings, its_versions = other
+        shown["other"] = {"run": run.run, "rows": run.curves(), "times": run.times()}
+        shown["other"] |= {"settings": its_settings, "versions": its_versions}
     state = msgspec.json.encode(shown).decode().replace("<", "\\u003c")
     allowed = " ".join(f"'sha256-{_digest(files[name])}'" for name in scripts)
     styled = " ".join(f"'sha256-{_digest(files[name])}'" for name in styles)

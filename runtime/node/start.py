@@ -54,6 +54,7 @@ from runtime.node.network import (
 )
 from runtime.node.node_plan import NodePlan, RunEnd, exit_code_of
 from runtime.node.supervisor.state_changes import GivenUp
+from runtime.node.versions import record_versions
 from runtime.process.logs import configure_logging, silenced
 from runtime.settings.derived import trains_demonstrations
 from runtime.settings.placement import (
@@ -140,6 +141,7 @@ def start(
         for change in prepare(claim, topology):
             show(f"changed since the last start: {change}")
         try:
+            record_versions(run_dir, topology, options.node)
             address = node_address(topology, options.node, None) if is_networked(topology) else None
             acceptance = _acceptance(topology, options, run_dir, address)
             return _run(_plan(topology, options, claim, specs_of, address), options, show, rewrite, acceptance)
@@ -221,6 +223,7 @@ def _take_part(
         _refuse_beside(claim)
         try:
             write_atomically(run_dir / NODE_TOPOLOGY_FILE.format(node), encode_topology(topology))
+            record_versions(run_dir, topology, node)
             plan = _plan(topology, options, claim, specs_of, address, join)
             return _run(plan, options, show, rewrite, statement)
         except OSError as error:

@@ -12,7 +12,6 @@ from messages import (
     Message,
     MessageDeadLettered,
     RunStalled,
-    VerdictGiven,
 )
 from runtime.report.group_numbers import Samples
 from runtime.report.rows import MetricRow
@@ -37,8 +36,6 @@ class Counts(msgspec.Struct):
         match event:
             case GroupCompleted():
                 self._complete(event, samples or Samples.of(event.samples))
-            case VerdictGiven():  # the commonest one
-                pass
             case ActorStarted():
                 _add(self.restarts, event.actor, event.restarts > 0)
             case CheckpointSaved():

@@ -11,7 +11,6 @@ from messages import (
     GroupCompleted,
     GroupsIssued,
     Message,
-    VerdictGiven,
     WeightsAnnounced,
     WeightsApplied,
 )
@@ -33,8 +32,6 @@ class StepProgress(msgspec.Struct):
     def note(self, event: Message, time: float) -> None:
         """Fold an event."""
         match event:
-            case VerdictGiven():  # the commonest one
-                pass
             case GroupsIssued():
                 self._begin(ROLLOUT, time)
             case GroupCompleted() | EvalCompleted():

@@ -13,12 +13,10 @@ from messages import (
     EvalEnded,
     GroupCompleted,
     Message,
-    Outcome,
     PairsEvaluated,
     RunFinished,
     SnapshotTaken,
     TrainerStarted,
-    VerdictGiven,
     WeightsApplied,
 )
 from messages.ledger import not_finite_in
@@ -134,8 +132,6 @@ class Report(msgspec.Struct):
         match event:
             case GroupCompleted() if samples is not None:
                 return self._complete(event, samples, seq, time)
-            case VerdictGiven(outcome=Outcome.KEEP):  # the commonest one
-                return []
             case BatchTrained():
                 return self._train(event, settled, seq, time)
             case TrainerStarted():

@@ -11,7 +11,6 @@ from messages import (
     GroupCompleted,
     GroupsIssued,
     Message,
-    VerdictGiven,
     WeightsAnnounced,
     WeightsApplied,
     WeightSyncEnded,
@@ -52,7 +51,7 @@ class Times(msgspec.Struct):
         """Record the time of an event."""
         clock = self._clock
         match event:
-            case GroupCompleted() | VerdictGiven():  # the commonest ones
+            case GroupCompleted():  # the commonest one
                 pass
             case GroupsIssued():
                 step = event.round if self._open_step is None else self._open_step

@@ -26,7 +26,9 @@ from tests.support.log_of_a_run import LOG
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a run that is over; tests only read it."""
-    return anyio.run(make, tmp_path_factory.mktemp("runs") / RUN)
+    directory = anyio.run(make, tmp_path_factory.mktemp("runs") / RUN)
+    (directory / "versions-n1.jsonl").write_text('{"node":"n1","since":1.0,"versions":{"torch":"0.0.1"}}\n')
+    return directory
 
 
 def state_in(page: str) -> dict[str, Any]:
@@ -42,6 +44,7 @@ def test_a_report_is_one_file_that_loads_nothing(ended: Path, tmp_path: Path) ->
     state = state_in(page)
     assert (state["now"]["num_events"], state["now"]["step"], state["live"]) == (len(LOG), 2, False)
     assert state["ledger"]["books"]["trained"] == 4
+    assert state["versions"] == {"n1: torch": "0.0.1"}  # those of the run, not of this machine
     assert re.findall(r'(?:src|href)="(?!data:)[^"]*"', page.replace(str(state), "")) == []
     assert content_of(ended) == before
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
@@ -79,10 +82,11 @@ def test_a_text_of_a_run_stays_a_text() -> None:
     text = "</script><script>alert(1)</script>"
     for seq, event in enumerate((issued(0), failed(0, text)), 1):
         observed.apply(event, seq, 1.0)
-    page = report_page(observed, {"key": text}, live=False).decode()
+    page = report_page(observed, {"key": text}, {"n: torch": text}, live=False).decode()
     assert text not in page
     state = state_in(page)
     assert (state["ledger"]["endings"][0]["reason"], state["settings"]["key"]) == (text, text)
+    assert state["versions"] == {"n: torch": text}
     assert isinstance(failed(0), GroupFailed)
 
 

@@ -29,6 +29,7 @@ const times = new Map(); // seconds by part, by the begin of a step: its end has
 const charts = new Map(); // by the id of their element
 let state = null;
 let settings = {};
+let versions = {};
 
 const at = (id) => document.getElementById(id);
 const make = (name, text, kind) => {
@@ -234,14 +235,18 @@ function groupLinks(ids, more) { // each opens the samples of its group
 }
 
 function drawSettings() {
-  if (!state.other) {
-    fillTable(at("settings"), [["key", "keep"], ["value"]], Object.entries(settings));
+  drawValues("settings", "key", settings, state.other && state.other.settings);
+  drawValues("versions", "node and name", versions, state.other && state.other.versions);
+}
+
+function drawValues(id, title, ours, theirs) {
+  if (!theirs) {
+    fillTable(at(id), [[title, "keep"], ["value"]], Object.entries(ours));
     return;
   }
-  const theirs = state.other.settings;
-  const keys = [...new Set([...Object.keys(settings), ...Object.keys(theirs)])].filter((key) => settings[key] !== theirs[key]);
-  const lines = keys.map((key) => [key, settings[key] ?? "", theirs[key] ?? ""]);
-  fillTable(at("settings"), [["key that differs", "keep"], [state.now.run], [state.other.run]], lines);
+  const keys = [...new Set([...Object.keys(ours), ...Object.keys(theirs)])].filter((key) => ours[key] !== theirs[key]);
+  const lines = keys.map((key) => [key, ours[key] ?? "", theirs[key] ?? ""]);
+  fillTable(at(id), [[`${title} that differs`, "keep"], [state.now.run], [state.other.run]], lines);
 }
 
 const DRAW = {
@@ -300,6 +305,7 @@ function status(text, lost) {
 function take(text) {
   state = JSON.parse(text);
   settings = state.settings || settings;
+  versions = state.versions || versions;
   const now = state.now;
   if (state.whole) {
     rows.clear();

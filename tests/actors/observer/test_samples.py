@@ -262,7 +262,7 @@ def state_in(page: bytes) -> Any:
 
 
 def test_a_report_has_the_worst_and_best_groups_of_the_newest_steps(dumps: Path) -> None:
-    page = report_page(Observed("r"), {"run.dump_details": msgspec.json.encode(str(dumps)).decode()}, live=False)
+    page = report_page(Observed("r"), {"run.dump_details": msgspec.json.encode(str(dumps)).decode()}, {}, live=False)
     assert SCRIPT.encode() not in page  # it would end the script that holds it
     shown = state_in(page)["samples"]
     assert [group["group"] for group in shown["listed"]["groups"]] == [1, 2]
