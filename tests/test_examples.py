@@ -4,7 +4,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,13 +36,30 @@ class Done:
         return [json.loads(line) for file in files if file.exists() for line in file.read_text().splitlines()]
 
 
+@contextmanager
+def engine_server() -> Generator[str]:
+    """The server of the example another-engine, on a free port. Yields its address."""
+    command = [sys.executable, str(EXAMPLES / "another_engine_server.py"), str(TOKENIZER.parent), "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}) as it:
+        try:
+            assert it.stdout is not None
+            yield it.stdout.readline().strip()
+        finally:
+            it.kill()
+
+
 def run(name: str, place: Path) -> Done:
+    with engine_server() if name == "another-engine" else nullcontext("") as server:
+        return run_with(name, place, {"ANOTHER_ENGINE": server} if server else {})
+
+
+def run_with(name: str, place: Path, env: dict[str, str]) -> Done:
     command = [sys.executable, "-P", str(ROOT / "bin" / "start_topology.py"), str(EXAMPLES / f"{name}.toml"), "--json"]
     command += ["--set", f"train.num_steps={NUM_STEPS}", "--set", "run.dump_details=dump"]
     done = subprocess.run(
         command,
         cwd=place,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", **env},
         capture_output=True,
         text=True,
         timeout=LIMIT_S,
@@ -152,6 +170,18 @@ def tokens_of(columns: Any, segment: int) -> tuple[list[int], list[int]]:
     return columns["prompt_ids"][prompt].tolist(), columns["response_ids"][response].tolist()
 
 
+def another_engine(done: Done) -> None:
+    """Its server has the trainer's weights in each step, and says by which log-probs it sampled."""
+    differences = [row["train/train_rollout_logprob_abs_diff"] for row in done.metrics if row.get("step")]
+    assert len(differences) == NUM_STEPS
+    assert max(differences) < 1e-5
+    samples = list(with_segments(done))
+    assert len(samples) == NUM_STEPS * 8 * 16
+    for sample, ((_, response),) in samples:
+        assert (response[-1] == 1) == (sample["status"] == "completed")  # 1 is the end token
+        assert len(response) == 4 or response[-1] == 1
+
+
 def sft(done: Done) -> None:
     processes = {path.stem for path in (done.run_dir / "logs").glob("*.jsonl")}
     assert not [name for name in processes if name.startswith(("engine", "router", "reward"))]
@@ -162,6 +192,7 @@ def sft(done: Done) -> None:
 
 
 CHECKS: dict[str, Callable[[Done], None]] = {
+    "another-engine": another_engine,
     "own-filter": own_filter,
     "dpo": dpo,
     "environment": environment,
