@@ -91,7 +91,18 @@ def _parsed(text: str) -> list[Any]:
     config = library.LatexExtractionConfig(boxed_match_priority=0)
     boxed = rf"\boxed{{{exact_decimals(text)}}}"
     found: list[Any] = library.parse(boxed, [config], parsing_timeout=None, fallback_mode="no_fallback")
-    return [each for each in found if not isinstance(each, str)]
+    expressions = [each for each in found if not isinstance(each, str)]
+    return [_with_imaginary_unit(each) for each in expressions] if "i" in text else expressions
+
+
+def _with_imaginary_unit(expression: Any) -> Any:
+    """Take the letter i, which math-verify reads as a variable, for the square root of -1."""
+    sympy = importlib.import_module("sympy")
+    letters = {symbol: sympy.I for symbol in expression.free_symbols if symbol.name == "i"}
+    try:
+        return sympy.expand(expression.subs(letters)) if letters else expression
+    except (TypeError, ValueError):  # an order or an interval, in which i is a variable
+        return expression
 
 
 @functools.cache

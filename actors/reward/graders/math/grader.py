@@ -20,7 +20,7 @@ _LIST: Final = re.compile(r"[,;]| ?\\(?:text|mathrm|mbox)\s*\{\s*,? ?(?:and|or)\
 _UNION: Final = re.compile(r"\\cup(?![A-Za-z])|(?<=[\])}]) ?U ?(?=[\[({\\])")
 _EQUALS: Final = re.compile(r"(?<![<>!\\:])=(?!=)")
 _ONE_LETTER: Final = re.compile(
-    r"(?:\\(?!frac|sqrt)[A-Za-z]+|[A-Za-z])(?:_\{?\w+\}?)?'*(?:\(-?\w+\))?|[A-Z]{2,3}|\([a-z](?:,[a-z])+\)"
+    r"(?:m?\\(?!frac|sqrt)[A-Za-z]+|\\(?:vec|overrightarrow)\{[A-Za-z]+\}|[A-Za-z])(?:_\{?\w+\}?)?'*(?:\(-?\w+\))?|[A-Z]{2,3}|\([a-z](?:,[a-z])+\)"
     r"|\\(?:text|mathrm|operatorname)\{[^{}]*\}|\|[A-Z]{2}\||\\frac\{d[a-z]\}\{d[a-z]\}"
 )
 _ELEMENT: Final = re.compile(r"^[A-Za-z] ?\\in(?![A-Za-z]) ?")

@@ -4,7 +4,8 @@ import re
 from typing import Final
 
 _REMOVED: Final = re.compile(
-    r"\\(?:left|right|middle|big|Big|bigg|Bigg|bigl|bigr|Bigl|Bigr|displaystyle|textstyle|limits|nolimits|mathstrut)"
+    r"\\(?:left|right|middle|big|Big|bigg|Bigg|bigl|bigr|Bigl|Bigr|displaystyle|textstyle|limits|nolimits|mathstrut"
+    r"|large|Large|LARGE|huge|Huge|bf|rm|it)"
     r"(?![A-Za-z])|\\color\{[^{}]*\}|(?<!\\)\\[()\[\]!]|(?<!\\)\$"
 )
 _SPACES: Final = re.compile(
@@ -37,6 +38,7 @@ _COMMANDS: Final = (
     (re.compile(r"\\lbrace(?![A-Za-z])"), r"\\{"),
     (re.compile(r"\\rbrace(?![A-Za-z])"), r"\\}"),
     (re.compile(r"\\\{ *\\\}"), r"\\emptyset "),
+    (re.compile(r"\\mathbb ?([A-Z])(?![A-Za-z])"), r"\\mathbb{\1}"),
     (re.compile(r"\\lbrack(?![A-Za-z])"), "["),
     (re.compile(r"\\rbrack(?![A-Za-z])"), "]"),
     (re.compile(r"\^\s*\{?\s*\\(?:circ|degree)\s*\}?|\\degree(?![A-Za-z])"), r"^\\circ "),
@@ -62,7 +64,7 @@ def normal(text: str) -> str:
         text = pattern.sub(replacement, text)
     text = _NUMBER_WORDS.sub(r" \1", _STYLES.sub(r"\1", text))
     text = _SPACE.sub(" ", text).strip()
-    text = text[:-1] if text.endswith("\\") and not text.endswith(r"\\") else text  # of a space at the end
+    text = re.sub(r"\\{1,2}$", "", text)  # of a space or a line at the end
     stripped = text.rstrip(_END)
     # "5!" is a factorial, "5." is not
     while text[len(stripped) :].startswith("!"):
