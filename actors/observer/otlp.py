@@ -40,6 +40,7 @@ AT_ONCE: Final = 512
 SDK: Final = "opentelemetry.sdk"
 EXPORT_TIMEOUT_S: Final = 5.0
 AGAIN: Final = Backoff(first_s=1.0, max_s=30.0)
+PROBLEM_EVERY_S: Final = 60.0
 READ_AGAIN_S: Final = 2.0  # after a log that cannot be read
 
 log = logging.getLogger("opentelemetry-spans")
@@ -159,6 +160,22 @@ def sent_in(path: Path) -> int:
     return int(text) if text.isascii() and text.isdigit() and len(text) < 19 else 0
 
 
+class Seldom(logging.Filter):
+    """Passes what OpenTelemetry says about failed attempts once in PROBLEM_EVERY_S, and all other lines."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._next = 0.0  # monotonic time
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if not record.name.startswith("opentelemetry."):
+            return True
+        now = time.monotonic()
+        passes = now >= self._next
+        self._next = now + PROBLEM_EVERY_S if passes else self._next
+        return passes
+
+
 class Otlp:
     """Sends spans with OpenTelemetry's own exporter.
 
@@ -255,7 +272,7 @@ def main(arguments: Sequence[str]) -> int:
     The second one is the number of seconds from SIGTERM to SIGKILL.
     """
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(message)s")
-    logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # each failed attempt; ours is the first alone
+    logging.getLogger().handlers[0].addFilter(Seldom())
     try:
         anyio.run(_run, arguments[0], float(arguments[1]))
     except ImportError as error:
