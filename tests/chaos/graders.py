@@ -36,6 +36,11 @@ def every(group: Any) -> bool:
     return bool(group.rewards)
 
 
+def count(samples: Any) -> dict[str, int]:
+    """Metrics of an evaluation set: the number of its samples, and of its prompts."""
+    return {"samples": len(samples), "prompts": len({sample.item for sample in samples})}
+
+
 def picky(group: Any) -> bool:
     """Filter that raises for some groups."""
     if group.group_id % 5 == 0:

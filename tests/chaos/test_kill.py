@@ -53,7 +53,10 @@ async def test_one_rank_of_two_is_killed(tmp_path: Path) -> None:
 
 
 async def test_processes_are_killed_while_an_evaluation_runs(tmp_path: Path) -> None:
-    run, names = Run(tmp_path, num_steps=8, eval_interval=2), ["rollout", "engine.policy.0", "buffer"]
+    """A function of metrics gets every sample once, whichever process died meanwhile."""
+    overrides = (f"eval.0.custom_metrics={GRADERS}:count",)
+    run = Run(tmp_path, num_steps=8, eval_interval=2, overrides=overrides)
+    names = ["rollout", "engine.policy.0", "buffer"]
     moments = moments_of("evaluation")
     async with run.started() as command:
         for number, name in enumerate(names):
@@ -62,6 +65,9 @@ async def test_processes_are_killed_while_an_evaluation_runs(tmp_path: Path) -> 
             command.log.kill(name)
         await finish(run, command)
     await audit(run, killed=names)
+    of_set = f"eval/{run.topology.eval[0].name}"
+    counted = [(row[f"{of_set}/samples"], row[f"{of_set}/prompts"]) for row in run.rows() if of_set in row]
+    assert counted == [(EVAL_ITEMS, EVAL_ITEMS)] * 5
 
 
 async def test_graders_are_killed(tmp_path: Path) -> None:
