@@ -19,7 +19,10 @@ MAX_INT: Final = 2**64 - 1
 _PLAIN: Final = frozenset({str, float, bool, NoneType})
 _LONG: Final = b"0" * 19  # digits of the shortest number that may be out of range
 _Values = Callable[[msgspec.Struct], tuple[Any, ...]]
-_DIGITS: Final = bytes(ord("0") if chr(code).isdigit() else ord(" ") for code in range(128)) + b" " * 128
+# digits become zeros, and all but points spaces: zeros after a point are those of a fraction
+_DIGITS: Final = bytes(
+    ord("0") if code in b"0123456789" else code if code == ord(".") else ord(" ") for code in range(256)
+)
 
 
 def check_json(message: msgspec.Struct, payload: bytes) -> None:
@@ -30,7 +33,8 @@ def check_json(message: msgspec.Struct, payload: bytes) -> None:
     """
     if payload.count(b"[") + payload.count(b"{") > MAX_DEPTH:
         check_open_fields(message)
-    if _LONG in payload.translate(_DIGITS):
+    digits = payload.translate(_DIGITS)
+    if _LONG in digits and b" " + _LONG in digits:  # the first search alone takes a tenth of the time of the second
         for number in _integers(message):
             _check_int(number)
 

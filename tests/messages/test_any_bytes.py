@@ -38,6 +38,8 @@ def column(values: bytes) -> bytes:
         (with_metadata(b"[" * 200 + b"]" * 200), HEADERS, "over 128 deep"),
         (with_metadata(b'{"a":' * 3000), HEADERS, "recursion"),
         (with_metadata(b"9" * 25), HEADERS, "integer is out of range"),
+        (with_metadata(b"-" + b"9" * 19), HEADERS, "integer is out of range"),
+        (with_metadata(b"[0.0012345678901234567," + b"9" * 20 + b"]"), HEADERS, "integer is out of range"),
         (encode(completed({})).payload.replace(b'"round":0', b'"round":' + b"9" * 25), HEADERS, "out of range"),
         (column(b"[%s]" % (b"9" * 400)), COLUMN, "at most 64 bits"),
         (column(b'["1"]'), COLUMN, "takes numbers"),
