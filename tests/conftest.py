@@ -96,13 +96,32 @@ def session_leaves_no_process() -> Iterator[None]:
 
 def descendant_pids(pid: int) -> set[int]:
     """PIDs of all descendants, from the kernel's lists: reading each process's parent takes 40 times as long."""
+    if pid == os.getpid() and not has_children():
+        return set()
     if not KERNEL_LISTS_CHILDREN:
         return {process.pid for process in psutil.Process(pid).children(recursive=True)}
     found: set[int] = set()
-    for children in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(OSError):  # the thread or the process has ended
-            found.update(map(int, children.read_text().split()))
+    with contextlib.suppress(OSError):  # the process has ended
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            found |= children_of(pid, thread)
     return found.union(*map(descendant_pids, found))
+
+
+def has_children() -> bool:
+    """Whether this process has a child, by one call: the tests of the trainer leave 60 threads, each with a list."""
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
+
+
+def children_of(pid: int, thread: str) -> set[int]:
+    try:
+        with open(f"/proc/{pid}/task/{thread}/children", "rb", buffering=0) as file:  # a tenth of the time of a Path's
+            return set(map(int, file.read().split()))
+    except OSError:  # the thread or the process has ended
+        return set()
 
 
 def descendants() -> list[psutil.Process]:
