@@ -1,4 +1,4 @@
-"""The guard against left-over processes, tried on tests that leave some."""
+"""The guard against left-over processes, tried on tests that leave some; marks stand where bin/test looks for them."""
 
 import os
 import subprocess
@@ -38,3 +38,12 @@ def test_left_child_fails_its_test_and_left_orphan_the_session(tmp_path: Path) -
     assert "processes left behind: [" in done.stdout
     assert "ERROR at teardown of test_leaves_orphan" in done.stdout
     assert "processes left behind by this test session: [" in done.stdout
+
+
+def test_the_mark_slow_stands_in_files_of_tests_alone() -> None:
+    """The stage of slow tests collects the files that name it, and no others."""
+    command = (ROOT / "bin" / "test").read_text()
+    assert "grep -rl --include='test_*.py' 'mark\\.slow' tests" in command
+    files = [path for path in (ROOT / "tests").rglob("*.py") if "mark.slow" in path.read_text()]
+    assert [path.name for path in files if not path.name.startswith("test_")] == []
+    assert Path(__file__) in files
