@@ -96,10 +96,10 @@ def session_leaves_no_process() -> Iterator[None]:
 
 def descendant_pids(pid: int) -> set[int]:
     """PIDs of all descendants, from the kernel's lists: reading each process's parent takes 40 times as long."""
-    if pid == os.getpid() and not has_children():
-        return set()
     if not KERNEL_LISTS_CHILDREN:
         return {process.pid for process in psutil.Process(pid).children(recursive=True)}
+    if pid == os.getpid() and not has_children():
+        return set()
     found: set[int] = set()
     with contextlib.suppress(OSError):  # the process has ended
         for thread in os.listdir(f"/proc/{pid}/task"):
