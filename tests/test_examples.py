@@ -2,12 +2,14 @@
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -124,7 +126,8 @@ def tool_use(done: Done) -> None:
     for sample, segments in with_segments(done):
         if sample["sample_metadata"].get("tool_calls") is None:
             assert len(segments) == 1
-            assert sample["score"] == {"score": 0.0, "tool_calls": 0}
+            assert sample["score"]["tool_calls"] == 0
+            assert sample["reward"] <= 0.5  # only a call that the tool answers gets more
             continue
         called += 1
         first, second = sample["segment_texts"][0][-3:-1]
@@ -133,7 +136,7 @@ def tool_use(done: Done) -> None:
         assert given == f"<user>{int(first) + int(second):02}<assistant>"  # an input: it has no log-probs and no mask
         assert len(turn) > 0
         assert sample["score"]["tool_calls"] == 1
-        assert sample["reward"] >= 0.25
+        assert sample["reward"] >= (0.5 if sample["segment_texts"][0] == sample["prompt"][6:8] + "}" else 0)
     assert called > 0
 
 
@@ -211,9 +214,39 @@ def test_an_example_trains_with_its_own_functions(name: str, tmp_path: Path) -> 
     done = run(name, tmp_path)
     groups = done.result["groups"]
     assert done.result["steps"] == NUM_STEPS
-    assert groups["trained"] == NUM_STEPS * {"sft": 16, "dpo": 128, "rm": 128, "tool-use": 4}.get(name, 8)
+    assert groups["trained"] == NUM_STEPS * {"sft": 16, "dpo": 128, "rm": 128, "tool-use": 32}.get(name, 8)
     assert groups["issued"] == sum(count for state, count in groups.items() if state != "issued")
     CHECKS[name](done)
+
+
+def test_the_calculator_answers_although_its_process_was_killed() -> None:
+    tools = runpy.run_path(str(EXAMPLES / "tool_use.py"))["Tools"]()
+    try:
+        for _ in range(2):
+            assert tools.evaluate("'%02d' % (int('4') + int('7'))") == "11"
+            tools.process.kill()
+            tools.process.wait()
+        assert tools.evaluate("open('/etc/passwd')") == "NameError"
+    finally:
+        tools.process.kill()
+        tools.process.communicate()
+
+
+@pytest.mark.parametrize(
+    ("response", "score"),
+    [
+        ("47}<user>11<assistant>11", 1.0),
+        ("47}<user>11<assistant>12", 0.75),
+        ("47}<user>11<assistant>", 0.5),
+        ("74}<user>11<assistant>11", 1 / 6),  # the brace alone is right: the answer is not graded
+        ("47", 1 / 3),
+        ("11", 0.0),  # the answer without the tool
+        ("", 0.0),
+    ],
+)
+def test_an_answer_counts_after_the_right_call_alone(response: str, score: float) -> None:
+    sample = SimpleNamespace(prompt="<user>47<assistant>", response=response, label="11")
+    assert runpy.run_path(str(EXAMPLES / "tool_use.py"))["reward"](sample)["score"] == pytest.approx(score)
 
 
 def test_every_example_is_run_and_described() -> None:

@@ -1,5 +1,6 @@
 """The generate function and the grader of tool-use.toml."""
 
+import contextlib
 import re
 import select
 import subprocess
@@ -24,7 +25,7 @@ for line in sys.stdin:
         answer = type(error).__name__
     print(answer[:16], flush=True)
 """
-LIMIT_S = 2.0  # of one call; then the process is killed, and the next call starts another one
+LIMIT_S = 30.0  # of one call; then the process is killed, and another one is asked
 
 
 async def with_calculator(conversation):
@@ -37,7 +38,11 @@ async def with_calculator(conversation):
     call = CALL.search(turn)
     if call is None:
         return  # no call: the turn is the whole response
-    conversation.append(RESULT.format(await calculator(call[1], call[2])))
+    result = await calculator(call[1], call[2])
+    if not result:
+        conversation.end("aborted", "the calculator did not answer")  # no fault of the model: the sample starts again
+        return
+    conversation.append(RESULT.format(result))
     conversation.sample_metadata["tool_calls"] = 1  # filters and dumps see it
     await conversation.generate(max_new_tokens=4)
 
@@ -55,29 +60,40 @@ class Tools:
         self.one_call = threading.Lock()
 
     def evaluate(self, expression):
-        """Return what the expression is, or the name of an error."""
+        """Return what the expression is, or the name of an error. Empty: two processes ended before they answered."""
         with self.one_call:
-            if self.process is None or self.process.poll() is not None:
-                command, pipe = [sys.executable, "-I", "-S", "-c", TOOL], subprocess.PIPE
-                self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, env={}, cwd="/", text=True)
+            return self.answer(expression) or self.answer(expression)
+
+    def answer(self, expression):
+        """Return the answer of one process; empty if it ends, or takes too long."""
+        if self.process is None:
+            command, pipe = [sys.executable, "-I", "-S", "-c", TOOL], subprocess.PIPE
+            self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, env={}, cwd="/", text=True)
+        with contextlib.suppress(BrokenPipeError):  # somebody killed it
             self.process.stdin.write(expression + "\n")
             self.process.stdin.flush()
             if select.select([self.process.stdout], [], [], LIMIT_S)[0] and (answer := self.process.stdout.readline()):
                 return answer.strip()
-            self.process.kill()
-            self.process.communicate()
-            return "TimeoutError"
+        self.process.kill()
+        self.process.communicate()  # closes its pipes
+        self.process = None
+        return ""
 
 
 TOOLS = Tools()  # its process starts with the first call, and ends with the actor
 
 
 def reward(sample):
-    """A quarter for a call, a quarter for a call with the digits of the question, half for the answer."""
+    """Half for the call, position by position: the digits of the question. Half for the answer to the right call."""
     called, result, answer = sample.response.rpartition("<assistant>")
-    if not result:
-        return {"score": 0.0, "tool_calls": 0}
-    right_call = called[:2] in sample.prompt
-    right = sum(ours == theirs for ours, theirs in zip(answer, sample.label, strict=False))
-    right_answer = right / max(len(answer), len(sample.label))
-    return {"score": 0.25 + 0.25 * right_call + 0.5 * right_answer, "tool_calls": 1}
+    call = called.partition("<user>")[0] if result else answer
+    wanted = "".join(letter for letter in sample.prompt if letter.isdigit()) + "}"
+    score = agreement(call, wanted) / 2
+    if result and call == wanted:
+        score += agreement(answer, sample.label) / 2
+    return {"score": score, "tool_calls": int(bool(result))}
+
+
+def agreement(text, right):
+    """Share of positions where both agree."""
+    return sum(ours == theirs for ours, theirs in zip(text, right, strict=False)) / max(len(text), len(right))
