@@ -86,6 +86,7 @@ from messages.ledger import (
 )
 from messages.phases import EnginePhase, Phase, PhaseChanged, PhaseReached, PhaseRequested
 from messages.samples import (
+    EngineLoad,
     EngineNumbers,
     LastSample,
     SampleKey,
@@ -118,6 +119,7 @@ __all__ = [
     "DescribeRequested",
     "DrawsStored",
     "EncodeError",
+    "EngineLoad",
     "EngineNumbers",
     "EnginePhase",
     "EngineRequestsFailed",

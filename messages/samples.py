@@ -170,12 +170,22 @@ class EngineNumbers(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         return EngineNumbers(**sums)
 
 
+class EngineLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Load of an engine: samples from one rollout actor, and what it reported last of the requests of all clients."""
+
+    samples: int = 0  # in flight from the rollout actor that writes this
+    running: int = 0  # requests
+    waiting: int = 0  # requests in its queue
+    cache_usage: float = 0.0  # share of its KV cache that requests hold
+
+
 class LastSample(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The sample of an attempt that had its last token after all others: what the attempt waited for."""
 
     queue_time_s: float = 0.0  # from the start of the attempt until it had a slot for generation
     engine: str = ""  # that answered its last request; empty: unknown, as behind a router
     grader: str = ""  # of the attempt's samples
+    load: EngineLoad | None = None  # of that engine, once the attempt had all tokens; None: unknown
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):

@@ -135,6 +135,13 @@ def _of_engines(now: Mapping[str, Any]) -> Iterator[Family]:
         ("engine_update_seconds", "update_s", "Seconds of the engine's newest weight update."),
     ):
         yield Family(name, GAUGE, text, [(labels, one[key]) for labels, one in engines])
+    for name, key, text in (
+        ("engine_samples", "samples", "Samples in flight at the engine when it ended a group last."),
+        ("engine_running_requests", "running", "Requests that the engine runs, as it reported then."),
+        ("engine_waiting_requests", "waiting", "Requests in the engine's queue, as it reported then."),
+        ("engine_cache_usage", "cache_usage", "Share of the engine's KV cache in use, as it reported then."),
+    ):
+        yield Family(name, GAUGE, text, [(labels, float(one[key])) for labels, one in engines if one["load_at"]])
 
 
 def rendered(families: Iterable[Family], labels: Labels, *, openmetrics: bool) -> str:

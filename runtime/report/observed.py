@@ -11,6 +11,7 @@ from messages import (
     ActorExited,
     ActorStarted,
     BufferStarted,
+    EngineLoad,
     EngineStateChanged,
     EvalEnded,
     EvalIssued,
@@ -71,6 +72,23 @@ class EngineView(msgspec.Struct):
     reason: str = ""
     update_s: float = 0.0  # of its newest weight update
     pause_s: float = 0.0
+    # Its load when it ended a group last: samples of the rollout actor; requests of all clients and share of its KV
+    # cache, as it reported them last.
+    samples: int = 0
+    running: int = 0
+    waiting: int = 0
+    cache_usage: float = 0.0
+    load_at: float = 0.0  # 0: unknown
+
+    def note_load(self, load: EngineLoad, time: float) -> None:
+        """Keep the load that an event reports."""
+        self.samples, self.running, self.waiting, self.cache_usage = (
+            load.samples,
+            load.running,
+            load.waiting,
+            load.cache_usage,
+        )
+        self.load_at = time
 
 
 class Ending(msgspec.Struct, frozen=True):
@@ -203,8 +221,12 @@ class Observed(msgspec.Struct):
 
     def _note(self, event: Message, time: float) -> None:
         match event:
-            case GroupCompleted() | VerdictGiven(outcome=Outcome.KEEP):  # the commonest ones
+            case VerdictGiven(outcome=Outcome.KEEP):  # one of the commonest
                 pass
+            case GroupCompleted():
+                last = event.last_sample
+                if last.load is not None:
+                    self._engines.setdefault(last.engine, EngineView(last.engine)).note_load(last.load, time)
             case ActorStarted():
                 self._processes[event.actor] = Process(event.actor, event.node, event.pid, time, event.restarts)
             case ActorExited():

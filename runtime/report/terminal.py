@@ -8,10 +8,11 @@ from datetime import UTC, datetime
 from statistics import median
 from typing import Any, Final
 
+from messages import EngineState
 from runtime.report.breakdown import PARTS, StepTime
 from runtime.report.observed import Observed
 from runtime.report.rows import MetricRow
-from runtime.util.formatting import duration, number, sparkline
+from runtime.util.formatting import count_of, duration, number, sparkline
 
 GROUP_STATES: Final = {  # character in the bar of groups, by field of the books
     "in_flight": "~",
@@ -171,10 +172,19 @@ def _cells(engine: Any, process: Any, at: float, *, live: bool) -> tuple[str, ..
     weights = f"v{engine['version']}" if engine is not None and engine["version"] else ""
     restarts = str(process["restarts"]) if process is not None and process["restarts"] else ""
     why = process["reason"] if process is not None and not is_up else engine["reason"] if engine is not None else ""
+    if live and is_up and engine is not None and engine["load_at"] and engine["state"] == EngineState.CURRENT:
+        why = load_text(engine)
     return state, duration(max(0.0, at - since)), weights, restarts, why
 
 
-PROCESS_COLUMNS: Final = ("process", "state", "since", "weights", "restarts", "why")
+PROCESS_COLUMNS: Final = ("process", "state", "since", "weights", "restarts", "load, or why")
+
+
+def load_text(engine: Mapping[str, Any]) -> str:
+    """Describe the load of an engine."""
+    if not engine["running"] and not engine["waiting"]:
+        return count_of(engine["samples"], "sample")
+    return f"{engine['running']} running, {engine['waiting']} waiting, KV cache {engine['cache_usage']:.0%}"
 
 
 def detail_lines(now: Mapping[str, Any], name: str, at: float) -> list[str]:

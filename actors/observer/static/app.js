@@ -174,8 +174,9 @@ function drawNow() {
       stacked: true, time: true, value: (chart, value, series, row) => value === null || row === null ? "" : columns[series - 1][row],
     });
   }
-  fillTable(at("engines"), [["engine"], ["state", "keep"], ["weights", "number"], ["update, s", "number more"], ["paused, s", "number more"], ["since", "keep"], ["reason"]],
+  fillTable(at("engines"), [["engine"], ["state", "keep"], ["weights", "number"], ["update, s", "number more"], ["paused, s", "number more"], ["samples", "number"], ["running", "number more"], ["waiting", "number more"], ["KV cache", "number more"], ["since", "keep"], ["reason"]],
     now.engines.map((engine) => [engine.name, engine.state, `v${engine.version}`, short(engine.update_s), short(engine.pause_s),
+      ...(engine.load_at ? [engine.samples, engine.running, engine.waiting, `${short(100 * engine.cache_usage, 1)} %`] : ["", "", "", ""]),
       engine.since ? clock(engine.since) : "", engine.reason]));
   fillTable(at("processes"), [["process"], ["node", "more"], ["state", "keep"], ["restarts", "number"], ["since", "keep"], ["reason"]],
     now.processes.map((process) => [process.name, process.node, stateOf(process, now.ended),

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import anyio
+import msgspec
 import structlog
 
 from actors.rollout.engines.checks import ServerRequirements, answered, check_engine, makes_tokens
@@ -35,7 +36,7 @@ from actors.rollout.engines.weights.verification import WeightsMismatch
 from actors.rollout.engines.weights.verifier import WeightVerifier, nothing
 from actors.rollout.sglang.client import SglangClient
 from actors.rollout.sglang.errors import EngineError, EngineSilent, EngineUnavailable, is_away
-from messages import EngineState, WeightsAnnounced
+from messages import EngineLoad, EngineState, WeightsAnnounced
 from runtime.util.retrying import Backoff
 
 log = structlog.get_logger()
@@ -84,6 +85,7 @@ class Engine:
         self.status = EngineStatus()  # only `_change` replaces it
         self.num_open = 0  # samples of requests that were sent to it by name
         self.room = 1.0  # share of the most samples that it may have now
+        self.reported = EngineLoad()  # what it reported last of its load
         self.served_at = -math.inf  # send time of the newest request that got a token
         self.sign_at = 0.0  # time of its last sign of life: a token, or the start of accepting requests
         self.ours = ours
@@ -117,6 +119,11 @@ class Engine:
     def version(self) -> int:
         """The version of its verified weights; 0: none yet."""
         return self.status.version
+
+    @property
+    def load(self) -> EngineLoad:
+        """Its samples in flight, and what it reported last of its requests and its KV cache."""
+        return msgspec.structs.replace(self.reported, samples=self.num_open)
 
     @contextmanager
     def carrying(self, num_samples: int) -> Generator[None]:

@@ -11,6 +11,7 @@ from actors.rollout.engines.engine import Engine
 from actors.rollout.engines.fleet import Fleet
 from actors.rollout.sglang.client import Load, SglangClient
 from actors.rollout.sglang.errors import EngineError
+from messages import EngineLoad
 
 log = structlog.get_logger()
 
@@ -160,12 +161,14 @@ class EngineLimits:
             except EngineError as error:
                 reason = str(error)
         if not loads:
+            engine.reported = EngineLoad()
             if engine.name not in self._silent:
                 self._silent.add(engine.name)
                 log.warning("engine_load_not_reported", engine=engine.name, url=engine.url, reason=reason)
             return
         self._silent.discard(engine.name)
         now, name = pressure_of(loads), engine.name
+        engine.reported = EngineLoad(running=now.num_running, waiting=now.num_waiting, cache_usage=round(now.usage, 3))
         limit = next_limit(
             self._limits.get(name, self._bounds.most), now, self._reports.get(name, Pressure()), self._bounds
         )

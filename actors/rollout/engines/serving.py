@@ -12,7 +12,7 @@ from actors.rollout.engines.failures import RecentCrashes, RequestOutcomes
 from actors.rollout.engines.rate_limited_events import RateLimitedEvents
 from actors.rollout.engines.target import FleetTarget
 from actors.rollout.engines.weights.updates import UpdateTracker
-from messages import EngineState
+from messages import EngineLoad, EngineState
 
 log = structlog.get_logger()
 
@@ -60,6 +60,11 @@ class Serving:
         if not self.admitted():
             return 0
         return min(engine.version for engine in self._asked_or_known())
+
+    def load_of(self, name: str) -> EngineLoad | None:
+        """Load of the engine with this name; None: there is none."""
+        engine = self._engines.get(name)
+        return engine and engine.load
 
     def num_admitted(self) -> int:
         """Number of engines that accept requests."""

@@ -33,7 +33,7 @@ from actors.rollout.sglang.errors import (
 from actors.rollout.sglang.labels import version_of
 from actors.rollout.sglang.reading import AnswerReader
 from actors.rollout.sglang.served_model import ServedModel
-from messages import SampleStatus
+from messages import EngineLoad, SampleStatus
 from runtime.util.retrying import Backoff
 
 log = structlog.get_logger()
@@ -105,6 +105,10 @@ class Generator:
         self._isolation_runs = IsolationRuns(serving, self.running)
         self._records: dict[str, DeathRecord] = {}  # crash records of samples whose engines crashed
         self._failed: dict[str, str] = {}  # the engine that last failed to answer a sample; empty: unknown
+
+    def load_of(self, engine: str) -> EngineLoad | None:
+        """Load of the engine with this name; None: there is none."""
+        return self._serving.load_of(engine)
 
     async def generate(self, request: GenerateRequest) -> Outcome:
         """Send a request to an engine that may answer it, and read the answer into the buffers of its samples.

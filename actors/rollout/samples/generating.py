@@ -21,7 +21,7 @@ from actors.rollout.samples.scoring import grade_text
 from actors.rollout.samples.tasks import GroupTask
 from actors.rollout.samples.tools import GroupDependencies
 from actors.rollout.sglang.answers import numbers_of
-from messages import EngineNumbers, SampleStatus, SamplingParams
+from messages import EngineLoad, EngineNumbers, SampleStatus, SamplingParams
 
 log = structlog.get_logger()
 
@@ -45,6 +45,11 @@ class Generation:
         self._conversations: list[Conversation] = []
         self._num_requests = 0
         self._halted = False
+
+    @property
+    def last_load(self) -> EngineLoad | None:
+        """Load of the engine that answered the newest request; None: unknown."""
+        return self._tools.generator.load_of(self.last_engine)
 
     def unfinished(self, samples: Sequence[OpenSample]) -> list[OpenSample]:
         """Return the samples that need tokens. A sample without room for another token is truncated instead."""

@@ -126,7 +126,10 @@ class GroupRun:
                 await self._finish(ended, slots)
         self.generated_s = time.monotonic() - started
         self.last_sample = LastSample(
-            queue_time_s=self._queued_s, engine=self._generation.last_engine, grader=self._task.prompt.rm_type or ""
+            queue_time_s=self._queued_s,
+            engine=self._generation.last_engine,
+            grader=self._task.prompt.rm_type or "",
+            load=self._generation.last_load,
         )
         self._is_generated = True
 

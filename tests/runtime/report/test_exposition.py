@@ -3,10 +3,10 @@
 import math
 import re
 
-from messages import ActorStarted, Message
+from messages import ActorStarted, EngineLoad, LastSample, Message
 from runtime.report.exposition import COUNTER, GAUGE, MAX_REASONS, Family, families_of, rendered
 from runtime.report.observed import Observed
-from tests.build.events import failed, issued
+from tests.build.events import completed, failed, issued
 from tests.support.log_of_a_run import LOG
 
 Series = dict[tuple[str, frozenset[tuple[str, str]]], float]
@@ -49,6 +49,14 @@ def test_the_numbers_of_a_run_by_hand() -> None:
     assert value(found, "weights_version", place="announced") == 3
     assert value(found, "run_state", state="running") == 1
     assert value(found, "last_event_timestamp_seconds") == 1000 + len(LOG)
+
+
+def test_the_load_of_an_engine() -> None:
+    load = EngineLoad(samples=6, running=5, waiting=2, cache_usage=0.45)
+    found = series(observed_of(completed(0, last_sample=LastSample(engine="engine.policy.0", load=load))))
+    names = ("samples", "running_requests", "waiting_requests", "cache_usage")
+    engine = {"engine": "engine.policy.0", "pool": "policy"}
+    assert [value(found, f"engine_{name}", **engine) for name in names] == [6, 5, 2, 0.45]
 
 
 def test_restarts_are_counted_over_several_starts_of_the_run() -> None:

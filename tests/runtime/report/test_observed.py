@@ -10,10 +10,12 @@ from hypothesis import strategies as st
 from messages import (
     ActorExited,
     ActorStarted,
+    EngineLoad,
     EngineState,
     EngineStateChanged,
     EvalEnded,
     EvalIssued,
+    LastSample,
     Message,
     Outcome,
     Phase,
@@ -71,6 +73,18 @@ def test_processes_and_engines_have_their_newest_state() -> None:
     (process,), (engine,) = observed.now()["processes"], observed.now()["engines"]
     assert (process["is_up"], process["reason"], process["since"]) == (False, "killed", 1004.0)
     assert (engine["state"], engine["version"], engine["update_s"], engine["pause_s"]) == ("paused", 3, 1.5, 0.5)
+
+
+def test_an_engine_has_the_load_of_the_last_group_that_ended_there() -> None:
+    early = EngineLoad(samples=9, running=8)
+    loads = (
+        LastSample(engine="a", load=early),
+        LastSample(engine="b"),
+        LastSample(engine="a", load=EngineLoad(samples=6, running=5, waiting=2, cache_usage=0.45)),
+    )
+    (engine,) = folded(*(completed(group, last_sample=last) for group, last in enumerate(loads))).now()["engines"]
+    names = ("name", "samples", "running", "waiting", "cache_usage", "load_at")
+    assert [engine[name] for name in names] == ["a", 6, 5, 2, 0.45, 1003.0]
 
 
 def test_a_stall_is_shown_until_something_happens_and_an_end_until_the_next_start() -> None:

@@ -4,11 +4,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from messages import ActorExited, ActorStarted, EngineState, EngineStateChanged, RunFinished, RunStalled
+from messages import (
+    ActorExited,
+    ActorStarted,
+    EngineLoad,
+    EngineState,
+    EngineStateChanged,
+    LastSample,
+    RunFinished,
+    RunStalled,
+)
 from runtime.ledger.state import Books
 from runtime.report import terminal
 from runtime.report.breakdown import PARTS, StepTime
 from runtime.report.observed import Observed
+from tests.build.events import completed
 from tests.support.log_of_a_run import LOG
 
 COUNTS = st.integers(0, 10**6)
@@ -96,6 +106,24 @@ def test_processes_and_engines_say_what_they_are_and_why() -> None:
         "engine: since 1m00s ago",
         "engine: reason an update",
     ]
+
+
+@pytest.mark.parametrize(
+    ("load", "text"),
+    [
+        (EngineLoad(samples=3), "3 samples"),
+        (EngineLoad(samples=6, running=5, waiting=2, cache_usage=0.45), "5 running, 2 waiting, KV cache 45%"),
+    ],
+)
+def test_an_engine_that_serves_says_its_load(load: EngineLoad, text: str) -> None:
+    state = EngineStateChanged(
+        engine="e", instance="r", old=EngineState.STARTING, new=EngineState.CURRENT, version=1, reason="verified"
+    )
+    known = folded(state).now()
+    assert terminal.process_rows(known, 100, at=1001.0)[0][1][5] == "verified"
+    known = folded(state, completed(0, last_sample=LastSample(engine="e", load=load))).now()
+    assert terminal.process_rows(known, 100, at=1002.0)[0][1][5] == text
+    assert terminal.process_rows(known, 100, at=1002.0, live=False)[0][1][5] == "verified"
 
 
 @pytest.mark.parametrize("live", [True, False])

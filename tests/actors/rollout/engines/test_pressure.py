@@ -15,11 +15,12 @@ from structlog.testing import capture_logs
 from actors.rollout.engines import pressure
 from actors.rollout.engines.pressure import Bounds, Pressure, next_limit, pressure_of
 from actors.rollout.sglang.client import Load, Queues
+from messages import EngineLoad
 from runtime.bus.addresses import Address, address_key
 from runtime.bus.bus import Bus
 from tests.build.topology import topology_with
 from tests.fixtures.nats import eventually
-from tests.support.rollout import announcement, grade, rollout_actor, task, until_applied
+from tests.support.rollout import announcement, completed, grade, rollout_actor, task, until_applied
 from tests.support.scripted_engine import ScriptedEngine, serving
 
 BOUNDS = Bounds(8, 64)
@@ -143,6 +144,23 @@ async def test_an_engine_under_pressure_gets_fewer_samples_and_then_more(
             engine.load = report()
             await eventually(lambda: len(engine.requests) == 13)
         group.cancel_scope.cancel()
+
+
+@pytest.mark.anyio
+async def test_a_completed_group_says_the_load_of_its_last_engine(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pressure, "EVERY_S", 0.02)
+    engine = ScriptedEngine(load=report(num_waiting_reqs=2, token_usage=0.5))
+    pool = {"kind": "tiny", "concurrency": 8, "min_concurrency": 2, "router": "direct"}
+    async with serving(engine), anyio.create_task_group() as group:
+        group.start_soon(grade, bus)
+        async with rollout_actor(bus, "http://127.0.0.1:1", [engine], topology_with(engines={"policy": pool})):
+            await bus.publish(announcement(1))
+            await until_applied(bus, 1)
+            await eventually(lambda: engine.num_loads > 1)
+            await bus.publish(task(0))
+            event = await completed(bus)
+        group.cancel_scope.cancel()
+    assert event.last_sample.load == EngineLoad(running=4, waiting=2, cache_usage=0.5)
 
 
 @pytest.mark.anyio
