@@ -260,11 +260,16 @@ def _finished(module: types.ModuleType, code: int) -> int:
     """End the program as an interpreter ends: wait for its threads, call its exit functions, write its files."""
     threading._shutdown()  # pyright: ignore - as multiprocessing ends a process; neither has a public name
     atexit._run_exitfuncs()  # pyright: ignore
+    _flush(sys.stdout)  # before the names are gone that a class of the program may need for it
+    sys.stdout = sys.__stdout__
     module.__dict__.clear()
-    for stream in (sys.stdout, sys.__stdout__):
-        if stream is not None and not stream.closed:
-            stream.flush()
+    _flush(sys.__stdout__)
     return code & 0xFF
+
+
+def _flush(stream: Any) -> None:
+    if stream is not None and not getattr(stream, "closed", False):
+        stream.flush()
 
 
 if IS_PROGRAM:

@@ -292,6 +292,12 @@ def test_a_program_that_kills_its_process_group_ends_itself_alone() -> None:
         "import sys\nprint('ok')\nsys.stdout = sys.stderr",
         "import sys\nprint('ok')\nsys.stdout = None",
         "out = open(1, 'w', closefd=False)\nout.write('ok\\n')",
+        "import io, os, sys\nclass Fast(io.IOBase):\n  buffer = io.BytesIO()\n"
+        "  def write(self, text): self.buffer.write(text.encode())\n"
+        "  def flush(self): os.write(1, self.buffer.getvalue()), self.buffer.truncate(0), self.buffer.seek(0)\n"
+        "sys.stdout = Fast()\nprint('ok')",
+        "import sys\nclass Out:\n  write, flush = sys.stdout.write, sys.stdout.flush\nsys.stdout = Out()\nprint('ok')",
+        "import sys\nclass Late:\n  def __del__(self): print('ok')\nlate = Late()",
         "import os\nprint('ok' if __file__.endswith('.py') else __file__)",
         "import os\nfor fd in range(3, 64):\n  try: os.write(fd, b'x')\n  except OSError: pass\nprint('ok')",
     ],
