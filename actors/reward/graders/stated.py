@@ -21,8 +21,9 @@ MAX_TAIL_CHARS: Final = 2_000  # of a response that says nowhere which answer is
 
 _LETTER: Final = (
     r"\(?\s*(?:[*_`\"“$]|\\text\{|\\textbf\{|\\mathrm\{|\\boxed\{)*\s*\(?(?P<letter>[A-Z])\)?(?![A-Za-z0-9'’]|-[A-Za-z])"
-    r"(?!\W{0,6}(?:\b(?:or|and)\b|[/&])\W{0,6}[A-Z](?![A-Za-z]))"  # A or B chooses neither
-    r"(?!\W{0,6}\s(?i:isn't|is not|is incorrect|is wrong|is false|cannot|can't)\b)"
+    # A or B chooses neither; "A, and I am sure" and "A. Is not B too long?" choose A
+    r"(?!\W{0,6}(?:\b(?:or|and)\b|[/&])\W{0,6}(?!I(?:['’]|\s+[a-z]))[A-Z](?![A-Za-z]))"
+    r"(?![^\w.]{0,6}\s(?i:isn't|is not|is incorrect|is wrong|is false|cannot|can't)\b)"
 )
 _CHOSEN: Final = (
     re.compile(
@@ -174,8 +175,8 @@ def _letter_of(text: str, letters: str, choices: Sequence[str]) -> str | None:
     said = re.search(r"(?i:answer|option|choice)\s*(?i:is)?\s*:?\s*" + _LETTER, plain)
     if said and said["letter"] in letters:
         return said["letter"]
-    plain = _SAID.sub("", plain)
-    same = [index for index, choice in enumerate(choices) if _plain(choice) and _plain(choice) == _plain(plain)]
+    texts = {_plain(plain), _plain(_SAID.sub("", plain))} - {""}
+    same = [index for index, choice in enumerate(choices) if _plain(choice) in texts]
     return letters[same[0]] if len(same) == 1 and same[0] < len(letters) else None
 
 

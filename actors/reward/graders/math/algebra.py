@@ -99,8 +99,11 @@ def _with_imaginary_unit(expression: Any) -> Any:
     """Take the letter i, which math-verify reads as a variable, for the square root of -1."""
     sympy = importlib.import_module("sympy")
     letters = {symbol: sympy.I for symbol in expression.free_symbols if symbol.name == "i"}
+    if not letters:
+        return expression
     try:
-        return sympy.expand(expression.subs(letters)) if letters else expression
+        found = expression.subs(letters)
+        return found.expand() if hasattr(found, "expand") else found  # a set has no such method
     except (TypeError, ValueError):  # an order or an interval, in which i is a variable
         return expression
 

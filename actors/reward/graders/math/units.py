@@ -27,8 +27,8 @@ _NEITHER: Final = frozenset(
 _UNIT_WORD: Final = re.compile(r"[A-Za-z]+")
 _POWER: Final = re.compile(r"\^\{?([23])\}?")
 _TEXT: Final = re.compile(r"\\(?:text|textbf|textrm|mathrm|mbox|operatorname)\s*\{([^{}]*)\}")
-_TAIL: Final = re.compile(
-    r"(?P<unit>(?: ?\\(?:text|textbf|textrm|mathrm|mbox|operatorname)\s*\{[^{}]*\}(?:\^\{?-?\d\}?)?"
+_TAIL: Final = re.compile(  # a name behind a slash belongs to a unit only with one before the slash: x/m is a quotient
+    r"(?P<unit>(?!/?[A-Za-z])(?: ?\\(?:text|textbf|textrm|mathrm|mbox|operatorname)\s*\{[^{}]*\}(?:\^\{?-?\d\}?)?"
     r"| ?\^\\circ ?| ?\\%| ?%| ?\\\$| ?€| ?£| [A-Za-z]+(?:\^\{?-?\d\}?)?\.?|(?<=[A-Za-z}])/(?=[A-Za-z\\])"
     r"|(?<=/)[A-Za-z]+(?:\^\{?-?\d\}?)?)+)$"
 )

@@ -208,6 +208,11 @@ CHOICES = {"choices": ["red", "green", "blue", "sky"]}
         ("The answer is A-type", "A", {}, 0.0),
         ("Option B is incorrect", "B", {}, 0.0),
         ("Option B is incorrect. Option C is correct.", "C", {}, 1.0),
+        ("The answer is C, and I am sure.", "C", {}, 1.0),
+        ("The answer is (C) and I'm sure.", "C", {}, 1.0),
+        ("The answer is I or J", "I", {}, 0.0),
+        ("The answer is B. Is not A too long?", "B", {}, 1.0),
+        (r"\boxed{no answer}", "A", {"choices": ["no answer", "one"]}, 1.0),
         ("", "A", {}, 0.0),
     ],
 )
