@@ -56,7 +56,9 @@ def newest_weights():
 
 async def post(session, path, body):
     """Send JSON and return the answer. A failure raises, and the sample's group fails with the reason."""
+    global loaded
     async with session.post(path, json=body) as answer:
         if answer.status != 200:
+            loaded = None  # a server that was started again has no weights: the next sample loads them
             raise RuntimeError(f"{path} answered {answer.status}: {(await answer.text())[:200]}")
         return await answer.json()

@@ -2,7 +2,7 @@
 
     python another_engine_server.py MODEL_DIR [PORT]
 
-It samples one request at a time, on the CPU. It has no weights until the first /load.
+It samples one request at a time, on the CPU. Until the first /load it has no weights, and a completion is an error.
 """
 
 import json
@@ -19,6 +19,7 @@ torch.set_num_threads(1)
 config = AutoConfig.from_pretrained(sys.argv[1])
 model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 busy = threading.Lock()
+loaded = threading.Event()
 
 
 def load(request):
@@ -27,12 +28,15 @@ def load(request):
     for file in sorted(Path(request["path"]).glob("*.safetensors")):
         tensors |= load_file(file)
     model.load_state_dict(tensors)
+    loaded.set()
     return {"path": request["path"]}
 
 
 @torch.no_grad()
 def complete(request):
     """Sample with transformers' generate; the log-probs are of the distribution that it sampled from."""
+    if not loaded.is_set():
+        raise RuntimeError("no weights yet: POST /load first")
     prompt, temperature = request["prompt"], request["temperature"]
     done = model.generate(
         torch.tensor([prompt]),
