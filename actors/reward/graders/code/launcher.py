@@ -4,6 +4,7 @@ Run as `python -I launcher.py FOLDER STATUS_FD TIME_FD`. Standard input has the 
 and then what the program reads. The launcher writes "+" to STATUS_FD once the sandbox stands, or the reason why it does
 not, and "!" if the sandbox is killed. In the file TIME_FD it keeps two numbers of nanoseconds, 8 bytes each: the
 program's own time, which is that of all runs less the time in which they waited for a core; and when it last looked.
+Between two runs a sandbox is made: of that time, up to BETWEEN_NS are own time.
 
 With inputs in the order, the program runs once for each, in new namespaces and in an empty folder each time. The
 launcher writes how each run ended: its exit code and the length of its output, 8 bytes each, and the output.
@@ -30,6 +31,7 @@ ROOT = str(Path(__file__).resolve().parents[4])  # import path of `actors`, whic
 FOLDER, STATUS_FD, TIME_FD = (sys.argv[1], int(sys.argv[2]), int(sys.argv[3])) if IS_PROGRAM else ("", -1, -1)
 LENGTH_BYTES = 8
 LOOK_S = 0.02  # between two looks at the own time of a program
+BETWEEN_NS = 20_000_000  # twice what it takes without a wait for a core
 MAX_FILES = 10_000  # in its folder; each takes memory of the kernel
 RAISED = 1
 READY, LOST = b"+", b"!"
@@ -144,8 +146,9 @@ def _as_init(order: dict[str, Any], own_time: mmap.mmap) -> int:
 
 
 def _keep_own_time(program: int, own_time: mmap.mmap) -> None:
-    """Add the own time of a program until it has ended."""
-    before, started = struct.unpack("=qq", own_time[:])[0], time.monotonic_ns()
+    """Add the own time of a program until it has ended, and of the time since the run before."""
+    (before, looked), started = struct.unpack("=qq", own_time[:]), time.monotonic_ns()
+    before += min(started - looked, BETWEEN_NS) if looked else 0
     counts: dict[str, tuple[int, int]] = {}
     has_ended = False
     while not has_ended:

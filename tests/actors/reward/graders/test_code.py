@@ -1,9 +1,11 @@
 """The grader `code`: what counts as a program and as right, and that no program gets out of its sandbox."""
 
 import json
+import mmap
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -213,6 +215,19 @@ def test_a_program_that_lost_over_a_tenth_of_its_time_is_not_wrong() -> None:
     assert running.is_starved(7.1, wall_s=8.0)
     assert not running.is_starved(7.3, wall_s=8.0)
     assert not running.is_starved(0.0, wall_s=0.0)
+
+
+@pytest.mark.parametrize(("since_ns", "own_ns"), [(10**9, launcher.BETWEEN_NS), (None, 0)])
+def test_making_the_next_sandbox_is_not_a_wait_for_a_core(
+    since_ns: int | None, own_ns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a slow program with a hundred short tests would never be wrong, on any machine."""
+    monkeypatch.setattr(launcher, "own_ns_of", lambda *_: 0)
+    looked_ns = 0 if since_ns is None else time.monotonic_ns() - since_ns
+    with mmap.mmap(-1, 16) as own_time, subprocess.Popen([sys.executable, "-c", ""]) as program:
+        own_time[:] = struct.pack("=qq", 5, looked_ns)
+        launcher._keep_own_time(program.pid, own_time)  # pyright: ignore[reportPrivateUsage]
+        assert struct.unpack("=qq", own_time[:])[0] == 5 + own_ns
 
 
 @contextmanager
