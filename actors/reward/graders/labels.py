@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any, cast
 
-Label = str | int | float | None  # a column of a data file; True and False are no labels
+Label = str | int | float | None  # a column of a data file; True and False are not labels
 
 
 def text_of(label: object) -> str:

@@ -55,7 +55,7 @@ def dapo(response: str, label: Label) -> dict[str, float | bool | str]:
 
     Edges:
         Integers are exact, of any length. "42.", "**42**", "42.0" and "1,234" are read; a box after `Answer:` counts. A
-        label that is no integer scores -1 for every response; a run refuses it before it starts. Never raises.
+        label that is not an integer scores -1 for every response; a run refuses it before it starts. Never raises.
 
     Source:
         slime's `dapo` grader, which cuts labels to integers through a float.

@@ -141,7 +141,7 @@ def _squeezed(text: str) -> str:
 
 
 def _by_assignment(ours: str, theirs: str) -> bool | None:
-    """x = 5 equals 5 and x = 5, but not y = 5. An equation that is no assignment equals equations alone."""
+    """x = 5 equals 5 and x = 5, but not y = 5. An equation that is not an assignment equals equations alone."""
     for solution, point in ((_solution(ours), theirs), (_solution(theirs), ours)):
         if solution and (at := _bracketed(_value_of_tuple(point))) and at[0] == "()" and len(at[1]) == len(solution):
             return all(map(_equal, solution, at[1]))

@@ -47,7 +47,7 @@ def quantity(text: str) -> Quantity:
     """Split a unit off an answer in the form of `latex.normal`.
 
     The number may be any expression: the caller decides whether it is one. Words that belong to mathematics (or, sin,
-    million) are no unit.
+    million) are not units.
     """
     unit = ""
     if currency := _CURRENCY.match(text):
