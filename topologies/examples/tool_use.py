@@ -12,7 +12,7 @@ import anyio
 CALL = re.compile(r"(\d)(\d)\}$")  # two digits and a brace at the end of a turn call the calculator
 RESULT = "<user>{}<assistant>"  # how the chat template of this model shows the result and opens the next turn
 
-# The tool's process: it evaluates a line at a time, and can open no file or socket, start no process and write nothing.
+# The tool's process evaluates a line at a time. It can open no file or socket, nor write; as root it may start others.
 TOOL = """
 import resource, sys
 limits = {"AS": 1 << 28, "CPU": 600, "FSIZE": 0, "NOFILE": 3, "NPROC": 0}
