@@ -312,8 +312,12 @@ def dump_directory(settings: Mapping[str, str]) -> Path | None:
 
 
 def stored_samples(run: FoundRun, settings: Mapping[str, str]) -> StoredSamples | None:
-    """Return what reads the samples that a run's server still stores; None unless its settings allow it."""
-    return StoredSamples(run) if settings.get("observe.samples") == "true" else None
+    """Return what reads the samples that a run's server still stores.
+
+    None: the run has dumps, or its settings do not allow it.
+    """
+    is_wanted = settings.get("observe.samples") == "true" and dump_directory(settings) is None
+    return StoredSamples(run) if is_wanted else None
 
 
 def _text_of(settings: Mapping[str, str], key: str) -> str | None:

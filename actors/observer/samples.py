@@ -296,7 +296,7 @@ def _about(index: SampleSource) -> dict[str, Any]:
     if isinstance(index, SampleIndex):
         source = f"in {index.directory}"
     else:
-        source = "that the run's server still stores, read with an auditor credential; in no file, by their round"
+        source = "that the run's server still stores, read with an auditor credential; the step of a group is its round"
         if isinstance(index, StoredSamples) and index.since > 1:
             source += f"; those before event {index.since} are not known to this page"
     return {"source": source, "problems": problems[:SHOWN_PROBLEMS], "num_problems": len(problems)}

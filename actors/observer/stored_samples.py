@@ -7,6 +7,7 @@ from typing import Any, Final
 import msgspec
 from anyio import from_thread
 
+from actors.observer.shown_samples import spelled_label
 from messages import (
     BatchReady,
     GroupCompleted,
@@ -33,7 +34,7 @@ from runtime.node.reopen import FoundRun, NoLog
 KEPT_GROUPS: Final = 2_000  # newest completed ones
 KEPT_BYTES: Final = 16_000_000  # of their events
 KEPT_READ: Final = 4  # groups that were read last, with their tokens
-KEPT_PROMPT_CHARS: Final = 200
+KEPT_CHARS: Final = 200  # of the prompt and the label of each
 NOT_REACHED: Final = (
     "The run's server does not give its samples. Those of a run that ended are in its dumps alone: run.dump_details."
 )
@@ -46,7 +47,7 @@ class _Known(msgspec.Struct):
     first_seq: int  # oldest data message that it needs
     group: IndexedGroup
     fate: Fate = Fate()
-    prompt: tuple[str, Any] | None = None  # once it was read
+    prompt: tuple[str, str] | None = None  # the begin of prompt and label, once they were read
 
 
 class StoredSamples(SampleSource):
@@ -99,7 +100,7 @@ class StoredSamples(SampleSource):
     def _complete(self, event: GroupCompleted) -> None:
         before = self._known.get(event.group_id)
         seqs = [*_payloads_of(event), *event.prompt_parts]
-        if not seqs or (before is not None and before.group.attempt >= event.attempt):
+        if not event.samples or not seqs or (before is not None and before.group.attempt >= event.attempt):
             return  # it has no samples, or is a late result of an earlier attempt
         known = _Known(pack(event), min(seqs), _group_of(event))
         self._forget(event.group_id)
@@ -128,7 +129,10 @@ class StoredSamples(SampleSource):
             for group_id in [number for number, known in self._known.items() if not first or known.first_seq < first]:
                 self._forget(group_id)
             self._stored, self._audit = list(self._known.values()), audit
-            yield
+            try:
+                yield
+            finally:
+                self._audit = None
 
     # for a worker thread
 
@@ -142,8 +146,9 @@ class StoredSamples(SampleSource):
             yield msgspec.structs.replace(known.group, outcome=outcome, reason=reason)
 
     def samples(self, group: IndexedGroup) -> list[DumpedSample]:
-        """Read the samples of a group."""
-        return list(self._group(group).samples)
+        """Read the samples of a group, with what is known by now about what became of it."""
+        samples, fate = self._group(group).samples, msgspec.structs.asdict(self._of_group(group).fate)
+        return [msgspec.structs.replace(sample, **fate) for sample in samples]
 
     def tokens(self, group: IndexedGroup, place: int, sample: DumpedSample) -> tuple[Segment, ...]:
         """Read the tokens of a sample."""
@@ -154,11 +159,11 @@ class StoredSamples(SampleSource):
         return None
 
     def prompt(self, group: IndexedGroup) -> tuple[str, Any]:
-        """Read the prompt and the label of a group, once."""
+        """Read the begin of the prompt and of the label of a group, once."""
         known = self._of_group(group)
         if known.prompt is None:
             first = self.samples(group)[0]
-            known.prompt = first.prompt[:KEPT_PROMPT_CHARS], first.label
+            known.prompt = first.prompt[:KEPT_CHARS], spelled_label(first.label)[:KEPT_CHARS]
         return known.prompt
 
     def _of_group(self, group: IndexedGroup) -> _Known:
@@ -182,11 +187,12 @@ class StoredSamples(SampleSource):
         """Read a group from the data plane.
 
         Raises:
-            SamplesGone: it was removed meanwhile.
+            SamplesGone: it was removed meanwhile, or the server has not answered in this request.
             DumpError: what is stored cannot be used.
         """
-        assert self._audit is not None, "only within `opened`"
         event, audit = unpack(known.event, GroupCompleted), self._audit
+        if audit is None:
+            raise SamplesGone(NOT_REACHED)
         try:
             payloads = {seq: await audit.fetch(SegmentsPublished, seq) for seq in _payloads_of(event)}
             prompt: Prompt | None = await fetch_prompt(audit, event.prompt_parts) if event.prompt_parts else None
@@ -196,6 +202,7 @@ class StoredSamples(SampleSource):
         except PayloadLost as error:
             raise SamplesGone(f"The samples of group {event.group_id} are not stored any more.") from error
         except BusError as error:
+            self._audit = None  # or each further group of a list would wait as long
             raise SamplesGone(f"{NOT_REACHED} {error}") from error
 
 

@@ -12,9 +12,20 @@ import pytest
 
 from actors.observer import stored_samples as module
 from actors.observer.page import Page, follow, served, stored_samples
+from actors.observer.samples import Samples
 from actors.observer.stored_samples import StoredSamples
-from messages import GroupCompleted, Outcome, Plane, SampleStatus, SampleSummary, SegmentRef, SegmentsPublished
+from messages import (
+    GroupCompleted,
+    MessageT,
+    Outcome,
+    Plane,
+    SampleStatus,
+    SampleSummary,
+    SegmentRef,
+    SegmentsPublished,
+)
 from runtime.bus.bus import Bus
+from runtime.bus.errors import BusUnavailable
 from runtime.bus.nats.accounts import ClientKind
 from runtime.node.external_clients import read_clients
 from runtime.report.observed import Observed
@@ -113,6 +124,7 @@ async def test_the_page_reads_no_samples_unless_the_settings_allow_it_and_keeps_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert stored_samples(found(tmp_path), {"observe.samples": "false"}) is None
+    assert stored_samples(found(tmp_path), {"observe.samples": "true", "run.dump_details": '"dump"'}) is None
     monkeypatch.setattr(module, "KEPT_GROUPS", 2)
     stored = StoredSamples(found(tmp_path))
     for number in range(4):
@@ -123,3 +135,82 @@ async def test_the_page_reads_no_samples_unless_the_settings_allow_it_and_keeps_
     with pytest.raises(LookupError, match="does not give its samples"):
         async with stored.opened():
             pass
+
+
+class Server:
+    """Stores each group's samples under its number as the sequence, with a long label; counts what is asked for."""
+
+    def __init__(self) -> None:
+        self.answers = True
+        self.num_asked = 0
+
+    async def first_seq(self) -> int:
+        return 1
+
+    async def fetch(self, message_type: type[MessageT], seq: int) -> MessageT:
+        self.num_asked += 1
+        if not self.answers:
+            raise BusUnavailable("no server")
+        segments = tuple(segment for own in dumped_group(seq).segments for segment in own)
+        found = SegmentsPublished(
+            group_id=seq, attempt=0, lease="l", segments=segments, prompt="p" * 10_000, label=["t" * 10_000]
+        )
+        assert isinstance(found, message_type)
+        return found
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Server:
+    server = Server()
+
+    @asynccontextmanager
+    async def audited(_: object) -> AsyncGenerator[Server]:
+        yield server
+
+    monkeypatch.setattr(module, "audited", audited)
+    return server
+
+
+def known_groups(run_dir: Path, num: int) -> StoredSamples:
+    stored = StoredSamples(found(run_dir))
+    for number in range(1, num + 1):
+        completed = dumped_group(number).completed()
+        samples = tuple(
+            msgspec.structs.replace(sample, segments=(SegmentRef(seq=number, position=place),))
+            for place, sample in enumerate(completed.samples)
+        )
+        stored.take(msgspec.structs.replace(completed, samples=samples), number)
+    return stored
+
+
+async def test_an_open_group_shows_what_became_of_it_since_it_was_read(tmp_path: Path, server: Server) -> None:
+    stored = known_groups(tmp_path, 1)
+    samples, query = Samples(None, stored), {"group": "1"}
+    assert (await samples.answer(samples.group, query))["outcome"] == "in no batch"
+    stored.take(verdict(1, 1, Outcome.DROP, reason="zero_std"), 2)
+    again = await samples.answer(samples.group, query)
+    assert (again["outcome"], again["reason"], server.num_asked) == ("dropped", "zero_std", 1)
+
+
+async def test_a_list_keeps_the_begin_of_prompts_and_labels_alone(tmp_path: Path, server: Server) -> None:
+    stored = known_groups(tmp_path, 3)
+    stored.take(msgspec.structs.replace(dumped_group(4).completed(), samples=(), prompt_parts=(4,)), 4)
+    samples = Samples(None, stored)
+    for _ in range(2):
+        listed = await samples.answer(samples.listed, {})
+        assert [(each["group"], each["prompt"]) for each in listed["groups"]] == [(n, "p" * 160) for n in (3, 2, 1)]
+        assert {each["label"] for each in listed["groups"]} == {('[\n "' + "t" * 200)[:160]}
+    assert server.num_asked == 3
+    async with stored.opened():
+        kept = [stored.prompt(group) for group in stored.groups()]
+    assert {len(text) for both in kept for text in both} == {module.KEPT_CHARS}
+
+
+async def test_a_server_that_does_not_answer_is_asked_once_for_a_list(tmp_path: Path, server: Server) -> None:
+    server.answers = False
+    samples = Samples(None, known_groups(tmp_path, 3))
+    listed = await samples.answer(samples.listed, {})
+    assert ["does not give its samples" in each["prompt"] for each in listed["groups"]] == [True] * 3
+    assert server.num_asked == 1
+    await samples.answer(samples.listed, {})
+    assert server.num_asked == 2
