@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections import deque
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -118,7 +119,7 @@ async def _serve(found: "FoundRun", place: "Address") -> int:
     screen, token = Screen(sys.stdout), new_token()
     observed, settings = observed_of(found)
     stored = stored_samples(found, settings)
-    page = Page(observed, token, settings, stored, versions_in(found.directory))
+    page = Page(observed, token, settings, stored, partial(versions_in, found.directory))
 
     def progress(text: str) -> None:
         if screen.can_rewrite:

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -30,7 +31,7 @@ async def _serve(run_dir: Path, address: Address) -> None:
     token = kept_secret(run_dir / BUS_DIRECTORY / TOKEN_FILE).reveal()
     observed, settings = observed_of(run)
     stored = stored_samples(run, settings)
-    page = Page(observed, token, settings, stored, versions_in(run_dir))
+    page = Page(observed, token, settings, stored, partial(versions_in, run_dir))
     async with served(page, address) as port, anyio.create_task_group() as tasks:
         tasks.start_soon(follow, run, observed, page, log.debug, log.info, stored)
         write_atomically(run_dir / PAGE_FILE, f"{address.url(port)}/?token={token}\n".encode())

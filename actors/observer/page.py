@@ -104,7 +104,7 @@ class Page:
         token: of its URL.
         settings: of the run by key.
         stored: samples that the run's server still stores; None: the page must not show them.
-        versions: of what the run uses, as its nodes recorded them.
+        versions: returns those of what the run uses, as its nodes have recorded them by then.
     """
 
     def __init__(
@@ -113,11 +113,11 @@ class Page:
         token: str,
         settings: Mapping[str, str] | None = None,
         stored: StoredSamples | None = None,
-        versions: Mapping[str, str] | None = None,
+        versions: Callable[[], Mapping[str, str]] = dict,
     ) -> None:
         self._observed = observed
         self._settings = settings or {}
-        self._versions = versions or {}
+        self._versions = versions
         self._token = token
         digest = hashlib.sha256(token.encode()).hexdigest()
         self.cookie = f"physarum-{digest[:DIGEST_CHARS]}"  # pages of other runs on this machine get it too
@@ -209,7 +209,7 @@ class Page:
 
     def _state(self, since: int, from_step: int) -> Mapping[str, Any]:
         shown = _state_of(self._observed, since=since, from_step=from_step, live=self.live)
-        fixed = {"settings": self._settings, "versions": self._versions} if since == 0 else {}
+        fixed = {"settings": self._settings, "versions": self._versions()} if since == 0 else {}
         return shown | {"problem": self.problem, **fixed}
 
 

@@ -4,7 +4,7 @@ import asyncio
 import hashlib
 import re
 import tomllib
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -31,8 +31,10 @@ ANY_PORT = Address("127.0.0.1", 0)
 
 
 @asynccontextmanager
-async def opened(observed: Observed) -> AsyncGenerator[tuple[Page, aiohttp.ClientSession]]:
-    page = Page(observed, TOKEN)
+async def opened(
+    observed: Observed, versions: Callable[[], Mapping[str, str]] = dict
+) -> AsyncGenerator[tuple[Page, aiohttp.ClientSession]]:
+    page = Page(observed, TOKEN, versions=versions)
     async with (
         served(page, ANY_PORT) as port,
         aiohttp.ClientSession(f"http://127.0.0.1:{port}", cookie_jar=DummyCookieJar()) as client,
@@ -126,6 +128,16 @@ async def test_a_page_gets_all_then_what_changes() -> None:
         assert second["now"]["problems"] == ["2 events cannot be decoded"]
         assert (second["whole"], [row["step"] for row in second["rows"]]) == (False, [1])  # the newest one
         response.close()
+
+
+async def test_a_page_shows_the_versions_that_nodes_have_recorded_when_it_is_opened() -> None:
+    recorded = {"home: torch": "2.11"}
+    async with opened(folded(), lambda: recorded) as (_, client):
+        for num in (1, 2):
+            response = await client.get("/events", headers={"Cookie": f"{COOKIE}={TOKEN}"})
+            assert len((await sent(response))["versions"]) == num
+            response.close()
+            recorded["other: torch"] = "2.11"  # another node joins
 
 
 async def test_a_page_asks_for_the_spans_of_some_steps() -> None:
