@@ -349,7 +349,7 @@ def _log_tail(logs: Path, name: str) -> list[str]:
 
 
 def _log_line(line: str) -> str:
-    """Format a line of a log; one that is no JSON object stays as it is."""
+    """Format a line of a log; one that is not a JSON object stays as it is."""
     try:
         fields = msgspec.json.decode(line, type=dict[str, Any])
     except (ValueError, RecursionError):

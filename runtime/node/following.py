@@ -74,7 +74,9 @@ def observer_login(run: FoundRun, name: str = OBSERVER, kind: ClientKind = Clien
     except NameTaken:
         client = read_clients(directory).named(name)
         if client is None or client.kind is not kind:
-            raise ValueError(f"the external client {name} is no {kind}: revoke it, observers use this name") from None
+            raise ValueError(
+                f"the external client {name} is not of the kind {kind}: revoke it, observers use this name"
+            ) from None
     return Login(user=client.name, password=Secret(client.password))
 
 

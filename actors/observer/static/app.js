@@ -159,7 +159,7 @@ function drawCurves() {
   if (!parent.children.length) parent.append(make("p", "No step has been trained yet.", "faint"));
 }
 
-function stateOf(process, ended) { // the end of a run is no fault of its processes
+function stateOf(process, ended) { // the end of a run is not a fault of its processes
   if (ended) return make("td", "ended", "faint");
   return make("td", process.is_up ? "up" : "down", process.is_up ? "" : "bad");
 }

@@ -168,7 +168,7 @@ async def test_a_login_of_another_kind_with_its_name_is_refused(tmp_path: Path) 
     grader = ExternalClient(name=OBSERVER, kind=ClientKind.GRADER, grader="poems", password="x", expires=expires)
     with locked(tmp_path / "bus"):
         write_clients(tmp_path / "bus", Clients(graders=("poems",), clients=(grader,)))
-    with pytest.raises(ValueError, match="is no viewer: revoke it"):
+    with pytest.raises(ValueError, match="is not of the kind viewer: revoke it"):
         observer_login(found(tmp_path))
 
 
