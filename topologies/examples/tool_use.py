@@ -69,7 +69,7 @@ class Tools:
         if self.process is None:
             command, pipe = [sys.executable, "-I", "-S", "-c", TOOL], subprocess.PIPE
             self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, env={}, cwd="/", text=True)
-        with contextlib.suppress(BrokenPipeError):  # somebody killed it
+        with contextlib.suppress(BrokenPipeError):  # it was killed
             self.process.stdin.write(expression + "\n")
             self.process.stdin.flush()
             if select.select([self.process.stdout], [], [], LIMIT_S)[0] and (answer := self.process.stdout.readline()):
