@@ -46,12 +46,6 @@ NO_DUMPS: Final = (
 SHOWN_PROBLEMS: Final = 10
 MAX_DIGITS: Final = 15  # of a number in a query
 TOKENIZER_FILE: Final = "tokenizer.json"
-NO_SUCH: Final = {False: "The dumps have no", True: "The run's server stores no"}  # by whether samples are in no dump
-NO_TRAINED: Final = {
-    False: "The dumps have nothing of the trainer about this sample: observe.tokens = true adds it, once the sample's "
-    "step is trained.",
-    True: "What the trainer computed is in dumps alone: set run.dump_details and observe.tokens = true.",
-}
 _NUMBER: Final = re.compile(rf"[0-9]{{1,{MAX_DIGITS}}}")
 
 
@@ -183,21 +177,17 @@ class Samples:
             index.advance(READ_S)
             group = index.group(number, step)
         if group is None:
-            where = (
-                ""
-                if step is None
-                else f" {'of' if isinstance(index, StoredSamples) else 'in the'} {_place(index, step)}"
-            )
+            where = "" if step is None else f" {index.preposition} {index.place(step)}"
             if index.num_unread:
                 left = count_of(index.num_unread, "step")
                 raise NotFound(f"Group {number} is looked for{where}: {left} left to read.", again=True)
-            raise NotFound(f"{NO_SUCH[isinstance(index, StoredSamples)]} group {number}{where}.")
+            raise NotFound(f"{index.no_such} group {number}{where}.")
         return group
 
     def group(self, index: SampleSource, query: Mapping[str, str]) -> dict[str, Any]:
         """Return the samples of one group: group, step."""
         group = self._found(index, query)
-        return {**group_shown(group, index.samples(group)), "place": _place(index, group.step)}
+        return {**group_shown(group, index.samples(group)), "place": index.place(group.step)}
 
     def tokens(self, index: SampleSource, query: Mapping[str, str]) -> dict[str, Any]:
         """Return tokens of one sample: group, step, place, from."""
@@ -216,7 +206,7 @@ class Samples:
         except DumpError as error:
             problem = str(error)
         shown = tokens_shown(segments, self._decode, begin, trained, max_tokens)
-        return {**shown, "trained_problem": problem, "untrained": NO_TRAINED[isinstance(index, StoredSamples)]}
+        return {**shown, "trained_problem": problem, "untrained": index.no_trained}
 
     def report(self, max_bytes: int = REPORT_BYTES) -> dict[str, Any]:
         """Return some groups of the newest steps for a report: the worst, the best, and those of the largest spread.
@@ -261,7 +251,7 @@ class Samples:
         """Return what a report has of a group: its texts, and tokens of its worst and its best sample by their key."""
         samples = index.samples(group)
         shown, tokens = group_shown(group, samples, REPORT_CHARS), dict[str, Any]()
-        shown["place"] = _place(index, group.step)
+        shown["place"] = index.place(group.step)
         for place in worst_and_best_first([sample.reward for sample in samples])[:2]:
             key = f"{group.step}/{group.group_id}/{place}"
             tokens[key] = self._tokens_of(index, group, place, samples[place], 0, REPORT_TOKENS)
@@ -300,10 +290,6 @@ def _about(index: SampleSource) -> dict[str, Any]:
         if isinstance(index, StoredSamples) and index.since > 1:
             source += f"; those before event {index.since} are not known to this page"
     return {"source": source, "problems": problems[:SHOWN_PROBLEMS], "num_problems": len(problems)}
-
-
-def _place(index: SampleSource, step: int) -> str:
-    return f"round {step}" if isinstance(index, StoredSamples) else f"files of step {step}"
 
 
 def _chosen(index: SampleSource) -> list[IndexedGroup]:

@@ -59,6 +59,10 @@ class StoredSamples(SampleSource):
         run: as `find_run` finds it.
     """
 
+    no_such = "The run's server stores no"
+    no_trained = "What the trainer computed is in dumps alone: set run.dump_details and observe.tokens = true."
+    preposition = "of"
+
     def __init__(self, run: FoundRun) -> None:
         super().__init__()
         self.since = 0  # log sequence of the first event; earlier groups are not known
@@ -68,6 +72,10 @@ class StoredSamples(SampleSource):
         self._stored: list[_Known] = []  # those whose samples are stored, as of the request
         self._read: dict[tuple[int, int], DumpedGroup] = {}  # by group and attempt, last read last
         self._audit: Auditing | None = None
+
+    def place(self, step: int) -> str:
+        """Say where the groups of a step are: its round."""
+        return f"round {step}"
 
     @property
     def num_known(self) -> int:

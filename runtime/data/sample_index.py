@@ -7,7 +7,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, ClassVar, Final, Literal, NamedTuple
 
 import msgspec
 
@@ -71,11 +71,18 @@ class SamplesGone(LookupError):
 class SampleSource(ABC):
     """Completed groups with their samples, of which one is read when asked. For a worker thread."""
 
+    no_such: ClassVar[str]  # begins a sentence that ends with what is not known
+    no_trained: ClassVar[str]  # why nothing of the trainer is known about a sample
+    preposition: ClassVar[str]  # before `place`
     num_unread = 0  # steps that `advance` has not read yet
     num_left_out = 0  # steps that the bound leaves out
 
     def __init__(self) -> None:
         self.problems: dict[int, str] = {}  # why a step is left out
+
+    @abstractmethod
+    def place(self, step: int) -> str:
+        """Say where the groups of a step are."""
 
     @abstractmethod
     def advance(self, budget_s: float) -> None:
@@ -183,6 +190,13 @@ class SampleIndex(SampleSource):
         kept_groups: bound of the index, in groups; those of older steps are left out.
     """
 
+    no_such = "The dumps have no"
+    no_trained = (
+        "The dumps have nothing of the trainer about this sample: observe.tokens = true adds it, once the sample's "
+        "step is trained."
+    )
+    preposition = "in the"
+
     def __init__(self, directory: Path, kept_groups: int = KEPT_GROUPS) -> None:
         super().__init__()
         self.directory = directory
@@ -190,6 +204,10 @@ class SampleIndex(SampleSource):
         self._known: dict[int, tuple[int, int]] = {}  # time and size of the lines of each step that was read
         self._groups: dict[int, tuple[IndexedGroup, ...]] = {}  # by step
         self._unread: list[int] = []  # oldest first
+
+    def place(self, step: int) -> str:
+        """Say where the groups of a step are."""
+        return f"files of step {step}"
 
     @property
     def num_groups(self) -> int:
