@@ -1,4 +1,4 @@
-"""Grade the samples of a run on a machine that is no node of it, with a credential of the run."""
+"""Grade the samples of a run on a machine that is not a node of it, with a credential of the run."""
 
 import argparse
 import os

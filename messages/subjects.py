@@ -120,7 +120,7 @@ def is_inbox(run: str, subject: str) -> bool:
 
 @lru_cache(maxsize=1024)
 def grader_token(name: str) -> str:
-    """The subject token of a grader: its name, or a readable form with a hash where the name is no token."""
+    """The subject token of a grader: its name, or a readable form with a hash where the name is not a token."""
     if GRADER_NAME.fullmatch(name):
         return name
     readable = NO_TOKEN.sub("-", name).lstrip("-_")[:48] or "grader"

@@ -56,7 +56,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FilterError(ValueError):
-    """A group cannot be filtered, or a filter's answer is no verdict."""
+    """A group cannot be filtered, or a filter's answer is not a verdict."""
 
 
 KEEP = Verdict(outcome=Outcome.KEEP)

@@ -399,6 +399,8 @@ async def follow(
             page.problem = str(flatten(errors)[0])
             progress(page.problem)
         page.live = False
+        if stored is not None:
+            stored.live = False
         page.changed()
         if page.problem:
             await asyncio.sleep(AGAIN_S)
@@ -418,6 +420,7 @@ async def _follow_once(
     async with observing(run, observed, note=note) as folding:
         async for batch in folding.batches():
             if stored is not None:
+                stored.live = folding.events.live
                 for received in batch:
                     stored.take(received.message, received.seq)
             page.live = folding.events.live

@@ -65,6 +65,7 @@ class StoredSamples(SampleSource):
 
     def __init__(self, run: FoundRun) -> None:
         super().__init__()
+        self.live = False  # whether a node daemon runs the run; otherwise there is no server to ask
         self.since = 0  # log sequence of the first event; earlier groups are not known
         self._run = run
         self._known: dict[int, _Known] = {}  # by group id, oldest completion first
@@ -126,8 +127,10 @@ class StoredSamples(SampleSource):
         """Connect for one request, and forget the groups whose samples the run has removed.
 
         Raises:
-            SamplesGone: the server does not answer, or refuses.
+            SamplesGone: no node daemon runs the run, or its server does not answer, or refuses.
         """
+        if not self.live:
+            raise SamplesGone(NOT_REACHED)
         async with AsyncExitStack() as stack:
             try:
                 audit = await stack.enter_async_context(audited(self._run))

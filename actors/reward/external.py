@@ -1,4 +1,4 @@
-"""An external reward worker: grades the score requests of one grader on a machine that is no node of the run."""
+"""An external reward worker: grades the score requests of one grader on a machine that is not a node of the run."""
 
 import math
 from collections import Counter

@@ -116,7 +116,7 @@ class FrameBuffer:
         """The next complete frame, or None if more bytes are needed.
 
         Raises:
-            FrameError: the length exceeds MAX_FRAME_BYTES, so the stream is no sequence of frames.
+            FrameError: the length exceeds MAX_FRAME_BYTES, so the stream is not a sequence of frames.
         """
         if len(self._bytes) < LENGTH_BYTES:
             return None

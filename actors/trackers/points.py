@@ -14,7 +14,7 @@ AXES: Final = (ROLLOUT, TRAIN, EVAL)
 EVAL_TIME: Final = "perf/eval_time"  # an evaluation may end long after the rest of its row is logged
 STEP: Final = "step"  # of a row: train steps done, counted from 1
 TIME: Final = "time"
-MAX_LINE_BYTES: Final = 16 << 20  # a longer line is no row
+MAX_LINE_BYTES: Final = 16 << 20  # a longer line is not a row
 
 
 class PointKey(NamedTuple):

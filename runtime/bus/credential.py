@@ -64,4 +64,4 @@ def read_credential(path: Path) -> Credential:
     try:
         return msgspec.convert(tomllib.loads(read_private(path)), Credential)
     except (tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
-        raise ValueError(f"{path} is no credential of this version") from error
+        raise ValueError(f"{path} is not a credential of this version") from error

@@ -66,8 +66,8 @@ class LogReader:
     async def _check_not_trimmed(self) -> None:
         """Raise LogTrimmedAway if unread messages may be gone.
 
-        Deleted messages are no loss if this reader has read them. The server's heartbeats also tell up to which
-        sequence no further message passes the filters. Messages that are missing at the first open are no loss either:
+        Deleted messages are not lost if this reader has read them. The server's heartbeats also tell up to which
+        sequence no further message passes the filters. Messages that are missing at the first open are not lost either:
         the caller has their content from elsewhere.
         """
         first_seq = (await state_of(self._connection, self._stream)).first_seq

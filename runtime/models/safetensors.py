@@ -13,7 +13,7 @@ from runtime.util.files import path_inside
 SINGLE_FILE: Final = "model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"
 MAX_HEADER_BYTES: Final = 100_000_000  # the limit of the safetensors format
-METADATA: Final = "__metadata__"  # an entry of the header that is no tensor
+METADATA: Final = "__metadata__"  # an entry of the header that is not a tensor
 _LENGTH_BYTES: Final = 8  # of the header's length at the start of a file
 ITEM_BYTES: Final = {  # bytes per number, by safetensors dtype
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,

@@ -93,7 +93,7 @@ def read_clients(directory: Path) -> Clients:
     except FileNotFoundError:
         return Clients()
     except (OSError, ValueError) as error:  # a decode error is a ValueError
-        why = "it is no file of this version" if isinstance(error, msgspec.MsgspecError) else str(error)
+        why = "it is not a file of this version" if isinstance(error, msgspec.MsgspecError) else str(error)
         raise ClientsUnreadable(f"{path} is not used: {why}") from error
 
 

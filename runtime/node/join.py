@@ -74,7 +74,7 @@ def read_join(path: Path) -> Join:
     try:
         return msgspec.convert(tomllib.loads(read_private(path)), Join)
     except (tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
-        raise ValueError(f"{path} is no join file of this version") from error
+        raise ValueError(f"{path} is not a join file of this version") from error
 
 
 async def joined(

@@ -319,7 +319,7 @@ RULES: Final = (
         script,
     ),
     Rule(
-        "bytes that are no text",
+        "bytes that are not text",
         "These responses hold tokens that make no valid characters together, as random tokens do.",
         ("rollout.temperature", "rollout.top_p", "optimizer.lr"),
         not_text,

@@ -435,7 +435,7 @@ class FailuresConfig(Config, frozen=True, kw_only=True):
     rate_limited: FailureAction | None = "retry"
     # A server refused the request, or the sample cannot be graded: it is too large, or its grader is not allowed.
     refused: FailureAction | None = None
-    # The answer is no finite number: null, text, a list, NaN or infinity, or a dict without the reward key.
+    # The answer is not a finite number: null, text, a list, NaN or infinity, or a dict without the reward key.
     bad_answer: FailureAction | None = None
     # The function raised an exception.
     raised: FailureAction | None = None
@@ -468,7 +468,7 @@ class RewardConfig(Config, frozen=True, kw_only=True):
     # Key of the reward in a dict that a grader returns.
     reward_key: Text | None = None
     # What a list holds that a grader returns for one sample: "turn", a reward for each turn of the model, or "token",
-    # one for each token of the response. The sample's reward is their sum. By default a list is no reward.
+    # one for each token of the response. The sample's reward is their sum. By default a list is not a reward.
     per: RewardPer = "sample"
     # Call the grader once per prompt group, with all of its samples.
     group_rm: bool = False

@@ -149,7 +149,7 @@ def _dapo(sample: GradedSample) -> dict[str, float | bool | str]:
 
 def _gpqa(sample: GradedSample) -> float:
     if right_letter(sample.label, sample.metadata) is None:
-        raise ValueError(f"label {str(sample.label)[:100]!r} is no letter and no text of a choice in the row")
+        raise ValueError(f"label {str(sample.label)[:100]!r} is neither a letter nor the text of a choice in the row")
     return gpqa(sample.response, sample.label, sample.metadata)
 
 

@@ -46,7 +46,7 @@ async def remote_rm(sample: GradedSample, url: str | None = None, key: str | Non
         lists and NaN with the cause `bad_answer`.
 
     Raises:
-        RemoteError: The status is no success (`rate_limited` for 429, `timeout` for 408, `refused` for others below
+        RemoteError: The status is not a success (`rate_limited` for 429, `timeout` for 408, `refused` for others below
             500, `worker_lost` from 500 on), a redirect leads to another host (`refused`), or the answer is no JSON or
             larger than 8 MiB (`bad_answer`). The text never shows the key.
         aiohttp.ClientError: The connection was lost or refused (`worker_lost`).

@@ -115,7 +115,7 @@ def answer_in(body: bytes) -> JudgeAnswer:
 
 
 def error_of(status: int, body: bytes, retry_after: str | None) -> JudgeError:
-    """Classify a response that is no success."""
+    """Classify a response without success."""
     text = clipped(" ".join(body.decode("utf-8", "replace").split()), MAX_REASON)
     reason = f"status {status}{text and f': {text}'}"
     if status == 429:

@@ -158,7 +158,7 @@ class SampleBuffer:
         self._input_end = self._ids.size
 
     def append_taken(self, segment: Segment) -> None:
-        """Append a stored segment. The first segment's input is the prompt, which is no part of the response."""
+        """Append a stored segment. The first segment's input is the prompt, which is not part of the response."""
         if self.num_tokens:
             self.append_input(segment.prompt_ids)
         self.append(segment.response_ids, segment.rollout_log_probs, segment.text, "")

@@ -35,7 +35,7 @@ from runtime.util.formatting import count_of
 
 log = structlog.get_logger()
 
-PATIENCE_S = 600.0  # on top of the grading time: waiting in the queue of slow graders is no failure
+PATIENCE_S = 600.0  # on top of the grading time: waiting in the queue of slow graders is not a failure
 REPEAT_S = 5.0  # the bus refuses the repetition while the request is queued or a worker has it
 WITHDRAW_S = 1.0  # for removing an unanswered request, also at the end of the actor
 MAX_LOSSES = 3  # of one request; then the run's own actors grade it, or its samples fail

@@ -328,7 +328,7 @@ class TinyServer:
         return web.Response(status=400, text="Flush cache failed.\n")
 
     async def check_weights(self, request: web.Request) -> web.Response:
-        """Hash the engine's fused tensors, with SGLang's names and format; these are no hashes of files."""
+        """Hash the engine's fused tensors, with SGLang's names and format; they are not hashes of files."""
         body = await body_of(request, bodies.CheckerBody, needed=False)
         skip = frozenset(body.skip_tensor_list or ())
         try:

@@ -171,7 +171,7 @@ def load(config: ModelShape, directory: Path) -> Weights:
 
 def _load_file(weights: Weights, file: Path) -> None:
     with safe_open(file, framework="pt") as source:
-        for name in source.keys():  # safe_open has keys(), but is no mapping
+        for name in source.keys():  # safe_open has keys(), but is not a mapping
             if name.endswith("rotary_emb.inv_freq"):
                 continue  # a buffer in old Llama checkpoints
             if name not in weights.named:

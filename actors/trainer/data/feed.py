@@ -283,7 +283,7 @@ class Feed:
         async with self._bus.read(GroupCompleted, from_seq=ref.event_seq) as events:
             received = await events.next(self._event_timeout_s)
             while received is None and (await self._bus.state(Plane.EVENT)).first_seq <= ref.event_seq:
-                received = await events.next(self._event_timeout_s)  # a slow bus is no loss
+                received = await events.next(self._event_timeout_s)  # a slow bus loses nothing
         if received is None or received.seq != ref.event_seq:
             raise PayloadLost(f"the log has no completed group at {ref.event_seq}")
         self.history.completed[ref.event_seq] = received.message

@@ -67,12 +67,12 @@ def pair_batch(pairs: Sequence[Prompt], step: int) -> TrainBatch:
     """Lay pairs out as a train batch does: rollouts of two parts, with reward 1 and 0.
 
     Raises:
-        ValueError: A prompt is no pair.
+        ValueError: A prompt is not a pair.
     """
     tokens, masks, lengths = [], [], []
     for pair in pairs:
         if pair.response_ids is None or pair.loss_mask is None or pair.rejected is None:
-            raise ValueError(f"row {pair.row} of {pair.data} is no preference pair")
+            raise ValueError(f"row {pair.row} of {pair.data} is not a preference pair")
         both = ((pair.response_ids, pair.loss_mask), (pair.rejected.response_ids, pair.rejected.loss_mask))
         for response_ids, mask in both:
             tokens += [pair.prompt_ids, response_ids]

@@ -81,7 +81,7 @@ def with_masked(batch: TrainBatch, masked_B: Flags) -> TrainBatch:
 def without(batch: TrainBatch, micro_batch: MicroBatch, masked_B: Flags) -> MicroBatch:
     """Replace masked samples of a micro-batch, or of a context-parallel rank's part of one, by padding.
 
-    Their tokens are no inputs either: a gradient of 0 through a forward pass with NaN is NaN. All other tokens keep
+    Their tokens are not inputs either: a gradient of 0 through a forward pass with NaN is NaN. All other tokens keep
     their positions, because the recorded experts of an earlier pass depend on them.
     """
     masked_N = np.repeat(masked_B, batch.lengths_B)

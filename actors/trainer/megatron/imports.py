@@ -99,7 +99,7 @@ def _without_transformer_engine() -> None:
     if not hasattr(experts, "te_general_gemm"):
         experts.te_general_gemm = None
     mla: Any = import_module("megatron.core.transformer.multi_latent_attention")
-    mla.HAVE_TE = isinstance(mla.TELinear, type)  # without the package, TELinear is no class
+    mla.HAVE_TE = isinstance(mla.TELinear, type)  # without the package, TELinear is not a class
 
 
 _parts = _import()

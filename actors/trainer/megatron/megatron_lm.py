@@ -92,7 +92,7 @@ def _set_model(replica: Replica, state: Mapping[str, Any], *, with_head: bool = 
 
 
 def _tensors(state: dict[str, Any]) -> dict[str, Any]:
-    """Drop the extra state of layers that is no tensor, such as TransformerEngine's fp8 state."""
+    """Drop the extra state of layers that is not a tensor, such as TransformerEngine's fp8 state."""
     return {name: leaf for name, leaf in state.items() if not name.endswith("._extra_state")}
 
 

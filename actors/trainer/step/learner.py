@@ -133,7 +133,7 @@ class Learner:
             number: Number of the optimizer step within the train step.
             samples: Samples of the step on all replicas.
             micro_batches: Micro-batches of this replica.
-            masked_B: Samples whose tokens are no inputs either.
+            masked_B: Samples whose tokens are not inputs either.
         """
         read = samples[~masked_B[samples]]
         reduced = self._reduce(

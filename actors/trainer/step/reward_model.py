@@ -1,7 +1,7 @@
 """One train step of a reward model: its loss on a batch of preference pairs, and their rewards without training.
 
 The reward of a response is the value at its last token. A value is computed at the position before its token, so each
-sample gets one token more, which is no input: the only one that trains.
+sample gets one token more, which is not an input: the only one that trains.
 """
 
 from collections.abc import Sequence

@@ -86,7 +86,7 @@ class WeightSessions:
         self._num_parts = 1 if pool is None else pool.update_groups
         self._epochs: dict[int, tuple[str, ...]] = {}  # of the open process groups, by update group
         self._bringing = anyio.Lock()
-        self._version = 0  # of the current weights; 0: they are no announced version
+        self._version = 0  # of the current weights; 0: they are not an announced version
         self.is_requested = False
         self._at_work: dict[str, str] = {}  # what engines do that have not finished the current step
 
@@ -100,7 +100,7 @@ class WeightSessions:
         return "; ".join(f"{engine}, {doing}" if doing else engine for engine, doing in self._at_work.items())
 
     def weights_are(self, version: int) -> None:
-        """Set the version of the current weights; 0: they are no announced version."""
+        """Set the version of the current weights; 0: they are not an announced version."""
         self._version = version
 
     async def requested(self, request: WeightSyncRequested) -> WeightSyncAnswered:

@@ -50,7 +50,7 @@ def client_context(certificate: str) -> ssl.SSLContext:
     """Return a TLS context that trusts this certificate alone, under its fixed name.
 
     Raises:
-        ssl.SSLError: the text is no certificate.
+        ssl.SSLError: the text is not a certificate.
     """
     return ssl.create_default_context(cadata=certificate)
 

@@ -102,7 +102,7 @@ def shipped_topologies() -> list[str]:
 
 
 def find_topology(path: Path) -> Path:
-    """Return the file of a topology. A path that is no file may be the name of a shipped topology.
+    """Return the file of a topology. A path that is not a file may be the name of a shipped topology.
 
     Raises:
         TopologyError: there is neither a file nor a shipped topology of this name.

@@ -302,7 +302,7 @@ def offer() -> bool:
 
 
 def _is_installed() -> bool:
-    try:  # a folder of the name `slime`, such as a checkout, is no package
+    try:  # a folder of the name `slime`, such as a checkout, is not a package
         return importlib.util.find_spec("slime.utils.types") is not None
     except ModuleNotFoundError:
         return False

@@ -27,6 +27,8 @@ from messages import (
 from runtime.bus.bus import Bus
 from runtime.bus.errors import BusUnavailable
 from runtime.bus.nats.accounts import ClientKind
+from runtime.data.sample_index import SamplesGone
+from runtime.node.claims.rundir import BUS_FILE
 from runtime.node.external_clients import read_clients
 from runtime.report.observed import Observed
 from tests.actors.observer.test_page import ANY_PORT, TOKEN
@@ -137,6 +139,15 @@ async def test_the_page_reads_no_samples_unless_the_settings_allow_it_and_keeps_
             pass
 
 
+async def test_the_samples_of_an_ended_run_are_not_asked_for_and_need_no_credential(tmp_path: Path) -> None:
+    run = found(tmp_path)
+    (run.directory / BUS_FILE).write_text("tls://n0:secret@127.0.0.1:1")
+    with pytest.raises(SamplesGone, match="Those of a run that ended are in its dumps alone"):
+        async with known_groups(run.directory, 1, live=False).opened():
+            pass
+    assert [path.name for path in run.directory.rglob("*") if path.is_file()] == [BUS_FILE]
+
+
 class Server:
     """Stores each group's samples under its number as the sequence, with a long label; counts what is asked for."""
 
@@ -171,8 +182,9 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Server:
     return server
 
 
-def known_groups(run_dir: Path, num: int) -> StoredSamples:
+def known_groups(run_dir: Path, num: int, *, live: bool = True) -> StoredSamples:
     stored = StoredSamples(found(run_dir))
+    stored.live = live
     for number in range(1, num + 1):
         completed = dumped_group(number).completed()
         samples = tuple(

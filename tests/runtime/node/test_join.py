@@ -62,7 +62,7 @@ def test_another_content_is_refused_without_showing_it(tmp_path: Path) -> None:
     path = tmp_path / "join.toml"
     path.write_text('password = "geheim"\n')
     path.chmod(0o600)
-    with pytest.raises(ValueError, match="is no join file of this version") as caught:
+    with pytest.raises(ValueError, match="is not a join file of this version") as caught:
         read_join(path)
     assert "geheim" not in str(caught.value)
 

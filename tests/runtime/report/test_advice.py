@@ -127,7 +127,7 @@ def test_responses_that_do_not_end_or_are_garbled_are_named() -> None:
         return of
 
     found = [advice.name for advice in advised(a_run(30, garbled(10, "repetition", "script", "bytes")))]
-    assert found == ["repetition", "wrong script", "bytes that are no text"]
+    assert found == ["repetition", "wrong script", "bytes that are not text"]
     assert advised(a_run(30, garbled(0, "script"))) == []  # the task asks for it
 
 

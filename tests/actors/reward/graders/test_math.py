@@ -224,7 +224,7 @@ def test_gpqa_abstains_where_nothing_is_chosen(
 
 
 def test_gpqa_refuses_a_row_without_a_right_choice() -> None:
-    with pytest.raises(ValueError, match="is no letter and no text of a choice in the row"):
+    with pytest.raises(ValueError, match="is neither a letter nor the text of a choice in the row"):
         find_grader("gpqa")(GradedSample(response="A", label="violet", metadata=CHOICES))
 
 

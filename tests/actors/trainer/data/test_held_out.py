@@ -45,7 +45,7 @@ def test_a_batch_has_the_chosen_response_of_each_pair_before_the_rejected_one() 
 
 def test_a_prompt_without_two_responses_is_refused() -> None:
     prompt = Prompt(data="d", row=3, text="p", prompt_ids=Int32Array([1]))
-    with pytest.raises(ValueError, match="row 3 of d is no preference pair"):
+    with pytest.raises(ValueError, match="row 3 of d is not a preference pair"):
         pair_batch([prompt], step=0)
 
 
