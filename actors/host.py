@@ -9,17 +9,20 @@ from typing import NoReturn
 import msgspec
 from msgspec.structs import replace
 
-from actors.registry import ROLES, hosted
-from runtime.bus.addresses import BUS_CERTIFICATE_VARIABLE, BUS_URL_VARIABLE, INSTANCE_VARIABLE, NODE_VARIABLE
-from runtime.bus.bus import DEFAULT_LIMITS
-from runtime.bus.limits import over_network
-from runtime.node.claims.rundir import TOPOLOGY_FILE, TOPOLOGY_VARIABLE
-from runtime.process.logs import configure_logging
-from runtime.process.main import run_process
-from runtime.settings.placement import outage_s
-from runtime.settings.topology import SOLE_NODE, decode_topology
-from runtime.util.exit_codes import EXIT_INPUT_ERROR
-from runtime.util.import_path import user_folder_last
+from runtime.util.imports import collecting_nothing, without
+
+with collecting_nothing(), without("rich"):  # structlog would load it, for a terminal: a sixth of the imports
+    from actors.registry import ROLES, hosted
+    from runtime.bus.addresses import BUS_CERTIFICATE_VARIABLE, BUS_URL_VARIABLE, INSTANCE_VARIABLE, NODE_VARIABLE
+    from runtime.bus.bus import DEFAULT_LIMITS
+    from runtime.bus.limits import over_network
+    from runtime.node.claims.rundir import TOPOLOGY_FILE, TOPOLOGY_VARIABLE
+    from runtime.process.logs import configure_logging
+    from runtime.process.main import run_process
+    from runtime.settings.placement import outage_s
+    from runtime.settings.topology import SOLE_NODE, decode_topology
+    from runtime.util.exit_codes import EXIT_INPUT_ERROR
+    from runtime.util.import_path import user_folder_last
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -15,6 +15,7 @@ from runtime.bus.addresses import ENGINE_KEY_VARIABLE
 from runtime.models.config import MAX_CONTEXT, ModelDescription, ModelError, read_dense_model
 from runtime.models.safetensors import safetensors_files
 from runtime.util.exit_codes import EXIT_INPUT_ERROR
+from runtime.util.imports import collecting_nothing, without
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -36,7 +37,8 @@ def main(argv: list[str] | None = None) -> int:
     except (ModelError, OSError) as error:
         return _refused(error)
     with listener:
-        from actors.tiny_engine.http.serve import serve  # torch takes a second to import
+        with collecting_nothing(), without("rich"):  # structlog would load it, for a terminal
+            from actors.tiny_engine.http.serve import serve  # torch takes a second to import
 
         try:
             return serve(flags, description, listener)  # an OSError from here on is a crash

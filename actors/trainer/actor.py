@@ -18,7 +18,7 @@ from actors.trainer.data.staleness import Masking
 from actors.trainer.leader import Leader
 from actors.trainer.phases.colocation import Colocation
 from actors.trainer.rendezvous import meet, own_rank
-from actors.trainer.torch_thread import TorchThread, collecting_nothing
+from actors.trainer.torch_thread import TorchThread
 from actors.trainer.weights.calls import AskOf, from_threads
 from messages import (
     BatchTrained,
@@ -48,6 +48,7 @@ from runtime.models.config import read_model
 from runtime.process.actor import Actor
 from runtime.settings.placement import num_ranks
 from runtime.settings.topology import TEACHER_LOG_PROBS, Topology, column_names, topk_of_column
+from runtime.util.imports import collecting_nothing
 
 if TYPE_CHECKING:
     from actors.trainer.commands import TrainerRank

@@ -1,14 +1,13 @@
 """The one thread that runs torch, separate from the event loop."""
 
 import asyncio
-import gc
 import os
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any, ParamSpec, Self, TypeVar
 
 from runtime.settings.devices import HIDDEN
+from runtime.util.imports import collecting_nothing
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -40,18 +39,6 @@ class TorchThread:
     def run_last(self, function: Callable[[], Any]) -> None:
         """Schedule a function before the thread ends, without waiting for it."""
         self._executor.submit(function)
-
-
-@contextmanager
-def collecting_nothing() -> Generator[None]:
-    """Disable garbage collection during imports: 800 collections freed little and took a fifth of the time."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _enter_thread() -> None:

@@ -1,28 +1,12 @@
 """The client of nats-py with corrections: what it reads, when it ends a connection, and where it connects."""
 
 import asyncio
-import sys
-from collections.abc import Generator
-from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
+from runtime.util.imports import without
 
-@contextmanager
-def without_websockets() -> Generator[None]:
-    """Import nats-py without aiohttp: it uses it for WebSockets alone, and takes half of an actor's import time."""
-    modules: dict[str, Any] = sys.modules
-    absent = "aiohttp" not in modules
-    if absent:
-        modules["aiohttp"] = None
-    try:
-        yield
-    finally:
-        if absent:
-            del modules["aiohttp"]
-
-
-with without_websockets():
+with without("aiohttp"):  # nats-py uses it for WebSockets alone: half of an actor's time to import
     from nats import errors as nats_errors
     from nats.aio import client as nats_client
     from nats.aio import transport

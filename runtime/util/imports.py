@@ -1,0 +1,33 @@
+"""Quicker imports: without garbage collection, and without optional packages that nothing here uses."""
+
+import gc
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
+
+@contextmanager
+def collecting_nothing() -> Generator[None]:
+    """Disable garbage collection during imports: 800 collections freed little and took a fifth of the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@contextmanager
+def without(package: str) -> Generator[None]:
+    """Import others as if a package were not installed, unless it is loaded already."""
+    modules: dict[str, Any] = sys.modules
+    absent = package not in modules
+    if absent:
+        modules[package] = None
+    try:
+        yield
+    finally:
+        if absent:
+            del modules[package]
