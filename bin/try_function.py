@@ -297,7 +297,8 @@ def _source_settings(args: argparse.Namespace, *, is_function: bool = False) -> 
 
     files = dict(pair.partition("=")[::2] for pair in args.file)
     bases = (str(Path.cwd()),)
-    hello = Hello(key="source", value=args.function, base_dirs=bases, files=files, is_function=is_function)
+    key = "data.source" if is_function else "data.source_class"
+    hello = Hello(key=key, value=args.function, base_dirs=bases, files=files, is_function=is_function)
     return SourceSettings(hello=hello, timeout_s=DataConfig(name="tried").timeout_s)
 
 
@@ -322,19 +323,24 @@ def _try_class(args: argparse.Namespace) -> Iterator[tuple[str, bool]]:
     settings = _source_settings(args)
     state: SavedState | None = None
     with SourceProcess(settings) as source:
+        source.start()
         for number in range(args.limit):
             start = time.perf_counter()
-            drawn = source.draw(number, 1, state=state)
+            try:
+                drawn = source.draw(number, 1, state=state)
+            except DataError as error:
+                yield from ((line, False) for line in str(error).splitlines())
+                return
             took_s, state = time.perf_counter() - start, drawn.state
             assert state is not None
             size = f"{len(state.content)} bytes of state"
-            yield f"row {number}: {_short(drawn.rows[0].decode())}, {size}, {took_s:.4f} s", True
+            yield f"row {number}: {_short(json.loads(drawn.rows[0]))}, {size}, {took_s:.4f} s", True
     if state is not None and state.is_json:
-        yield f"state: {_short(state.content.decode())}", True
+        yield f"state: {_short(json.loads(state.content))}", True
     try:
         tried = drawn_twice(settings)
     except DataError as error:
-        yield str(error), False
+        yield from ((line, False) for line in str(error).splitlines())
     else:
         yield "100 rows are the same after a kill", True
         yield tried.note, True

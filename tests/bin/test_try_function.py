@@ -45,6 +45,14 @@ class Doubles:
     def restore(self, state):
         self.number = state
 
+class Sulks(Doubles):
+    def told(self, outcome):
+        raise ValueError("told so")
+
+class Stops(Doubles):
+    def draw(self, number):
+        return {"input": "1"} if number == 0 else 1 / 0
+
 class Forgets(Doubles):
     def restore(self, state):
         pass
@@ -210,8 +218,13 @@ def test_a_class_as_source_draws_in_its_process_and_again_after_a_kill(
 ) -> None:
     code, text = said(capsys, "source", f"{functions}:Doubles", "--limit", "2")
     assert code == 0
-    assert 'row 1: "{\\"input\\":\\"4\\"}", 1 bytes of state' in text
+    assert 'row 1: {"input": "4"}, 1 bytes of state' in text
     assert "100 rows are the same after a kill" in text
+    code, text = said(capsys, "source", f"{functions}:Sulks", "--limit", "1")
+    assert code == 1
+    assert "told(kept 0): raised ValueError: told so\nTraceback" in text  # on lines of its own
+    code, text = said(capsys, "source", f"{functions}:Stops")
+    assert (code, "row 0: " in text, "draw(1): raised ZeroDivisionError" in text) == (1, True, True)
     code, text = said(capsys, "source", f"{functions}:Forgets", "--limit", "1")
     assert code == 1
     assert "row 50 differs between two runs" in text
