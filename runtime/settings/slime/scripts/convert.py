@@ -30,12 +30,13 @@ EVAL: Final = "eval.0."
 HUB: Final = "slime.rollout.filter_hub.dynamic_sampling_filters."
 SFT: Final = "slime.rollout.sft_rollout.generate_rollout"
 FULLY_ASYNC: Final = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
+TIS: Final = "custom-tis-function-path"
 FUNCTION: Final = re.compile(r"[A-Za-z_][\w.]*\.[A-Za-z_]\w*")
 FUNCTIONS: Final = {
     "dynamic-sampling-filter-path": "rollout.dynamic_filter",
     "custom-generate-function-path": "rollout.custom_generate",
     "custom-reward-post-process-path": "algorithm.custom_advantage",
-}  # flags that name a function of the user, which runs here as slime:module:function; also custom-rm-path
+}  # flags that name a function of the user, which runs here as slime:module:function; also custom-rm-path, and TIS
 
 
 class CannotConvert(Exception):
@@ -190,6 +191,24 @@ def _function(flags: Flags, flag: str, key: str) -> Iterator[Setting]:
     yield Setting(key=key, value=f"slime:{module}:{name}", remark=f"--{flag}; needs the PYTHONPATH of the script")
 
 
+def _tis(flags: Flags) -> Iterator[Setting]:
+    """Write the function of importance weights, which slime calls with --use-tis alone."""
+    if flags.peek(TIS) is None:
+        return
+    if flags.peek("use-tis") is None or (whole_number(flags.peek("context-parallel-size")) or 1) > 1:
+        on_ranks = "algorithm.custom_tis gets whole sequences: trainer.megatron.context_parallel_size must be 1"
+        is_off = flags.peek("use-tis") is None
+        flags.leave_taken(
+            TIS, *(("no", "slime weights nothing without --use-tis") if is_off else ("by hand", on_ranks))
+        )
+        flags.take(TIS)
+        return
+    yield from _function(flags, TIS, "algorithm.custom_tis")
+    if (given := flags.take("custom-config-path")) is not None:
+        remark = "the function reads its tis_* and rs_* values from [algorithm]: docs/reference/slime-functions.md"
+        flags.leave(given, "by hand", remark)
+
+
 def _grader(flags: Flags, given: Given, key: str) -> Iterator[Setting]:
     flags.note_missing(given)
     name = given.values[0].text
@@ -230,6 +249,7 @@ def _algorithm(flags: Flags) -> Iterator[Setting]:
     _leave_kl_loss(flags)
     for flag, key in FUNCTIONS.items():
         yield from _function(flags, flag, key)
+    yield from _tis(flags)
     if (given := flags.take("rollout-function-path")) is not None and given.values:
         if given.values[0].text == SFT:
             flags.leave(given, "no", "follows from algorithm.loss_type")

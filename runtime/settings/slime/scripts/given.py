@@ -14,6 +14,7 @@ from runtime.settings.slime.scripts.script import Given, StartScript
 from runtime.settings.slime.scripts.syntax import Word
 from runtime.settings.topology import Topology
 
+SECRET: Final = frozenset({"wandb-key"})  # flags whose values are written nowhere
 WORDS: Final[Mapping[str, Any]] = {"true": True, "false": False}
 
 
@@ -171,4 +172,6 @@ def answer_of(flag: str) -> FlagAnswer:
 
 
 def _as_written(given: Given) -> str:
+    if given.flag in SECRET:
+        return f"--{given.flag} ***"
     return " ".join([f"--{given.flag}", *(word.text or "?" for word in given.values)])

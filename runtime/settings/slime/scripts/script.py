@@ -81,8 +81,11 @@ def read_script(path: Path, given: Mapping[str, str]) -> StartScript:
             f"; variables that it tests can be given with --var: {', '.join(reader.tested)}" if reader.tested else ""
         )
         raise NotAStartScript(f"{end.place}: the script would end here, before it starts training{asked}") from None
+    except RecursionError:
+        raise NotAStartScript(f"{path}: its expansions are nested too deeply") from None
     if reader.command is None:
-        raise NotAStartScript(f"{path}: does not call {' or '.join(PROGRAMS)}; scripts in Python are not read")
+        what = f"{path}: does not call {' or '.join(PROGRAMS)}; scripts in Python are not read"
+        raise NotAStartScript("\n".join([*reader.notes, what]))
     program, words = reader.command
     return StartScript(program=program, given=tuple(_flags(words)), notes=tuple(dict.fromkeys(reader.notes)))
 
@@ -123,7 +126,12 @@ class _Reader:
         """Follow a file. Raises NotAStartScript if it cannot be read."""
         source = _bytes_of(path)
         outer, self._words.file = self._words.file, path
-        self._deeper(lambda: self._all(parser().parse(source).root_node))
+        root = parser().parse(source).root_node
+        if (wrong := _first_error(root)) is not None:
+            self.notes.append(
+                f"{self._words.place_of(wrong)}: bash would not understand this; what follows may be misread"
+            )
+        self._deeper(lambda: self._all(root))
         self._words.file = outer
 
     def _deeper(self, work: Callable[[], None]) -> None:
@@ -290,4 +298,11 @@ def _bytes_of(path: Path) -> bytes:
         raise NotAStartScript(f"{path}: {error.strerror}") from None
     if len(source) > MAX_BYTES:
         raise NotAStartScript(f"{path}: {len(source):,} bytes; a start script has at most {MAX_BYTES:,}")
-    return source
+    return source.removeprefix(b"\xef\xbb\xbf").replace(b"\r\n", b"\n")  # as some editors save it
+
+
+def _first_error(node: Any) -> Any | None:
+    """Return the first node that the parser could not make sense of."""
+    while node.has_error and not (node.is_error or node.is_missing):
+        node = next(child for child in node.children if child.has_error or child.is_error or child.is_missing)
+    return node if node.is_error or node.is_missing else None

@@ -68,6 +68,12 @@ def whole_array(node: Any) -> str | None:
     return found[1] if found is not None and node.type in ("expansion", "string") else None
 
 
+def ansi(text: str) -> str:
+    """Replace the escapes of a text in $'...' that start scripts use."""
+    escapes = {"n": "\n", "t": "\t", "r": "\r"}
+    return re.sub(r"\\([ntr\\'\"])", lambda found: escapes.get(found[1], found[1]), text)
+
+
 def unescaped(text: str) -> str:
     """Remove backslashes of unquoted text, and joined lines."""
     return re.sub(r"\\(.)", r"\1", text.replace("\\\n", ""))

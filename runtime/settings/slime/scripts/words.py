@@ -9,6 +9,7 @@ import msgspec
 
 from runtime.settings.slime.scripts.syntax import (
     Word,
+    ansi,
     computed,
     sequence,
     text_of,
@@ -87,7 +88,7 @@ class Words:
             case "raw_string":
                 return Word(text=text_of(node)[1:-1], place=place)
             case "ansi_c_string":
-                return Word(text=text_of(node)[2:-1], place=place)
+                return Word(text=ansi(text_of(node)[2:-1]), place=place)
             case "simple_expansion":
                 return self._value_of(text_of(node)[1:], node, unset_is_empty=unset_is_empty)
             case "expansion":

@@ -164,6 +164,7 @@ def test_each_setting_names_its_flag_and_each_other_flag_its_reason(tmp_path: Pa
         ('[ -z "$B" ] && A=1', "--x $A", ["1"]),
         ("A=1 # --y\n#A=2", "--x $A", ["1"]),
         ("", "--x -1 -0.5", ["-1", "-0.5"]),
+        ("", "--x $'\\n' $'it\\'s' '\\n'", ["\n", "it's", "\\n"]),
     ],
 )
 def test_bash(tmp_path: Path, before: str, argument: str, expected: list[str]) -> None:
@@ -195,6 +196,11 @@ def test_a_variable_that_nobody_sets_is_asked_for(tmp_path: Path) -> None:
         ("echo hello\n", "does not call train.py or train_async.py"),
         ('if [ -z "$BASE" ]; then exit 1; fi\npython3 train.py\n', "would end here.*given with --var: BASE"),
         ("f() { f; }\nf\n", "more than 16"),
+        (
+            "A=(\n  --a 1\npython3 train.py ${A[@]}\n",
+            r"run-small.sh:3: bash would not understand this.*\n.*does not call",
+        ),
+        (f"python3 train.py --a {'$(echo ' * 3000}x{')' * 3000}\n", "nested too deeply"),
     ],
 )
 def test_scripts_that_start_no_training(tmp_path: Path, text: str, problem: str) -> None:
@@ -206,6 +212,22 @@ def test_a_missing_backslash_is_noted(tmp_path: Path) -> None:
     script = read(tmp_path, "python3 train.py \\\n  --a 1\n  --b 2\n")
     assert [given.flag for given in script.given] == ["a"]
     assert script.notes == ("run-small.sh:3: a backslash is missing before this line: train.py does not get it",)
+
+
+def test_a_byte_order_mark_and_windows_line_ends_are_no_part_of_the_script(tmp_path: Path) -> None:
+    (tmp_path / "run-small.sh").write_bytes(b"\xef\xbb\xbfA=(--a 1)\r\npython3 train.py ${A[@]} \\\r\n  --b 2\r\n")
+    script = read_script(tmp_path / "run-small.sh", {})
+    assert [(given.flag, given.values[0].text) for given in script.given] == [("a", "1"), ("b", "2")]
+
+
+def test_a_key_of_a_tracker_is_not_written_down(tmp_path: Path) -> None:
+    (left,) = converted(tmp_path, "--wandb-key s3cret").left
+    assert (left.flag, left.state) == ("--wandb-key ***", "no")
+
+
+def test_values_in_a_file_of_slimes_arguments_are_left_to_the_user(tmp_path: Path) -> None:
+    result = converted(tmp_path, "--use-tis --custom-tis-function-path mine.weigh --custom-config-path mis.yaml")
+    assert state_of(result, "custom-config-path") == "by hand"
 
 
 def test_a_sourced_file_that_is_not_there_is_noted(tmp_path: Path) -> None:
@@ -246,6 +268,8 @@ def test_placement_follows_slime(tmp_path: Path, flags: str, trainer: str, engin
         ("rm-type", "ifbench2", "not yet"),
         ("kl-loss-coef", "0.1", "no"),  # without --use-kl-loss
         ("rollout-num-gpus", "0", "by hand"),
+        ("custom-tis-function-path", "mine.weigh", "no"),  # without --use-tis
+        ("custom-tis-function-path", "mine.weigh --use-tis --context-parallel-size 2", "by hand"),
     ],
 )
 def test_flags_that_become_no_setting(tmp_path: Path, flag: str, values: str, state: str) -> None:
@@ -259,6 +283,7 @@ def test_flags_that_become_no_setting(tmp_path: Path, flag: str, values: str, st
         ("custom-generate-function-path", "rollout.custom_generate"),
         ("dynamic-sampling-filter-path", "rollout.dynamic_filter"),
         ("custom-reward-post-process-path", "algorithm.custom_advantage"),
+        ("use-tis --custom-tis-function-path", "algorithm.custom_tis"),
     ],
 )
 def test_functions_of_the_user_are_written_into_the_recipe_as_they_are(tmp_path: Path, flag: str, key: str) -> None:
