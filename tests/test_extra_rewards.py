@@ -39,7 +39,7 @@ def test_gdpo_trains_the_named_rewards_of_a_grader(tmp_path: Path) -> None:
         assert row["train/grad_norm"] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(360)
 def test_remax_compares_with_a_greedy_sample_that_is_not_trained(tmp_path: Path) -> None:
     for row in trained(tmp_path, "algorithm.advantage_estimator=remax"):

@@ -28,11 +28,11 @@ TOGETHER = (  # with each of them, who suffers most from it
     ("rollout actor", "engine"),
     ("trainer rank", "nats-server"),
 )
-STARTS = ("node daemon", "everything")  # after these, the same command again
+STARTS = {"node daemon": 2, "everything": 6}  # after these, the same command again; killed after so many steps
 FILTERED = (f"rollout.dynamic_filter={Path(__file__).with_name('graders.py')}:every",)  # keeps all, and has a process
 ROUTED = ("engines.policy.router=sglang-router",)  # has a process
-AFTER_STEPS = (2, 6, 10)  # the first kill comes before any checkpoint
-NUM_STEPS = 13
+AFTER_STEPS = (2, 6)  # the first kill comes before any checkpoint
+NUM_STEPS = 9
 SAVE_INTERVAL = 5
 
 
@@ -50,7 +50,7 @@ def test_each_line_of_the_table_is_tested() -> None:
 
 @pytest.mark.parametrize("lines", TOGETHER)
 async def test_processes_are_killed_in_turn_again_and_again(tmp_path: Path, lines: tuple[str, ...]) -> None:
-    """The processes of one run, each at a random moment after each of three steps; none of them idles in between."""
+    """The processes of one run, each at a random moment after each of two steps; none of them idles in between."""
     moments, names = moments_of(" ".join(lines)), [PROCESSES[x] for x in lines]
     # a kill is up to a step later than the one before, and its process is to come back before the run ends
     num_steps = AFTER_STEPS[-1] + 2 * len(names) + 1
@@ -73,13 +73,12 @@ async def test_processes_are_killed_in_turn_again_and_again(tmp_path: Path, line
 
 @pytest.mark.parametrize("line", STARTS)
 async def test_the_same_command_goes_on(tmp_path: Path, line: str) -> None:
-    run, moments = Run(tmp_path, num_steps=NUM_STEPS), moments_of(line)
-    for steps in AFTER_STEPS[:2]:
-        async with run.started() as command:
-            await command.log.until_trained(steps)
-            await command.log.pass_over(moments.randrange(EVENTS_PER_STEP))
-            family = await end_of(command, line)
-            await run.gone(family)
+    run = Run(tmp_path, num_steps=NUM_STEPS)
+    async with run.started() as command:
+        await command.log.until_trained(STARTS[line])
+        await command.log.pass_over(moments_of(line).randrange(EVENTS_PER_STEP))
+        family = await end_of(command, line)
+        await run.gone(family)
     async with run.started() as command:
         assert await command.end() == 0
     await run.gone()

@@ -1,4 +1,4 @@
-"""The random killer, shortly; `python -m tests.chaos.random_kills` does it for half an hour."""
+"""The random killer: what it chooses, and nightly a minute of it; `just kills` takes half an hour."""
 
 import json
 import os
@@ -42,7 +42,7 @@ def test_nobody_is_killed_while_nobody_lives() -> None:
     assert Victims(7, mean_s=1.0, trainer_spacing_s=0.0).choose([], 1.0) is None
 
 
-@pytest.mark.chaos
+@pytest.mark.nightly
 @pytest.mark.anyio
 @pytest.mark.timeout(LIMIT_S + 30)
 async def test_a_run_under_random_kills_completes_with_the_groups_of_an_undisturbed_one(tmp_path: Path) -> None:

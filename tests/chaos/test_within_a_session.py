@@ -23,7 +23,7 @@ COLOCATED: Final = ROOT / "topologies" / "laptop-colocated.toml", "trainer"
 NUM_STEPS: Final = 16  # after the death enough for an engine that starts slowly to be in the last session
 ROUTER: Final = "router.policy"
 CASES: Final = [
-    pytest.param(*SPLIT, "everything", id="collective, everything", marks=pytest.mark.chaos),
+    pytest.param(*SPLIT, "everything", id="collective, everything", marks=pytest.mark.nightly),
     pytest.param(*COLOCATED, "everything", id="ipc, everything", marks=pytest.mark.chaos),
     pytest.param(*SPLIT, "node daemon", id="collective, node daemon", marks=pytest.mark.nightly),
     pytest.param(*COLOCATED, "node daemon", id="ipc, node daemon", marks=pytest.mark.nightly),

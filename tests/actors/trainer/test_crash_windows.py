@@ -223,7 +223,7 @@ async def test_a_run_goes_on_whatever_point_its_trainer_died_at(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("max_staleness", [0, 2])
+@pytest.mark.parametrize("max_staleness", [pytest.param(0, marks=pytest.mark.nightly), 2])
 @pytest.mark.parametrize("point", OTHERS.values(), ids=OTHERS.keys())
 async def test_a_run_goes_on_after_a_death_at_any_other_point(
     topology: Topology, bus: Bus, tmp_path: Path, max_staleness: int, point: tuple[int, bool]
