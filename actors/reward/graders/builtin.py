@@ -6,19 +6,20 @@ import os
 import re
 import string
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from actors.reward.graders.boxed import BOXED_PREFIX, Grader, boxed
+from actors.reward.graders.choices import right_letter
 from actors.reward.graders.code.grader import SECONDS, TOTAL_S, cases_in, code
 from actors.reward.graders.instructions.grader import ifbench, ifeval
 from actors.reward.graders.labels import Label, required_text, required_texts, text_of
 from actors.reward.graders.math.grader import deepscaler, has_answer, math
 from actors.reward.graders.numeric import numeric
 from actors.reward.graders.remote import remote_rm
-from actors.reward.graders.stated import dapo, gpqa, is_integer, right_letter
+from actors.reward.graders.stated import dapo, gpqa, is_integer
 from actors.reward.samples import GradedSample
 from runtime.settings.plugins import OWN
 from runtime.settings.slime.hints import slime_grader_hint
@@ -71,7 +72,7 @@ def positional_match(response: str, label: Label, *, truncated: bool = False) ->
     return sum(ours == theirs for ours, theirs in zip(response, truth, strict=False)) / longer
 
 
-def f1(response: str, label: Label) -> float:
+def f1(response: str, label: Label | Sequence[Label]) -> float:
     """Compute the F1 score of the words that response and label share.
 
     Words are compared in lower case, without ASCII punctuation and the articles a, an, the. A word counts as often as
@@ -79,7 +80,8 @@ def f1(response: str, label: Label) -> float:
 
     Args:
         response: The whole response.
-        label: The right answer; a number is taken as its text.
+        label: The right answer; a number is taken as its text. Or several, of which the best counts, also as SQuAD has
+            them: `{"text": [...]}`.
 
     Returns:
         2 * precision * recall / (precision + recall), from 0.0 to 1.0: precision = shared / words of the response,
@@ -89,10 +91,13 @@ def f1(response: str, label: Label) -> float:
         Texts without a shared word score 0, and so do two texts without words. Never raises.
 
     Source:
-        slime's `f1`, of which it is the first element; SQuAD's evaluation (arXiv 1606.05250), with HotpotQA's rule for
-        closed answers (arXiv 1809.09600).
+        slime's `f1`, of which it is the first element and which takes one label; SQuAD's evaluation (arXiv 1606.05250),
+        with HotpotQA's rule for closed answers (arXiv 1809.09600).
     """
-    ours, theirs = _words(response), _words(text_of(label))
+    return max((_f1(_words(response), _words(text_of(each))) for each in _several(label)), default=0.0)
+
+
+def _f1(ours: list[str], theirs: list[str]) -> float:
     closed = _CLOSED_ANSWERS.intersection((" ".join(ours), " ".join(theirs)))
     if closed and ours != theirs:
         return 0.0
@@ -101,6 +106,13 @@ def f1(response: str, label: Label) -> float:
         return 0.0
     precision, recall = num_shared / len(ours), num_shared / len(theirs)
     return 2 * precision * recall / (precision + recall)
+
+
+def _several(label: Any) -> Sequence[Any]:
+    """The labels in a label: one, a list, or a list under "text"."""
+    if isinstance(label, Mapping):
+        label = cast("Mapping[Any, Any]", label).get("text")
+    return cast("Sequence[Any]", label) if isinstance(label, list | tuple) else (label,)
 
 
 def _words(text: str) -> list[str]:
@@ -167,7 +179,7 @@ BUILT_IN_GRADERS: Mapping[str, Grader] = MappingProxyType(
         "positional_match": lambda sample: positional_match(
             sample.response, required_text(sample.label), truncated=sample.truncated
         ),
-        "f1": lambda sample: f1(sample.response, required_text(sample.label)),
+        "f1": lambda sample: f1(sample.response, required_texts(_several(sample.label))),
         "numeric": lambda sample: numeric(sample.response, required_text(sample.label)),
         "math": _math,
         "deepscaler": _deepscaler,

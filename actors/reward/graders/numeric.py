@@ -5,20 +5,32 @@ from fractions import Fraction
 
 from actors.reward.graders.boxed import last_boxed
 from actors.reward.graders.labels import Label, text_of
+from actors.reward.graders.thoughts import after_thought
 
-_NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?:/\d+)?")
-_NUMBER_IN_TEXT = re.compile(r"(?<![\w.])-?\$?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:/\d+)?")
-_LATEX_FRACTION = re.compile(r"\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}")
-_LATEX_TEXT = re.compile(r"\\(?:text|mathrm|mathbf)\{([^{}]*)\}")
+_DIGITS = r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{1,2}(?!\w))?(?:/\d+)?"
+_NUMBER = re.compile(r"[-+]?" + _DIGITS)
+_NUMBER_IN_TEXT = re.compile(r"(?<![\w.])(?:-?[$€£¥]?|[$€£¥]-)" + _DIGITS)
+_LEADS_TO = re.compile(r"(?is)^.*(?:=|(?<=[a-z]):|\banswer\s+is\b)")  # x = 72, Answer: 72
+_SIGNS = r"\s.,;:()\[\]<>|_*`\"'#$€£¥%°~"
+_STATED = re.compile(
+    rf"[{_SIGNS}]*?(?P<number>[-+]?[$€£¥]?[-+]?{_DIGITS})(?![^\W\d_])(?:[^\W\d_]{{2,}}+(?:[-/'][^\W\d_]+)*+|[{_SIGNS}])*"
+)  # with nothing but words after it
+_LATEX_FRACTION = re.compile(r"\\[dt]?frac\s*(?:\{([^{}]*)\}|(\d))\s*(?:\{([^{}]*)\}|(\d))")
+_LATEX_TEXT = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\{([^{}]*)\}")
+_LATEX_SIGNS = re.compile(
+    r"\\(?:left|right)(?![A-Za-z])|\\[!,](?=,?\d)|\\[! ,$%()\[\]]|\{(?=,\})|(?<=\{,)\}|\^\{?\\circ\}?"
+)
+_MINUS = str.maketrans("−–", "--")
 
 
 def numeric(response: str, label: Label) -> float:
     r"""Compare the answer of the response with the label, numbers by value, without algebra.
 
-    The answer is the last \boxed{...}, or else the text after the last "####". Without either, it is the last number in
-    the text if the label is a number, and otherwise the whole text. Numbers are compared by exact value (1,000 =
-    1000.0, 0.5 = 1/2 = \frac{1}{2}), other answers as text without spaces, dollar signs and text commands: x+1 and 1+x
-    differ. The `math` grader is a different one.
+    The answer is the last \boxed{...}, or else the line after the last "####". Without either, it is the last number in
+    the text if the label is a number, and otherwise the whole text. Only what follows the last `</think>` counts.
+    Numbers are compared by exact value (1,000 = 1000.0, 0.5 = 1/2 = \frac{1}{2}), with or without words beside them
+    (72 clips) and what leads to them (x = 72). Other answers are compared as text without spaces, dollar signs and text
+    commands: x+1 and 1+x differ. The `math` grader is a different one.
 
     Args:
         response: The whole response.
@@ -30,44 +42,62 @@ def numeric(response: str, label: Label) -> float:
     Edges:
         An empty label scores 0. A number of over 64 characters is compared as text. Never raises.
     """
-    text = text_of(label)
-    truth = _normal_answer(_marked_answer(text) or text)
-    if not truth:
+    text, said = text_of(label), after_thought(response)
+    truth = _stated(text) or text
+    if not _normal(truth):
         return 0.0
-    true_value = _number(truth)
-    answer = _marked_answer(response)
-    if answer is None:
-        answer = response if true_value is None else _last_number(response)
-    answer = _normal_answer(answer)
+    true_value = _number(_without_latex(truth))
     if true_value is not None:
-        return float(_number(answer) == true_value)
-    return float(answer == truth)
+        return float(_value_in(said) == true_value)
+    answer = _stated(said)
+    return float(_normal(said if answer is None else answer) == _normal(truth))
 
 
-def _marked_answer(text: str) -> str | None:
+def _stated(text: str) -> str | None:
     boxed = last_boxed(text)
-    if boxed is not None:
-        return boxed
+    return boxed if boxed is not None else _after_hashes(text)
+
+
+def _after_hashes(text: str) -> str | None:
     _, marker, after = text.rpartition("####")
     lines = after.strip().splitlines()
     return lines[0] if marker and lines else None
 
 
-def _last_number(text: str) -> str:
-    numbers = _NUMBER_IN_TEXT.findall(text)
-    return numbers[-1] if numbers else ""
+def _value_in(said: str) -> Fraction | None:
+    """Value of the number that a response states as its answer; None without one."""
+    boxed = last_boxed(said)
+    if boxed is not None:
+        return _value_of(boxed)
+    value = _value_of(_after_hashes(said) or "")
+    if value is not None:
+        return value  # else the line may be a heading, such as "#### Step 2"
+    numbers = _NUMBER_IN_TEXT.findall(_without_latex(said))
+    return _number(numbers[-1]) if numbers else None
 
 
-def _normal_answer(text: str) -> str:
-    text = _LATEX_FRACTION.sub(r"\1/\2", text.strip())
-    text = _LATEX_TEXT.sub(r"\1", text)
-    for drop in (r"\left", r"\right", r"\!", r"\,", r"\ ", r"\$", "$", r"\%", "%", " "):
-        text = text.replace(drop, "")
-    return text.rstrip(".")
+def _value_of(answer: str) -> Fraction | None:
+    """Value of the number that an answer begins with, if nothing but words follows it."""
+    found = _STATED.fullmatch(_LEADS_TO.sub("", _without_latex(answer)))
+    return None if found is None else _number(found["number"])
+
+
+def _without_latex(text: str) -> str:
+    text = re.sub(r"(?<=\w)(?=\\[dt]?frac)", " ", text)
+    text = _LATEX_FRACTION.sub(lambda found: f"{found[1] or found[2]}/{found[3] or found[4]} ", text)
+    return _LATEX_SIGNS.sub("", _LATEX_TEXT.sub(r" \1 ", text)).translate(_MINUS)
+
+
+def _normal(text: str) -> str:
+    """An answer as text, without spaces, signs of money and percent, and text commands."""
+    text = _LATEX_FRACTION.sub(lambda found: f"{found[1] or found[2]}/{found[3] or found[4]}", text)
+    text = _LATEX_SIGNS.sub("", _LATEX_TEXT.sub(r"\1", text)).translate(_MINUS)
+    return re.sub(r"[ $%]", "", text.strip()).rstrip(".")
 
 
 def _number(text: str) -> Fraction | None:
     """Exact value of a plain number or fraction; None for anything else, and for texts over 64 characters."""
+    text = re.sub(r"[$€£¥%]", "", text).strip().rstrip(".")
     if not text or len(text) > 64 or not _NUMBER.fullmatch(text):
         return None
     top, _, bottom = text.replace(",", "").partition("/")

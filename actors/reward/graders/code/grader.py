@@ -10,6 +10,7 @@ from decimal import Decimal
 from typing import Any, Final, NamedTuple, cast
 
 from actors.reward.graders.code.running import MORE_OUTPUT_BYTES, run_inputs, run_program
+from actors.reward.graders.thoughts import after_thought
 
 TOTAL_S: Final = 8.0  # wall time of all tests of a response
 SECONDS: Final = "PHYSARUM_CODE_S"  # environment of grader processes: the same, from the limits of a run
@@ -76,7 +77,7 @@ def code(response: str, label: Any, metadata: Mapping[str, Any] | None = None, *
 
 def program_in(response: str) -> str:
     """The program of a response; empty if it has none."""
-    text = response.rpartition("</think>")[2]
+    text = after_thought(response)
     blocks = [match for match in _FENCE.finditer(text) if match["language"].lower() in _PYTHON]
     if blocks:
         last, indent = blocks[-1], len(blocks[-1]["indent"])

@@ -10,6 +10,7 @@ import msgspec
 
 from actors.reward.graders.instructions.corrections import CORRECTED, OWN_ARGUMENTS, check_types
 from actors.reward.graders.instructions.package import RuleError, checker_of, missing_data, rules_of
+from actors.reward.graders.thoughts import after_thought
 
 IDS: Final = "instruction_id_list"
 _POSITIONS: Final = {
@@ -80,7 +81,7 @@ def ifbench(response: str, label: Any = None, metadata: Metadata = None) -> floa
 
 def _score(benchmark: str, response: str, label: Any, metadata: Metadata) -> float:
     checks = checks_of(benchmark, label, metadata)
-    said = _after_thought(response)
+    said = after_thought(response).strip()
     return float(bool(said) and all(_follows(check, said) for check in checks))
 
 
@@ -135,11 +136,6 @@ def _check_of(benchmark: str, rule: str, given: dict[str, Any] | None) -> Callab
 def _whole(value: Any) -> Any:
     """A whole number that a data file holds as 3.0."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-def _after_thought(response: str) -> str:
-    _, end, said = response.rpartition("</think>")
-    return "" if not end and said.lstrip().startswith("<think>") else said.strip()
 
 
 def _follows(check: Callable[[str], bool], said: str) -> bool:

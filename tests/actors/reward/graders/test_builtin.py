@@ -65,6 +65,11 @@ def test_f1_by_hand(response: str, label: str, expected: float) -> None:
     assert f1(response, label) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("label", [["Paris, Texas", "Paris"], {"text": ["Paris"], "answer_start": [7]}, ("x", "paris")])
+def test_f1_of_several_labels_is_that_of_the_best(label: Any) -> None:
+    assert f1("Paris", label) == find_grader("f1")(GradedSample(response="Paris", label=label)) == 1.0
+
+
 @pytest.mark.parametrize(
     ("response", "label", "expected"),
     [
@@ -82,6 +87,20 @@ def test_f1_by_hand(response: str, label: str, expected: float) -> None:
         ("10-3", "3", 1),
         (r"\boxed{\frac{1}{2}}", "0.5", 1),
         (r"\boxed{1/2}", r"\boxed{\frac{1}{2}}", 1),
+        (r"\boxed{72\text{ clips}}", GSM8K_LABEL, 1),  # words may stand after the number
+        (r"\boxed{\$72 \text{ per month}}", GSM8K_LABEL, 1),
+        (r"\boxed{x = 72}", GSM8K_LABEL, 1),
+        ("#### Answer: **72** clips", GSM8K_LABEL, 1),
+        ("#### Step 2\nWe get 72", GSM8K_LABEL, 1),  # a heading
+        (r"<think>\boxed{71}</think>The answer is 72", GSM8K_LABEL, 1),
+        (r"<think>\boxed{72}</think>The answer is 71", GSM8K_LABEL, 0),
+        ("It is −3, or $-3", "-3", 1),
+        (r"half: \frac12", ".5", 1),
+        (r"\boxed{1{,}234}", "1,234", 1),
+        (r"\boxed{10\frac{1}{2}}", "50.5", 0),  # not 101/2
+        (r"\boxed{2x}", "2", 0),
+        (r"\boxed{5!}", "5", 0),
+        (r"\boxed{3:4}", "4", 0),
         (r"\boxed{72\text{ clips}}", "72 clips", 1),
         (r"\boxed{x + 1}", "x+1", 1),
         (r"\boxed{1+x}", "x+1", 0),  # no algebra

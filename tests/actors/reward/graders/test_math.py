@@ -214,6 +214,29 @@ CHOICES = {"choices": ["red", "green", "blue", "sky"]}
         ("The answer is B. Is not A too long?", "B", {}, 1.0),
         (r"\boxed{no answer}", "A", {"choices": ["no answer", "one"]}, 1.0),
         ("", "A", {}, 0.0),
+        ("answer: b", "B", {}, 1.0),
+        ("The answer is a.", "A", {}, 1.0),
+        ("**Answer**: B", "B", {}, 1.0),
+        ("<answer>\nB\n</answer>", "B", {}, 1.0),
+        ('{"answer": "B"}', "B", {}, 1.0),
+        (r"x=\boxed{3}. The answer is (B)", "B", {}, 1.0),  # the box holds no choice
+        (r"\boxed{\mathsf{b}}", "B", {}, 1.0),
+        ("Thus, B is our answer", "B", {}, 1.0),
+        ("It must be B.", "B", {}, 1.0),
+        ("The answer to this question is B", "B", {}, 1.0),
+        ("The answer is B. Option A would need 3 K.", "B", {}, 1.0),  # naming an option is not choosing it
+        ("I considered option A and option B but cannot decide.", "B", {}, 0.0),
+        ("I don't choose B.", "B", {}, 0.0),
+        ("Is the answer B?", "B", {}, 0.0),
+        ("Answer: B, C", "B", {}, 0.0),
+        ("Answer: A person walks.", "A", {}, 0.0),
+        ("Answer: E = 5 J", "E", {}, 0.0),
+        ("A) red\nB) green\nC) blue\nD) sky", "D", CHOICES, 0.0),  # a list of the choices
+        ("B) green\n\nHope this helps!", "B", CHOICES, 1.0),
+        ("答案是B", "B", {}, 1.0),
+        ("<think>the answer is B", "B", {}, 0.0),  # the thought does not end
+        ("-5", 1, {"choices": ["5", "-5"]}, 1.0),
+        ("Answer: y", "A", {"choices": {"text": ["y", "x"], "label": ["A", "B"]}}, 1.0),  # as in ARC
     ],
 )
 def test_gpqa_abstains_where_nothing_is_chosen(
