@@ -167,7 +167,10 @@ def _gpqa(sample: GradedSample) -> float:
 
 def _code(sample: GradedSample) -> float:
     if cases_in(sample.label, sample.metadata) is None:
-        raise ValueError("the label has no tests: expected inputs and as many outputs; for a function also fn_name")
+        raise ValueError(
+            "the label has no tests: expected inputs and as many outputs, for a function also fn_name; "
+            "or code with assert"
+        )
     timeout_s = float(os.environ.get(SECONDS, TOTAL_S))
     return code(sample.response, sample.label, sample.metadata, timeout_s=timeout_s)
 

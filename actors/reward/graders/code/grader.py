@@ -1,8 +1,10 @@
 r"""The grader `code`: runs the Python program of a response on tests of its input and output."""
 
+import ast
 import json
 import math
 import re
+import secrets
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
@@ -18,33 +20,42 @@ MAX_PROGRAM_CHARS: Final = 200_000
 TOLERANCE: Final = 1e-6  # of floats that a function returns, relative and absolute
 
 _FENCE: Final = re.compile(
-    r"^(?P<indent>[ \t]*)```[ \t]*(?P<language>[A-Za-z0-9_+-]*)[^\n`]*\n(?P<text>.*?)(?:^[ \t]*```|\Z)", re.M | re.S
+    r"^(?P<indent>[ \t]*)(?P<fence>`{3,}|~{3,})[ \t]*\{?\.?(?P<language>[A-Za-z0-9_+-]*)[^\n`]*\n"
+    r"(?P<text>.*?)(?:^[ \t]*(?P=fence)(?![A-Za-z0-9{])|(?=^[ \t]*(?P=fence)\w)|\Z)",
+    re.M | re.S,
 )
-_PYTHON: Final = frozenset({"", "python", "py", "python3"})
+_PYTHON: Final = frozenset({"python", "py", "python3"})
+CHECKED: Final = "assert "  # what tests that are code have
 
 
 class Cases(NamedTuple):
-    """Inputs and the right outputs of a program, or of a function."""
+    """Inputs and the right outputs of a program, or of a function; or code that raises if the program is wrong."""
 
-    inputs: tuple[Any, ...]  # texts; of a function, the arguments of each call
-    outputs: tuple[Any, ...]  # texts; of a function, values
+    inputs: tuple[Any, ...] = ()  # texts; of a function, the arguments of each call
+    outputs: tuple[Any, ...] = ()  # texts; of a function, values
     function: str | None = None
+    wrapped: bool = False  # each value may be a list that holds the value, as in APPS
+    checks: str | None = None
 
 
 def code(response: str, label: Any, metadata: Mapping[str, Any] | None = None, *, timeout_s: float = TOTAL_S) -> float:
     """Run the Python program of a response on the tests of the label, in a sandbox of its own.
 
-    The program is the last block between ``` fences, of Python or without a language, after the last `</think>`,
-    without the indent of its fence; without any fence, all of the text. Tests of input and output run it once each, as
-    a script in a sandbox of its own. With a function's name it runs once, and the function is called with each input; a
-    method of a class `Solution` counts too.
+    The program is the last block between ``` or ~~~ fences that is marked as Python, or else the last unmarked one that
+    is a program (an example of output is not), after the last `</think>`, without the indent of its fence; without any
+    fence, all of the text. Tests of input and output run it once each, as a script in a sandbox of its own. With a
+    function's name it runs once, and the function is called with each input; a method of a class `Solution` counts too.
+    Names such as `List` and `deque` are then there without an import, as at LeetCode. Tests that are code run after it
+    in its process, which may deceive them as it cannot deceive the others.
 
     Args:
         response: The whole response.
         label: The tests, as a dict, a list or their JSON: `{"inputs": [...], "outputs": [...], "fn_name": "add"}`, as
             in APPS and TACO, or `[{"input": ..., "output": ..., "testtype": "stdin"}, ...]`, as in LiveCodeBench. An
-            input of a function is a list of arguments, or text with the JSON of one argument a line.
-        metadata: `fn_name` or `func_name`, where the label has none.
+            input of a function is a list of arguments, or text with the JSON of one argument a line. Or code with
+            `assert`: `["assert add(1, 2) == 3", ...]` or `{"test_list": [...], "test_setup_code": ...}`, as in MBPP, or
+            `{"test": "def check(candidate): ...", "entry_point": "add"}`, as in HumanEval, or that text alone.
+        metadata: `fn_name`, `func_name` or `entry_point`, where the label has none.
         timeout_s: Wall time of all tests, in seconds. In a run it is the timeout of the grader (`reward.timeout_s`, or
             `reward.limits.code.timeout_s`) less 2 s, or half of it.
 
@@ -58,38 +69,58 @@ def code(response: str, label: Any, metadata: Mapping[str, Any] | None = None, *
 
     Edges:
         Outputs are compared line by line, without space at the ends of lines and empty lines at the end; words that are
-        numbers by value, exactly. Values of functions are compared as JSON: tuples are lists, floats are equal within
-        1e-6. A program that raises, exits with another code than 0, uses over 4 s of CPU time or 1 GiB of memory,
-        writes over 1 MiB more than expected, or starts a process scores 0. So does one that has not ended after
-        `timeout_s`, of which it ran, slept or read for at least nine tenths. The end of its last thread is its end, and
-        what its exit functions write is output. It has no network, no environment and one folder to write in, of 64 MiB
-        and 10,000 files. A response without a program scores 0. So does a label without tests; a run refuses it.
+        numbers by value, exactly. Values of functions are compared as JSON: tuples and arrays are lists, floats are
+        equal within 1e-6. If each output is a list of one item, that item is right too, as in APPS. A program that
+        raises, exits with another code than 0, uses over 4 s of CPU time or 1 GiB of memory, writes over 1 MiB more
+        than expected, or starts a process scores 0. So does one that has not ended after `timeout_s`, of which it ran,
+        slept or read for at least nine tenths. The end of its last thread is its end, and what its exit functions write
+        is output. It has no network, no environment and one folder to write in, of 64 MiB and 10,000 files. A response
+        without a program scores 0. So does a label without tests; a run refuses it.
 
     Source:
-        The test formats of APPS (arXiv 2105.09938) and LiveCodeBench (arXiv 2403.07974). slime has no such grader.
+        The test formats of APPS (arXiv 2105.09938), LiveCodeBench (arXiv 2403.07974), HumanEval (arXiv 2107.03374) and
+        MBPP (arXiv 2108.07732). slime has no such grader.
     """
     tests, program = cases_in(label, metadata), program_in(response)
     if tests is None or not program or len(program) > MAX_PROGRAM_CHARS:
         return 0.0
     deadline = time.monotonic() + timeout_s
+    if tests.checks is not None:
+        return float(_passes_checks(program, tests.checks, deadline))
     return float(_passes_calls(program, tests, deadline) if tests.function else _passes_runs(program, tests, deadline))
 
 
 def program_in(response: str) -> str:
     """The program of a response; empty if it has none."""
     text = after_thought(response)
-    blocks = [match for match in _FENCE.finditer(text) if match["language"].lower() in _PYTHON]
-    if blocks:
-        last, indent = blocks[-1], len(blocks[-1]["indent"])
-        return re.sub(rf"^[ \t]{{1,{indent}}}" if indent else "^", "", last["text"], flags=re.M).strip("\n")
-    return "" if "```" in text else text.strip()
+    blocks = list(_FENCE.finditer(text))
+    programs = [block for block in blocks if block["language"].lower() in _PYTHON] or [
+        block for block in blocks if not block["language"] and _is_program(_unindented(block))
+    ]
+    return _unindented(programs[-1]) if programs else "" if blocks or "```" in text else text.strip()
+
+
+def _unindented(block: re.Match[str]) -> str:
+    indent = len(block["indent"])
+    return re.sub(rf"^[ \t]{{1,{indent}}}" if indent else "^", "", block["text"], flags=re.M).strip("\n")
+
+
+def _is_program(text: str) -> bool:
+    """Whether a text is Python that does something, and not an example of input or output."""
+    try:
+        parsed = ast.parse(text[:MAX_PROGRAM_CHARS])
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    return any(not isinstance(part, ast.Expr) or isinstance(part.value, ast.Call) for part in parsed.body)
 
 
 def cases_in(label: Any, metadata: Mapping[str, Any] | None = None) -> Cases | None:
     """The tests in a label; None if it has none, or not as many outputs as inputs."""
     found = _parsed(label)
     given = metadata or {}
-    name: Any = given.get("fn_name") or given.get("func_name")
+    name: Any = given.get("fn_name") or given.get("func_name") or given.get("entry_point")
+    if checks := _checks_in(found, name):
+        return Cases(checks=checks)
     if isinstance(found, list):
         cases = [cast("Mapping[Any, Any]", each) for each in cast("list[Any]", found) if isinstance(each, Mapping)]
         if len(cases) != len(cast("list[Any]", found)) or not all({"input", "output"} <= {*case} for case in cases):
@@ -102,7 +133,7 @@ def cases_in(label: Any, metadata: Mapping[str, Any] | None = None) -> Cases | N
             return None
     elif isinstance(found, Mapping):
         by_key = cast("Mapping[Any, Any]", found)
-        inputs, outputs = by_key.get("inputs"), by_key.get("outputs")
+        inputs, outputs = (by_key.get(f"{key}s", by_key.get(key)) for key in ("input", "output"))
         name = by_key.get("fn_name") or by_key.get("func_name") or name
     else:
         return None
@@ -118,19 +149,41 @@ def _cases(inputs: Sequence[Any], outputs: Sequence[Any], name: Any) -> Cases | 
         return Cases(tuple(map(_lines_of, inputs)), tuple(map(_lines_of, outputs)))
     if not isinstance(name, str) or not name.isidentifier():
         return None
+    is_text = isinstance(inputs[0], str)
     try:
         arguments = tuple(_arguments(each) for each in inputs)
-        values = tuple(
-            json.loads(each) if isinstance(each, str) and isinstance(inputs[0], str) else each for each in outputs
-        )
+        values = tuple(json.loads(each) if isinstance(each, str) and is_text else each for each in outputs)
     except (ValueError, RecursionError):
         return None
-    wrapped = [
-        cast("list[Any]", each) for each in values if isinstance(each, list) and len(cast("list[Any]", each)) == 1
-    ]
-    if len(wrapped) == len(values) and not isinstance(inputs[0], str):
-        values = tuple(each[0] for each in wrapped)  # as in APPS
-    return Cases(arguments, values, name)
+    wrapped = not is_text and all(_length(each) == 1 for each in values)
+    return Cases(arguments, values, name, wrapped)
+
+
+def _length(value: Any) -> int | None:
+    return len(cast("Sequence[Any]", value)) if isinstance(value, list | tuple) else None
+
+
+def _checks_in(found: Any, name: Any) -> str | None:
+    """Tests that are code, as in MBPP and HumanEval; None if there are none."""
+    before = ""
+    if isinstance(found, Mapping):
+        by_key = cast("Mapping[str, Any]", found)
+        name = by_key.get("entry_point") or name
+        before = "\n".join(_texts(by_key.get("test_imports")) + _texts(by_key.get("test_setup_code")))
+        found = by_key.get("test_list") or by_key.get("test")
+    texts = _texts(found)
+    if not texts or not any(CHECKED in text for text in texts):
+        return None
+    checks = "\n".join((before, *texts))
+    if re.search(r"^def check\(", checks, re.M) and not re.search(r"^check\(", checks, re.M):
+        return f"{checks}\ncheck({name})" if isinstance(name, str) and name.isidentifier() else None
+    return checks
+
+
+def _texts(value: Any) -> list[str]:
+    """A text, or a list of them; empty for anything else."""
+    several = list(cast("Sequence[Any]", value)) if isinstance(value, list | tuple) else [value]
+    return several if all(isinstance(each, str) for each in several) else []
 
 
 def _parsed(label: Any) -> Any:
@@ -139,7 +192,7 @@ def _parsed(label: Any) -> Any:
     try:
         return json.loads(label)
     except (ValueError, RecursionError):
-        return None
+        return label if CHECKED in label else None
 
 
 def _lines_of(value: Any) -> str:
@@ -179,7 +232,18 @@ def _passes_calls(program: str, tests: Cases, deadline: float) -> bool:
         values = [json.loads(line) for line in lines]
     except (ValueError, RecursionError):
         return False
-    return all(_same_value(value, wanted) for value, wanted in zip(values, tests.outputs, strict=True))
+    return all(
+        _same_value(value, wanted) or (tests.wrapped and _same_value(value, wanted[0]))
+        for value, wanted in zip(values, tests.outputs, strict=True)
+    )
+
+
+def _passes_checks(program: str, checks: str, deadline: float) -> bool:
+    """Whether the checks came to their end, which they say by a word that the program does not know."""
+    word = secrets.token_hex()
+    left_s = deadline - time.monotonic()
+    ran = run_program(program, checks=(checks, word), wall_s=left_s, max_output_bytes=MORE_OUTPUT_BYTES)
+    return ran.code == 0 and ran.output.decode("utf-8", "replace") == word
 
 
 def same_output(output: str, wanted: str) -> bool:

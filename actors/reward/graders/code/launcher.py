@@ -11,7 +11,9 @@ launcher writes how each run ended: its exit code and the length of its output, 
 """
 
 import atexit
+import builtins
 import fcntl
+import importlib
 import json
 import mmap
 import os
@@ -35,6 +37,18 @@ BETWEEN_NS = 20_000_000  # twice what it takes without a wait for a core
 MAX_FILES = 10_000  # in its folder; each takes memory of the kernel
 RAISED = 1
 READY, LOST = b"+", b"!"
+USUAL_MODULES = (
+    "typing",
+    "collections",
+    "heapq",
+    "bisect",
+    "math",
+    "itertools",
+    "functools",
+    "string",
+    "re",
+    "operator",
+)
 TOO_MUCH = -1  # code of a run that wrote too much
 
 if IS_PROGRAM:
@@ -229,14 +243,20 @@ def _run(order: dict[str, Any]) -> int:
     sys.modules["__main__"] = module
     code = 0
     try:
-        if order["function"] is None:
+        function, checks = order["function"], order["checks"]
+        if function is None and checks is None:
             _execute(order["program"], module)
         else:
             module.__name__ = "program"  # so that `if __name__ == "__main__"` runs nothing
             answers = os.dup(1)
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            _know_usual_names()
             _execute(order["program"], module)
-            _call_all(module, order["function"], order["calls"], answers)
+            if function is not None:
+                _call_all(module, function, order["calls"], answers)
+            else:
+                _execute(checks[0], module)
+                _write_all(answers, checks[1].encode())
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
     except BaseException:  # noqa: BLE001 - a program may raise anything; it has then failed
@@ -251,12 +271,26 @@ def _execute(program: str, module: types.ModuleType) -> None:
     exec(compile(program, "program.py", "exec"), module.__dict__)
 
 
+def _know_usual_names() -> None:
+    """Make names known that such tasks use without an import. Those that Python or the program has stay."""
+    for name in USUAL_MODULES:
+        module = importlib.import_module(name)
+        names = getattr(module, "__all__", [each for each in dir(module) if not each.startswith("_")])
+        for each, value in ((name, module), *((each, getattr(module, each)) for each in names)):
+            builtins.__dict__.setdefault(each, value)
+
+
 def _call_all(module: types.ModuleType, name: str, calls: list[Any], answers: int) -> None:
     """Write the value of each call as a line of JSON."""
     for arguments in calls:
         owner = getattr(module, "Solution", None)
         call = getattr(owner(), name) if owner is not None and hasattr(owner, name) else getattr(module, name)
-        _write_all(answers, json.dumps(call(*arguments)).encode() + b"\n")
+        _write_all(answers, json.dumps(call(*arguments), default=_listed).encode() + b"\n")
+
+
+def _listed(value: Any) -> Any:
+    """An array or a number of NumPy as JSON has them; raises for anything else."""
+    return value.tolist()
 
 
 def _finished(module: types.ModuleType, code: int) -> int:

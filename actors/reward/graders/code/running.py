@@ -58,6 +58,7 @@ def run_program(
     *,
     function: str | None = None,
     calls: Sequence[Sequence[Any]] = (),
+    checks: tuple[str, str] | None = None,
     wall_s: float = 8.0,
     max_output_bytes: int = MORE_OUTPUT_BYTES,
     limits: Limits = LIMITS,
@@ -69,6 +70,7 @@ def run_program(
         given: what it reads from standard input.
         function: called after the program has run; its values are the output, a line of JSON each.
         calls: arguments of each call; JSON values.
+        checks: code that runs after the program, in its names, and what is the output if it raises nothing.
         wall_s: seconds after which it is killed, from the time the sandbox stands.
         max_output_bytes: it is killed when it writes more.
         limits: of the program.
@@ -77,7 +79,7 @@ def run_program(
         SandboxError: this machine cannot isolate it, and nothing ran; something else killed the sandbox; or it was
             killed after `wall_s`, of which it waited for a core for more than a tenth.
     """
-    order = {"program": program, "function": function, "calls": calls, "inputs": None, **limits._asdict()}
+    order = _order(program, limits, function=function, calls=calls, checks=checks)
     with _launched(order, given) as (process, reading, own_time):
         ran = _read(process, _Clock(own_time, wall_s), max_output_bytes)
         if process.returncode is not None and (process.returncode < 0 or os.read(reading, 1)):
@@ -104,7 +106,7 @@ def run_inputs(
     Raises:
         SandboxError: as `run_program`, with the time of all runs; the runs before it have ended.
     """
-    order = {"program": program, "function": None, "calls": (), "inputs": inputs, **limits._asdict()}
+    order = _order(program, limits, inputs=inputs)
     with _launched(order, b"") as (process, reading, own_time):
         received, clock = bytearray(), _Clock(own_time, wall_s)
         for _ in inputs:
@@ -116,6 +118,11 @@ def run_inputs(
             yield ran
             if ran.code != 0:
                 return
+
+
+def _order(program: str, limits: Limits, **what: Any) -> dict[str, Any]:
+    nothing = {"function": None, "calls": (), "checks": None, "inputs": None}
+    return {"program": program, **nothing, **what, **limits._asdict()}
 
 
 @contextmanager

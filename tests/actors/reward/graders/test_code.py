@@ -23,7 +23,7 @@ from actors.reward.causes import cause_of
 from actors.reward.graders import builtin
 from actors.reward.graders.builtin import find_grader
 from actors.reward.graders.code import launcher, running
-from actors.reward.graders.code.grader import cases_in, code, program_in, same_output
+from actors.reward.graders.code.grader import Cases, cases_in, code, program_in, same_output
 from actors.reward.graders.code.running import Limits, Ran, SandboxError, run_inputs, run_program
 from actors.reward.keeper import children_of
 from actors.reward.samples import GradedSample
@@ -31,7 +31,9 @@ from actors.reward.sandbox import sandbox_of
 from tests.build.topology import topology_with
 
 ADDS = {"inputs": [[1, 2], [3, 4]], "outputs": [3, 7], "fn_name": "add"}
+CHECK = "def check(candidate):\n    assert candidate(1, 2) == 3"
 DOUBLES = {"inputs": ["1\n", "4\n"], "outputs": ["2\n", "8\n"]}
+FIRSTS = {"inputs": [[[3, 1]], [[5]]], "outputs": [[3], [5]], "fn_name": "first"}
 REFUSAL = isolation.refusal()
 
 
@@ -74,6 +76,13 @@ def ran_at_last(program: str, wall_s: float) -> Ran:
         ("def add(a, b):\n    return str(a + b)", ADDS, 0.0),
         ("def other(a, b):\n    return a + b", ADDS, 0.0),
         ("def add(a, b): return a +", ADDS, 0.0),
+        ("class Solution:\n    def add(self, a: List[int], b):\n        return sum(deque([a, b]))", ADDS, 1.0),
+        ("def first(l):\n    return [l[0]]", FIRSTS, 1.0),  # APPS wraps a value in a list or does not
+        ("def first(l):\n    return l[0]", FIRSTS, 1.0),
+        ("def add(a, b):\n    print(a)\n    return a + b", ["assert add(1, 2) == 3", "assert add(2, 2) == 4"], 1.0),
+        ("def add(a, b):\n    return 3", ["assert add(1, 2) == 3", "assert add(2, 2) == 4"], 0.0),
+        ("raise SystemExit(0)", ["assert add(1, 2) == 3"], 0.0),
+        ("import os\nos._exit(0)", ["assert add(1, 2) == 3"], 0.0),
     ],
 )
 def test_a_program_is_right_if_all_tests_pass(program: str, label: Any, expected: float) -> None:
@@ -84,7 +93,10 @@ def test_a_program_is_right_if_all_tests_pass(program: str, label: Any, expected
     ("response", "expected"),
     [
         ("```python\na = 1\n```", "a = 1"),
-        ("```py\na\n```\nor\n```\nb\n```", "b"),
+        ("```py\na = 1\n```\nor\n```\nb = 1\n```", "a = 1"),  # what is marked as Python is the program
+        ("```\na()\n```\nor\n```\nb()\n```\nprints\n```\n1\n2\n```", "b()"),  # and an example of output is none
+        ("```python\na\n```python\nb\n```", "b"),
+        ("~~~python\ns = '''\n```\n'''\n~~~", "s = '''\n```\n'''"),
         ("```python\na\n```\n```bash\nls\n```", "a"),
         ("```python\ncut off", "cut off"),
         ("<think>```python\na\n```</think>b = 2", "b = 2"),
@@ -102,11 +114,21 @@ def test_the_last_block_of_python_is_the_program(response: str, expected: str) -
 @pytest.mark.parametrize(
     ("label", "metadata", "expected"),
     [
-        (ADDS, {}, (([1, 2], [3, 4]), (3, 7), "add")),
-        ({**ADDS, "outputs": [[3], [7]]}, {}, (([1, 2], [3, 4]), (3, 7), "add")),  # as in APPS
-        ([{"input": "[1]\n2", "output": "3", "testtype": "functional"}], {"func_name": "f"}, (([[1], 2],), (3,), "f")),
-        ([{"input": "1", "output": "2", "testtype": "stdin"}], {"func_name": "f"}, (("1",), ("2",), None)),
-        ({"inputs": [["1", "2"]], "outputs": [[3]]}, {}, (("1\n2",), ("3",), None)),
+        (ADDS, {}, Cases(([1, 2], [3, 4]), (3, 7), "add")),
+        ({**ADDS, "outputs": [[3], [7]]}, {}, Cases(([1, 2], [3, 4]), ([3], [7]), "add", wrapped=True)),  # as in APPS
+        (
+            [{"input": "[1]\n2", "output": "3", "testtype": "functional"}],
+            {"func_name": "f"},
+            Cases(([[1], 2],), (3,), "f"),
+        ),
+        ([{"input": "1", "output": "2", "testtype": "stdin"}], {"func_name": "f"}, Cases(("1",), ("2",))),
+        ({"inputs": [["1", "2"]], "outputs": [[3]]}, {}, Cases(("1\n2",), ("3",))),
+        ({"input": ["1"], "output": ["2"]}, {}, Cases(("1",), ("2",))),  # as in CodeContests
+        (["assert f(1)"], {}, Cases(checks="\nassert f(1)")),  # as in MBPP
+        ({"test_list": ["assert f(1)"], "test_setup_code": "x = 1"}, {}, Cases(checks="x = 1\nassert f(1)")),
+        (CHECK, {"entry_point": "f"}, Cases(checks=f"\n{CHECK}\ncheck(f)")),  # as in HumanEval
+        ({"test": CHECK, "entry_point": "f"}, {}, Cases(checks=f"\n{CHECK}\ncheck(f)")),
+        (CHECK, {}, None),
         ({"inputs": ["1"], "outputs": []}, {}, None),
         ({"inputs": [], "outputs": []}, {}, None),
         ("no JSON", {}, None),
