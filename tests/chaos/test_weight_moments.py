@@ -55,8 +55,11 @@ PLACES: Final[dict[str, tuple[Place, ...]]] = {  # by who dies
         ("after", "commit", None),
     ),
 }
-FEW_KILLED: Final = (("engine.policy.1", ("during", "bucket", 2)), ("trainer.0", ("before", "bucket", 2)))
-FEW_STOPPED: Final = (("engine.policy.1", ("during", "bucket", 2)),)
+FEW_KILLED: Final[tuple[tuple[str, Place], ...]] = (
+    ("engine.policy.1", ("during", "bucket", 2)),
+    ("trainer.0", ("before", "bucket", 2)),
+)
+FEW_STOPPED: Final[tuple[tuple[str, Place], ...]] = (("engine.policy.1", ("during", "bucket", 2)),)
 
 
 def moments_of(places: Sequence[tuple[str, Place]], signal: str) -> tuple[Moment, ...]:
