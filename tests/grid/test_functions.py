@@ -26,7 +26,9 @@ LAYOUTS: Final[dict[str, dict[str, Any]]] = {  # settings of [trainer]
     "DP2": {"num_processes": 2},
     "PP2, packed": {"num_processes": 2, "packed": True, "megatron": {"pipeline_model_parallel_size": 2}},
 }
+NIGHTLY: Final = ("CP2", "PP2, packed")  # CI trains all cases packed in CP2, and some in PP2
 FURTHER: Final[dict[str, dict[str, Any]]] = {  # layouts in which only `CASES_OF_FURTHER` are trained
+    "PP2": {"num_processes": 2, "megatron": {"pipeline_model_parallel_size": 2}},
     "TP2+SP": {"num_processes": 2, "megatron": {"tensor_model_parallel_size": 2, "sequence_parallel": True}},
     "DP2+DO": {"num_processes": 2, "optimizer": {"use_distributed_optimizer": True}},
 }
@@ -50,11 +52,16 @@ pytestmark = [pytest.mark.grid, pytest.mark.timeout(TIMEOUT_S + 60), pytest.mark
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The metrics of all cases, by layout: two processes train all of them."""
+def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The metrics of all cases, by layout that this session asks about: two processes train all of them."""
     place = tmp_path_factory.mktemp("functions")
     write_model(place / "model", initializer_range=0.1)
-    jobs = [described(place, name, tables, CASES) for name, tables in ({ONE: {}} | LAYOUTS).items()]
+    items = (
+        item for item in request.session.items if isinstance(item, pytest.Function) and item.path == Path(__file__)
+    )
+    asked = {item.callspec.params["layout"] for item in items if hasattr(item, "callspec")}
+    trained = {ONE: {}} | {name: tables for name, tables in LAYOUTS.items() if name in asked}
+    jobs = [described(place, name, tables, CASES) for name, tables in trained.items()]
     jobs += [described(place, name, tables, CASES_OF_FURTHER) for name, tables in FURTHER.items()]
     some = {name: CASES[name] for name in NEEDS_SEQUENCES}
     jobs.append(described(place, "fault", LAYOUTS["CP2"], some) | {"fault": FAULT})
@@ -95,7 +102,9 @@ def different(found: dict[str, float], expected: dict[str, float]) -> dict[str, 
     }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=pytest.mark.nightly if name in NIGHTLY else ()) for name in LAYOUTS]
+)
 def test_a_layout_trains_every_function_like_one_rank(place: Path, layout: str) -> None:
     found, expected = metrics(place, layout), metrics(place, ONE)
     assert found.keys() == expected.keys() == CASES.keys()
