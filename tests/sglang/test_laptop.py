@@ -1,4 +1,7 @@
-"""Whole runs on SGLang's own server: the laptop recipe as a user starts it, twelve steps and until it has learnt."""
+"""Whole runs on SGLang's own server: the laptop recipe as a user starts it, twelve steps and until it has learnt.
+
+All are nightly: the whole run of CI on SGLang is one in which engine and trainer are killed (test_deaths.py).
+"""
 
 import json
 import os
@@ -93,11 +96,9 @@ def run(
     return result, rows
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(LIMIT_S + 60)
-@pytest.mark.parametrize(
-    "transport",
-    [pytest.param("disk", marks=pytest.mark.nightly), pytest.param("collective", marks=pytest.mark.sglang)],
-)
+@pytest.mark.parametrize("transport", ["disk", "collective"])
 def test_twelve_steps_on_sglang_learn_and_their_books_close(tmp_path: Path, transport: str) -> None:
     result, rows = run(tmp_path, NUM_STEPS, LIMIT_S, **{"engines.policy.weight_transport": transport})
     assert (tmp_path / "runs/laptop-sglang/weights").exists() == (transport == "disk")
