@@ -19,6 +19,7 @@ from actors.reward.frames import GraderSpec
 from actors.reward.graders.boxed import BOXED_PREFIX
 from actors.reward.graders.builtin import BUILT_IN_GRADERS
 from actors.reward.graders.calling import resolve_grader
+from actors.rollout.samples.evaluation_function import find_evaluation_function
 from actors.rollout.samples.generate_function import find_generate_function
 from actors.rollout.samples.rollout_function import find_rollout_function
 from runtime.node.checks.apart import Doing, unlimited
@@ -78,6 +79,9 @@ def _hooks(topology: Topology) -> Iterator[tuple[str, str, Find]]:
         if item.custom_generate is not None:
             key = f"eval.{index}.custom_generate"
             yield key, item.custom_generate, partial(find_generate_function, item.custom_generate, key=key)
+        if item.custom_evaluation is not None:
+            key = f"eval.{index}.custom_evaluation"
+            yield key, item.custom_evaluation, partial(find_evaluation_function, key, item.custom_evaluation)
         if item.custom_metrics is not None:
             key = f"eval.{index}.custom_metrics"
             started = partial(_start, key, item.custom_metrics, partial(metrics_process, topology.reward, key))

@@ -98,7 +98,16 @@ from messages.samples import (
     WeightSpan,
     with_untrained,
 )
-from messages.work import Demonstration, EvalRequested, Prompt, RolloutRequested, ScoreItem, ScoreRequested, TurnSpan
+from messages.work import (
+    Demonstration,
+    EvalRequested,
+    EvalSetRequested,
+    Prompt,
+    RolloutRequested,
+    ScoreItem,
+    ScoreRequested,
+    TurnSpan,
+)
 
 __all__ = [
     "ActorDescribed",
@@ -130,6 +139,7 @@ __all__ = [
     "EvalEnded",
     "EvalIssued",
     "EvalRequested",
+    "EvalSetRequested",
     "EvalSetSize",
     "FileSum",
     "Float32Array",

@@ -36,7 +36,7 @@ class PromptStored(Message, kw_only=True, tag="prompt_stored", eq=False):
     row: int
     part: int  # from 0
     num_parts: int
-    content: bytes  # a chunk; all chunks concatenated are a Prompt in msgpack
+    content: bytes  # a chunk; all chunks concatenated are a Prompt in msgpack, or those of an evaluation set
     digest: str = ""  # of all chunks: the first 32 hex digits of their SHA-256; "" in old messages
 
     def key(self) -> str:

@@ -132,6 +132,8 @@ class EvalCompleted(Message, kw_only=True, tag="eval_completed"):
     version: int
     instance: str
     samples: tuple[SampleSummary, ...]
+    not_asked: bool = False  # whether the evaluation function of its set asked for no sample of it
+    failed: str = ""  # why the evaluation function of its set failed; one item of the set says it
 
     def key(self) -> str:
         return f"{self.step}.{self.set}.{self.item}"

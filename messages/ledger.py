@@ -152,7 +152,8 @@ class EvalEnded(Message, kw_only=True, tag="eval_ended"):
     not_finite: tuple[str, ...] = ()  # names of metrics that are NaN or infinite, which JSON cannot represent
     newest_version: int = 0  # newest weight version that answered, if newer than `version`; else 0
     not_finite_values: tuple[str, ...] = ()  # values of the metrics in not_finite, in their order: nan, inf, -inf
-    failed: dict[str, str] = {}  # by set, why its function of metrics gave none
+    failed: dict[str, str] = {}  # by set, why its evaluation function or its function of metrics failed
+    not_asked: dict[str, int] = {}  # by set, number of prompts of which its evaluation function asked for no sample
 
     def __post_init__(self) -> None:
         leave_out_not_finite(self)

@@ -77,6 +77,24 @@ class EvalRequested(Message, kw_only=True, tag="eval_requested", eq=False):
         return f"{self.step}.{self.set}.{self.item}"
 
 
+@register
+class EvalSetRequested(Message, kw_only=True, tag="eval_set_requested", eq=False):
+    """Task: evaluate a whole set by its evaluation function, on one fixed weight version. Halts do not affect it."""
+
+    plane = Plane.WORK
+    topic = "eval_set"
+    keyed = True
+    step: int
+    set: str
+    version: int
+    num_items: int
+    prompts: tuple[Prompt, ...] = ()  # in the order of the items; empty if they are stored
+    parts: tuple[int, ...] = ()  # data messages that hold the prompts, if these are too large for a task
+
+    def key(self) -> str:
+        return f"{self.step}.{self.set}"
+
+
 class TurnSpan(msgspec.Struct, frozen=True, kw_only=True):
     """A turn of the model: the tokens [start, end) of a response, and their text."""
 

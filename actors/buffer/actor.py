@@ -15,7 +15,7 @@ from actors.buffer.deciding.decide import Schedule, decide, events_of, halt_by_h
 from actors.buffer.deciding.measuring import EvalMetrics
 from actors.buffer.deciding.selecting import Selector
 from actors.buffer.deciding.selection import Selection
-from actors.buffer.deciding.tasks import eval_tasks, failed_ending, rollout_task, schedule_of, tasks_in_flight
+from actors.buffer.deciding.tasks import Task, eval_tasks, failed_endings, rollout_task, schedule_of, tasks_in_flight
 from actors.buffer.ledger_log import LedgerLog
 from actors.buffer.prompts.drawn import DrawnPrompts
 from actors.buffer.prompts.generated import GeneratedPrompts
@@ -37,6 +37,7 @@ from messages import (
     EvalEnded,
     EvalIssued,
     EvalRequested,
+    EvalSetRequested,
     GroupAborted,
     GroupCompleted,
     GroupFailed,
@@ -123,6 +124,7 @@ class BufferActor(Actor):
         PromptsLoaded,
         RolloutRequested,
         EvalRequested,
+        EvalSetRequested,
         SpillsGiven,
         HaltAnswered,
         CheckpointRequested,
@@ -175,7 +177,7 @@ class BufferActor(Actor):
         self._snapshots = SnapshotStore(bus)
         self._issue_prompts: dict[int, Prompt] = {}  # prompts of the groups being issued, by number
         self._recorder = Recorder(topology, bus)
-        self._eval_tasks: Iterator[EvalRequested] = iter(())  # of the running evaluation, not published yet
+        self._eval_tasks: Iterator[Task] = iter(())  # of the running evaluation, not published yet
         self._folded = anyio.Event()  # set with the next folded event, and replaced
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
@@ -447,7 +449,7 @@ class BufferActor(Actor):
             self._eval_tasks = eval_tasks(self._topology, evaluation, prompts.evals)
             await self._publish_tasks(islice(self._eval_tasks, EVAL_TASKS_QUEUED))
 
-    async def _publish_tasks(self, tasks: Iterable[RolloutRequested | EvalRequested]) -> None:
+    async def _publish_tasks(self, tasks: Iterable[Task]) -> None:
         """Build tasks in a thread, since a user's function may supply their prompts, and publish them."""
         with self._activity(describe_source(self._topology.data)):
             ready = iter(await _in_thread(lambda: list(tasks)))
@@ -460,7 +462,7 @@ class BufferActor(Actor):
             for _ in range(MAX_CONCURRENT_PUBLISHES):
                 group.start_soon(put)
 
-    async def _publish_task(self, task: RolloutRequested | EvalRequested) -> None:
+    async def _publish_task(self, task: Task) -> None:
         try:
             await self._bus.publish(await self._store.task(task))
         except StreamFull as error:
@@ -469,7 +471,8 @@ class BufferActor(Actor):
             log.debug("task_still_queued", task=task.key())
         except MessageRefused as error:  # a retry would be refused too
             log.warning("task_refused", task=task.key(), reason=str(error))
-            await self._bus.publish(failed_ending(task, str(error), self._bus.name))
+            for ending in failed_endings(task, str(error), self._bus.name):
+                await self._bus.publish(ending)
 
 
 def _loaded_first(run_dir: Path) -> list[PromptsLoaded]:

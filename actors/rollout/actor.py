@@ -31,6 +31,7 @@ from actors.rollout.requests.interrupting import RunningRequests
 from actors.rollout.requests.sending import Generator
 from actors.rollout.requests.watching import TokenTimeouts, Watchdog
 from actors.rollout.samples.conversation import Conversation
+from actors.rollout.samples.evaluation_function import find_evaluation_function
 from actors.rollout.samples.failures import policy_of
 from actors.rollout.samples.generate_function import find_generate_function
 from actors.rollout.samples.rollout_function import find_rollout_function
@@ -48,6 +49,7 @@ from messages import (
     EvalEnded,
     EvalIssued,
     EvalRequested,
+    EvalSetRequested,
     GroupAborted,
     GroupCompleted,
     GroupFailed,
@@ -114,6 +116,7 @@ class RolloutActor(Actor):
     reads = (
         RolloutRequested,
         EvalRequested,
+        EvalSetRequested,
         RoundHalted,
         TrainerStarted,
         WeightsAnnounced,
@@ -170,6 +173,13 @@ class RolloutActor(Actor):
             for index, item in enumerate(topology.eval)
             if item.custom_generate is not None
         }
+        self._eval_functions = {
+            item.name: find_evaluation_function(
+                f"eval.{index}.custom_evaluation", item.custom_evaluation, (Path.cwd(),)
+            )
+            for index, item in enumerate(topology.eval)
+            if item.custom_evaluation is not None
+        }
         self._target = TargetWeights()
         self._tasks = TaskRunner(topology, bus, pool, self._target, ack_wait_s=ack_wait_s)
         self._published = PublishedFiles(UpdateLimits.of(engines) if engines.verify != "never" else None)
@@ -205,7 +215,12 @@ class RolloutActor(Actor):
             if pool.update_groups == 1:  # with rolling updates the other engines keep serving
                 updater.hold_by(fleet.serving.held)
             follower = await self._follower(fleet, tools.generator.running)
-            self._waits = [fleet.waits_for, tools.generator.running.waits_for, tools.scorer.waits_for]
+            self._waits = [
+                fleet.waits_for,
+                tools.generator.running.waits_for,
+                tools.scorer.waits_for,
+                self._tasks.waits_for,
+            ]
             for frozen in self._pools.values():
                 self._waits.append(frozen.waits_for)
                 group.start_soon(frozen.run, self._bus, self._topology)
@@ -230,6 +245,7 @@ class RolloutActor(Actor):
             group.start_soon(self._tasks.spill_long_runs)
             group.start_soon(self._tasks.pull_groups, tools, engine_limits.need)
             group.start_soon(self._tasks.pull_evals, tools, engine_limits.need)
+            group.start_soon(self._tasks.pull_eval_sets, tools, engine_limits.need)
             task_status.started()
 
     def stats(self) -> dict[str, float]:
@@ -296,6 +312,7 @@ class RolloutActor(Actor):
             custom_generate=self._custom_generate,
             function_limit_s=self._topology.rollout.custom_generate_timeout_s,
             eval_generate=self._eval_generate,
+            eval_functions=self._eval_functions,
             custom_rollout=self._custom_rollout,
             model=self._model,
             policy=policy_of(reward),

@@ -6,10 +6,10 @@ from typing import Final, Protocol, TypeVar
 
 import msgspec
 
-from messages import EvalRequested, Int32Array, MessageT, Prompt, PromptStored, RolloutRequested
+from messages import EvalRequested, EvalSetRequested, Int32Array, MessageT, Prompt, PromptStored, RolloutRequested
 from messages.codec import DecodeError, pack, unpack
 from runtime.bus.bus import Bus
-from runtime.bus.errors import PayloadUnreadable
+from runtime.bus.errors import PayloadLost, PayloadUnreadable
 
 LARGE_BYTES: Final = 64 << 10  # of a whole prompt, since a task and every score request would repeat it
 LARGE_METADATA_BYTES: Final = 1 << 10  # since the completion event of each group would repeat it
@@ -18,6 +18,12 @@ SHOWN_CHARS: Final = 2000  # shown characters of a large prompt
 DIGEST_CHARS: Final = 32
 
 Task = TypeVar("Task", RolloutRequested, EvalRequested)
+
+
+class _PromptsOfSet(msgspec.Struct, frozen=True, eq=False):
+    """The prompts of an evaluation set, as they are stored."""
+
+    prompts: tuple[Prompt, ...]
 
 
 class Fetches(Protocol):
@@ -49,14 +55,29 @@ async def store_prompt(bus: Bus, prompt: Prompt, *, part_bytes: int = PART_BYTES
         StreamFull: the data stream is full.
         BusUnavailable: the bus is not reachable.
     """
-    content = pack(prompt)
+    return await _store(bus, pack(prompt), data=prompt.data, row=prompt.row, part_bytes=part_bytes)
+
+
+async def stored_set(bus: Bus, task: EvalSetRequested) -> EvalSetRequested:
+    """Return the task of a set ready to publish: large prompts, and all of them if they are many, are stored and cited.
+
+    Raises:
+        As of `store_prompt`.
+    """
+    prompts = [cited(each, await store_prompt(bus, each)) if is_large(each) else each for each in task.prompts]
+    content = pack(_PromptsOfSet(tuple(prompts)))
+    if len(content) <= LARGE_BYTES:
+        return msgspec.structs.replace(task, prompts=tuple(prompts))
+    parts = await _store(bus, content, data=task.set, row=0, part_bytes=PART_BYTES)
+    return msgspec.structs.replace(task, prompts=(), parts=parts)
+
+
+async def _store(bus: Bus, content: bytes, *, data: str, row: int, part_bytes: int) -> tuple[int, ...]:
     digest = hashlib.sha256(content).hexdigest()[:DIGEST_CHARS]
     pieces = [content[at : at + part_bytes] for at in range(0, len(content), part_bytes)]
     seqs: list[int] = []
     for part, piece in enumerate(pieces):
-        stored = PromptStored(
-            data=prompt.data, row=prompt.row, part=part, num_parts=len(pieces), content=piece, digest=digest
-        )
+        stored = PromptStored(data=data, row=row, part=part, num_parts=len(pieces), content=piece, digest=digest)
         seqs.append(await bus.publish(stored))
     return tuple(seqs)
 
@@ -92,6 +113,24 @@ def _joined(parts: Iterable[PromptStored], place: str) -> Prompt:
         return unpack(b"".join([part.content for part in parts]), Prompt)
     except DecodeError as error:
         raise PayloadUnreadable(f"prompt in {place}: {error}") from error
+
+
+async def prompts_of_set(bus: Fetches, task: EvalSetRequested) -> tuple[Prompt, ...]:
+    """Return the full prompts of a set's task.
+
+    Raises:
+        PayloadLost: a part of them is lost, or they are not those of the task.
+    """
+    prompts = task.prompts
+    if task.parts:
+        content = b"".join([(await bus.fetch(PromptStored, seq)).content for seq in task.parts])
+        try:
+            prompts = unpack(content, _PromptsOfSet).prompts
+        except DecodeError as error:
+            raise PayloadUnreadable(f"prompts in data messages {task.parts}: {error}") from error
+    if len(prompts) != task.num_items:
+        raise PayloadLost(f"{len(prompts)} prompts for a set of {task.num_items}")
+    return tuple([await fetch_prompt(bus, each.parts) if each.parts else each for each in prompts])
 
 
 async def with_prompt(bus: Bus, task: Task) -> Task:

@@ -136,14 +136,17 @@ def evaluate(state: LedgerState, event: EvalIssued | EvalCompleted | EvalEnded) 
                 own = max(running.version, running.same_until)
                 newer = [v for sample in event.samples if (v := sample.last_version or 0) > own]
                 kept, is_cut = _kept(event.samples) if event.set in running.kept else ((), False)
+                if event.failed:
+                    running.failed.setdefault(event.set, event.failed)
                 ended = EvalItem(
                     rewards=rewards,
-                    num_ungraded=max(len(event.samples), 1) - len(rewards),
+                    num_ungraded=0 if event.not_asked else max(len(event.samples), 1) - len(rewards),
                     num_truncated=truncated,
                     num_newer=len(newer),
                     newest_version=max(newer, default=0),
                     samples=kept,
                     is_cut=is_cut,
+                    not_asked=event.not_asked,
                 )
                 end_item(running, event.set, event.item, ended)
         case EvalEnded():
@@ -187,6 +190,15 @@ def lose_item(running: Evaluation, key: str) -> None:
     name, _, number = rest.rpartition(".")
     if step == str(running.step) and number.isdecimal():
         end_item(running, name, int(number), EvalItem(rewards=(), num_ungraded=1, num_truncated=0))
+
+
+def lose_set(running: Evaluation, key: str) -> None:
+    """End all open items of a set without rewards, because the task of its evaluation function cannot be decoded."""
+    step, _, name = key.partition(".")
+    if step == str(running.step) and name in running.sizes:
+        running.failed.setdefault(name, "its task cannot be decoded")
+        for item in range(running.sizes[name]):
+            end_item(running, name, item, EvalItem(rewards=(), num_ungraded=1, num_truncated=0))
 
 
 def lose_ending_of_item(running: Evaluation, key: str) -> None:

@@ -18,6 +18,7 @@ from messages import (
     EvalEnded,
     EvalIssued,
     EvalRequested,
+    EvalSetRequested,
     GroupAborted,
     GroupCompleted,
     GroupFailed,
@@ -37,7 +38,15 @@ from messages import (
     WeightsAnnounced,
 )
 from messages.subjects import key_of
-from runtime.ledger.batches import evaluate, lose_ending_of_item, lose_item, note_same_weights, take_batch, take_step
+from runtime.ledger.batches import (
+    evaluate,
+    lose_ending_of_item,
+    lose_item,
+    lose_set,
+    note_same_weights,
+    take_batch,
+    take_step,
+)
 from runtime.ledger.changes import Change
 from runtime.ledger.groups import close, end_attempt, issue, judge, note_outcomes, set_verdicts, spill
 from runtime.ledger.state import MAX_ENDINGS_LOST, Books, EvalItem, Evaluation, Group, LedgerState, Stage
@@ -210,6 +219,8 @@ def _lose(state: LedgerState, event: MessageDeadLettered) -> tuple[Change, ...]:
     running = state.evaluation
     if running is not None and (key := key_of(event.subject, EvalRequested)) is not None:
         lose_item(running, key)
+    elif running is not None and (key := key_of(event.subject, EvalSetRequested)) is not None:
+        lose_set(running, key)
     elif running is not None and (key := key_of(event.subject, EvalCompleted)) is not None:
         lose_ending_of_item(running, key)
     task = key_of(event.subject, RolloutRequested)

@@ -93,6 +93,7 @@ class EvalItem(msgspec.Struct, kw_only=True, frozen=True):
     newest_version: int = 0  # newest of those versions
     samples: tuple[SampleSummary, ...] = ()  # if the evaluation keeps those of this set
     is_cut: bool = False  # whether the scores and metadata of these samples were too large to be kept
+    not_asked: bool = False  # whether the evaluation function of its set asked for no sample of it
 
 
 class Evaluation(msgspec.Struct, kw_only=True):
@@ -106,6 +107,7 @@ class Evaluation(msgspec.Struct, kw_only=True):
     endings_lost: dict[str, int] = {}  # number of undecodable results, by item key
     same_until: int = 0  # newest version that republished the same weights; 0: none
     kept: tuple[str, ...] = ()  # sets whose samples are kept
+    failed: dict[str, str] = {}  # by set, why its evaluation function failed
 
     @property
     def complete(self) -> bool:

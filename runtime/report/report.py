@@ -28,10 +28,19 @@ from runtime.ledger.steps import Settled, TakenBack
 from runtime.report.group_numbers import FAILED, CompletedNumbers, EqualScores, Samples, is_left_out, is_ungraded
 from runtime.report.lines import Failures, failure_in, line_of, masked_line, step_line
 from runtime.report.progress import StepProgress
-from runtime.report.rows import MetricRow, drop_metrics, eval_means, group_metrics, mean_of, rewards_of, ungraded_shares
+from runtime.report.rows import (
+    MetricRow,
+    drop_metrics,
+    eval_means,
+    group_metrics,
+    mean_of,
+    not_asked,
+    rewards_of,
+    ungraded_shares,
+)
 from runtime.report.summary import Result, summary_lines
 from runtime.report.times import Times
-from runtime.util.formatting import number
+from runtime.util.formatting import count_of, number
 
 FOLDED = frozenset(LEDGER_EVENTS)
 ENDS = 5  # number of steps averaged for the first and the last reward
@@ -317,7 +326,8 @@ class Report(msgspec.Struct):
             for name, value in means.items()
         ]
         texts += [f"{name}: no sample has a grade" for name in ungraded if name not in means]
-        shown = ", ".join(texts)
+        texts += [f"{name}: {count_of(int(left), 'prompt')} not asked" for name, left in not_asked(all_metrics).items()]
+        shown = ", ".join(texts) or "no metrics"
         line = Line(f"evaluation after step {event.step}{weights}: {shown}")
         if self._row is not None and self._row["step"] == event.step:
             self._row |= metrics

@@ -15,9 +15,11 @@ from runtime.util.files import append_line, write_atomically
 
 MetricRow = dict[str, Any]  # by name
 UNGRADED: Final = "-ungraded_ratio"
+NOT_ASKED: Final = "-not_asked"
 NOT_MEANS: Final = (
     "-truncated_ratio",
     "-newer_weights_ratio",
+    NOT_ASKED,
     UNGRADED,
 )  # suffixes of other metrics of an evaluation set
 
@@ -114,8 +116,17 @@ def eval_means(metrics: Mapping[str, float]) -> dict[str, float]:
 
 def ungraded_shares(metrics: Mapping[str, float]) -> dict[str, float]:
     """Return the share of samples without a grade of each evaluation set that has some."""
-    ends = {key.removeprefix("eval/"): value for key, value in metrics.items() if key.endswith(UNGRADED)}
-    return {name.removesuffix(UNGRADED): share for name, share in ends.items()}
+    return _of_sets(metrics, UNGRADED)
+
+
+def not_asked(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the number of prompts that the evaluation function left out, of each evaluation set that has some."""
+    return _of_sets(metrics, NOT_ASKED)
+
+
+def _of_sets(metrics: Mapping[str, float], suffix: str) -> dict[str, float]:
+    ends = {key.removeprefix("eval/"): value for key, value in metrics.items() if key.endswith(suffix)}
+    return {name.removesuffix(suffix): value for name, value in ends.items()}
 
 
 def _is_mean(key: str) -> bool:

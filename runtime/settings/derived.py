@@ -47,7 +47,12 @@ TRAINER_FUNCTIONS: Final = {  # keys of user functions that the trainer calls, b
         "custom_megatron_before_train_step_hook",
     ),
 }
-EVAL_FUNCTIONS: Final = ("rm_type", "custom_generate", "custom_metrics")  # keys of an evaluation set
+EVAL_FUNCTIONS: Final = (
+    "rm_type",
+    "custom_generate",
+    "custom_evaluation",
+    "custom_metrics",
+)  # keys of an evaluation set
 
 
 def trainer_functions(recipe: Recipe) -> Iterator[tuple[str, str]]:

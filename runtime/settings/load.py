@@ -176,6 +176,7 @@ def _find_paths(topology: Topology, loaded: Loaded) -> Topology:
                 item,
                 path=finder.data_file(f"eval.{index}.path", item.path),
                 custom_generate=finder.plug_in(f"eval.{index}.custom_generate", item.custom_generate),
+                custom_evaluation=finder.plug_in(f"eval.{index}.custom_evaluation", item.custom_evaluation),
                 custom_metrics=finder.plug_in(f"eval.{index}.custom_metrics", item.custom_metrics),
                 rm_type=finder.plug_in(f"eval.{index}.rm_type", item.rm_type),
             )

@@ -593,6 +593,10 @@ class EvalConfig(Config, frozen=True, kw_only=True):
     # Async function that generates the samples of this set: "module:function" or "path/file.py:function". By default
     # `rollout.custom_generate`.
     custom_generate: Text | None = None
+    # Async function that evaluates this set: it gets all prompts, and decides of which it asks for how many samples, at
+    # most `n_samples_per_eval_prompt`: "module:function" or "path/file.py:function". By default each prompt has
+    # `n_samples_per_eval_prompt` samples.
+    custom_evaluation: Text | None = None
     # Function that computes further metrics from all graded samples of this set, in a process of its own:
     # "module:function" or "path/file.py:function". They are `eval/<name>/<metric>`.
     custom_metrics: Text | None = None

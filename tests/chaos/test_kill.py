@@ -7,8 +7,10 @@ import psutil
 import pytest
 
 from messages import EvalIssued, StatsGiven, StatsRequested
+from tests.chaos import evaluation_function
 from tests.chaos.audit import audit
 from tests.chaos.harness import BATCH_SIZE, EVENTS_PER_STEP, Command, Run, moments_of
+from tests.fixtures.nats import eventually
 
 pytestmark = [pytest.mark.chaos, pytest.mark.anyio, pytest.mark.timeout(400)]
 
@@ -69,6 +71,42 @@ async def test_processes_are_killed_while_an_evaluation_runs(tmp_path: Path) -> 
     of_set = f"eval/{run.topology.eval[0].name}"
     counted = [(row[f"{of_set}/samples"], row[f"{of_set}/prompts"]) for row in run.rows() if of_set in row]
     assert counted == [(EVAL_ITEMS, EVAL_ITEMS)] * 5
+
+
+async def test_processes_are_killed_while_an_evaluation_function_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It begins again with its actor, and goes on when another process dies. Its answers count once."""
+    gate, names = tmp_path / "gate", ["rollout", "buffer", "engine.policy.0"]
+    monkeypatch.setenv(evaluation_function.GATE, str(gate))
+    overrides = (
+        f"eval.0.custom_evaluation={evaluation_function.__file__}:half_of_them",
+        f"eval.0.custom_metrics={GRADERS}:count",
+        "eval.0.n_samples_per_eval_prompt=2",
+    )
+    run, halves = Run(tmp_path, num_steps=3, eval_interval=2, overrides=overrides), evaluation_function.halves(gate)
+
+    def starts() -> int:
+        return len(halves.read_text().split()) if halves.exists() else 0
+
+    async with run.started() as command:
+        await command.log.until(lambda event: isinstance(event, EvalIssued))
+        await eventually(lambda: starts() == 1, timeout_s=60)
+        command.log.kill("rollout")
+        await eventually(lambda: starts() == 2, timeout_s=60)
+        for name in names[1:]:
+            command.log.kill(name)
+        gate.touch()
+        await finish(run, command)
+    await audit(run, killed=names)
+    assert halves.read_text().split() == ["0", "0", "2", "3"]
+    of_set, num_asked = f"eval/{run.topology.eval[0].name}", EVAL_ITEMS // 2
+    found = [
+        (row[f"{of_set}/samples"], row[f"{of_set}/prompts"], row[f"{of_set}-not_asked"])
+        for row in run.rows()
+        if of_set in row
+    ]
+    assert found == [(num_asked + num_asked // 2, num_asked, EVAL_ITEMS - num_asked)] * 3
 
 
 async def test_graders_are_killed(tmp_path: Path) -> None:

@@ -200,8 +200,10 @@ GOLDEN = [
     (
         JSON,
         b'{"type":"eval_ended","incarnation":1,"step":2,"version":3,"metrics":{"eval/s":0.5},"not_finite":[],'
-        b'"newest_version":0,"not_finite_values":[],"failed":{"s":"KeyError()"}}',
-        EvalEnded(incarnation=1, step=2, version=3, metrics={"eval/s": 0.5}, failed={"s": "KeyError()"}),
+        b'"newest_version":0,"not_finite_values":[],"failed":{"s":"KeyError()"},"not_asked":{"s":3}}',
+        EvalEnded(
+            incarnation=1, step=2, version=3, metrics={"eval/s": 0.5}, failed={"s": "KeyError()"}, not_asked={"s": 3}
+        ),
     ),
     (
         JSON,

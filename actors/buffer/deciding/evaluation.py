@@ -1,11 +1,12 @@
 """Evaluations: when they are due, when training waits for them, and their metrics. Pure."""
 
 import math
+from collections.abc import Mapping
 
 import msgspec
 
 from messages import EvalEnded, EvalIssued, EvalSetSize
-from runtime.ledger.fold import Evaluation, LedgerState
+from runtime.ledger.fold import EvalItem, Evaluation, LedgerState
 from runtime.util.pass_rate import pass_rates
 
 
@@ -31,6 +32,8 @@ def end_of(state: LedgerState) -> EvalEnded | None:
         version=running.version,
         metrics=eval_metrics(running),
         newest_version=max((item.newest_version for item in items), default=0),
+        failed=dict(running.failed),
+        not_asked={name: number for name, each in running.items.items() if (number := _num_not_asked(each))},
     )
 
 
@@ -65,10 +68,15 @@ def _due_at(step: int, plans: tuple[EvalPlan, ...], num_steps: int) -> list[Eval
     return [plan for plan in plans if step % plan.interval == 0 or step == num_steps]
 
 
+def _num_not_asked(items: Mapping[int, EvalItem]) -> int:
+    return sum(item.not_asked for item in items.values())
+
+
 def eval_metrics(evaluation: Evaluation) -> dict[str, float]:
     """Mean reward of each set, sample ratios, and pass@k (a reward of exactly 1 passes).
 
-    Mean and pass@k leave out samples without a reward. A set without any reward has neither.
+    Mean and pass@k leave out samples without a reward. A set without any reward has neither. A set whose evaluation
+    function failed has no metric but the number of prompts of which it asked for no sample.
 
     The ratios: truncated samples and, if there are any, samples without a reward, and samples with tokens of newer
     weights than the evaluation's.
@@ -78,6 +86,10 @@ def eval_metrics(evaluation: Evaluation) -> dict[str, float]:
     """
     metrics: dict[str, float] = {}
     for name, items in evaluation.items.items():
+        if num_not_asked := _num_not_asked(items):
+            metrics[f"eval/{name}-not_asked"] = num_not_asked
+        if name in evaluation.failed:
+            continue
         rewards = [reward for item in items.values() for reward in item.rewards]
         num_ungraded = sum(item.num_ungraded for item in items.values())
         num_samples = len(rewards) + num_ungraded

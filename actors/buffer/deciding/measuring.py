@@ -109,14 +109,14 @@ class EvalMetrics:
         if self._of_step is None or self._of_step[0] != ended.step:
             self._of_step = (ended.step, *await self._computed(evaluation, prompts))
         _, metrics, failed = self._of_step
-        return msgspec.structs.replace(ended, metrics=ended.metrics | metrics, failed=failed)
+        return msgspec.structs.replace(ended, metrics=ended.metrics | metrics, failed=failed | ended.failed)
 
     async def _computed(
         self, evaluation: Evaluation, prompts: Mapping[str, Sequence[Prompt]]
     ) -> tuple[dict[str, float], dict[str, str]]:
         metrics, failed = dict[str, float](), dict[str, str]()
         for name, process in self._processes.items():
-            if name not in evaluation.sizes:
+            if name not in evaluation.sizes or name in evaluation.failed:
                 continue
             try:
                 found = await self._call(process, evaluation, name, prompts[name])

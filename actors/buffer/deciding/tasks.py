@@ -4,7 +4,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 from actors.buffer.deciding.decide import EvalPlan, Schedule
-from messages import EvalCompleted, EvalRequested, GroupFailed, Prompt, RolloutRequested, SampleSummary
+from messages import (
+    EvalCompleted,
+    EvalRequested,
+    EvalSetRequested,
+    GroupFailed,
+    Prompt,
+    RolloutRequested,
+    SampleSummary,
+)
 from messages.plain import clipped
 from runtime.data.stored_prompts import cited
 from runtime.ledger.fold import Evaluation, Group, LedgerState, Stage
@@ -19,6 +27,8 @@ from runtime.settings.derived import (
     trains_pairs,
 )
 from runtime.settings.topology import Topology, is_colocated
+
+Task = RolloutRequested | EvalRequested | EvalSetRequested
 
 MAX_REASON_CHARS = 1000
 BARREN_REFILLS = 16  # a run fails after this many refills in a row without a kept group
@@ -118,10 +128,20 @@ def tasks_in_flight(topology: Topology, state: LedgerState, prompts: Prompts) ->
 
 def eval_tasks(
     topology: Topology, evaluation: Evaluation, eval_prompts: Mapping[str, Sequence[Prompt]]
-) -> Iterator[EvalRequested]:
-    """Yield the tasks of a running evaluation's open items."""
+) -> Iterator[EvalRequested | EvalSetRequested]:
+    """Yield the tasks of a running evaluation's open items; first those of whole sets, which take longest."""
     for item in topology.eval:
-        if item.name not in evaluation.sizes:
+        size = evaluation.sizes.get(item.name, 0)
+        if item.custom_evaluation is not None and len(evaluation.items.get(item.name, ())) < size:
+            yield EvalSetRequested(
+                step=evaluation.step,
+                set=item.name,
+                version=evaluation.version,
+                num_items=size,
+                prompts=tuple(eval_prompts[item.name]),
+            )
+    for item in topology.eval:
+        if item.name not in evaluation.sizes or item.custom_evaluation is not None:
             continue
         ended = evaluation.items[item.name]
         for number, prompt in enumerate(eval_prompts[item.name]):
@@ -139,17 +159,27 @@ def eval_tasks(
                 )
 
 
-def failed_ending(task: RolloutRequested | EvalRequested, reason: str, instance: str) -> GroupFailed | EvalCompleted:
-    """The ending of a task that the bus refuses as a message; the buffer publishes it in place of a rollout actor."""
-    if isinstance(task, EvalRequested):
-        return EvalCompleted(
-            step=task.step, set=task.set, item=task.item, version=task.version, instance=instance, samples=()
+def failed_endings(task: Task, reason: str, instance: str) -> Iterator[GroupFailed | EvalCompleted]:
+    """The endings of a task that the bus refuses as a message. The buffer publishes them instead of a rollout actor."""
+    reason = f"task: {clipped(reason, MAX_REASON_CHARS)}"
+    if isinstance(task, RolloutRequested):
+        yield GroupFailed(
+            group_id=task.group_id,
+            attempt=task.attempt,
+            lease="",
+            round=task.round,
+            instance=instance,
+            reason=reason,
         )
-    return GroupFailed(
-        group_id=task.group_id,
-        attempt=task.attempt,
-        lease="",
-        round=task.round,
-        instance=instance,
-        reason=f"task: {clipped(reason, MAX_REASON_CHARS)}",
-    )
+        return
+    is_set = isinstance(task, EvalSetRequested)
+    for item in range(task.num_items) if is_set else (task.item,):
+        yield EvalCompleted(
+            step=task.step,
+            set=task.set,
+            item=item,
+            version=task.version,
+            instance=instance,
+            samples=(),
+            failed=reason if is_set else "",
+        )

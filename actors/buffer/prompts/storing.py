@@ -6,12 +6,21 @@ from typing import Final
 import msgspec
 import structlog
 
-from actors.buffer.deciding.tasks import Prompts
-from messages import EvalIssued, EvalRequested, GroupsIssued, IssuedGroup, Message, Plane, Prompt, RolloutRequested
+from actors.buffer.deciding.tasks import Prompts, Task
+from messages import (
+    EvalIssued,
+    EvalRequested,
+    EvalSetRequested,
+    GroupsIssued,
+    IssuedGroup,
+    Message,
+    Plane,
+    Prompt,
+)
 from messages.codec import pack
 from runtime.bus.bus import Bus
 from runtime.bus.errors import MessageRefused
-from runtime.data.stored_prompts import cited, is_large, store_prompt
+from runtime.data.stored_prompts import cited, is_large, store_prompt, stored_set
 from runtime.ledger.state import LedgerState
 
 log = structlog.get_logger()
@@ -90,9 +99,11 @@ class PromptStore:
         """End the protection: the decision is folded, so the ledger protects what it cites."""
         self.needed_from = NOWHERE
 
-    async def task(self, task: RolloutRequested | EvalRequested) -> RolloutRequested | EvalRequested:
-        """A task ready to publish. A large prompt of an evaluation task is stored here and cited."""
-        if isinstance(task, RolloutRequested) or not is_large(task.prompt):
+    async def task(self, task: Task) -> Task:
+        """A task ready to publish. Large prompts of an evaluation task are stored here and cited."""
+        if isinstance(task, EvalSetRequested):
+            return await stored_set(self._bus, task)
+        if not isinstance(task, EvalRequested) or not is_large(task.prompt):
             return task
         return msgspec.structs.replace(task, prompt=cited(task.prompt, await store_prompt(self._bus, task.prompt)))
 

@@ -110,8 +110,18 @@ class Endings:
             await bus.publish(self.failed(str(error)))
 
 
-async def publish_eval(bus: Bus, task: EvalRequested, samples: tuple[SampleSummary, ...]) -> None:
-    """Publish the outcome of an evaluation item, without details if they exceed the event size."""
+async def publish_eval(
+    bus: Bus, task: EvalRequested, samples: tuple[SampleSummary, ...], *, not_asked: bool = False, failed: str = ""
+) -> None:
+    """Publish the outcome of an evaluation item, without details if they exceed the event size.
+
+    Args:
+        bus: the bus.
+        task: of the item.
+        samples: of the item.
+        not_asked: whether the evaluation function of its set asked for no sample of it.
+        failed: why that function failed; empty: it did not, or another item says it.
+    """
     event = EvalCompleted(
         step=task.step,
         set=task.set,
@@ -119,6 +129,8 @@ async def publish_eval(bus: Bus, task: EvalRequested, samples: tuple[SampleSumma
         version=task.version,
         instance=bus.name,
         samples=samples,
+        not_asked=not_asked,
+        failed=clipped(failed, MAX_REASON_CHARS),
     )
     bare = tuple(msgspec.structs.replace(sample, score=None, metadata={}, reason=None) for sample in samples)
     for summaries in (samples, bare, ()):

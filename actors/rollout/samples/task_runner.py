@@ -6,26 +6,29 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from typing import Final
 
 import anyio
 import structlog
 
 from actors.rollout.engines.target import TargetWeights
+from actors.rollout.samples.conversation import GenerateFunction
 from actors.rollout.samples.endings import Ending, Endings, publish_eval
+from actors.rollout.samples.evaluation_function import SetEvaluation
 from actors.rollout.samples.group import GroupRun
 from actors.rollout.samples.partial import Inheritance
-from actors.rollout.samples.sample import fresh_samples
+from actors.rollout.samples.sample import OpenSample, fresh_samples
 from actors.rollout.samples.slots import GroupSlots, Slots
 from actors.rollout.samples.tasks import eval_task, training_task
 from actors.rollout.samples.tools import GroupDependencies
 from actors.rollout.sglang.errors import EnginesUnwilling, RequestRefused
-from messages import EvalRequested, RolloutRequested
+from messages import EvalRequested, EvalSetRequested, Int32Array, Prompt, RolloutRequested
 from runtime.bus.bus import Bus
 from runtime.bus.consumer import MAX_PREFETCH, Delivery
 from runtime.bus.errors import MessageRefused, PayloadLost
-from runtime.data.stored_prompts import with_prompt
+from runtime.data.stored_prompts import prompts_of_set, with_prompt
 from runtime.process.actor import InputError
-from runtime.settings.derived import needs_baseline
+from runtime.settings.derived import eval_sampling, needs_baseline, sampling_params
 from runtime.settings.placement import num_engines
 from runtime.settings.topology import Topology
 from runtime.util.errors import flatten
@@ -38,6 +41,7 @@ POISON = (RequestRefused, MessageRefused, ValueError)
 EVAL_MAX_TRIES = 5  # deliveries of an evaluation item that keeps ending aborted
 GIVE_BACK_S = 2.0  # to give tasks back at shutdown
 LOOKS_PER_SPILL = 4  # checks per `spill_every_s` for groups that are due to spill
+NO_PROMPT: Final = Prompt(data="", row=0, text="", prompt_ids=Int32Array())
 EVAL_SLOTS_SHARE = 4  # evaluation may hold 1/4 of the slots while a round is running
 
 
@@ -66,6 +70,10 @@ class TaskRunner:
         # without overlap nothing else runs during an evaluation
         self._eval_share = EVAL_SLOTS_SHARE if topology.rollout.eval_overlap else 1
         self._eval_slots = Slots(max(1, engines.concurrency // self._eval_share))
+        # of their own: an evaluation function asks for the next sample only when it has seen others
+        self._set_slots = Slots(self._eval_slots.total)
+        self._evaluations: dict[tuple[int, str], SetEvaluation] = {}  # by step and set: with a running function
+        self._sets_at_work: dict[tuple[int, str], anyio.Event] = {}  # running tasks of sets -> set when it has ended
         self._inheritance = Inheritance(bus)
         self._num_groups = 0
         self._runs: set[GroupRun] = set()  # runs of training groups
@@ -83,6 +91,7 @@ class TaskRunner:
         """Set the number of samples in flight, those of evaluations apart."""
         self.slots.resize(total)
         self._eval_slots.resize(max(1, total // self._eval_share))
+        self._set_slots.resize(self._eval_slots.total)
 
     async def pull_groups(self, tools: GroupDependencies, need: Callable[[int], None]) -> None:
         """Run the tasks of training groups. Never returns.
@@ -128,6 +137,31 @@ class TaskRunner:
                 delivery = await anext(deliveries)
                 need(delivery.message.version)
                 group.start_soon(self._run_eval, tools, delivery, taken)
+
+    async def pull_eval_sets(self, tools: GroupDependencies, need: Callable[[int], None]) -> None:
+        """Run evaluation functions, each for a whole set. Does not return unless there are none.
+
+        Arguments as of `pull_groups`.
+        """
+        if not tools.eval_functions:
+            return
+        async with (
+            self._bus.consume(
+                EvalSetRequested,
+                durable=f"eval-set-{self._pool}",
+                ack_wait_s=self._ack_wait_s,
+                max_ack_pending=len(self._topology.eval),
+            ) as deliveries,
+            anyio.create_task_group() as group,
+        ):
+            async for delivery in deliveries:
+                need(delivery.message.version)
+                group.start_soon(self._run_eval_set, tools, delivery)
+
+    def waits_for(self) -> str:
+        """Describe evaluation functions that generate nothing; empty if there are none."""
+        idle = [name for (_, name), evaluation in self._evaluations.items() if not evaluation.is_waiting]
+        return f"the evaluation function of {', '.join(sorted(idle))}, outside of sample" if idle else ""
 
     async def _run_group(
         self, tools: GroupDependencies, delivery: Delivery[RolloutRequested], slots: GroupSlots
@@ -193,7 +227,9 @@ class TaskRunner:
                     run.spill()
 
     @asynccontextmanager
-    async def _pulled(self, delivery: Delivery[RolloutRequested] | Delivery[EvalRequested]) -> AsyncGenerator[None]:
+    async def _pulled(
+        self, delivery: Delivery[RolloutRequested] | Delivery[EvalRequested] | Delivery[EvalSetRequested]
+    ) -> AsyncGenerator[None]:
         """Extend a task's ack deadline during the block; on cancellation, e.g. at shutdown, give the task back."""
         self.num_pulled += 1
         try:
@@ -236,3 +272,89 @@ class TaskRunner:
                     return
             await publish_eval(self._bus, task, tuple(sample.summary() for sample in samples))
             await delivery.ack()
+
+    async def _run_eval_set(self, tools: GroupDependencies, delivery: Delivery[EvalSetRequested]) -> None:
+        task = delivery.message
+        key = task.step, task.set
+        async with self._pulled(delivery):
+            if (ended := self._sets_at_work.get(key)) is not None:  # stalled for longer than the ack wait
+                log.warning("task_came_again", num_delivered=delivery.num_delivered)
+                await ended.wait()
+            elif task.step <= self._target.evaluated_step or task.set not in tools.eval_functions:
+                log.info("eval_set_left_out", set=task.set, step=task.step)
+            else:
+                ended = self._sets_at_work[key] = anyio.Event()
+                await self._evaluate_set(tools, task, delivery.num_delivered)
+                del self._sets_at_work[key]
+                ended.set()
+            await delivery.ack()
+
+    async def _evaluate_set(self, tools: GroupDependencies, task: EvalSetRequested, num_delivered: int) -> None:
+        """Run the evaluation function of a set, and publish the outcome of each of its prompts."""
+        index, config = next((i, each) for i, each in enumerate(self._topology.eval) if each.name == task.set)
+        key, evaluation, prompts, failed = f"eval.{index}.custom_evaluation", None, (), ""
+        if num_delivered > EVAL_MAX_TRIES:
+            failed = f"{key}: its rollout actor ended {num_delivered - 1} times while the function ran"
+        try:
+            prompts = () if failed else await prompts_of_set(self._bus, task)
+        except PayloadLost as error:
+            failed = f"prompts: {error}"
+        items = [self._item_of(task, number, prompt) for number, prompt in enumerate(prompts)]
+
+        async def run_sample(item: int, sample: OpenSample, function: GenerateFunction | None) -> None:
+            own = tools
+            if function is not None:
+                own = replace(tools, eval_generate={**tools.eval_generate, task.set: function})
+            await self._run_eval_sample(own, items[item], sample)
+
+        if not failed:
+            evaluation = self._evaluations[task.step, task.set] = SetEvaluation(
+                task.set,
+                prompts,
+                run_sample,
+                step=task.step,
+                num_samples=config.n_samples_per_eval_prompt,
+                key=key,
+                limit_s=tools.function_limit_s,
+            )
+            try:
+                failed = await evaluation.run(tools.eval_functions[task.set])
+            finally:
+                del self._evaluations[task.step, task.set]
+        if failed:
+            log.warning("evaluation_function_failed", set=task.set, step=task.step, reason=failed)
+        for number in range(task.num_items):
+            samples = () if evaluation is None else evaluation.samples(number)
+            item = self._item_of(task, number)
+            await publish_eval(self._bus, item, samples, not_asked=not samples, failed="" if number else failed)
+
+    async def _run_eval_sample(self, tools: GroupDependencies, task: EvalRequested, sample: OpenSample) -> None:
+        """Generate and grade one sample of an evaluation function. What it does wrong costs this sample alone."""
+        for num_tries in range(1, EVAL_MAX_TRIES + 1):
+            run, is_poison = GroupRun(eval_task(task, uuid.uuid4().hex), [sample], tools), False
+            async with self._set_slots.reserve(1) as slots:
+                try:
+                    await run.run(slots)
+                except* EnginesUnwilling as errors:
+                    raise InputError(str(flatten(errors)[0])) from errors
+                except* POISON as errors:
+                    reason, is_poison = str(flatten(errors)[0]), True
+                    log.warning("eval_sample_failed", set=task.set, item=task.item, index=sample.index, reason=reason)
+                    sample.give_up(reason)
+            if is_poison or run.complete or num_tries == EVAL_MAX_TRIES:
+                return
+            sample.start_again()  # an external client aborted it
+
+    def _item_of(self, task: EvalSetRequested, number: int, prompt: Prompt = NO_PROMPT) -> EvalRequested:
+        """Return the task of one prompt of a set."""
+        config = next(each for each in self._topology.eval if each.name == task.set)
+        sampling = eval_sampling(self._topology, config)
+        return EvalRequested(
+            step=task.step,
+            set=task.set,
+            item=number,
+            version=task.version,
+            prompt=prompt,
+            num_samples=1,
+            sampling=sampling_params(self._topology.rollout, sampling, len(prompt.prompt_ids), trains=False),
+        )

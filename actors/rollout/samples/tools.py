@@ -7,6 +7,7 @@ from actors.rollout.pools.answering import AnsweringPool, AnsweringPools
 from actors.rollout.pools.columns import PoolsOf, no_pools
 from actors.rollout.requests.sending import Generator
 from actors.rollout.samples.conversation import Conversation, GenerateFunction
+from actors.rollout.samples.evaluation_function import EvaluationFunction
 from actors.rollout.samples.failures import FailurePolicy
 from actors.rollout.samples.rollout_function import RolloutFunction
 from actors.rollout.samples.scoring import Scorer
@@ -30,6 +31,7 @@ class GroupDependencies:
     reward_keys: tuple[str, ...]  # names of the rewards that a training sample's score must hold
     conversations: set[Conversation]  # conversations with a running function
     eval_generate: Mapping[str, GenerateFunction] = field(default_factory=dict[str, GenerateFunction])  # by set
+    eval_functions: Mapping[str, EvaluationFunction] = field(default_factory=dict[str, EvaluationFunction])  # by set
     custom_rollout: RolloutFunction | None = None  # user-defined function for all samples of a group
     reward_per: RewardPer = "sample"  # what a list of rewards of one sample is for
     sample_fields: tuple[SampleField, ...] = ()  # of a sample, that graders get in addition
@@ -43,4 +45,5 @@ class GroupDependencies:
 
     def rollout_function(self, eval_set: str | None) -> RolloutFunction | None:
         """The function for all samples of a group. Evaluation sets with a function of their own have none."""
-        return None if eval_set is not None and eval_set in self.eval_generate else self.custom_rollout
+        has_own = eval_set is not None and (eval_set in self.eval_generate or eval_set in self.eval_functions)
+        return None if has_own else self.custom_rollout

@@ -88,7 +88,8 @@ def _engines(topology: Topology) -> Iterator[Problem]:
 def _function_pools(topology: Topology) -> Iterator[Problem]:
     """Yield problems of pools that generate functions may choose."""
     rollout, key = topology.rollout, "rollout.pools"
-    functions = (rollout.custom_generate, rollout.custom_rollout, *(item.custom_generate for item in topology.eval))
+    of_sets = [name for item in topology.eval for name in (item.custom_generate, item.custom_evaluation)]
+    functions = (rollout.custom_generate, rollout.custom_rollout, *of_sets)
     if rollout.pools and not any(functions):
         yield Problem.of(key, list(rollout.pools), "has no effect without rollout.custom_generate or custom_rollout")
         return

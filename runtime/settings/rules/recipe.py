@@ -31,6 +31,7 @@ OF_SAMPLES = (  # keys of an evaluation set that have no meaning for preference 
     "label_key",
     "rm_type",
     "custom_generate",
+    "custom_evaluation",
     "custom_metrics",
 )
 MAX_KEPT = 4096  # tokens that SGLang lists of one token: its default of --sampling-mask-max-tokens

@@ -24,6 +24,7 @@ from messages import (
     EvalEnded,
     EvalIssued,
     EvalRequested,
+    EvalSetRequested,
     GroupAborted,
     GroupCompleted,
     GroupFailed,
@@ -51,6 +52,7 @@ from runtime.bus.bus import Bus
 from runtime.bus.consumer import Deliveries
 from runtime.bus.errors import BusError, Fenced, UnknownDecision
 from runtime.bus.events import Received
+from runtime.data.stored_prompts import prompts_of_set
 from runtime.ledger.fold import LEDGER_EVENTS, LedgerState, fold
 from runtime.ledger.snapshots import newest_snapshot
 from runtime.ledger.state import MAX_ENDINGS_LOST
@@ -400,6 +402,40 @@ async def test_metrics_of_an_evaluation_are_of_all_its_samples_and_stored_once(
     assert (ended.metrics["eval/test"], ended.metrics["eval/test/sum"], ended.failed) == (0.5, 45.0, {})
     async with bus.read(EvalEnded) as events:
         assert len([received async for received in events.so_far()]) == 1
+
+
+async def test_a_set_with_an_evaluation_function_is_one_task(bus: Bus, topology: Topology, tmp_path: Path) -> None:
+    """A second buffer does not ask twice. Why the function failed stands in the end of the evaluation."""
+    (tmp_path / "mine.py").write_text("def rows(samples): return {'num': len(samples)}")
+    lines = [json.dumps({"input": f"{n}" * (14_000 if n == 4 else 500), "label": f"l{n}"}) for n in range(40)]
+    (tmp_path / "eval.jsonl").write_text("\n".join(lines))
+    item: dict[str, Any] = {"name": "test", "path": str(tmp_path / "eval.jsonl"), "interval": 1}
+    item |= {"label_key": "label", "custom_evaluation": "m:f", "custom_metrics": f"{tmp_path}/mine.py:rows"}
+    with_eval = msgspec.structs.replace(topology, eval=msgspec.convert([item], tuple[EvalConfig, ...]))
+    async with buffer(bus, with_eval):
+        await bus.publish(announcement(1))
+        await next_event(bus, EvalIssued)
+    async with (
+        buffer(bus, with_eval),
+        bus.consume(EvalSetRequested, durable="eval-set") as sets,
+    ):
+        delivery = await anext(sets)
+        task = delivery.message
+        assert delivery.num_pending == 0
+        assert (task.step, task.set, task.version, task.num_items, task.prompts) == (0, "test", 1, 40, ())
+        prompts = await prompts_of_set(bus, task)
+        assert [(each.text[:1], each.label) for each in prompts] == [(str(n)[0], f"l{n}") for n in range(40)]
+        assert [n for n, each in enumerate(prompts) if each.keys] == [4]  # graders fetch it themselves
+        sample = SampleSummary(index=0, status=SampleStatus.COMPLETED, reward=0.5)
+        who: dict[str, Any] = {"step": 0, "set": "test", "version": 1, "instance": "rollout"}
+        for number in range(40):
+            asked = (sample,) if number == 3 else ()
+            failed = "" if number else "no"
+            await bus.publish(EvalCompleted(item=number, **who, samples=asked, not_asked=not asked, failed=failed))
+        ended, _ = await next_event(bus, EvalEnded)
+        await delivery.ack()
+    assert isinstance(ended, EvalEnded)
+    assert (ended.metrics, ended.failed) == ({"eval/test-not_asked": 39.0}, {"test": "no"})
 
 
 async def _has_work(bus: Bus, number: int) -> bool:

@@ -112,3 +112,52 @@ def test_samples_of_an_evaluation_s_weights_published_again_are_not_of_newer_one
     assert state.evaluation is not None
     items = state.evaluation.items["t"]
     assert [(item.num_newer, item.newest_version) for item in items.values()] == [(0, 0), (0, 0), (1, 4)]
+
+
+def ended_set(*events: Message) -> EvalEnded:
+    """The end of an evaluation of three prompts after these events."""
+    log = Log(evals=(EvalPlan(name="test", interval=1, num_items=3),))
+    log.announce(0)
+    log.decide()
+    for event in events:
+        log.add(event)
+    (ended,) = log.decide()
+    assert isinstance(ended, EvalEnded)
+    return ended
+
+
+def answer(item: int, *rewards: float, failed: str = "") -> EvalCompleted:
+    samples = tuple(summary(index, reward=reward) for index, reward in enumerate(rewards))
+    what = {"step": 0, "set": "test", "item": item, "version": 1, "instance": "r"}
+    return EvalCompleted(**what, samples=samples, not_asked=not samples, failed=failed)
+
+
+def test_prompts_that_an_evaluation_function_left_out_are_counted_and_no_samples_without_a_grade() -> None:
+    ended = ended_set(answer(0), answer(1, 1.0, 0.0), answer(2))
+    assert ended.metrics == {
+        "eval/test-not_asked": 2,
+        "eval/test": 0.5,
+        "eval/test-truncated_ratio": 0.0,
+        "eval/test-pass@1": 0.5,
+        "eval/test-pass@2": 1.0,
+    }
+    assert (ended.not_asked, ended.failed) == ({"test": 2}, {})
+
+
+def test_a_set_whose_evaluation_function_failed_has_no_result() -> None:
+    """The answers so far would look like one. What a second run of the function says changes nothing."""
+    ended = ended_set(answer(0, failed="KeyError()"), answer(0, 1.0), answer(1, 1.0), answer(2))
+    assert (ended.metrics, ended.failed, ended.not_asked) == (
+        {"eval/test-not_asked": 2},
+        {"test": "KeyError()"},
+        {"test": 2},
+    )
+
+
+def test_a_set_whose_task_nobody_can_read_ends_without_a_result() -> None:
+    lost = [
+        MessageDeadLettered(subject=f"phy.r.work.eval_set.{key}", reason="no such field", dead_seq=1)
+        for key in ("7.test", "0.other", "0.test")
+    ]
+    ended = ended_set(answer(1, 1.0), *lost)
+    assert (ended.metrics, ended.failed) == ({}, {"test": "its task cannot be decoded"})

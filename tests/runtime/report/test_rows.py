@@ -146,6 +146,19 @@ def test_an_evaluation_without_some_or_all_grades_says_so() -> None:
     assert story.report.evals == {"a": 0.75}
 
 
+def test_an_evaluation_function_that_left_prompts_out_or_failed_says_so() -> None:
+    story = Story()
+    metrics = {"eval/a": 0.75, "eval/a-not_asked": 12.0}
+    story.tell(EvalEnded(incarnation=1, step=0, version=1, metrics=metrics))
+    story.tell(EvalEnded(incarnation=1, step=1, version=2, metrics={}, failed={"a": "eval.0.custom_evaluation: no"}))
+    assert story.lines() == [
+        "evaluation after step 0 (weights v1): a 0.750, a: 12 prompts not asked",
+        "metrics of evaluation set a failed: eval.0.custom_evaluation: no",
+        "evaluation after step 1 (weights v2): no metrics",
+    ]
+    assert story.report.evals == {"a": 0.75}
+
+
 def test_an_evaluation_that_ends_after_the_next_step_still_joins_the_row_of_its_own() -> None:
     story = Story()
     for step in (0, 2):
