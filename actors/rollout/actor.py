@@ -215,12 +215,7 @@ class RolloutActor(Actor):
             if pool.update_groups == 1:  # with rolling updates the other engines keep serving
                 updater.hold_by(fleet.serving.held)
             follower = await self._follower(fleet, tools.generator.running)
-            self._waits = [
-                fleet.waits_for,
-                tools.generator.running.waits_for,
-                tools.scorer.waits_for,
-                self._tasks.waits_for,
-            ]
+            self._waits = [fleet.waits_for, tools.generator.running.waits_for, tools.scorer.waits_for]
             for frozen in self._pools.values():
                 self._waits.append(frozen.waits_for)
                 group.start_soon(frozen.run, self._bus, self._topology)
@@ -243,16 +238,15 @@ class RolloutActor(Actor):
             engine_limits = EngineLimits(client, fleet, self._tasks.resize, bounds)
             group.start_soon(engine_limits.run)
             group.start_soon(self._tasks.spill_long_runs)
-            group.start_soon(self._tasks.pull_groups, tools, engine_limits.need)
-            group.start_soon(self._tasks.pull_evals, tools, engine_limits.need)
-            group.start_soon(self._tasks.pull_eval_sets, tools, engine_limits.need)
+            for pull in (self._tasks.pull_groups, self._tasks.pull_evals, self._tasks.pull_eval_sets):
+                group.start_soon(pull, tools, engine_limits.need)
             task_status.started()
 
     def stats(self) -> dict[str, float]:
         return self._tasks.stats()
 
     def waits_for(self) -> str:
-        waits = [words for waits_for in self._waits if (words := waits_for())]
+        waits = [words for waits_for in (*self._waits, self._tasks.waits_for) if (words := waits_for())]
         if outside := sum(not conversation.is_waiting for conversation in self._conversations):
             waits.append(f"rollout.custom_generate, outside of generate and grade in {count_of(outside, 'sample')}")
         if not self._tasks.num_pulled:

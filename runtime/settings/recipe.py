@@ -211,7 +211,8 @@ class RolloutConfig(Config, frozen=True, kw_only=True):
     # Engine pools whose models a generate function may choose for a turn: names in `engines`. Their turns do not train.
     pools: tuple[Name, ...] = ()
     # Seconds that a generate function may take between two turns of the model, without those in which it waits for a
-    # grader, and a rollout function without a sample that generates. With more the prompt group fails.
+    # grader, and a rollout or evaluation function without a sample that generates. With more the prompt group or the
+    # evaluation of the set fails.
     custom_generate_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 300.0
     # Number of train steps that generation may be ahead of training. 0 is synchronous.
     max_staleness: Count = 0

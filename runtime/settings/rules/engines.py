@@ -91,7 +91,9 @@ def _function_pools(topology: Topology) -> Iterator[Problem]:
     of_sets = [name for item in topology.eval for name in (item.custom_generate, item.custom_evaluation)]
     functions = (rollout.custom_generate, rollout.custom_rollout, *of_sets)
     if rollout.pools and not any(functions):
-        yield Problem.of(key, list(rollout.pools), "has no effect without rollout.custom_generate or custom_rollout")
+        yield Problem.of(
+            key, list(rollout.pools), "has no effect without a function that generates, such as rollout.custom_generate"
+        )
         return
     for name in rollout.pools:
         if name == POLICY:

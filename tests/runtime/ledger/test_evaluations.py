@@ -1,5 +1,7 @@
 """What the ledger knows of an evaluation: its items, and what is kept for them."""
 
+from typing import Any
+
 import msgspec
 
 from actors.buffer.deciding.decide import EvalPlan
@@ -128,7 +130,7 @@ def ended_set(*events: Message) -> EvalEnded:
 
 def answer(item: int, *rewards: float, failed: str = "") -> EvalCompleted:
     samples = tuple(summary(index, reward=reward) for index, reward in enumerate(rewards))
-    what = {"step": 0, "set": "test", "item": item, "version": 1, "instance": "r"}
+    what: dict[str, Any] = {"step": 0, "set": "test", "item": item, "version": 1, "instance": "r"}
     return EvalCompleted(**what, samples=samples, not_asked=not samples, failed=failed)
 
 

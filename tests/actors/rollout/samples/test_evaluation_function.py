@@ -145,6 +145,18 @@ def of_set(num_items: int = 4) -> EvalSetRequested:
     return EvalSetRequested(step=3, set="test", version=1, num_items=num_items, prompts=tuple(prompts))
 
 
+def all_right(label: str) -> bool:
+    return label != ""
+
+
+def all_wrong(label: str) -> bool:
+    return label == ""
+
+
+def is_easy(label: str) -> bool:
+    return label < "l2"
+
+
 async def grade_by(bus: Bus, right: Callable[[str], bool]) -> None:
     """Run a reward worker that grades by the label of the row, as `exact_match` would by the response."""
     async with bus.consume(ScoreRequested, durable="reward") as deliveries:
@@ -159,7 +171,7 @@ async def grade_by(bus: Bus, right: Callable[[str], bool]) -> None:
 
 @asynccontextmanager
 async def evaluating(
-    bus: Bus, router_url: str, topology: Topology, right: Callable[[str], bool] = lambda label: True
+    bus: Bus, router_url: str, topology: Topology, right: Callable[[str], bool] = all_right
 ) -> AsyncGenerator[ScriptedEngine]:
     async with serving(ScriptedEngine()) as engine, anyio.create_task_group() as group:
         group.start_soon(grade_by, bus, right)
@@ -178,7 +190,7 @@ async def answers(bus: Bus, number: int = 4) -> dict[int, EvalCompleted]:
     return {event.item: event for event in found}
 
 
-@pytest.mark.parametrize(("right", "then"), [(lambda label: True, 3), (lambda label: False, 0)])
+@pytest.mark.parametrize(("right", "then"), [(all_right, 3), (all_wrong, 0)])
 async def test_a_function_chooses_the_next_prompt_by_answers_to_others(
     bus: Bus, router_url: str, right: Callable[[str], bool], then: int
 ) -> None:
@@ -188,7 +200,7 @@ async def test_a_function_chooses_the_next_prompt_by_answers_to_others(
     assert [request["input_ids"] for request in engine.requests] == [[7, 1], [7, 1], [7, 1, 1, 2, 3, 4, 9], [7, then]]
     about, first, is_evaluation, second = SEEN[0], SEEN[2], SEEN[1], SEEN[3]
     assert (about, is_evaluation) == (("test", 3, 2, "l3"), True)
-    reward = float(right(""))
+    reward = float(right("l1"))
     assert isinstance(first, GradedSample)
     assert (first.item, first.index, first.status, first.text, first.reward) == (1, 0, "completed", "1 2 3 4", reward)
     assert (second.index, second.ids, second.reward) == (1, [1, 2, 3, 4, 9, 1, 2, 3], reward)
@@ -252,7 +264,7 @@ async def test_a_function_whose_actor_ended_begins_again_and_counts_once(bus: Bu
     SEEN.clear()
     topology = with_function("waits_in_the_first_start")
     async with serving(ScriptedEngine()) as engine, anyio.create_task_group() as group:
-        group.start_soon(grade_by, bus, lambda label: True)
+        group.start_soon(grade_by, bus, all_right)
         async with rollout_actor(bus, router_url, [engine], topology):
             await bus.publish(announcement(1))
             await bus.publish(of_set())
@@ -290,7 +302,7 @@ async def test_the_function_of_the_page_tests_what_is_hard_for_the_model(
     file.write_text(source)
     (table,) = snippets(PAGE, "toml")
     name = tomllib.loads(table)["eval"][0]["custom_evaluation"]
-    async with evaluating(bus, router_url, with_function(f"{tmp_path}/{name}"), lambda label: label < "l2") as engine:
+    async with evaluating(bus, router_url, with_function(f"{tmp_path}/{name}"), is_easy) as engine:
         found = await answers(bus)
     assert {event.failed for event in found.values()} == {""}
     assert [request["input_ids"][1] for request in engine.requests] == [2, 2, 1, 1]
