@@ -92,7 +92,7 @@ def _function_pools(topology: Topology) -> Iterator[Problem]:
     functions = (rollout.custom_generate, rollout.custom_rollout, *of_sets)
     if rollout.pools and not any(functions):
         yield Problem.of(
-            key, list(rollout.pools), "has no effect without a function that generates, such as rollout.custom_generate"
+            key, list(rollout.pools), "has no effect without rollout.custom_generate or another function that generates"
         )
         return
     for name in rollout.pools:
