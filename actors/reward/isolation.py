@@ -7,7 +7,7 @@ import socket
 import struct
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -32,8 +32,10 @@ _MOUNT_ATTR_RDONLY, _MOUNT_ATTR_NOSUID = 1, 2
 _CAPABILITY_VERSION_3: Final = 0x20080522
 _SIOCSIFFLAGS, _IFF_UP = 0x8914, 1
 _DEVICES: Final = ("null", "zero", "full", "random", "urandom")
+_OWN_PROC: Final = "/dev/proc"  # of an isolated process: a /proc that can be written, and has processes alone
 SCRATCH: Final = b"size=1g,mode=700"  # mount options of a private temporary folder
 _LAST_CAPABILITY: Final = 63
+_CAP_SETFCAP: Final = 31
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -70,25 +72,32 @@ def attempted(enter: Callable[[], None]) -> str | None:
 def enter_user_and_pid_namespaces() -> None:
     """Enter a user namespace with only this user, and a PID namespace for children. Privileges cover namespaces only.
 
+    An isolated process can do so again, as the grader `code` does.
+
     Raises:
         OSError: the kernel refuses.
     """
     uid, gid = os.getuid(), os.getgid()
+    own = Path(_OWN_PROC if os.path.isdir(_OWN_PROC) else "/proc", "self")
     _call("unshare", _CLONE_NEWUSER | _CLONE_NEWPID)
-    Path("/proc/self/setgroups").write_text("deny")
-    Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
-    Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
+    (own / "setgroups").write_text("deny")
+    (own / "uid_map").write_text(f"{uid} {uid} 1")
+    (own / "gid_map").write_text(f"{gid} {gid} 1")
 
 
-def enter_other_namespaces(folder: str, hidden: Sequence[str], scratch: bytes = SCRATCH) -> None:
+def enter_other_namespaces(
+    folder: str, hidden: Sequence[str], scratch: bytes = SCRATCH, *, isolates: bool = False
+) -> None:
     """Isolate this process: no network, no path sockets, no other processes, read-only files except one folder.
 
-    Hidden paths appear empty, and all privileges are dropped.
+    Hidden paths appear empty, and privileges are dropped.
 
     Args:
         folder: the only writable directory.
         hidden: files and directories to hide.
         scratch: mount options of the folder.
+        isolates: whether it can isolate further processes. For that, root keeps one privilege, to give files
+            capabilities; nothing that runs later gains any from them.
 
     Raises:
         OSError: the kernel refuses.
@@ -99,6 +108,9 @@ def enter_other_namespaces(folder: str, hidden: Sequence[str], scratch: bytes = 
     _mount("tmpfs", folder, "tmpfs", _MS_NOSUID | _MS_NODEV, scratch)
     _mount_devices(os.path.join(folder, ".dev"))
     _mount("proc", "/proc", "proc", _MS_RDONLY | _MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
+    if isolates:  # without the kernel's settings, which root could write without a privilege
+        os.mkdir(_OWN_PROC)
+        _mount("proc", _OWN_PROC, "proc", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC, b"subset=pid")
     for path in hidden:
         _hide(path)
     try:
@@ -106,7 +118,7 @@ def enter_other_namespaces(folder: str, hidden: Sequence[str], scratch: bytes = 
     except OSError:
         os.chdir(folder)
     _raise_loopback()
-    _drop_privileges()
+    _drop_privileges({_CAP_SETFCAP} if isolates and os.getuid() == 0 else set())
     refuse_foreign_sockets()
 
 
@@ -138,7 +150,10 @@ def _refusal_here() -> str | None:
         child = os.fork()
         if child == 0:
             try:
-                os.write(writing, (attempted(lambda: enter_other_namespaces(folder, ())) or "").encode()[:4096])
+                os.write(
+                    writing,
+                    (attempted(lambda: enter_other_namespaces(folder, (), isolates=True)) or "").encode()[:4096],
+                )
             finally:
                 os._exit(0)
         os.close(writing)
@@ -185,12 +200,13 @@ def _raise_loopback() -> None:
         fcntl.ioctl(handle, _SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", _IFF_UP))
 
 
-def _drop_privileges() -> None:
+def _drop_privileges(kept: Collection[int]) -> None:
+    """Drop all privileges but these capabilities, whose numbers are below 32."""
     for capability in range(_LAST_CAPABILITY + 1):
-        if _libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0) == -1:
+        if capability not in kept and _libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0) == -1:
             break  # the kernel has no further capabilities
-    none = struct.pack("=IIIIII", 0, 0, 0, 0, 0, 0)
-    _call("capset", struct.pack("=Ii", _CAPABILITY_VERSION_3, 0), none)
+    mask = sum(1 << capability for capability in kept)
+    _call("capset", struct.pack("=Ii", _CAPABILITY_VERSION_3, 0), struct.pack("=IIIIII", mask, mask, 0, 0, 0, 0))
     set_no_new_privileges()
 
 

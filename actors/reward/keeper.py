@@ -87,7 +87,9 @@ def _in_child(settings: dict[str, Any], folder: str, *, isolated: bool, refusal:
     with suppress(OSError):  # /proc may be read-only; makes the OOM killer choose this process first
         Path("/proc/self/oom_score_adj").write_text("1000")
     if isolated:
-        refusal = refusal or isolation.attempted(lambda: isolation.enter_other_namespaces(folder, settings["hidden"]))
+        refusal = refusal or isolation.attempted(
+            lambda: isolation.enter_other_namespaces(folder, settings["hidden"], isolates=True)
+        )
         if refusal is None and (status := _run_as_init()) is not None:
             return _exit_code_of(status)
     if settings["sandbox"] != "none":

@@ -110,6 +110,8 @@ def looks_around(sample: Any) -> dict[str, Any]:
         "secret": _tried(Path(secret).read_text),
         "writes": _tried(lambda: Path(sample.metadata["file"]).write_text("x")),
         "undoes": _tried(lambda: subprocess.run(["umount", hidden], check=True, stderr=subprocess.DEVNULL)),
+        "settings": _tried(lambda: open("/proc/sys/kernel/hostname", "a").close()),
+        "own_proc": " ".join(sorted(name for name in os.listdir("/dev/proc") if not name.isdigit())),
         "devices": " ".join(sorted(os.listdir("/dev"))),
         "scratch": _tried(lambda: scratch(sample)),
         "python": _tried(lambda: subprocess.run([sys.executable, "-c", "import json"], check=True)),

@@ -1,11 +1,7 @@
 """A tenth of the sandboxes is killed: no sample gets a reward that its answer does not deserve, none is lost."""
 
 import os
-import random
-import signal
 import sys
-from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import anyio
@@ -14,24 +10,17 @@ import pytest
 from actors.reward import isolation
 from actors.reward.frames import Graded, GraderSpec
 from actors.reward.gradings import graded_again
-from actors.reward.keeper import children_of
 from actors.reward.recipe import retried_causes
 from actors.reward.samples import GradedSample
+from actors.reward.sandbox import Sandbox
 from tests.actors.reward.test_pool import USER_CODE, pool_of
 from tests.build.topology import topology_with
+from tests.support.killed_sandboxes import SHARE, Killer, distance
 
 pytestmark = pytest.mark.anyio
 
-SHARE = 0.1  # of the sandboxes that are killed
-LOOK_S = 0.01  # between two looks at the living ones
+ISOLATED = Sandbox(kind="isolated")  # as the grader `code` needs
 LABEL = {"inputs": ["7"], "outputs": ["14"]}
-MOST_DEEP = 4  # processes of a sandbox: the launcher, one for the run, the first of the namespace, the program
-
-
-def distance(ours: list[int], theirs: list[int]) -> float:
-    """The Kolmogorov-Smirnov distance of two samples of lengths."""
-    shares = [[sum(one <= at for one in some) / len(some) for at in {*ours, *theirs}] for some in (ours, theirs)]
-    return max(abs(one - other) for one, other in zip(*shares, strict=True))
 
 
 @pytest.mark.parametrize("function", ["dies_once", "dies_once_async"])
@@ -57,47 +46,6 @@ async def test_zero_is_given_to_wrong_answers_alone_and_lengths_stay_as_issued(f
     assert distance(trained, [sample.response_len for sample in samples]) <= 0.05
 
 
-def launchers_below(pid: int) -> Iterator[int]:
-    """Processes that run a sandbox each, among the descendants of a process."""
-    for child in children_of(pid):
-        command = b""
-        with suppress(OSError):  # it has ended
-            command = Path(f"/proc/{child}/cmdline").read_bytes()
-        if b"/code/launcher.py" in command:
-            yield child
-        else:
-            yield from launchers_below(child)
-
-
-def sandbox_of(launcher: int) -> list[int]:
-    """Processes of a sandbox without the program: a program may also kill itself, which is a wrong answer."""
-    found = [launcher]
-    while len(found) < MOST_DEEP - 1 and (children := children_of(found[-1])):
-        found.append(children[0])
-    return found
-
-
-class Killer:
-    """Kills a tenth of the sandboxes that it sees. The longer one lives, the more often it may be chosen."""
-
-    def __init__(self) -> None:
-        self.seen = set[int]()
-        self.killed = set[int]()
-        self._moments = random.Random(7)
-
-    async def run(self) -> None:
-        """Look at the sandboxes below this process until cancelled."""
-        while True:
-            living = [pid for pid in launchers_below(os.getpid()) if pid not in self.killed]
-            self.seen.update(living)
-            if living and len(self.killed) < SHARE * len(self.seen):
-                launcher = self._moments.choice(living)
-                with suppress(ProcessLookupError):
-                    os.kill(self._moments.choice(sandbox_of(launcher)), signal.SIGKILL)
-                    self.killed.add(launcher)
-            await anyio.sleep(LOOK_S)
-
-
 @pytest.mark.parametrize("number", [40, pytest.param(2000, marks=[pytest.mark.nightly, pytest.mark.timeout(3000)])])
 async def test_a_killed_sandbox_of_a_program_is_no_wrong_answer(number: int) -> None:
     """Longer programs live longer, so without further tries they would be rarer among those that train."""
@@ -113,11 +61,13 @@ async def test_a_killed_sandbox_of_a_program_is_no_wrong_answer(number: int) -> 
     ]
     if isolation.refusal() is not None:
         pytest.fail(f"this machine cannot isolate programs: {isolation.refusal()}")
-    killer, causes = Killer(), retried_causes(topology_with().reward)
+    killer, causes = Killer(os.getpid()), retried_causes(topology_with().reward)
     grades: list[Graded] = []
     counts: dict[str, float] = {}
     async with (
-        pool_of(num_processes=2, timeout_s=60, max_tries=3, graders=(GraderSpec(name="code"),)) as pool,
+        pool_of(
+            num_processes=2, timeout_s=60, max_tries=3, sandbox=ISOLATED, graders=(GraderSpec(name="code"),)
+        ) as pool,
         anyio.create_task_group() as tasks,
     ):
         tasks.start_soon(killer.run)

@@ -18,11 +18,13 @@ from actors.reward.samples import GradedSample
 from actors.reward.sandbox import Sandbox
 from tests.actors.reward.test_pool import is_running, until_ended, until_exists
 from tests.fixtures.nats import eventually
+from tests.support.other_user import open_directory
 
 pytestmark = pytest.mark.anyio
 
 USER_CODE = str(Path(__file__).parent / "nasty_graders.py")
 REFUSAL = isolation.refusal()
+CAP_SETFCAP = 31  # number of the capability
 isolated_or_refused = pytest.mark.parametrize("kind", ["process", "isolated"])
 
 
@@ -187,7 +189,8 @@ async def test_an_isolated_grader_sees_no_network_no_run_and_no_parents(tmp_path
     assert (seen["parent"], seen["signals"]) == ("FileNotFoundError", "ProcessLookupError")
     assert (seen["hidden"], seen["secret"]) == ("", "FileNotFoundError")
     assert (seen["writes"], seen["undoes"]) == ("OSError", "CalledProcessError")
-    assert seen["devices"] == "fd full null random shm stderr stdin stdout urandom zero"
+    assert (seen["settings"], seen["own_proc"]) == ("OSError", "self thread-self")  # nothing of the kernel's to write
+    assert seen["devices"] == "fd full null proc random shm stderr stdin stdout urandom zero"
     assert (seen["scratch"], seen["python"]) == ("yes", "yes")
 
 
@@ -215,7 +218,50 @@ async def test_an_isolated_grader_is_limited_and_has_no_privileges() -> None:
         return await refused()
     (graded,) = await graded_by("status", sandbox=Sandbox(kind="isolated", memory_bytes=1 << 30))
     details = details_of(graded)
-    assert (details["no_new_privs"], int(details["capabilities"], 16), details["memory"]) == ("1", 0, 1 << 30)
+    kept = 1 << CAP_SETFCAP if os.getuid() == 0 else 0  # without it, root could not isolate the programs of `code`
+    assert (details["no_new_privs"], int(details["capabilities"], 16), details["memory"]) == ("1", kept, 1 << 30)
+
+
+async def test_an_isolated_grader_isolates_the_programs_of_code() -> None:
+    """A run grades by `code` in isolated processes alone."""
+    if REFUSAL is not None:
+        return await refused()
+    looks = "import os\nlines = dict(line.split(':') for line in open('/proc/self/status'))\n"
+    looks += "print(lines['CapEff'].strip(), os.path.exists('/dev/proc'), input())"
+    label = {"inputs": ["7"], "outputs": ["0000000000000000 False 7"]}
+    settings = PoolSettings(
+        hello=Hello(), sandbox=Sandbox(kind="isolated"), num_processes=1, timeout_s=30.0, max_tries=1
+    )
+    samples = [GradedSample(response=program, label=label) for program in (looks, "print(7)")]
+    with anyio.fail_after(60):
+        async with open_pool(settings) as pool:
+            grades = await pool.grade(GraderSpec(name="code"), samples)
+    assert [(graded.reward, graded.error) for graded in grades] == [(1.0, None), (0.0, None)]
+
+
+@pytest.mark.parametrize("user", sorted({os.getuid(), 65534 if os.getuid() == 0 else os.getuid()}))
+def test_an_isolated_process_can_isolate_another_one(user: int) -> None:
+    """As root, and as any other user."""
+    program = """
+import os, sys
+from actors.reward import isolation
+os.setuid(int(sys.argv[1]))
+isolation.set_traceable(True)  # as it is for who logs in as this user
+for folder in sys.argv[2:]:
+    isolation.enter_user_and_pid_namespaces()
+    if child := os.fork():
+        os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    isolation.enter_other_namespaces(folder, (), isolates=True)
+print("isolated twice")
+"""
+    with open_directory() as place:
+        folders = [place / "first", place / "second"]
+        for folder in folders:
+            folder.mkdir()
+            os.chown(folder, user, -1)
+        command = [sys.executable, "-c", program, str(user), *map(str, folders)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert REFUSAL is not None or done.stdout.strip() == "isolated twice", done.stderr
 
 
 async def test_an_isolated_grader_that_dies_is_told_of_as_any_other() -> None:
