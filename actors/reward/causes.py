@@ -8,8 +8,11 @@ CAUSES: Final[tuple[Cause, ...]] = get_args(Cause)
 _BUSY: Final = frozenset({408, 425, 429})
 _TIMEOUTS: Final = frozenset({"TimeoutError", "CpuLimitError", "TimeoutException", "APITimeoutError", "Timeout"})
 _LOST: Final = frozenset(
-    {"ConnectionError", "ClientConnectionError", "NetworkError", "RemoteProtocolError", "APIConnectionError"}
-)
+    {
+        "ConnectionError", "ClientConnectionError", "ClientPayloadError", "NetworkError", "RemoteProtocolError",
+        "APIConnectionError", "ChunkedEncodingError", "IncompleteRead",
+    }
+)  # fmt: skip
 
 
 def cause_of(error: BaseException) -> Cause:

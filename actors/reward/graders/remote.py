@@ -47,8 +47,8 @@ async def remote_rm(sample: GradedSample, url: str | None = None, key: str | Non
 
     Raises:
         RemoteError: The status is not a success (`rate_limited` for 429, `timeout` for 408, `refused` for others below
-            500, `worker_lost` from 500 on), a redirect leads to another host (`refused`), or the answer is no JSON or
-            larger than 8 MiB (`bad_answer`). The text never shows the key.
+            500, `worker_lost` from 500 on), a redirect leads to another host (`refused`), the answer is not HTTP, not
+            JSON or larger than 8 MiB (`bad_answer`), or it breaks off (`worker_lost`). The text never shows the key.
         aiohttp.ClientError: The connection was lost or refused (`worker_lost`).
 
     Edges:
@@ -64,16 +64,23 @@ async def remote_rm(sample: GradedSample, url: str | None = None, key: str | Non
     if not address:
         raise RemoteError("remote_rm needs reward.rm_url", cause="refused")
     headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {secret}"} if secret else {})}
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session:
+    own_connection = aiohttp.TCPConnector(force_close=True)  # the server may close one after a redirect
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None), connector=own_connection) as session:
         for _ in range(MAX_REDIRECTS + 1):
-            async with session.post(
-                address, data=_request_of(sample), headers=headers, allow_redirects=False
-            ) as response:
-                if 300 <= response.status < 400:
-                    address = str(_same_origin(response))
-                    continue
-                body = _masked(await _bounded(response), secret)
-                return _answer_in(response.status, body)
+            try:
+                async with session.post(
+                    address, data=_request_of(sample), headers=headers, allow_redirects=False
+                ) as response:
+                    if 300 <= response.status < 400:
+                        address = str(_same_origin(response))
+                        continue
+                    body = _masked(await _bounded(response), secret)
+                    return _answer_in(response.status, body)
+            except aiohttp.ClientResponseError as error:  # its text has the headers, and so the key
+                raise RemoteError(f"the answer is not HTTP: {_shown(error.message)}", cause="bad_answer") from None
+            except aiohttp.ClientPayloadError as error:
+                cause = "bad_answer" if "content-encoding" in str(error) else "worker_lost"
+                raise RemoteError(f"the answer has no end: {_shown(str(error))}", cause=cause) from None
     raise RemoteError(f"the server redirected more than {MAX_REDIRECTS} times", cause="refused")
 
 
@@ -124,8 +131,12 @@ def _clipped(text: str) -> str:
     return text[:MAX_REASON].encode("utf-8", "replace").decode()
 
 
+def _shown(text: str) -> str:
+    return _clipped(" ".join(text.split()))
+
+
 def _answer_in(status: int, body: bytes) -> Any:
-    shown = _clipped(" ".join(body.decode("utf-8", "replace").split()))
+    shown = _shown(body.decode("utf-8", "replace"))
     if not 200 <= status < 300:
         raise RemoteError(f"status {status}{shown and f': {shown}'}", status=status)
     try:

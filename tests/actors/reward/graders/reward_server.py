@@ -32,6 +32,12 @@ class Handler(BaseHTTPRequestHandler):
             time.sleep(60)
         elif self.path == "/dies":
             os._exit(1)
+        elif self.path == "/noise":
+            self.wfile.write(b"SSH-2.0-OpenSSH\r\n\r\n")
+        elif self.path == "/cut":
+            self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\n0.5")
+        elif self.path == "/no_gzip":
+            self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: 3\r\n\r\n0.5")
         elif self.path == "/huge":
             self.answer(200, b"1" * ((8 << 20) + 1))
         elif self.path.startswith("/to/"):
