@@ -1,6 +1,9 @@
 """Rules that if-verifiable checks wrongly, checked by the words of their instruction. Each says what was wrong."""
 
+import csv
 import datetime
+import importlib
+import io
 import itertools
 import re
 import string
@@ -28,6 +31,13 @@ _TEXTS: Final = frozenset(
 _WHOLE: Final = frozenset(
     "frequency let_frequency capital_frequency num_sentences num_paragraphs num_words nth_paragraph num_placeholders "
     "num_bullets num_highlights num_sections N n m small_n min_words max_words n_start n_end".split()
+)
+_WORD_RULES: Final = (
+    "words:prime_lengths", "words:odd_even_syllables", "sentence:increment", "words:no_consecutive", "words:repeats",
+    "sentence:alliteration_increment", "words:palindrome",
+)  # fmt: skip
+_ASCII_SIGNS: Final = str.maketrans(
+    {"‘": "'", "’": "'", "“": '"', "”": '"', "–": " - ", "—": " - ", "…": " ... ", "\u00a0": " "}
 )
 _NAMES: Final = re.compile(r"from this list of person names: (.*?)\s*\.$")
 
@@ -265,6 +275,87 @@ def _template(_: Arguments, text: str) -> bool:
     return re.search(r"My Answer:.*My Conclusion:.*Future Outlook:", text, re.S) is not None
 
 
+def _by_ascii(rule: str) -> Callable[[Arguments, str], bool]:
+    """Package: a dash between words is a word, and the quotation mark or apostrophe of a word is one of its letters."""
+
+    def check(arguments: Arguments, text: str) -> bool:
+        return bool(checker_of("ifbench", rule, arguments).check_following(text.translate(_ASCII_SIGNS)))
+
+    return check
+
+
+def _consonants(_: Arguments, text: str) -> bool:
+    """Package: a lone dash or asterisk is a word without consonants."""
+    words = _words(text.translate(_ASCII_SIGNS).lower())
+    return bool(words) and all(re.search("[bcdfghjklmnpqrstvwxyz]{2}", word) for word in words)
+
+
+def _pronouns(arguments: Arguments, text: str) -> bool:
+    """Package: "I'm" and "they've" have none."""
+    return _by_ascii("count:pronouns")(arguments, re.sub(r"['’]", " ", text))
+
+
+def _quotes(arguments: Arguments, text: str) -> bool:
+    """Package: the apostrophe of "isn't" opens or closes a quotation, and curly marks are none."""
+    return _by_ascii("format:quotes")(arguments, re.sub(r"(?<=\w)['’](?=\w)", "", text))
+
+
+def _explained_quotes(arguments: Arguments, text: str) -> bool:
+    """Package: a comma between two quotations is an explanation."""
+    parts = text.translate(_ASCII_SIGNS).split('"')
+    if len(parts) % 2 == 0:  # inches, or a quotation without an end
+        return bool(checker_of("ifbench", "format:quote_unquote", arguments).check_following(text))
+    return all(any(char.isalpha() for char in part) for part in parts[2::2])
+
+
+def _word_lines(_: Arguments, text: str) -> bool:
+    """Package: an empty line with a space in it makes up for two words in another."""
+    return all(len(line.split()) <= 1 for line in text.split("\n"))
+
+
+def _chain(_: Arguments, text: str) -> bool:
+    """Package: a curly quotation mark at a word makes it another word."""
+    words = [_words(sentence.lower()) for sentence in sentences_in(text)]
+    return all(words) and all(before[-1] == after[0] for before, after in itertools.pairwise(words))
+
+
+def _emoji(_: Arguments, text: str) -> bool:
+    """Package: flags and keycaps are none, and a curly quotation mark after an emoji hides it."""
+    emoji = importlib.import_module("emoji")
+    sentences = [sentence.strip(_EDGES) for sentence in sentences_in(text)]
+    ends = [bool(found := emoji.emoji_list(each)) and found[-1]["match_end"] == len(each) for each in sentences]
+    starts = [bool(found := emoji.emoji_list(each)) and found[0]["match_start"] == 0 for each in sentences]
+    return bool(sentences) and all(end or start for end, start in zip(ends, [*starts[1:], False], strict=True))
+
+
+def _questions(_: Arguments, text: str) -> bool:
+    """Package: "Question:" without a number is no label."""
+    questions = re.split(r"(?m)^\W*Question\b(?: \d+)?\W*", text)
+    if questions[0].strip() or len(questions) != 5:
+        return False
+    lengths: list[int] = []
+    for question in questions[1:]:
+        lines = [line.strip() for line in question.split("\n") if line.strip()]
+        is_option = [re.match(r"\(?[A-Ea-e][.):]\s*\S", line) is not None for line in lines]
+        if sum(is_option) != 5:
+            return False
+        lengths.append(len(" ".join(lines[: is_option.index(True)])))
+    return 0 < lengths[0] and all(shorter < longer for shorter, longer in itertools.pairwise(lengths))
+
+
+def _special_csv(arguments: Arguments, text: str) -> bool:
+    """Package: the rows after the one with the special character may have any number of fields."""
+    rows = list(csv.reader(io.StringIO(text)))
+    is_right = checker_of("ifbench", "custom:csv_special_character", arguments).check_following(text)
+    return bool(is_right) and all(len(row) == 5 for row in rows)
+
+
+def _alphabet_sentences(_: Arguments, text: str) -> bool:
+    """Package: a sentence that begins with a quotation mark does not begin with its letter."""
+    words = [_words(sentence) for sentence in sentences_in(text)]
+    return "".join(each[0][0].lower() if each else "-" for each in words) == string.ascii_lowercase
+
+
 def _whole(arguments: Arguments, name: str, least: int = 0) -> None:
     value = arguments.get(name)
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
@@ -338,6 +429,17 @@ CORRECTED: Final[Mapping[str, Callable[[Arguments, str], bool]]] = {
     "repeat:repeat_span": _repeat_span,
     "format:title_case": _title_case,
     "format:output_template": _template,
+    "words:consonants": _consonants,
+    "words:last_first": _chain,
+    "count:pronouns": _pronouns,
+    "format:quotes": _quotes,
+    "format:quote_unquote": _explained_quotes,
+    "format:newline": _word_lines,
+    "format:emoji": _emoji,
+    "custom:mcq_count_length": _questions,
+    "custom:csv_special_character": _special_csv,
+    "custom:sentence_alphabet": _alphabet_sentences,
+    **{rule: _by_ascii(rule) for rule in _WORD_RULES},
 }
 OWN_ARGUMENTS: Final[Mapping[str, Callable[[Arguments], None]]] = {
     "keywords:letter_frequency": _check_letter,
