@@ -74,7 +74,11 @@ def _hooks(topology: Topology) -> Iterator[tuple[str, str, Find]]:
     if custom is not None:
         yield "rollout.custom_generate", custom, partial(find_generate_function, custom)
     if (name := topology.rollout.custom_rollout) is not None:
-        yield "rollout.custom_rollout", name, partial(find_rollout_function, name)
+        yield (
+            "rollout.custom_rollout",
+            name,
+            partial(find_rollout_function, name, num_prompts=topology.rollout.custom_rollout_prompts),
+        )
     for index, item in enumerate(topology.eval):
         if item.custom_generate is not None:
             key = f"eval.{index}.custom_generate"

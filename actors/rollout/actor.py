@@ -34,7 +34,7 @@ from actors.rollout.samples.conversation import Conversation
 from actors.rollout.samples.evaluation_function import find_evaluation_function
 from actors.rollout.samples.failures import policy_of
 from actors.rollout.samples.generate_function import find_generate_function
-from actors.rollout.samples.rollout_function import find_rollout_function
+from actors.rollout.samples.rollout_function import RolloutCalls, find_rollout_function
 from actors.rollout.samples.scoring import Scorer
 from actors.rollout.samples.task_runner import ACK_WAIT_S, TaskRunner
 from actors.rollout.samples.tools import GroupDependencies
@@ -167,7 +167,10 @@ class RolloutActor(Actor):
         custom = topology.rollout.custom_generate
         self._custom_generate = find_generate_function(custom, (Path.cwd(),)) if custom is not None else None
         rollout = topology.rollout.custom_rollout
-        self._custom_rollout = find_rollout_function(rollout, (Path.cwd(),)) if rollout is not None else None
+        self._custom_rollout = None
+        if rollout is not None:
+            num_prompts = topology.rollout.custom_rollout_prompts
+            self._custom_rollout = find_rollout_function(rollout, (Path.cwd(),), num_prompts=num_prompts)
         self._eval_generate = {
             item.name: find_generate_function(item.custom_generate, (Path.cwd(),), key=f"eval.{index}.custom_generate")
             for index, item in enumerate(topology.eval)
@@ -308,6 +311,10 @@ class RolloutActor(Actor):
             eval_generate=self._eval_generate,
             eval_functions=self._eval_functions,
             custom_rollout=self._custom_rollout,
+            rollout_calls=RolloutCalls(
+                self._topology.rollout.custom_rollout_prompts,
+                limit_s=self._topology.rollout.custom_generate_timeout_s,
+            ),
             model=self._model,
             policy=policy_of(reward),
             reward_keys=self._topology.algorithm.gdpo_reward_keys,

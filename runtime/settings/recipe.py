@@ -208,6 +208,9 @@ class RolloutConfig(Config, frozen=True, kw_only=True):
     # Async function that decides how and in which order the samples of a prompt group are generated: "module:function"
     # or "path/file.py:function". By default each is generated as soon as an engine has room.
     custom_rollout: Text | None = None
+    # Maximum number of prompt groups of a round that `custom_rollout` gets at once. With 1 it gets a group, otherwise a
+    # list of groups.
+    custom_rollout_prompts: Positive = 1
     # Engine pools whose models a generate function may choose for a turn: names in `engines`. Their turns do not train.
     pools: tuple[Name, ...] = ()
     # Seconds that a generate function may take between two turns of the model, without those in which it waits for a

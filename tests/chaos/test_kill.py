@@ -155,9 +155,10 @@ async def test_every_process_is_killed_while_a_function_generates(tmp_path: Path
 
 
 async def test_processes_are_killed_while_a_rollout_function_generates(tmp_path: Path) -> None:
-    """The function runs again; no sample is lost, and none is trained twice."""
+    """It gets up to four prompts at once, and runs again; no sample is lost, and none is trained twice."""
     function = Path(__file__).with_name("rollout_order.py")
-    run = Run(tmp_path, num_steps=8, overrides=(f"rollout.custom_rollout={function}:one_then_others",))
+    overrides = (f"rollout.custom_rollout={function}:one_then_others", "rollout.custom_rollout_prompts=4")
+    run = Run(tmp_path, num_steps=8, overrides=overrides)
     names = ["rollout", "engine.policy.0", "buffer", "rollout", "rollout"]
     async with run.started() as command:
         await kill_in_turn(command, names, every=1)

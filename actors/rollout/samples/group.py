@@ -50,7 +50,7 @@ class GroupRun:
         self._until_halt = anyio.CancelScope()
         self._slots: GroupSlots | None = None
         self._rollout_function = tools.rollout_function(task.eval_set)
-        self._function_limit_s = tools.function_limit_s
+        self._rollout_calls = tools.rollout_calls
         self._prompt_group: PromptGroup | None = None  # of the running rollout function
 
     @property
@@ -141,11 +141,16 @@ class GroupRun:
 
         default = self._generation.function or one_turn
         self._prompt_group = PromptGroup(
-            self._task.prompt, self._samples, run_sample, default, limit_s=self._function_limit_s
+            self._task.prompt,
+            self._samples,
+            run_sample,
+            default,
+            release=slots.want_one_less,
         )
         if self._halted:
             self._prompt_group.halt()
-        await self._prompt_group.run(function)
+        of = self._task.round, self._task.eval_set, self._task.min_version if self._task.round is None else None
+        await self._rollout_calls.run(function, self._prompt_group, of)
 
     async def _run_sample(
         self, sample: OpenSample, slots: GroupSlots, function: GenerateFunction | None = None

@@ -90,6 +90,10 @@ class GroupSlots:
         self._num_idle -= returned
         self._return(returned)
 
+    def want_one_less(self) -> None:
+        """Return the slot of a sample that will not take it."""
+        self.need(max(0, self.num_wanted + self._num_idle - 1))
+
     async def take(self) -> bool:
         """Wait for a slot for a sample. Return False if the group was stopped first."""
         if self._num_idle:

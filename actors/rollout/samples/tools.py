@@ -9,7 +9,7 @@ from actors.rollout.requests.sending import Generator
 from actors.rollout.samples.conversation import Conversation, GenerateFunction
 from actors.rollout.samples.evaluation_function import EvaluationFunction
 from actors.rollout.samples.failures import FailurePolicy
-from actors.rollout.samples.rollout_function import RolloutFunction
+from actors.rollout.samples.rollout_function import RolloutCalls, RolloutFunction
 from actors.rollout.samples.scoring import Scorer
 from actors.rollout.sglang.served_model import ServedModel
 from runtime.bus.bus import Bus
@@ -33,6 +33,7 @@ class GroupDependencies:
     eval_generate: Mapping[str, GenerateFunction] = field(default_factory=dict[str, GenerateFunction])  # by set
     eval_functions: Mapping[str, EvaluationFunction] = field(default_factory=dict[str, EvaluationFunction])  # by set
     custom_rollout: RolloutFunction | None = None  # user-defined function for all samples of a group
+    rollout_calls: RolloutCalls = field(default_factory=RolloutCalls)  # of that function
     reward_per: RewardPer = "sample"  # what a list of rewards of one sample is for
     sample_fields: tuple[SampleField, ...] = ()  # of a sample, that graders get in addition
     function_limit_s: float = 300.0  # of a generate function, outside of `generate`

@@ -55,6 +55,7 @@ def engine_problems(topology: Topology) -> Iterator[Problem]:
         _engines,
         _frozen,
         _function_pools,
+        _slots_of_calls,
         _reference_pool,
         _sampling_masks,
     ):
@@ -83,6 +84,18 @@ def _engines(topology: Topology) -> Iterator[Problem]:
         yield from _least(topology, engine, f"engines.{name}")
         yield from _seeds(engine, f"engines.{name}")
         yield from _environment(engine, f"engines.{name}")
+
+
+def _slots_of_calls(topology: Topology) -> Iterator[Problem]:
+    """Refuse calls of a rollout function whose prompt groups could never all have their slots."""
+    rollout, policy = topology.rollout, topology.engines.get(POLICY)
+    if policy is None or rollout.custom_rollout_prompts == 1:
+        return
+    slots = policy.concurrency * num_engines(policy)
+    if rollout.custom_rollout_prompts * rollout.n_samples_per_prompt > slots:
+        message = f"needs a slot for each of {rollout.n_samples_per_prompt} samples of a prompt, and there are {slots}"
+        message += f" (engines.{POLICY}.concurrency)"
+        yield Problem.of("rollout.custom_rollout_prompts", rollout.custom_rollout_prompts, message)
 
 
 def _function_pools(topology: Topology) -> Iterator[Problem]:

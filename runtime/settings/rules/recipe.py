@@ -101,6 +101,11 @@ def _collection(recipe: Recipe) -> Iterator[Problem]:
     if rollout.custom_rollout is not None and needs_baseline(recipe.algorithm):
         message = 'does not generate the greedy sample of algorithm.advantage_estimator = "remax"'
         yield Problem.of("rollout.custom_rollout", rollout.custom_rollout, message)
+    number, most = rollout.custom_rollout_prompts, over_sampling_batch_size(rollout)
+    if number > 1 and rollout.custom_rollout is None:
+        yield Problem.of("rollout.custom_rollout_prompts", number, "has no effect without rollout.custom_rollout")
+    if number > most:
+        yield Problem.of("rollout.custom_rollout_prompts", number, f"is above the {most} prompt groups of a round")
     if not rollout.eval_overlap and not recipe.eval:
         yield Problem.of("rollout.eval_overlap", False, "has no effect without an [[eval]] table")
 

@@ -11,7 +11,7 @@ import pytest
 from actors.hooks import check_hooks
 from actors.rollout.samples.conversation import Conversation
 from actors.rollout.samples.rollout_function import PromptGroup
-from messages import GroupAborted, GroupFailed, RoundHalted, SampleStatus, SamplingParams
+from messages import GroupAborted, GroupCompleted, GroupFailed, Int32Array, RoundHalted, SampleStatus, SamplingParams
 from runtime.bus.bus import Bus
 from runtime.settings.load import load_topology
 from runtime.settings.reading.config import TopologyError
@@ -68,6 +68,34 @@ async def raises_in_a_sample(group: PromptGroup) -> None:
 
 async def hangs(group: PromptGroup) -> None:
     await anyio.sleep_forever()
+
+
+async def best_first(groups: list[PromptGroup]) -> None:
+    """One sample of each; the second one only where the first one is short. Nothing of a prompt without a label."""
+    SEEN.append([group.label for group in groups])
+    for group in groups:
+        first = None
+        if group.label is None:
+            group.leave_out(0)
+        else:
+            first = await group.sample(0)
+        if first is not None and len(first.ids) < 4:
+            await group.sample(1)
+        else:
+            group.leave_out(1)
+
+
+async def all_of_them(groups: list[PromptGroup]) -> None:
+    SEEN.append(len(groups))
+    async with anyio.create_task_group() as tasks:
+        for group in groups:
+            for index in range(group.num_samples):
+                tasks.start_soon(group.sample, index)
+
+
+async def raises_for_one(groups: list[PromptGroup]) -> None:
+    await groups[0].sample(0)
+    raise KeyError(len(groups))
 
 
 def plain(group: PromptGroup) -> None:
@@ -170,10 +198,10 @@ async def test_the_function_of_the_page_generates_a_group(
     bus: Bus, router_url: str, tmp_path: Path, length: int, requests: int
 ) -> None:
     """With a long first answer the second sample has two turns. The page's text is written in this model's tokens."""
-    (source,) = snippets(PAGE, "python")
+    source, _ = snippets(PAGE, "python")
     file = tmp_path / source.splitlines()[0].removeprefix("# ")
     file.write_text(source.replace("<user>check it<assistant>", "8 9"))
-    (table,) = snippets(PAGE, "toml")
+    table, _ = snippets(PAGE, "toml")
     name = tomllib.loads(table)["rollout"]["custom_rollout"]
     engine = ScriptedEngine()
     engine.script = lambda prompt, params: list(range(1, 1 + length))
@@ -186,6 +214,127 @@ async def test_the_function_of_the_page_generates_a_group(
             await completed(bus)
         group.cancel_scope.cancel()
     assert len(engine.requests) == requests
+
+
+def of_label(group_id: int, label: str | None, **fields: Any) -> Any:
+    given = two_samples()
+    prompt = msgspec.structs.replace(given.prompt, label=label)
+    return msgspec.structs.replace(given, group_id=group_id, prompt=prompt, **fields)
+
+
+async def test_a_function_divides_the_samples_between_prompts_and_each_group_has_its_own_end(
+    bus: Bus, router_url: str
+) -> None:
+    """The longer answer has one sample, the shorter one two, a prompt without label none. The last group comes alone."""
+    SEEN.clear()
+    engine = ScriptedEngine()
+    engine.script = lambda prompt, params: [1, 2, 3, 4][: 2 if len(engine.requests) in (2, 3) else 4]
+    async with serving(engine), anyio.create_task_group() as group:
+        group.start_soon(grade, bus)
+        async with rollout_actor(bus, router_url, [engine], with_function("best_first", custom_rollout_prompts=3)):
+            await bus.publish(announcement(1))
+            for number, label in enumerate(("long", "short", None, "left over")):
+                await bus.publish(of_label(number, label))
+            ended: dict[int, Any] = {}
+            async with bus.read(GroupCompleted, GroupFailed) as events:
+                while len(ended) < 4:
+                    received = await events.next(15)
+                    assert received is not None
+                    ended[received.message.group_id] = received.message
+        group.cancel_scope.cancel()
+    assert SEEN == [["long", "short", None], ["left over"]]
+    assert [(s.status, s.reward) for s in ended[0].samples] == [
+        (SampleStatus.COMPLETED, 1.0),
+        (SampleStatus.FAILED, None),
+    ]
+    assert ended[0].samples[1].reason == "rollout.custom_rollout left it out"
+    assert [(s.reward, s.response_len) for s in ended[1].samples] == [(1.0, 2), (1.0, 2)]
+    assert (type(ended[2]), ended[2].reason) == (GroupFailed, "rollout.custom_rollout left it out")
+    assert type(ended[3]) is GroupCompleted
+    assert len(engine.requests) == 4
+
+
+async def test_halted_groups_of_one_call_keep_their_samples(bus: Bus, router_url: str) -> None:
+    """The first two samples have ended, two are halted in their first tokens."""
+    SEEN.clear()
+    engine = ScriptedEngine()
+
+    def script(prompt: list[int], params: dict[str, Any]) -> list[int]:
+        engine.hold = 2 < len(engine.requests) <= 4
+        return [1, 2, 3, 4]
+
+    engine.script = script
+    topology = with_function("all_of_them", custom_rollout_prompts=2)
+    async with serving(engine), anyio.create_task_group() as group:
+        group.start_soon(grade, bus)
+        async with rollout_actor(bus, router_url, [engine], topology):
+            await bus.publish(announcement(1))
+            for number in range(2):
+                await bus.publish(of_label(number, "l"))
+            await engine.wait_for_streams(2)
+            await bus.publish(RoundHalted(incarnation=1, round=0))
+            async with bus.read(GroupAborted) as events:
+                received = [await events.next(15) for _ in range(2)]
+            aborted = {one.message.group_id: one.message for one in received if one is not None}
+            for number, event in aborted.items():
+                again = of_label(number, "l", attempt=1, round=1, carried=event.samples)
+                await bus.publish(again)
+            async with bus.read(GroupCompleted) as events:
+                done = [await events.next(15) for _ in range(2)]
+        group.cancel_scope.cancel()
+    assert SEEN == [2, 2]
+    assert {one.message.group_id for one in done if one is not None} == {0, 1}
+    assert len(engine.requests) == 6  # those of the two samples that were halted, and nothing else again
+    assert all(sample.reward == 1.0 for one in done if one is not None for sample in one.message.samples)
+
+
+async def test_what_a_function_does_wrong_costs_all_groups_of_its_call(bus: Bus, router_url: str) -> None:
+    async with serving(ScriptedEngine()) as engine, anyio.create_task_group() as group:
+        group.start_soon(grade, bus)
+        async with rollout_actor(bus, router_url, [engine], with_function("raises_for_one", custom_rollout_prompts=2)):
+            await bus.publish(announcement(1))
+            for number in range(2):
+                await bus.publish(of_label(number, "l"))
+            async with bus.read(GroupFailed) as events:
+                failed = [await events.next(15) for _ in range(2)]
+        group.cancel_scope.cancel()
+    assert [one.message.reason for one in failed if one is not None] == ["rollout.custom_rollout: KeyError(2)"] * 2
+
+
+async def test_the_function_of_the_page_gives_longer_answers_more_samples(
+    bus: Bus, router_url: str, tmp_path: Path
+) -> None:
+    _, source = snippets(PAGE, "python")
+    (tmp_path / source.splitlines()[0].removeprefix("# ")).write_text(source)
+    _, table = snippets(PAGE, "toml")
+    name = f"{tmp_path}/{tomllib.loads(table)['rollout']['custom_rollout']}"
+    engine = ScriptedEngine()
+    engine.script = lambda prompt, params: [1, 2, 3, 4][: 2 if prompt[1] == 0 else 4]
+    async with serving(engine), anyio.create_task_group() as group:
+        group.start_soon(grade, bus)
+        topology = topology_with(rollout={"custom_rollout": name, "custom_rollout_prompts": 2})
+        async with rollout_actor(bus, router_url, [engine], topology):
+            await bus.publish(announcement(1))
+            for number in range(2):
+                given = of_label(number, "l")
+                prompt = msgspec.structs.replace(given.prompt, prompt_ids=Int32Array([7, number]))
+                await bus.publish(msgspec.structs.replace(given, prompt=prompt))
+            async with bus.read(GroupCompleted) as events:
+                received = [await events.next(15) for _ in range(2)]
+        group.cancel_scope.cancel()
+    done = {one.message.group_id: one.message.samples for one in received if one is not None}
+    assert [[sample.reward for sample in done[number]] for number in range(2)] == [[1.0, None], [1.0, 1.0]]
+
+
+def test_numbers_of_prompts_without_effect_or_without_slots_are_refused() -> None:
+    laptop, key = ROOT / "topologies/laptop.toml", "rollout.custom_rollout_prompts"
+    for settings, said in (
+        ((f"{key}=2",), "has no effect without rollout.custom_rollout"),
+        (("rollout.custom_rollout=m:f", f"{key}=1000"), "prompt groups of a round"),
+        (("rollout.custom_rollout=m:f", f"{key}=8", "engines.policy.concurrency=8"), "needs a slot for each"),
+    ):
+        with pytest.raises(TopologyError, match=said):
+            load_topology(laptop, settings)
 
 
 def test_a_function_that_cannot_be_used_is_refused_before_the_start() -> None:
