@@ -225,7 +225,7 @@ def of_label(group_id: int, label: str | None, **fields: Any) -> Any:
 async def test_a_function_divides_the_samples_between_prompts_and_each_group_has_its_own_end(
     bus: Bus, router_url: str
 ) -> None:
-    """The longer answer has one sample, the shorter one two, a prompt without label none. The last group comes alone."""
+    """The longer answer has one sample, the shorter one two, a prompt without label none. The last comes alone."""
     SEEN.clear()
     engine = ScriptedEngine()
     engine.script = lambda prompt, params: [1, 2, 3, 4][: 2 if len(engine.requests) in (2, 3) else 4]
