@@ -79,8 +79,8 @@ def read_index(directory: Path) -> Metadata:
         found = _Unpickler(io.BytesIO(path_inside(directory, INDEX).read_bytes())).load()
         if not isinstance(found, Metadata):
             raise UnsafeCheckpoint(f"it is a {type(found).__name__}")
-        for stored in (found.storage_data or {}).values():
-            path_inside(directory, stored.relative_path)
+        for name in dict.fromkeys(stored.relative_path for stored in (found.storage_data or {}).values()):
+            path_inside(directory, name)
         for beside in directory.iterdir():
             path_inside(directory, beside.name)
     except OSError:
