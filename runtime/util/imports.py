@@ -9,12 +9,18 @@ from typing import Any
 
 @contextmanager
 def collecting_nothing() -> Generator[None]:
-    """Disable garbage collection during imports: 800 collections freed little and took a fifth of the time."""
-    was_enabled = gc.isenabled()
+    """Disable garbage collection during imports, and keep what they loaded out of later collections.
+
+    For torch and Megatron, 800 collections freed little and took a fifth of the time. Each later one would walk over
+    300,000 objects, in a tenth of a second or more.
+    """
+    was_enabled, num_modules = gc.isenabled(), len(sys.modules)
     gc.disable()
     try:
         yield
     finally:
+        if len(sys.modules) > num_modules:
+            gc.freeze()
         if was_enabled:
             gc.enable()
 
