@@ -87,6 +87,8 @@ class FastTokenizing:
         variables: dict[str, Any] = {**self._special, "add_generation_prompt": True, "documents": None, **kwargs}
         try:
             return self._template(bool(tools)).render(messages=messages, tools=tools, **variables)
+        except jinja2.TemplateSyntaxError as error:
+            raise ValueError(f"the chat template of {self._directory}: line {error.lineno}: {error.message}") from None
         except jinja2.TemplateError as error:
             raise ValueError(f"the chat template of {self._directory} refuses the messages: {error}") from None
         except Exception as error:  # noqa: BLE001 - a template is a program, and may raise anything
@@ -126,9 +128,12 @@ class FastTokenizing:
 def _settings(directory: Path) -> dict[str, Any]:
     path = directory / "tokenizer_config.json"
     try:
-        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    except ValueError as error:
+        settings: Any = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{path}: {error}") from None
+    if not isinstance(settings, dict):
+        raise DataError(f"{path}: not a JSON object")
+    return cast("dict[str, Any]", settings)
 
 
 def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
@@ -145,10 +150,17 @@ def _templates(directory: Path, settings: dict[str, Any]) -> dict[str, str]:
     """Chat templates by name; most models have only "default"."""
     file = directory / "chat_template.jinja"
     if file.is_file():
-        return {"default": file.read_text(encoding="utf-8")}
+        try:
+            return {"default": file.read_text(encoding="utf-8")}
+        except (OSError, ValueError) as error:
+            raise DataError(f"{file}: {error}") from None
     template = settings.get("chat_template")
     if isinstance(template, list):
-        return {item["name"]: item["template"] for item in cast("list[dict[str, str]]", template)}
+        try:
+            return {f"{item['name']}": f"{item['template']}" for item in cast("list[dict[str, str]]", template)}
+        except (KeyError, TypeError):
+            path = directory / "tokenizer_config.json"
+            raise DataError(f"{path}: chat_template: a list needs objects with name and template") from None
     return {"default": template} if isinstance(template, str) else {}
 
 

@@ -12,6 +12,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from actors.buffer.prompts.tokenizing import FastTokenizing, TransformersTokenizing
+from runtime.data.data_files import DataError
 
 ROOT = Path(__file__).resolve().parents[4]
 MODEL = Path(__file__).resolve().parents[4] / "topologies/demo/models/reverse-digits"
@@ -106,6 +107,29 @@ def test_a_template_cannot_reach_the_interpreter(tmp_path: Path) -> None:
     ours = FastTokenizing(model_with(tmp_path, "{{ ''.__class__.__mro__ }}"))
     with pytest.raises(ValueError, match="unsafe"):
         ours.render(TURNS)
+
+
+def test_a_template_with_a_syntax_error_names_the_line(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"the chat template of .*: line 2: unexpected"):
+        FastTokenizing(model_with(tmp_path, "{{ 1 }}\n{{ messages }")).render(TURNS)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "problem"),
+    [
+        ("chat_template.jinja", b"\xff\xfe{{", "chat_template.jinja: .*can't decode byte 0xff"),
+        ("tokenizer_config.json", b"\xff", "tokenizer_config.json: .*can't decode byte 0xff"),
+        ("tokenizer_config.json", b"[]", "tokenizer_config.json: not a JSON object"),
+        ("tokenizer_config.json", b'{"chat_template": ["x"]}', "a list needs objects with name and template"),
+    ],
+)
+def test_a_file_of_the_tokenizer_that_cannot_be_read_is_named(
+    tmp_path: Path, file: str, content: bytes, problem: str
+) -> None:
+    directory = model_with(tmp_path, "{{ 1 }}")
+    (directory / file).write_bytes(content)
+    with pytest.raises(DataError, match=problem):
+        FastTokenizing(directory)
 
 
 def test_a_model_without_a_template_says_so(tmp_path: Path) -> None:
