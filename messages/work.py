@@ -115,6 +115,7 @@ class ScoreItem(msgspec.Struct, frozen=True, kw_only=True):
     label: Any = None
     metadata: dict[str, Any] = {}
     sample_metadata: dict[str, Any] | UnsetType = UNSET  # of this sample alone, set by a generate function
+    prompt_ids: Int32Array | UnsetType = UNSET  # [P]
     tokens: Int32Array | UnsetType = UNSET  # [T], ids of the response, those between turns included
     log_probs: Float32Array | UnsetType = UNSET  # [T], natural log, of the policy that sampled; 0 between turns
     turns: tuple[TurnSpan, ...] | UnsetType = UNSET  # of the model, in order

@@ -58,6 +58,7 @@ def sample_of(item: ScoreItem, request: ScoreRequested) -> GradedSample:
         metadata=item.metadata,
         sample_metadata=item.sample_metadata or {},
         evaluation=request.evaluation,
+        packed_prompt_ids=None if item.prompt_ids is UNSET else item.prompt_ids.tobytes(),
         packed_tokens=None if item.tokens is UNSET else item.tokens.tobytes(),
         packed_log_probs=None if item.log_probs is UNSET else item.log_probs.tobytes(),
         per="sample" if request.per is UNSET else request.per,

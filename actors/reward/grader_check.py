@@ -24,6 +24,7 @@ from runtime.settings.topology import RewardConfig, SampleField, Topology, own_g
 
 SLACK_S = 10.0  # time for a process to end
 EMPTY: Final[Mapping[SampleField, tuple[str, Any]]] = {  # fields of an empty answer
+    "prompt_ids": ("packed_prompt_ids", b""),
     "tokens": ("packed_tokens", b""),
     "log_probs": ("packed_log_probs", b""),
     "turns": ("turn_spans", ()),
@@ -128,6 +129,7 @@ def graded_sample(group: DumpedGroup, place: int) -> GradedSample:
         label=sample.label,
         metadata=sample.metadata,
         sample_metadata=sample.sample_metadata,
+        packed_prompt_ids=group.segments[place][0].prompt_ids.tobytes() if group.segments[place] else b"",
         packed_tokens=bytes(tokens),
         packed_log_probs=bytes(log_probs),
         turn_spans=tuple(turns),

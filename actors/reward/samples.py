@@ -27,7 +27,8 @@ class GradedSample(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     metadata: dict[str, Any] = {}  # unchanged from the data file
     sample_metadata: dict[str, Any] = {}  # of this sample alone, set by a generate function
     evaluation: bool = False  # whether this is a sample of an evaluation
-    packed_tokens: bytes | None = None  # `tokens` as int32, `log_probs` as float32, both little-endian
+    packed_prompt_ids: bytes | None = None  # `prompt_ids` and `tokens` as int32, `log_probs` as float32, little-endian
+    packed_tokens: bytes | None = None
     packed_log_probs: bytes | None = None
     turn_spans: tuple[Turn, ...] | None = None  # `turns`
     per: Literal["sample", "turn", "token"] = "sample"  # what a list of rewards is for
@@ -38,6 +39,15 @@ class GradedSample(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     def truncated(self) -> bool:
         """Whether the response ended without an end of turn."""
         return self.status != "completed"
+
+    @property
+    def prompt_ids(self) -> "array[int]":
+        """Token ids of the prompt.
+
+        Raises:
+            ValueError: `reward.sample_fields` does not name them.
+        """
+        return array("i", _asked("prompt_ids", self.packed_prompt_ids))
 
     @property
     def tokens(self) -> "array[int]":

@@ -441,7 +441,7 @@ class FailuresConfig(Config, frozen=True, kw_only=True):
     raised: FailureAction | None = None
 
 
-SampleField = Literal["tokens", "log_probs", "turns"]
+SampleField = Literal["prompt_ids", "tokens", "log_probs", "turns"]
 RewardPer = Literal["sample", "turn", "token"]
 
 
@@ -472,8 +472,8 @@ class RewardConfig(Config, frozen=True, kw_only=True):
     per: RewardPer = "sample"
     # Call the grader once per prompt group, with all of its samples.
     group_rm: bool = False
-    # Further fields of the samples that graders get: token ids, log-probs and turns of the response. Without them score
-    # requests stay small.
+    # Further fields of the samples that graders get: token ids of the prompt; token ids, log-probs and turns of the
+    # response. Without them score requests stay small.
     sample_fields: tuple[SampleField, ...] = ()
     # Your own grader functions by name. Rows, `data.rm_type` and `eval.rm_type` may use these names.
     graders: dict[Name, Text] = {}

@@ -3,6 +3,7 @@
 import importlib.util
 import subprocess
 import sys
+from array import array
 from pathlib import Path
 
 import anyio
@@ -48,6 +49,10 @@ def reads_fields(args, sample):
     return float(len(sample.rollout_log_probs))
 
 
+def counts(args, sample):  # as examples/strands_sglang
+    return float(len(sample.tokens) - sample.response_length) + sample.tokens[0] / 10
+
+
 def generates(args, sample):
     GenerateState(args)
 
@@ -90,6 +95,7 @@ def test_a_reward_function_of_slime_grades_in_a_grader_process(folder: Path) -> 
     [
         ("reads_more", "args.hf_checkpoint is not provided"),
         ("reads_fields", "sample.rollout_log_probs is not provided"),
+        ("counts", 'a reward function gets them with reward.sample_fields = ["prompt_ids", "tokens"]'),
         ("generates", "only rollout.custom_generate generates"),
     ],
 )
@@ -97,6 +103,12 @@ def test_what_is_not_provided_is_an_error_that_names_the_page(folder: Path, name
     (error,) = graded(folder, name, GradedSample())
     assert refusal in str(error)
     assert PAGE in str(error)
+
+
+def test_a_reward_function_of_slime_gets_the_tokens_of_prompt_and_response_on_request(folder: Path) -> None:
+    prompt_ids, tokens = (array("i", ids).tobytes() for ids in ([5, 6], [7, 8, 9]))
+    asked = GradedSample(response_len=3, packed_prompt_ids=prompt_ids, packed_tokens=tokens)
+    assert graded(folder, "counts", asked) == [2.5]
 
 
 def summary(*rewards: float) -> GroupSummary:

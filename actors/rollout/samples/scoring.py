@@ -313,6 +313,7 @@ def _item(task: GroupTask, sample: OpenSample, fields: Collection[SampleField]) 
         label=None if stored else prompt.label,
         metadata={} if stored else prompt.metadata,
         sample_metadata=dict(sample.metadata) or UNSET,
+        prompt_ids=sample.prompt_of(prompt.prompt_ids) if "prompt_ids" in fields else UNSET,
         tokens=Int32Array(buffer.ids) if "tokens" in fields else UNSET,
         log_probs=Float32Array(buffer.log_probs) if "log_probs" in fields else UNSET,
         turns=sample.turn_spans() if "turns" in fields else UNSET,

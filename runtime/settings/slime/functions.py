@@ -105,6 +105,9 @@ class Sample:
         return sample
 
     def __getattr__(self, name: str) -> Any:
+        if name == "tokens":
+            fields = 'reward.sample_fields = ["prompt_ids", "tokens"]'
+            raise AttributeError(f"sample.tokens: a reward function gets them with {fields}: {PAGE}")
         raise AttributeError(f"sample.{name} is not provided to functions of slime: {PAGE}")
 
     def get_reward_value(self, args: Any) -> float:
@@ -346,6 +349,8 @@ def _sample(graded: Any) -> Any:
         metadata=dict(graded.metadata),
         status=kind.Status(graded.status),
     )
+    if graded.packed_prompt_ids is not None and graded.packed_tokens is not None:
+        sample.tokens = [*graded.prompt_ids, *graded.tokens]
     for name, value in graded.sample_metadata.items():
         setattr(sample, name, value)
     return sample

@@ -176,6 +176,7 @@ async def test_a_request_to_be_answered_elsewhere_is_dead_lettered(bus: Bus, ask
 async def test_a_grader_gets_what_the_generation_of_a_sample_left(bus: Bus, asker: Asker) -> None:
     given: dict[str, Any] = {
         "sample_metadata": {"steps": 2},
+        "prompt_ids": Int32Array([3, 4]),
         "tokens": Int32Array([5, 6, 7]),
         "log_probs": Float32Array([-0.5, 0.0, -0.25]),
         "turns": (TurnSpan(start=0, end=1, text="a"), TurnSpan(start=2, end=3, text="b")),
@@ -185,7 +186,7 @@ async def test_a_grader_gets_what_the_generation_of_a_sample_left(bus: Bus, aske
         (bare,) = await asker.scores("own-full", "r")
     assert full.details is not None
     turns = [[0, 1, "a"], [2, 3, "b"]]
-    assert full.details["seen"] == [[5, 6, 7], [-0.5, 0.0, -0.25], turns, {"steps": 2}, True]
+    assert full.details["seen"] == [[3, 4], [5, 6, 7], [-0.5, 0.0, -0.25], turns, {"steps": 2}, True]
     assert bare.cause == "raised"
     assert 'add "log_probs" to reward.sample_fields' in (bare.error or "")
 

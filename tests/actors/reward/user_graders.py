@@ -27,7 +27,7 @@ def full(sample: Any) -> dict[str, Any]:
     """Returns what the generation of a sample left."""
     log_probs = [round(each, 3) for each in sample.log_probs]
     turns = [[turn.start, turn.end, turn.text] for turn in sample.turns]
-    seen = [list(sample.tokens), log_probs, turns, sample.sample_metadata, sample.evaluation]
+    seen = [list(sample.prompt_ids), list(sample.tokens), log_probs, turns, sample.sample_metadata, sample.evaluation]
     return {"score": 0.5, "seen": seen}
 
 

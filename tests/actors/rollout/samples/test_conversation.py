@@ -229,7 +229,7 @@ async def test_notes_that_fit_no_event_cost_their_group_and_not_the_actor(bus: B
 async def test_a_sample_that_waits_for_its_score_alone_is_scored_with_all_that_it_has(
     bus: Bus, router_url: str
 ) -> None:
-    asked = with_function("uses_a_tool", reward={"sample_fields": ("tokens", "log_probs", "turns")})
+    asked = with_function("uses_a_tool", reward={"sample_fields": ("prompt_ids", "tokens", "log_probs", "turns")})
     async with (
         serving(ScriptedEngine()) as engine,
         rollout_actor(bus, router_url, [engine], asked),
@@ -250,6 +250,7 @@ async def test_a_sample_that_waits_for_its_score_alone_is_scored_with_all_that_i
     for request in (first.message, second.message):
         (item,) = request.items
         assert isinstance(item.turns, tuple)
+        assert item.prompt_ids.tolist() == [7, 8]
         assert [item.tokens[turn.start : turn.end].tolist() for turn in item.turns] == [[1, 2, 3, 4]] * 2
         assert [turn.text for turn in item.turns] == ["1 2 3 4"] * 2
         assert (item.turns[0].start, item.turns[1].end, item.response_len) == (0, len(item.tokens), len(item.tokens))
@@ -270,4 +271,4 @@ async def test_a_grader_gets_what_a_generate_function_noted_and_no_more_unless_a
         assert request is not None
     (item,) = request.message.items
     assert item.sample_metadata == {"last": "1 2 3 4", "label": "1", "num_turns": 3}
-    assert item.tokens is item.log_probs is item.turns is msgspec.UNSET
+    assert item.prompt_ids is item.tokens is item.log_probs is item.turns is msgspec.UNSET
