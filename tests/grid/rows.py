@@ -314,12 +314,12 @@ CRITIC_APART = (
     Row("DP2", critic=True, critic_on="TP2", spoilt=True),
     Row("TP2+SP", kind="qwen3_moe", critic=True, critic_on="EP2"),
 )
-FEW += CRITIC[:4]
-FEW += CRITIC_APART[:2]
+FEW += (CRITIC[0], CRITIC[3])  # TP2+SP, DP2+DO overlapped
+FEW += CRITIC_APART[1:2]  # on PP2
 FEW += KEPT[:1]
 FEW += AGED[:1]
 FEW += AHEAD[:1]
-FEW += SPOILT[:4]
+FEW += SPOILT[:2]  # DP2, TP2+SP
 FEW += (BALANCED[0], BALANCED[9], BALANCED[2])  # TP2+SP and EP2xTP2+SP of a micro-batch, CP2 packed of a sequence
 FEW += tuple(  # those of two ranks, and one model of each kind
     row for row in EXPERTS if (row.layout, row.kind) in (("EP2xTP2+SP", "qwen3_moe"), ("EP2xCP2", "qwen3_moe"))

@@ -42,10 +42,10 @@ def marked(items: Sequence[Any], few: Sequence[Any], names: Sequence[str]) -> li
 
 
 PAIRS = [(kind, one, other) for kind, layouts in SAVED for one in layouts for other in layouts]
-FEW_PAIRS = [("qwen3", "1", "TP2"), ("qwen3", "PP2", "1"), ("qwen3", "TP2", "DP2+DO"), ("qwen3", "DP2+DO", "PP2")]
+FEW_PAIRS = [("qwen3", "1", "TP2"), ("qwen3", "PP2", "1"), ("qwen3", "DP2+DO", "PP2")]
 FEW_PAIRS += [("qwen3", "DP2+DO", "DP2+DO"), ("qwen3_moe", "EP2", "1")]
 FEW_PAIRS += [(WITH_CRITIC, "TP2+SP", "DP2+DO"), (WITH_CRITIC, "DP2+DO", "PP2")]
-FEW_PAIRS += [(WITH_CRITIC, "TP2+SP", "1 & PP2"), (WITH_CRITIC, "TP2 & DP2", "DP2+DO")]
+FEW_PAIRS += [(WITH_CRITIC, "TP2+SP", "1 & PP2")]
 MAIN = "optimizer.state.param."  # main parameters: the other optimizer has none in float32
 ROWS = [*ALL, *(row for row in FEW if row not in ALL)]
 HALVES = [row for row in ROWS if row.is_half]
