@@ -104,7 +104,7 @@ def _settings(args: argparse.Namespace) -> "PoolSettings":
     from actors.reward.sandbox import Sandbox
 
     grader = GraderSpec(name=args.grader, group=args.batch is not None)
-    hello = Hello(graders=(grader,), reward_key=args.reward_key, cpu_s=2 * args.timeout_s, traces=True)
+    hello = Hello(graders=(grader,), reward_key=args.reward_key, cpu_s=2 * args.timeout_s)
     hidden = (os.path.realpath(args.credential),)
     sandbox = Sandbox(kind=args.sandbox, env=tuple(args.env), hidden=hidden)
     return PoolSettings(hello=hello, sandbox=sandbox, num_processes=args.processes, timeout_s=args.timeout_s)

@@ -242,6 +242,20 @@ class SelectionFailed(Message, kw_only=True, tag="selection_failed"):
 
 
 @register
+class UserFunctionRaised(Message, kw_only=True, tag="user_function_raised"):
+    """A user's function raised, for the first time at these places in this process.
+
+    Written by reward, rollout and filter.
+    """
+
+    plane = Plane.EVENT
+    topic = "user.function_raised"
+    instance: str
+    function: str  # its name, or the setting that names it
+    traceback: str  # from the function's own first frame on
+
+
+@register
 class CheckpointRequested(Message, kw_only=True, tag="checkpoint_requested"):
     """A stream is nearly full. A checkpoint would allow the buffer to trim it. Written by buffer, read by trainer."""
 

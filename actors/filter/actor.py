@@ -21,7 +21,7 @@ from actors.filter.filters import (
     with_contents,
 )
 from messages.data import PromptStored, SegmentsPublished
-from messages.events import GroupCompleted, Outcome, VerdictGiven
+from messages.events import GroupCompleted, Outcome, UserFunctionRaised, VerdictGiven
 from messages.plain import clipped
 from runtime.bus.bus import Bus
 from runtime.bus.consumer import Deliveries, Delivery
@@ -29,6 +29,7 @@ from runtime.bus.errors import BusError, PayloadLost
 from runtime.data.stored_prompts import fetch_prompt
 from runtime.process.actor import Actor
 from runtime.process.user_process import NotReady, UserFunctionError, UserProcess, UserProcessError
+from runtime.process.user_tracebacks import UserTracebacks
 from runtime.settings.plugins import is_plugin
 from runtime.settings.topology import Topology
 from runtime.util.formatting import duration
@@ -54,7 +55,7 @@ class FilterActor(Actor):
     """
 
     reads = (GroupCompleted, PromptStored, SegmentsPublished)
-    writes = (VerdictGiven,)
+    writes = (VerdictGiven, UserFunctionRaised)
 
     def __init__(self, topology: Topology, bus: Bus, *, timeout_s: float = FILTER_TIMEOUT_S) -> None:
         """Find the filter.
@@ -69,6 +70,7 @@ class FilterActor(Actor):
         """
         self._bus = bus
         self._timeout_s = timeout_s
+        self._tracebacks = UserTracebacks(bus)
         self._name = topology.rollout.dynamic_filter or "none"
         self._keeps_spares = topology.rollout.keep_when_insufficient
         self._fields = topology.rollout.filter_fields
@@ -154,6 +156,7 @@ class FilterActor(Actor):
         except TimeoutError:
             return _failed(f"no verdict within {self._timeout_s:g} s")
         except UserFunctionError as error:
+            await self._tracebacks.publish("rollout.dynamic_filter", error.traceback)
             return _failed(str(error))
         except NotReady as error:
             log.warning("filter_not_ready", error=str(error), num_delivered=delivery.num_delivered)

@@ -24,7 +24,7 @@ from actors.reward.pool import GraderPool, PoolSettings, open_pool
 from actors.reward.recipe import graders_of, retried_causes
 from actors.reward.samples import GradedSample
 from actors.reward.sandbox import sandbox_of
-from messages import EngineRequestsFailed
+from messages import EngineRequestsFailed, UserFunctionRaised
 from messages.calls import ScoresGiven
 from messages.data import PromptStored
 from messages.plain import clipped
@@ -35,6 +35,7 @@ from runtime.bus.consumer import Deliveries, Delivery
 from runtime.bus.errors import MessageRefused, PayloadLost
 from runtime.bus.scoring import ACK_WAIT_S
 from runtime.process.actor import Actor, InputError
+from runtime.process.user_tracebacks import UserTracebacks
 from runtime.settings.plugins import is_plugin
 from runtime.settings.topology import Topology, own_graders
 from runtime.util.formatting import count_of, duration
@@ -121,7 +122,7 @@ class RewardActor(Actor):
     """
 
     reads = (ScoreRequested, PromptStored)
-    writes = (ScoresGiven, EngineRequestsFailed)
+    writes = (ScoresGiven, EngineRequestsFailed, UserFunctionRaised)
 
     def __init__(self, topology: Topology, bus: Bus, *, ack_wait_s: float = ACK_WAIT_S) -> None:
         """Start without processes.
@@ -160,6 +161,7 @@ class RewardActor(Actor):
         self._pool: GraderPool | None = None
         self._judges: Judges | None = None
         self._first = FirstGrades(bus)
+        self._tracebacks = UserTracebacks(bus)
         self._counts: Counter[str] = Counter()
         self._prompts = StoredPrompts(bus)
         self._in_hand: dict[str, tuple[str, float]] = {}  # grader and start time, by request
@@ -311,6 +313,8 @@ class RewardActor(Actor):
                 grades = await self._grade_by(name, pool, samples, group=group)
             else:
                 grades = await summed(name, weights, lambda part: self._grade_by(part, pool, samples, group=group))
+            for graded in grades:
+                await self._tracebacks.publish(f"the grader {self._names.get(name, name)}", graded.trace)
             if name not in self._of_eval_alone:
                 one_call = group and not any(self._is_judge(part) for part in weights or (name,))
                 shown = self._names.get(name, name)

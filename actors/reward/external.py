@@ -24,6 +24,7 @@ from runtime.bus.errors import BusRefused, BusUnavailable, MessageRefused, Paylo
 from runtime.external.score_requests import ScoreRequests, open_score_requests
 from runtime.util.formatting import count_of
 from runtime.util.retrying import Backoff
+from runtime.util.tracebacks import places_in
 
 COUNTS_EVERY_S: Final = 30.0
 FINISH_S: Final = 5.0  # after a stop, for the requests that are being graded; the others go back at once
@@ -223,7 +224,7 @@ class ExternalWorker:
 
 def cause_of(graded: Graded) -> tuple[str, ...]:
     """What failed grades of one cause have in common: the places in their tracebacks, or the error."""
-    places = tuple(line for line in (graded.trace or "").splitlines() if line.startswith('  File "'))
+    places = places_in(graded.trace or "")
     return places or (graded.error or "",)
 
 

@@ -35,7 +35,6 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
     base_dirs: tuple[str, ...] = ()  # directories that relative plug-in paths are resolved against
     reward_key: str | None = None  # key of the reward in a dict answer
     cpu_s: float | None = None  # CPU seconds per call
-    traces: bool = False  # whether grades include the traceback of a grader that raises
     at_once: int = 0  # calls of async functions that run together; 0: one call at a time
 
 

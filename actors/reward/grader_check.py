@@ -161,9 +161,7 @@ async def try_grader(
     """
     config = RewardConfig() if topology is None else topology.reward
     spec = GraderSpec(name=function, group=group)
-    hello = Hello(
-        graders=(spec,), reward_key=config.reward_key, cpu_s=config.cpu_s or 2 * config.timeout_s, traces=True
-    )
+    hello = Hello(graders=(spec,), reward_key=config.reward_key, cpu_s=config.cpu_s or 2 * config.timeout_s)
     settings = PoolSettings(
         hello=hello,
         sandbox=Sandbox() if topology is None else sandbox_of(topology),

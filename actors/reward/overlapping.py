@@ -90,9 +90,7 @@ class _Calls:
             self._write(grade, Graded(error=str(error), cause="refused"))
             return
         hello = self._hello
-        call = grade_together(
-            grader, grade.samples, group=grade.grader.group, reward_key=hello.reward_key, traces=hello.traces
-        )
+        call = grade_together(grader, grade.samples, group=grade.grader.group, reward_key=hello.reward_key)
         task = asyncio.create_task(call)
         self._running[task] = grade
         try:

@@ -92,9 +92,7 @@ class Worker:
         hello, cpu_s = self._hello, self._hello.cpu_s
         if grade.grader.group:
             _limit_cpu(cpu_s)
-            self._write(
-                *grade_group(grader, grade.samples, reward_key=hello.reward_key, wait=self._wait, traces=hello.traces)
-            )
+            self._write(*grade_group(grader, grade.samples, reward_key=hello.reward_key, wait=self._wait))
             return
         gathered, until = list[Graded](), 0.0
         gather_s = GATHER_S if gathers(grade.grader) else 0.0
@@ -102,9 +100,7 @@ class Worker:
             if not gathered:
                 _limit_cpu(cpu_s)
                 until = time.monotonic() + gather_s
-            gathered.append(
-                grade_sample(grader, sample, reward_key=hello.reward_key, wait=self._wait, traces=hello.traces)
-            )
+            gathered.append(grade_sample(grader, sample, reward_key=hello.reward_key, wait=self._wait))
             if time.monotonic() >= until:
                 self._write(*gathered)
                 gathered.clear()

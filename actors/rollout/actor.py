@@ -71,6 +71,7 @@ from messages import (
     SpillsGiven,
     SpillsRequested,
     TrainerStarted,
+    UserFunctionRaised,
     WeightsAnnounced,
     WeightsApplied,
     WeightsLost,
@@ -135,6 +136,7 @@ class RolloutActor(Actor):
         WeightSyncAnswered,
     )
     writes = (
+        UserFunctionRaised,
         SegmentsPublished,
         SegmentsSpilled,
         ColumnPublished,

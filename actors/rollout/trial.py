@@ -3,7 +3,6 @@
 import resource
 import sys
 import time
-import traceback
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -31,6 +30,7 @@ from runtime.bus.background import in_background
 from runtime.node.supervisor.ports import free_port
 from runtime.settings.derived import rollout_sampling, sampling_params
 from runtime.settings.topology import Topology
+from runtime.util.tracebacks import user_traceback
 
 START_S: Final = 60.0  # until the engine serves
 STOP_S: Final = 10.0
@@ -113,7 +113,7 @@ class _Trial:
                 status = str(await talk.run(function))
             except (ValueError, EngineError) as raised:
                 error, cause = str(raised), raised.__cause__
-                trace = None if cause is None else "".join(traceback.format_exception(cause)).strip()
+                trace = None if cause is None else user_traceback(cause)
         return GenerateTrial(
             conversations=talk.all,
             samples=sample.parts,

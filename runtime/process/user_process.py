@@ -10,7 +10,6 @@ import importlib
 import os
 import signal
 import sys
-import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -34,12 +33,14 @@ from runtime.process.user_limits import (
 )
 from runtime.util.exit_codes import EXIT_OK
 from runtime.util.import_path import user_folder_last
+from runtime.util.tracebacks import shown_error, user_traceback
 
 Answer = Callable[[bytes], bytes]
 
 START_S: Final = 30.0  # users' modules may be slow to import
 KILL_S: Final = 5.0
 MAX_BYTES: Final = 256 << 20  # of one call or answer
+MAX_TEXT: Final = 1 << 16  # characters of an exception
 MAX_STARTS: Final = 2  # processes that may end, or not be ready in time, before one is ready
 PRINTED_LAST_S: Final = 0.2  # to read the last output of a process that ended
 
@@ -53,7 +54,15 @@ class NotReady(UserProcessError):
 
 
 class UserFunctionError(Exception):
-    """The function raised. The message is the repr of its exception; the process has printed its traceback."""
+    """The function raised. The message is the repr of its exception.
+
+    Attributes:
+        traceback: of the function.
+    """
+
+    def __init__(self, text: str, trace: str) -> None:
+        super().__init__(text)
+        self.traceback = trace
 
 
 @dataclass(frozen=True)
@@ -188,7 +197,7 @@ class _Running:
         except (anyio.IncompleteRead, anyio.EndOfStream, anyio.BrokenResourceError) as error:
             raise await self._died() from error
         if not head[0]:
-            raise UserFunctionError(content.decode(errors="replace"))
+            raise UserFunctionError(*content.decode(errors="replace").split("\0", 1))
         return content
 
     async def kill(self) -> None:
@@ -222,9 +231,12 @@ def main(arguments: Sequence[str]) -> int:
     while (payload := read_call(calls)) is not None:
         try:
             _write(answers, 1, answer(payload))
-        except Exception as error:  # noqa: BLE001 - a user's function may raise anything; the caller hears of it
-            traceback.print_exc()
-            _write(answers, 0, repr(error).encode(errors="replace")[: 1 << 16])
+        except BaseException as error:  # noqa: BLE001 - a user's function may raise anything; the caller hears of it
+            trace = user_traceback(error)
+            with suppress(OSError):  # it may have closed its output
+                os.write(2, f"{trace}\n".encode(errors="replace"))
+            text = shown_error(error).replace("\0", "")[:MAX_TEXT]
+            _write(answers, 0, f"{text}\0{trace}".encode(errors="replace"))
     end_group()
 
 

@@ -26,6 +26,7 @@ from messages import (
     RunStalled,
     ScoreRequestsLost,
     SelectionFailed,
+    UserFunctionRaised,
     VerdictGiven,
     WeightsAnnounced,
     WeightsLost,
@@ -35,6 +36,7 @@ from messages import (
 from runtime.ledger.books import stall_text
 from runtime.util.formatting import count_of, duration, number
 from runtime.util.import_path import command_name
+from runtime.util.tracebacks import places_in
 
 SHOWN_PER_REASON = 3  # maximum number of lines per failure reason
 SHOWN_REASONS = 20  # maximum number of failure reasons
@@ -47,6 +49,7 @@ class Failures(msgspec.Struct):
 
     _reported: dict[str, int] = {}  # lines per failure text
     _all_reported: bool = False  # further reasons are not shown
+    _raised: set[str] = set()  # places of tracebacks that were shown
 
     def lines(self, text: str, run: str) -> list[str]:
         """Return the line for a failure, or nothing at the limit.
@@ -63,6 +66,14 @@ class Failures(msgspec.Struct):
         if self._reported[text] > SHOWN_PER_REASON:
             return []
         return [text if self._reported[text] < SHOWN_PER_REASON else f"{text} (no more of these are shown)"]
+
+    def traceback(self, event: UserFunctionRaised) -> list[str]:
+        """Return the lines of a user's traceback, or nothing if one of the same places was shown."""
+        places = "\n".join(places_in(event.traceback)) or event.traceback
+        if places in self._raised or len(self._raised) >= SHOWN_REASONS:
+            return []
+        self._raised.add(places)
+        return [f"{event.function} raised:", *(f"  {line}" for line in event.traceback.splitlines())]
 
 
 def failure_in(event: Message) -> str | None:

@@ -17,6 +17,7 @@ from messages import (
     RunFinished,
     SnapshotTaken,
     TrainerStarted,
+    UserFunctionRaised,
     WeightsApplied,
 )
 from messages.ledger import not_finite_in
@@ -151,6 +152,8 @@ class Report(msgspec.Struct):
                 failures = (f"metrics of evaluation set {name} failed: {why}" for name, why in event.failed.items())
                 lines = [Line(text) for reason in failures for text in self._failures.lines(reason, self.run)]
                 return [*lines, *self._evaluate(event, time, f" ({_weights_of(event)})")]
+            case UserFunctionRaised():
+                return [Line(text) for text in self._failures.traceback(event)]
             case PairsEvaluated():
                 return self._evaluate(event, time, took_s=event.took_s)
             case RunFinished():

@@ -34,6 +34,7 @@ from messages import (
     SnapshotTaken,
     UInt8Array,
     UpdateGroup,
+    UserFunctionRaised,
     VerdictGiven,
     WeightSpan,
     WeightSyncAnswered,
@@ -153,6 +154,11 @@ def test_unknown_fields_are_ignored_so_that_fields_can_be_added() -> None:
 
 # Bytes as they are stored. A changed line is a changed message: new fields have defaults, all else is a new tag.
 GOLDEN = [
+    (
+        JSON,
+        b'{"type":"user_function_raised","instance":"reward","function":"the grader my.py:f","traceback":"KeyError"}',
+        UserFunctionRaised(instance="reward", function="the grader my.py:f", traceback="KeyError"),
+    ),
     (
         JSON,
         b'{"type":"snapshot_taken","incarnation":1,"covers":2,"fold_version":14,"content":"AP8=","chunks":[3,4],"digest":"5e"}',

@@ -3,7 +3,6 @@
 import inspect
 import math
 import time
-import traceback
 from array import array
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from itertools import islice
@@ -18,11 +17,11 @@ from actors.reward.graders.builtin import find_grader
 from actors.reward.graders.parsers import find_parser
 from actors.reward.samples import GradedSample
 from runtime.settings.plugins import is_plugin, load_plugin
+from runtime.util.tracebacks import shown_error, user_traceback
 
 GRADER_KEY = "rm_type"  # names of settings in plug-in errors
 PARSER_KEY = "parser"
 MAX_REASON_CHARS = 500
-MAX_TRACE_CHARS = 8000
 MAX_DETAILS = 32
 MAX_DETAIL_BYTES = 1024
 
@@ -55,9 +54,7 @@ async def _all_of(grader: Call, samples: Sequence[GradedSample]) -> list[Any]:
     return list(await asyncio.gather(*map(grader, samples)))
 
 
-def grade_sample(
-    grader: Call, sample: GradedSample, *, reward_key: str | None, wait: Wait, traces: bool = False
-) -> Graded:
+def grade_sample(grader: Call, sample: GradedSample, *, reward_key: str | None, wait: Wait) -> Graded:
     """Grade one sample. Any exception or invalid answer of the grader becomes an error in the grade.
 
     Args:
@@ -65,39 +62,42 @@ def grade_sample(
         sample: the sample to grade.
         reward_key: key of the reward in a dict answer.
         wait: runs an awaitable to its end.
-        traces: whether an error includes its traceback.
     """
     start = time.perf_counter()
-    answer, failure = _call(grader, sample, wait, traces)
+    answer, failure = _call(grader, sample, wait)
     graded = failure or grade_of(answer, reward_key, sample)
     return msgspec.structs.replace(graded, took_s=time.perf_counter() - start)
 
 
 def grade_group(
-    grader: Call, samples: Sequence[GradedSample], *, reward_key: str | None, wait: Wait, traces: bool = False
+    grader: Call, samples: Sequence[GradedSample], *, reward_key: str | None, wait: Wait
 ) -> tuple[Graded, ...]:
     """Grade all samples of a prompt group or a batch in one call; an invalid answer fails all of them.
 
     An exception in the list that the grader returns fails its sample alone.
     """
     start = time.perf_counter()
-    answer, failure = _call(grader, list(samples), wait, traces)
+    answer, failure = _call(grader, list(samples), wait)
     return _grades_of(answer, failure, samples, reward_key, time.perf_counter() - start)
 
 
 async def grade_together(
-    grader: Call, samples: Sequence[GradedSample], *, group: bool, reward_key: str | None, traces: bool = False
+    grader: Call, samples: Sequence[GradedSample], *, group: bool, reward_key: str | None
 ) -> tuple[Graded, ...]:
     """Grade with an async function while other calls run: a sample, or all samples of a prompt group.
 
     Any exception or invalid answer becomes an error in the grades, as in `grade_sample` and `grade_group`.
     """
+    from asyncio import CancelledError  # imported already where calls run together
+
     start = time.perf_counter()
     answer, failure = None, None
     try:
         answer = await grader(list(samples) if group else samples[0])
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's grader may raise anything; the sample fails
-        failure = _raised(error, traces)
+    except CancelledError:
+        raise
+    except BaseException as error:  # noqa: BLE001 - a user's grader may raise anything; the sample fails
+        failure = _raised(error)
     took_s = time.perf_counter() - start
     if group:
         return _grades_of(answer, failure, samples, reward_key, took_s)
@@ -136,7 +136,7 @@ def grade_of(answer: Any, reward_key: str | None, sample: GradedSample = ANY_SAM
     In place of the number it may be a list, if `sample.per` says what it is for.
     """
     if isinstance(answer, Exception):
-        return _raised(answer, traces=False)
+        return _raised(answer)
     if not isinstance(answer, Mapping):
         return _grade_of_value(answer, None, sample)
     by_key = cast("Mapping[Any, Any]", answer)
@@ -183,28 +183,22 @@ def _grade_of_number(number: Any, details: dict[str, Any] | None) -> Graded:
     return Graded(reward=reward, details=details)
 
 
-def _call(grader: Call, argument: Any, wait: Wait, traces: bool) -> tuple[Any, Graded | None]:
+def _call(grader: Call, argument: Any, wait: Wait) -> tuple[Any, Graded | None]:
     """Call a grader; return its answer, or the grade of a call that raised."""
     try:
         answer = grader(argument)
         return (wait(answer) if inspect.isawaitable(answer) else answer), None
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's grader may raise anything; the sample fails
-        return None, _raised(error, traces)
+    except BaseException as error:  # noqa: BLE001 - a user's grader may raise anything; the sample fails
+        return None, _raised(error)
 
 
-def _raised(error: BaseException, traces: bool) -> Graded:
-    trace = _trace_of(error) if traces else None
-    return Graded(error=_cut(f"raised {error!r}"), trace=trace, cause=cause_of(error))
+def _raised(error: BaseException) -> Graded:
+    trace = None if error.__traceback__ is None else user_traceback(error)
+    return Graded(error=_cut(f"raised {shown_error(error)}"), trace=trace, cause=cause_of(error))
 
 
 def _bad(reason: str) -> Graded:
     return Graded(error=reason, cause="bad_answer")
-
-
-def _trace_of(error: BaseException) -> str:
-    """The traceback of an error, without our own frame."""
-    below = error.__traceback__.tb_next if error.__traceback__ is not None else None
-    return _cut("".join(traceback.format_exception(type(error), error, below)), MAX_TRACE_CHARS)
 
 
 def _as_list(answer: Any) -> list[Any] | None:

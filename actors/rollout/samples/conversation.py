@@ -5,6 +5,7 @@ turns are returned as they were, without an engine, and the input between them i
 else than before has a mismatch, and its sample is not trained as it is.
 """
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Final
 
@@ -15,6 +16,7 @@ from actors.rollout.samples.sample import FINISHED, OpenSample
 from actors.rollout.sglang.errors import EngineError
 from actors.rollout.sglang.served_model import ServedModel
 from messages import Int32Array, Prompt, SampleStatus, SamplingParams
+from runtime.util.tracebacks import shown_error
 
 GenerateFunction = Callable[["Conversation"], Awaitable[None]]
 Grade = Callable[[str, str | None], Awaitable[float]]
@@ -26,6 +28,18 @@ ENDS: Final = {
     "aborted": SampleStatus.ABORTED,
     "failed": SampleStatus.FAILED,
 }
+
+
+class FunctionRaised(ValueError):
+    """A user's function raised; its exception is the cause of this one."""
+
+
+def is_cancelled(error: BaseException) -> bool:
+    """Whether an exception ends this task from outside, unlike one that the user's function raised."""
+    task = asyncio.current_task()
+    return isinstance(error, GeneratorExit) or (
+        isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
+    )
 
 
 async def grade_nothing(_text: str, _prompt: str | None) -> float:
@@ -178,13 +192,15 @@ class Conversation(Context):
         """
         run = self._run
         run.let_work()
-        failed: Exception | None = None
+        failed: BaseException | None = None
         with run.scope:
             try:
                 await function(self)
             except EngineError:  # an error of this project, raised through the function
                 raise
-            except Exception as error:  # noqa: BLE001 - a user's function may raise anything; the group fails
+            except BaseException as error:
+                if is_cancelled(error):
+                    raise
                 failed = error
         if run.bus_error is not None:
             raise run.bus_error
@@ -195,7 +211,7 @@ class Conversation(Context):
         except (TypeError, ValueError) as error:
             failed = failed or error
         if run.mismatch is None and failed is not None:
-            raise ValueError(f"{KEY}: {failed!r}") from failed
+            raise FunctionRaised(f"{KEY}: {shown_error(failed)}") from failed
         self._check_end(conversations)
         if run.over is None and run.mismatch is None:
             run.mismatch = self._left_out(conversations)

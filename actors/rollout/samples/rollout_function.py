@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import anyio
 
-from actors.rollout.samples.conversation import Conversation, GenerateFunction
+from actors.rollout.samples.conversation import Conversation, FunctionRaised, GenerateFunction, is_cancelled
 from actors.rollout.samples.sample import OpenSample
 from actors.rollout.sglang.errors import EngineError
 from messages import Prompt, SampleStatus
@@ -226,9 +226,11 @@ class _Call:
     async def _run(self, function: RolloutFunction) -> None:
         try:
             await function(list(self.groups) if self._takes_list else self.groups[0])
-        except Exception as error:  # noqa: BLE001 - a user's function may raise anything; its groups fail
+        except BaseException as error:
+            if is_cancelled(error):
+                raise
             ours = [each for each in flatten(error) if isinstance(each, BusError | EngineError)]
-            self.error = ours[0] if ours else ValueError(f"{KEY}: {_shown(error)}")
+            self.error = ours[0] if ours else FunctionRaised(f"{KEY}: {_shown(error)}")
             self.error.__cause__ = error
 
     def _let_work(self) -> None:

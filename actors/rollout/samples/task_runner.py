@@ -12,7 +12,7 @@ import anyio
 import structlog
 
 from actors.rollout.engines.target import TargetWeights
-from actors.rollout.samples.conversation import GenerateFunction
+from actors.rollout.samples.conversation import FunctionRaised, GenerateFunction
 from actors.rollout.samples.endings import Ending, Endings, publish_eval
 from actors.rollout.samples.evaluation_function import SetEvaluation
 from actors.rollout.samples.group import GroupRun
@@ -28,10 +28,12 @@ from runtime.bus.consumer import MAX_PREFETCH, Delivery
 from runtime.bus.errors import MessageRefused, PayloadLost
 from runtime.data.stored_prompts import prompts_of_set, with_prompt
 from runtime.process.actor import InputError
+from runtime.process.user_tracebacks import UserTracebacks
 from runtime.settings.derived import eval_sampling, needs_baseline, sampling_params
 from runtime.settings.placement import num_engines
 from runtime.settings.topology import Topology
 from runtime.util.errors import flatten
+from runtime.util.tracebacks import user_traceback
 
 log = structlog.get_logger()
 
@@ -62,6 +64,7 @@ class TaskRunner:
         engines = topology.engines[pool]
         self._topology = topology
         self._bus = bus
+        self._tracebacks = UserTracebacks(bus)
         self._pool = pool
         self._target = target
         self._ack_wait_s = ack_wait_s
@@ -209,12 +212,19 @@ class TaskRunner:
         except* POISON as errors:
             # samples may fail with equal errors
             reason = "; ".join(dict.fromkeys(str(error) for error in flatten(errors)))
+            await self._show(errors)
         finally:
             self._runs.discard(run)
         if reason is None:
             return endings.of(run)
         log.warning("group_failed", reason=reason)
         return endings.failed(reason)
+
+    async def _show(self, errors: BaseException) -> None:
+        """Publish the tracebacks of users' functions."""
+        for error in flatten(errors):
+            if isinstance(error, FunctionRaised) and error.__cause__ is not None:
+                await self._tracebacks.publish(str(error).partition(":")[0], user_traceback(error.__cause__))
 
     async def spill_long_runs(self) -> None:
         """Make each long-running group spill its segments once per `spill_every_s`."""
@@ -266,6 +276,7 @@ class TaskRunner:
                 raise InputError(str(flatten(errors)[0])) from errors
             except* POISON as errors:
                 log.warning("eval_item_failed", set=task.set, item=task.item, reason=str(flatten(errors)[0]))
+                await self._show(errors)
             else:
                 if not run.complete and delivery.num_delivered < EVAL_MAX_TRIES:  # an external client aborted it
                     await delivery.redeliver()

@@ -13,7 +13,7 @@ from actors.filter.actor import FILTER_TIMEOUT_S, FilterActor
 from actors.filter.filters import Verdict, answering, summary_of
 from actors.registry import hosted
 from messages import SegmentsPublished
-from messages.events import GroupCompleted, Outcome, VerdictGiven
+from messages.events import GroupCompleted, Outcome, UserFunctionRaised, VerdictGiven
 from messages.samples import SampleStatus, SampleSummary, SegmentRef
 from runtime.bus.bus import Bus
 from runtime.bus.errors import BusUnavailable
@@ -167,6 +167,28 @@ async def test_a_filter_that_hangs_costs_its_group_alone(bus: Bus, tmp_path: Pat
             await complete(bus, group_id, [1.0])
             verdict = await next_verdict(verdicts)
             assert (verdict.outcome, verdict.reason) == expected
+
+
+async def test_what_a_filter_raises_fails_its_group_and_its_traceback_is_published_once(
+    bus: Bus, tmp_path: Path
+) -> None:
+    (tmp_path / "mine.py").write_text("import sys\ndef judge(group):\n    sys.exit(group.group_id)\n")
+    async with (
+        running(bus, f"{tmp_path}/mine.py:judge"),
+        bus.read(VerdictGiven, UserFunctionRaised) as events,
+    ):
+        for group_id in (1, 2):
+            await complete(bus, group_id, [1.0])
+        received = [await events.next(timeout_s=15) for _ in range(3)]
+    raised, *verdicts = [each.message for each in received if each is not None]
+    assert isinstance(raised, UserFunctionRaised)
+    assert raised.function == "rollout.dynamic_filter"
+    assert raised.traceback.splitlines()[1:] == [
+        f'  File "{tmp_path}/mine.py", line 3, in judge',
+        "    sys.exit(group.group_id)",
+        "SystemExit: 1",
+    ]
+    assert [each.reason for each in verdicts if isinstance(each, VerdictGiven)] == ["SystemExit(1)", "SystemExit(2)"]
 
 
 async def test_a_filter_whose_process_is_killed_is_called_once_more(bus: Bus, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from actors.reward.actor import FIRST_GRADE_KEY, RewardActor, never_worked
 from actors.reward.process import GraderUnusableError
-from messages import MessageDeadLettered
+from messages import MessageDeadLettered, UserFunctionRaised
 from messages.arrays import Float32Array, Int32Array
 from messages.base import Plane
 from messages.calls import Score, ScoresGiven
@@ -408,6 +408,12 @@ async def test_a_grader_that_fails_from_its_first_call_on_ends_the_run(bus: Bus,
     assert isinstance(error, InputError)
     assert str(error).startswith("the first 10 calls of graders in this run, for 4 prompt groups, all failed; ")
     assert f"{USER_CODE}:as_told: returned 'good' (str), not a number" in str(error)
+    async with bus.read(UserFunctionRaised) as events:  # once for nine samples
+        first, second = await events.next(timeout_s=5), await events.next(timeout_s=0.1)
+    assert first is not None
+    assert first.message.function == f"the grader {USER_CODE}:as_told"
+    assert f'File "{USER_CODE}"' in first.message.traceback.splitlines()[1]
+    assert second is None
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from messages import (
     SampleSummary,
     SelectionFailed,
     TrainerStarted,
+    UserFunctionRaised,
     WeightsAnnounced,
     WeightsApplied,
     WeightsProgressed,
@@ -376,6 +377,28 @@ def test_a_choice_that_fails_again_and_again_is_told_a_few_times() -> None:
     lines = [notice.text for notice in story.notices if isinstance(notice, Line)]
     assert lines[0] == "rollout.buffer_filter failed, first come first instead: RuntimeError('no')"
     assert len(lines) < 10
+
+
+def test_the_traceback_of_a_user_is_shown_once_for_each_place() -> None:
+    """Two reward actors saw the same mistake on other samples, and then another one."""
+    story = Story()
+    for instance, line, text in (
+        ("reward.0", 3, "KeyError: 'a'"),
+        ("reward.1", 3, "KeyError: 'b'"),
+        ("reward.0", 9, "no"),
+    ):
+        trace = f'Traceback (most recent call last):\n  File "my.py", line {line}, in grade\n{text}'
+        story.tell(UserFunctionRaised(instance=instance, function="the grader my.py:grade", traceback=trace))
+    assert [notice.text for notice in story.notices if isinstance(notice, Line)] == [
+        "the grader my.py:grade raised:",
+        "  Traceback (most recent call last):",
+        '    File "my.py", line 3, in grade',
+        "  KeyError: 'a'",
+        "the grader my.py:grade raised:",
+        "  Traceback (most recent call last):",
+        '    File "my.py", line 9, in grade',
+        "  no",
+    ]
 
 
 def typical(story: Story) -> list[SampleShown]:

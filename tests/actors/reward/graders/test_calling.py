@@ -139,13 +139,18 @@ def test_a_large_detail_is_cut() -> None:
     assert len(details["text"]) <= 120
 
 
-@pytest.mark.parametrize("error", [ValueError("bad"), SystemExit(3), AssertionError()])
+@pytest.mark.parametrize(
+    "error",
+    [ValueError("bad"), SystemExit(3), AssertionError(), BaseException("a panic of Rust"), asyncio.CancelledError()],
+)
 def test_what_a_grader_raises_is_a_reason(error: BaseException) -> None:
     def grader(sample: GradedSample) -> float:
         raise error
 
     graded = grade_sample(grader, GradedSample(), reward_key=None, wait=run)
-    assert graded.error == f"raised {error!r}"
+    assert (graded.error, graded.cause) == (f"raised {error!r}", "raised")
+    assert graded.trace is not None
+    assert graded.trace.splitlines()[1].endswith("in grader")
 
 
 def test_an_async_grader_is_awaited() -> None:

@@ -1,6 +1,9 @@
 """Generate functions as a user writes them, for the tests of conversations."""
 
+import asyncio
+
 import anyio
+import anyio.lowlevel
 
 from actors.rollout.samples.conversation import Conversation
 
@@ -42,6 +45,19 @@ async def chatters_without_end(conversation: Conversation) -> None:
 async def raises(conversation: Conversation) -> None:
     await conversation.generate()
     raise KeyError("no such tool")
+
+
+async def exits(conversation: Conversation) -> None:
+    await conversation.generate()
+    raise SystemExit(3)
+
+
+async def awaits_what_was_cancelled(conversation: Conversation) -> None:
+    await conversation.generate()
+    task = asyncio.create_task(anyio.sleep_forever())
+    await anyio.lowlevel.checkpoint()
+    task.cancel()
+    await task
 
 
 async def hangs(conversation: Conversation) -> None:

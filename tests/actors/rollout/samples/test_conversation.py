@@ -146,6 +146,8 @@ async def test_a_conversation_without_end_is_truncated_where_there_is_no_more_ro
     ("name", "reason"),
     [
         ("raises", "KeyError('no such tool')"),
+        ("exits", "SystemExit(3)"),
+        ("awaits_what_was_cancelled", "CancelledError()"),
         ("hangs", "took more than 0.3 s outside of generate"),
         ("talks_twice_in_a_row", "two turns in a row"),
         ("never_asks", "ended without a turn of the model: it never called generate"),
