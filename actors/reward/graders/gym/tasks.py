@@ -15,6 +15,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, Final
 
+from actors.reward.graders.thoughts import after_thought
 from actors.reward.samples import GradedSample
 
 WORKER: Final = Path(__file__).with_name("worker.py")
@@ -81,7 +82,7 @@ class Gym:
     def grade(self, sample: GradedSample) -> float:
         """Score a response by the task's own rule, mostly 0 or 1. Only what follows the last `</think>` counts."""
         task, seed = sample.metadata["task"], sample.metadata["seed"]
-        said = sample.response.rpartition("</think>")[2]
+        said = after_thought(sample.response)
         tagged = _ANSWER.findall(said)
         if not tagged and self._ask:
             return 0.0
