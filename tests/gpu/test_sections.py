@@ -104,10 +104,8 @@ def test_without_sglang_its_section_is_left_out_and_asked_for_it_fails(
     assert problem.endswith("has no SGLang: PHYSARUM_SGLANG_PYTHON names an interpreter that has")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "section", ["single-gpu", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("layouts", "laptop"))]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("section", ["single-gpu", "layouts", "laptop"])
 @pytest.mark.timeout(240)
 def test_a_section_of_several_processes_answers(section: str) -> None:
     found = function_of(section)("cpu", tiny=True)
