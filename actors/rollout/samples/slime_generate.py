@@ -270,6 +270,8 @@ def _settle(conversation: Conversation, router: EngineRouter, returned: Any) -> 
         if not isinstance(sample, Sample):
             raise TypeError(f"{sample!r:.100} is not a Sample")
     status = Sample.Status
+    for sample in samples:
+        sample.status = status(sample.status)  # tau-bench writes its text
     states = [sample.status for sample in samples]
     if status.ABORTED in states:
         conversation.end("aborted", "the function of slime returned it as aborted")

@@ -145,6 +145,8 @@ masks = with_changes(mask=[1, 0, 0, 1])
 removes = with_changes(remove_sample=True)
 fails = with_changes(status=Sample.Status.FAILED)
 aborts = with_changes(status=Sample.Status.ABORTED)
+aborts_by_text = with_changes(status="aborted")  # as tau-bench
+has_no_such_status = with_changes(status="done")
 other_tokens = with_changes(tokens=[87, 104, 111, 63, 1, 1, 1, 1])
 trains_input = with_changes(more=1, mask=[1] * 5)
 short_mask = with_changes(mask=[1])
@@ -373,6 +375,8 @@ async def test_masks_exclude_tokens_from_the_loss(folder: Path, name: str, expec
     [
         ("fails", SampleStatus.FAILED, "returned it as failed"),
         ("aborts", SampleStatus.ABORTED, "returned it as aborted"),
+        ("aborts_by_text", SampleStatus.ABORTED, "returned it as aborted"),
+        ("has_no_such_status", SampleStatus.FAILED, "'done' is not a valid"),
         ("other_tokens", SampleStatus.FAILED, "its tokens are not those that the engines gave"),
         ("trains_input", SampleStatus.FAILED, "loss_mask[4] is 1, and no engine generated that token"),
         ("short_mask", SampleStatus.FAILED, "loss_mask has 1 values, response_length = 4"),
