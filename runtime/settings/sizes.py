@@ -155,7 +155,8 @@ def growing_events(recipe: Recipe) -> tuple[EventSize, ...]:
             events="eval_issued, eval_ended",
             key="eval",
             number=len(recipe.eval),
-            each_bytes=EVAL_SET_BYTES + OWN_METRICS_BYTES * any(item.custom_metrics for item in recipe.eval),
+            each_bytes=EVAL_SET_BYTES
+            + OWN_METRICS_BYTES * any(item.custom_metrics or item.custom_evaluation for item in recipe.eval),
         ),
         *evals,
     )

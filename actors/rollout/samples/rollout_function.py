@@ -15,6 +15,7 @@ import anyio
 
 from actors.rollout.samples.conversation import Conversation, FunctionRaised, GenerateFunction, is_cancelled
 from actors.rollout.samples.sample import OpenSample
+from actors.rollout.samples.slots import GroupSlots
 from actors.rollout.sglang.errors import EngineError
 from messages import Prompt, SampleStatus
 from runtime.bus.errors import BusError
@@ -26,7 +27,6 @@ KEY: Final = "rollout.custom_rollout"
 
 RunSample = Callable[[OpenSample, GenerateFunction], Awaitable[None]]
 RolloutFunction = Callable[[Any], Awaitable[None]]  # gets a prompt group, or a list of them
-Release = Callable[[], None]
 
 GATHER_S: Final = 1.0  # that the first group of a call waits for others
 
@@ -85,13 +85,13 @@ class PromptGroup:
         run_sample: RunSample,
         default: GenerateFunction = one_turn,
         *,
-        release: Release,
+        slots: GroupSlots,
     ) -> None:
         self.prompt, self.label, self.metadata = prompt.text, prompt.label, prompt.metadata
         self.num_samples = len(samples)
         self._samples = samples
         self._run_sample, self._default = run_sample, default
-        self._release = release  # returns the slot of a sample that is not generated
+        self._slots = slots
         self._begun: set[int] = set()
         self._call = _Call()  # until it joins one
 
@@ -132,7 +132,7 @@ class PromptGroup:
         sample = self._begin(index)
         if not _has_ended(sample):
             sample.give_up(f"{KEY} left it out")
-            self._release()
+            self._slots.want_one_less()
 
     def halt(self) -> None:
         """End the function, once no sample is being generated: running requests end first and keep their tokens."""
@@ -156,6 +156,7 @@ class PromptGroup:
             call.halt()
         self._call = call
         call.groups.append(self)
+        self._slots.share(call.slots)
 
     def _begin(self, index: int) -> OpenSample:
         if type(index) is not int or not 0 <= index < self.num_samples or index in self._begun:
@@ -174,6 +175,7 @@ class _Call:
 
     def __init__(self, *, takes_list: bool = False, limit_s: float = math.inf) -> None:
         self.groups: list[PromptGroup] = []
+        self.slots: list[GroupSlots] = []  # of the groups
         self._takes_list, self._limit_s = takes_list, limit_s
         self.is_halted = False
         self.error: Exception | None = None

@@ -61,6 +61,7 @@ class GroupSlots:
         self._is_stopped = False
         self._waiting: deque[_Waiter] = deque()
         self._changed = anyio.Event()
+        self._partners: list[GroupSlots] = []  # groups of the same call of a rollout function, this one among them
 
     async def __aenter__(self) -> "GroupSlots":
         return self
@@ -104,6 +105,8 @@ class GroupSlots:
             return False
         waiter = _Waiter()
         self._waiting.append(waiter)
+        for partner in self._partners:
+            partner.lend()
         try:
             await waiter.ended.wait()
         except anyio.get_cancelled_exc_class():
@@ -137,6 +140,9 @@ class GroupSlots:
     def stop(self) -> None:
         """Return the slots that no sample has taken. Samples that wait for a slot get none."""
         self._is_stopped = True
+        if self in self._partners:
+            self._partners.remove(self)
+            self._partners = []
         self.need(0)
         while self._waiting:
             self._waiting.popleft().ended.set()
@@ -152,7 +158,28 @@ class GroupSlots:
             self._num_running += 1
             waiter.has_slot = True
             waiter.ended.set()
+        self.lend()
         self.look()
+
+    def share(self, partners: "list[GroupSlots]") -> None:
+        """Share idle slots with groups whose samples one function generates, so that none waits for itself.
+
+        There may be fewer slots than they have wanted, if engines have taken some away.
+
+        Args:
+            partners: the groups of that function so far; this one is added.
+        """
+        self._partners = partners
+        partners.append(self)
+
+    def lend(self) -> None:
+        """Give idle slots to waiting samples of partners, and want others instead."""
+        for partner in self._partners:
+            while self._num_idle and partner.num_wanted and partner._waiting and partner is not self:
+                self._num_idle -= 1
+                self.num_wanted += 1
+                self._slots.want_more(self)
+                partner.receive(1)
 
     def look(self) -> None:
         """Let `granted` check the number of slots again."""

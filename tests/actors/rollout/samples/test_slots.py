@@ -164,3 +164,22 @@ async def test_no_more_slots_are_granted_than_there_are_and_all_come_back(steps:
     slots.resize(3)
     async with slots.reserve(2) as group:
         await group.granted(2)
+
+
+async def test_groups_that_share_lend_idle_slots_when_engines_took_some_away() -> None:
+    """Without that the second sample of b would wait for a slot that a holds for a sample which comes after it."""
+    slots, order, partners = Slots(3), list[str](), list[GroupSlots]()
+    async with slots.reserve(2) as a, slots.reserve(2) as b:
+        a.share(partners)
+        b.share(partners)
+        slots.resize(1)
+        with anyio.fail_after(5):
+            await started(b, ["b0", "b1"], order)
+            assert (order, slots.taken) == (["b0", "b1"], 3)
+            b.give_back()
+            b.give_back()
+            await started(a, ["a0"], order)
+            a.give_back()
+            await started(a, ["a1"], order)
+            assert slots.taken == 1
+    assert (order, slots.taken, partners) == (["b0", "b1", "a0", "a1"], 0, [])
