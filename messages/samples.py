@@ -112,7 +112,7 @@ class SampleSummary(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     score: dict[str, Any] | None = None  # the grader's answer, if it was more than a number
     rewards: dict[str, float] = {}  # the grader's rewards by name, if the recipe trains several
     is_baseline: bool = False  # whether it is the greedy sample of its group, which is scored and not trained
-    first_version: int | None = None  # oldest and newest weight version among its tokens
+    first_version: int | None = None  # oldest and newest version of the run's weights among its tokens
     last_version: int | None = None
     reason: str | None = None  # why it failed
     metadata: dict[str, Any] = {}  # of this sample alone, set by a generate function

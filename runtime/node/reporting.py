@@ -61,7 +61,8 @@ def _headline(sample: SampleSummary, *, graded: bool) -> str:
     if not graded:
         return f"a demonstration, {tokens}"
     reward = "none" if sample.reward is None else f"{sample.reward:g}"
-    return f"{sample.status}, reward {reward}, weights v{sample.last_version}, {tokens}"
+    weights = "no weights of the run" if sample.last_version is None else f"weights v{sample.last_version}"
+    return f"{sample.status}, reward {reward}, {weights}, {tokens}"
 
 
 class Reporting:

@@ -54,7 +54,7 @@ async def check_two_pools(run: Run, event_s: float = EVENT_S) -> None:
         family = command.family()
         assert await command.end() == 0
         await run.gone(family)
-    books = await audit(run, killed=VICTIMS, ordered=False)  # turns of the second model are of no weights
+    books = await audit(run, killed=VICTIMS)
     assert (books.issued, books.trained) == (NUM_STEPS * BATCH_SIZE, NUM_STEPS * BATCH_SIZE)
     async with run.reopened() as bus:
         updated = {event.instance for _, event in await read_all(bus, run) if isinstance(event, WeightsApplied)}

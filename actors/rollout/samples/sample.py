@@ -56,7 +56,7 @@ class OpenSample:
     reward: float | None = None
     details: dict[str, object] | None = None
     rewards: dict[str, float] = field(default_factory=dict[str, float])  # by name, if the recipe trains several
-    first_version: int | None = None
+    first_version: int | None = None  # of the tokens that weights of the run sampled
     last_version: int | None = None
     reason: str | None = None
     num_stored: int = 0  # number of stored tokens of the response
@@ -138,9 +138,9 @@ class OpenSample:
         self.columns = {name: seq for name, seq in self.columns.items() if name == TOKEN_REWARDS}  # of fewer tokens
         self.turns[-1].num_tokens += len(segment.response_ids)
         self.turns[-1].text += segment.text
-        versions = [span.version for span in segment.weight_spans]
-        self.first_version = min(versions if self.first_version is None else [self.first_version, *versions])
-        self.last_version = max(versions if self.last_version is None else [self.last_version, *versions])
+        for version in (span.version for span in segment.weight_spans if span.version):  # 0: of no weights of the run
+            self.first_version = version if self.first_version is None else min(self.first_version, version)
+            self.last_version = version if self.last_version is None else max(self.last_version, version)
 
     def turn_spans(self) -> tuple[TurnSpan, ...]:
         """Return the model's turns, with the tokens that are not taken yet."""

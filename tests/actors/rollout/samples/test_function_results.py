@@ -190,6 +190,7 @@ async def test_a_turn_of_a_service_is_stored_with_the_input_before_it(bus: Bus, 
     assert engine.requests[1]["input_ids"] == [7, 8, *TURN, 60, 30, 31, 61]
     assert sample.untrained == ((5, 7),)
     assert sample.metadata == {"num_turns": 3}
+    assert (sample.first_version, sample.last_version) == (1, 1)  # a service has no weights that could be too old
 
 
 async def test_a_turn_that_a_function_gave_up_leaves_no_tokens(bus: Bus, router_url: str) -> None:
