@@ -264,7 +264,7 @@ def _same_words(ours: list[str], theirs: list[str]) -> bool:
 
 def _same_number(ours: str, theirs: str) -> bool:
     try:
-        return Decimal(ours) == Decimal(theirs)
+        return "_" not in ours + theirs and Decimal(ours) == Decimal(theirs)
     except ArithmeticError:
         return False
 

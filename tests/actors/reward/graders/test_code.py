@@ -149,6 +149,7 @@ def test_tests_are_read_in_the_formats_of_data_sets(label: Any, metadata: dict[s
         ("1.0", "1", True),
         ("0.30000001", "0.3", False),
         ("YES", "yes", False),
+        ("1_0", "10", False),  # as Python writes a number, and nothing else
         ("1 2", "1\n2", False),
         ("", "0", False),
         ("nan", "nan", True),
