@@ -313,8 +313,6 @@ class RewardActor(Actor):
                 grades = await self._grade_by(name, pool, samples, group=group)
             else:
                 grades = await summed(name, weights, lambda part: self._grade_by(part, pool, samples, group=group))
-            for graded in grades:
-                await self._tracebacks.publish(f"the grader {self._names.get(name, name)}", graded.trace)
             if name not in self._of_eval_alone:
                 one_call = group and not any(self._is_judge(part) for part in weights or (name,))
                 shown = self._names.get(name, name)
@@ -329,7 +327,21 @@ class RewardActor(Actor):
     ) -> list[Graded]:
         """Grade samples by one judge or one function; return one grade per sample, in order."""
         if self._judges is not None and name in self._judges:
-            return await self._judges.grade(name, samples, pool)
+            grades = await self._judges.grade(name, samples, pool)
+            function = self._topology.reward.judges[name].parser
+        else:
+            grades, function = (
+                await self._grade_by_function(name, pool, samples, group=group),
+                self._names.get(name, name),
+            )
+        if is_plugin(function):
+            for graded in grades:
+                await self._tracebacks.publish(function, graded.trace)
+        return grades
+
+    async def _grade_by_function(
+        self, name: str, pool: GraderPool, samples: Sequence[GradedSample], *, group: bool
+    ) -> list[Graded]:
         spec, limits = GraderSpec(name=self._names.get(name, name), group=group), self._limits.get(name)
         batches = self._batches.get(name)
         return await graded_again(

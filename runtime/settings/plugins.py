@@ -13,6 +13,7 @@ from typing import Any, Final, NamedTuple
 
 from runtime.settings.slime.functions import OF_TRAINER, OPTIONAL, PAGE, PARAMETERS, PREFIX, adapted, offer
 from runtime.util.import_path import OURS
+from runtime.util.tracebacks import user_frames
 
 OWN: Final = '"module:function" or "path/file.py:function"'  # forms of a user function's name
 
@@ -211,10 +212,16 @@ def _guarded_import(key: str, value: str, load: Callable[[], ModuleType], *, mis
     except ModuleNotFoundError as error:
         if missing is not None and error.name is not None and f"{missing}.".startswith(f"{error.name}."):
             raise PluginError(key, value, f"no module named {error.name!r}") from error
-        raise PluginError(key, value, f"importing it failed: {error}") from error
+        raise PluginError(key, value, f"importing it failed: {error}{_place(error)}") from error
     except (Exception, SystemExit) as error:
         # a user module may raise anything, and many scripts end in sys.exit
-        raise PluginError(key, value, f"importing it failed: {type(error).__name__}: {error}") from error
+        raise PluginError(key, value, f"importing it failed: {type(error).__name__}: {error}{_place(error)}") from error
+
+
+def _place(error: BaseException) -> str:
+    """The line of the user's module that failed, for the end of a message. A syntax error names it itself."""
+    own = None if isinstance(error, SyntaxError) else user_frames(error)
+    return "" if own is None else f" ({own.tb_frame.f_code.co_filename}, line {own.tb_lineno})"
 
 
 def _import_file(path: Path) -> ModuleType:

@@ -1,10 +1,20 @@
 """Tracebacks of exceptions that users' functions raise. Imports little."""
 
 import traceback
+from types import TracebackType
 from typing import Final
 
 MAX_CHARS: Final = 8000
-OURS: Final = ("actors.", "runtime.", "anyio.", "asyncio.", "__main__.")  # callers of users' functions
+OURS: Final = (  # modules that call or import users' functions
+    "actors.",
+    "runtime.",
+    "anyio.",
+    "asyncio.",
+    "importlib.",
+    "_frozen_importlib.",
+    "_frozen_importlib_external.",
+    "__main__.",
+)
 
 
 def user_traceback(error: BaseException) -> str:
@@ -12,12 +22,17 @@ def user_traceback(error: BaseException) -> str:
 
     If no frame is the user's, such as for wrong arguments, all frames are shown.
     """
+    text = "".join(traceback.format_exception(type(error), error, user_frames(error) or error.__traceback__)).rstrip()
+    half = MAX_CHARS // 2
+    return text if len(text) <= MAX_CHARS else f"{text[:half]}\n  ...\n{text[-half:]}"
+
+
+def user_frames(error: BaseException) -> TracebackType | None:
+    """The traceback of an exception from the first frame on that is not ours; None: there is none."""
     own = error.__traceback__
     while own is not None and f"{own.tb_frame.f_globals.get('__name__', '')}.".startswith(OURS):
         own = own.tb_next
-    text = "".join(traceback.format_exception(type(error), error, own or error.__traceback__)).rstrip()
-    half = MAX_CHARS // 2
-    return text if len(text) <= MAX_CHARS else f"{text[:half]}\n  ...\n{text[-half:]}"
+    return own
 
 
 def shown_error(error: BaseException) -> str:

@@ -153,4 +153,4 @@ def test_a_filter_is_imported_with_the_environment_of_a_run(
     rollout = {key: f"{file}:f"}
     assert problems(rollout=rollout, reward={"env": ["MY_KEY"]}) == []
     (problem,) = problems(rollout=rollout)
-    assert problem == f"rollout.{key} = \"{file}:f\": importing it failed: KeyError: 'MY_KEY'"
+    assert problem == f"rollout.{key} = \"{file}:f\": importing it failed: KeyError: 'MY_KEY' ({file}, line 2)"

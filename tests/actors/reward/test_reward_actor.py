@@ -411,7 +411,7 @@ async def test_a_grader_that_fails_from_its_first_call_on_ends_the_run(bus: Bus,
     async with bus.read(UserFunctionRaised) as events:  # once for nine samples
         first, second = await events.next(timeout_s=5), await events.next(timeout_s=0.1)
     assert first is not None
-    assert first.message.function == f"the grader {USER_CODE}:as_told"
+    assert first.message.function == f"{USER_CODE}:as_told"
     assert f'File "{USER_CODE}"' in first.message.traceback.splitlines()[1]
     assert second is None
 

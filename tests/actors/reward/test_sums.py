@@ -15,7 +15,7 @@ from actors.reward.gradings import sum_of, summed
 from actors.reward.recipe import graders_of
 from actors.rollout.samples.failures import FailurePolicy
 from actors.rollout.samples.sample import OpenSample
-from messages import Int32Array, Prompt, SampleStatus, Score
+from messages import Int32Array, Prompt, SampleStatus, Score, UserFunctionRaised
 from runtime.bus.bus import Bus
 from runtime.node.checks.apart import unlimited
 from runtime.settings.rules.topology import topology_problems
@@ -71,7 +71,7 @@ async def running(bus: Bus, judge: ScriptedJudge, weights: dict[str, float]) -> 
     reward: dict[str, Any] = {
         "processes": 1,
         "judges": {"digits": {"template": "{response}", "url": f"{judge.url}/v1", "model": "m", "max_tries": 1}},
-        "graders": {"told": f"{USER_CODE}:told"},
+        "graders": {"told": f"{USER_CODE}:told", "raises": f"{USER_CODE}:as_told"},
         "sums": {"total": weights},
     }
     engines = {"policy": {"kind": "tiny"}}
@@ -132,6 +132,15 @@ async def test_a_sum_of_a_built_in_grader_a_function_and_a_judge(bus: Bus, asker
         "digits": 8.0,
         "digits.judge_answer": "8",
     }
+
+
+async def test_of_a_sum_the_traceback_of_the_part_is_published_and_not_that_of_a_judge(bus: Bus, asker: Asker) -> None:
+    async with serving(ScriptedJudge("none")) as judge, running(bus, judge, {"digits": 1.0, "raises": 1.0}):
+        await asker.scores("total", "raise", own=False)
+    async with bus.read(UserFunctionRaised) as events:
+        first, second = await events.next(timeout_s=5), await events.next(timeout_s=0.1)
+    assert first is not None
+    assert (first.message.function, second) == (f"{USER_CODE}:as_told", None)
 
 
 async def test_a_failed_part_fails_only_its_samples(bus: Bus, asker: Asker) -> None:
