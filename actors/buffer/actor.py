@@ -63,6 +63,7 @@ from messages import (
     SnapshotTaken,
     SpillsGiven,
     SpillsRequested,
+    UserFunctionRaised,
 )
 from messages.subjects import key_of
 from runtime.bus.background import in_background
@@ -74,6 +75,7 @@ from runtime.ledger.archive import first_archived
 from runtime.ledger.fold import LEDGER_EVENTS, LedgerState, in_flight
 from runtime.ledger.groups import spills_of
 from runtime.process.actor import Actor, InputError
+from runtime.process.user_tracebacks import UserTracebacks
 from runtime.settings.sizes import stream_limits
 from runtime.settings.topology import Topology, has_filter
 
@@ -130,6 +132,7 @@ class BufferActor(Actor):
         CheckpointRequested,
         LogTrimmed,
         SelectionFailed,
+        UserFunctionRaised,
         PromptStored,
         DrawsStored,
         GroupFailed,
@@ -156,6 +159,7 @@ class BufferActor(Actor):
         """
         self._topology = topology
         self._bus = bus
+        self._tracebacks = UserTracebacks(bus)
         self._run_dir = run_dir
         self._log = LedgerLog(
             bus,
@@ -259,7 +263,7 @@ class BufferActor(Actor):
         The ledger refers to prompts by number: with other data, a resumed run would repeat some and skip others.
         """
         known: dict[str, list[str]] = {}  # a training source and an evaluation set may share a name
-        announced = await _in_thread(lambda: _loaded_first(self._run_dir))
+        announced = await self._in_thread(lambda: _loaded_first(self._run_dir))
         async with self._bus.read(PromptsLoaded) as events:
             async for received in events.so_far():
                 announced.append(received.message)
@@ -354,16 +358,30 @@ class BufferActor(Actor):
                 self._left_out_step = self._state.checkpoint_step
         return 0
 
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        """Run work in a thread that reads data or calls a user's function.
+
+        Raises:
+            InputError: the data or the function cannot be used; a restart would not help.
+        """
+        try:
+            return await to_thread.run_sync(work, abandon_on_cancel=True)
+        except DataError as error:
+            await self._tracebacks.publish(describe_source(self._topology.data), error.trace or None)
+            raise InputError(error.problem) from error
+
     async def _may_issue(self, decision: GroupsIssued, prompts: TrainingPrompts) -> bool:
         """Whether the streams have room for these groups and for prompts that must be stored first."""
         numbers = [issued.prompt for issued in decision.groups]
         if isinstance(prompts, DrawnPrompts) and not prompts.is_drawn(decision, self._state):
             with self._activity(describe_source(self._topology.data)):
-                await _in_thread(lambda: prompts.draw(decision, self._state))
+                await self._in_thread(lambda: prompts.draw(decision, self._state))
             self._issue_prompts = {}
         if any(number not in self._issue_prompts for number in numbers):
             with self._activity(describe_source(self._topology.data)):
-                self._issue_prompts = await _in_thread(lambda: {number: prompts.prompt(number) for number in numbers})
+                self._issue_prompts = await self._in_thread(
+                    lambda: {number: prompts.prompt(number) for number in numbers}
+                )
         adding = await to_thread.run_sync(
             self._store.bytes_to_store, decision, self._state, self._issue_prompts, abandon_on_cancel=True
         )
@@ -452,7 +470,7 @@ class BufferActor(Actor):
     async def _publish_tasks(self, tasks: Iterable[Task]) -> None:
         """Build tasks in a thread, since a user's function may supply their prompts, and publish them."""
         with self._activity(describe_source(self._topology.data)):
-            ready = iter(await _in_thread(lambda: list(tasks)))
+            ready = iter(await self._in_thread(lambda: list(tasks)))
 
         async def put() -> None:
             for task in ready:
@@ -478,15 +496,3 @@ class BufferActor(Actor):
 def _loaded_first(run_dir: Path) -> list[PromptsLoaded]:
     """Return the archived PromptsLoaded events from the start of the run."""
     return [received.message for received in first_archived(run_dir) if isinstance(received.message, PromptsLoaded)]
-
-
-async def _in_thread(work: Callable[[], T]) -> T:
-    """Run work in a thread that reads data or calls a user's function.
-
-    Raises:
-        InputError: the data or the function cannot be used; a restart would not help.
-    """
-    try:
-        return await to_thread.run_sync(work, abandon_on_cancel=True)
-    except DataError as error:
-        raise InputError(str(error)) from error

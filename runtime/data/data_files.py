@@ -19,7 +19,18 @@ BATCH_ROWS: Final = 1024  # rows of a Parquet file in memory at a time
 
 
 class DataError(Exception):
-    """A data source, or its tokenizer, cannot be used. The text names place and problem."""
+    """A data source, or its tokenizer, cannot be used. The text names place and problem, and ends with `trace`."""
+
+    def __init__(self, problem: str, trace: str = "") -> None:
+        """Create an error.
+
+        Args:
+            problem: place and problem.
+            trace: traceback of a user's function.
+        """
+        super().__init__(f"{problem}\n{trace}" if trace else problem)
+        self.problem = problem
+        self.trace = trace
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):

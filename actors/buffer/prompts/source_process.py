@@ -154,9 +154,8 @@ class SourceProcess:
             raise AssertionError("the loop breaks or raises")
         if drawn.error or drawn.state is None or len(drawn.rows) != count:
             self.kill()
-            trace = f"\n{drawn.trace}" if drawn.trace else ""
             where = name if self._settings.hello.is_function and drawn.error else f"{name}: "
-            raise DataError(f"{where}{drawn.error or 'its process gave an answer that cannot be used'}{trace}")
+            raise DataError(f"{where}{drawn.error or 'its process gave an answer that cannot be used'}", drawn.trace)
         self._at, self._has_drawn = drawn.state, True
         return drawn
 

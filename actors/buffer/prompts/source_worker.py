@@ -6,7 +6,6 @@ Run as `python -m actors.buffer.prompts.source_worker`, with frames on stdin and
 import inspect
 import os
 import sys
-import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -20,6 +19,7 @@ from runtime.process.user_limits import LENGTH_BYTES, end_group, end_with_parent
 from runtime.settings.plugins import load_class, load_plugin
 from runtime.util.exit_codes import EXIT_NO_HELLO, EXIT_OK
 from runtime.util.import_path import user_folder_last
+from runtime.util.tracebacks import user_traceback
 
 MAX_STATE_BYTES: Final = 1 << 20
 METHODS: Final = ("draw", "state", "restore")  # of the user's class
@@ -201,7 +201,7 @@ def _call(name: str, call: Callable[[], T]) -> T:
     try:
         answer = call()
     except (Exception, SystemExit) as error:  # a user's class may raise anything
-        raise UserError(f"{name}: raised {type(error).__name__}: {error}", traceback.format_exc()) from error
+        raise UserError(f"{name}: raised {type(error).__name__}: {error}", user_traceback(error)) from error
     if inspect.isawaitable(answer) or inspect.isgenerator(answer) or inspect.isasyncgen(answer):
         if inspect.iscoroutine(answer):
             answer.close()  # else Python warns that it was never awaited

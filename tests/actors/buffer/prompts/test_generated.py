@@ -15,7 +15,7 @@ from actors.buffer.prompts.source_process import SourceProcess, SourceSettings
 from actors.buffer.prompts.source_worker import Hello, Source
 from actors.buffer.prompts.tokenizing import load_tokenizing
 from actors.registry import hosted
-from messages import PromptsLoaded, RolloutRequested
+from messages import PromptsLoaded, RolloutRequested, UserFunctionRaised
 from runtime.bus.bus import Bus
 from runtime.data.data_files import DataError
 from runtime.process.actor import InputError
@@ -182,4 +182,8 @@ async def test_a_function_that_fails_later_ends_the_run_with_its_number(bus: Bus
         await host(bus, [hosted("buffer", wide, Path())])
     (found,) = flatten(caught.value)
     assert isinstance(found, InputError)
-    assert "mine.py:source(9): raised ZeroDivisionError: division by zero\nTraceback" in str(found)
+    assert str(found).endswith("mine.py:source(9): raised ZeroDivisionError: division by zero")
+    async with bus.read(UserFunctionRaised) as events:
+        raised = await events.next(10)
+    assert raised is not None
+    assert raised.message.traceback.endswith("ZeroDivisionError: division by zero")

@@ -15,7 +15,7 @@ import pytest
 from actors.buffer.prompts.source_process import SourceProcess, SourceSettings, drawn_twice, source_settings
 from actors.buffer.prompts.source_worker import MAX_STATE_BYTES, Draw, Hello, Source
 from actors.registry import hosted
-from messages import BatchReady, BufferStarted, GroupsIssued, Plane, RolloutRequested
+from messages import BatchReady, BufferStarted, GroupsIssued, Plane, RolloutRequested, UserFunctionRaised
 from runtime.bus.bus import Bus
 from runtime.data.data_files import DataError
 from runtime.ledger.fold import LEDGER_EVENTS, LedgerState, fold
@@ -322,8 +322,13 @@ async def test_a_class_that_raises_later_ends_the_run_with_the_call_and_the_user
     data = (msgspec.structs.replace(topology.data[0], source_class=value),)
     await bus.publish(announcement(1))
     error = await error_of(bus, msgspec.structs.replace(topology, data=data), tmp_path)
-    assert "mine.py:Source: draw(3): raised AssertionError: no more\nTraceback" in error
-    assert "assert number < 3" in error
+    assert error.endswith("mine.py:Source: draw(3): raised AssertionError: no more")
+    async with bus.read(UserFunctionRaised) as events:
+        raised = await events.next(10)
+    assert raised is not None
+    frames = raised.message.traceback.splitlines()
+    assert "mine.py" in frames[1]  # the user's own comes first
+    assert "assert number < 3" in frames[2]
 
 
 @pytest.mark.anyio
