@@ -189,7 +189,7 @@ def _generated(trial: "GenerateTrial") -> Iterator[tuple[str, bool]]:
         yield f"  {name}{_short(talk.text)}", True
         yield f"    {talk.num_turns} turns, {sample.buffer.num_tokens} tokens; do_not_train: {masked}", True
         if talk.reward is not None:
-            yield f"    reward {talk.reward:g}{f' {_short(talk.rewards)}' if talk.rewards else ''}", True
+            yield f"    reward {_number(talk.reward)}{f' {_short(talk.rewards)}' if talk.rewards else ''}", True
         if talk.sample_metadata:
             yield f"    sample_metadata {_short(talk.sample_metadata)}", True
     good = trial.error is None and trial.status != "failed"
@@ -199,6 +199,11 @@ def _generated(trial: "GenerateTrial") -> Iterator[tuple[str, bool]]:
     own_s = trial.took_s - trial.engine_s
     blocked = f"; it blocked the actor for {trial.blocked_s:.1f} s at a time" if trial.blocked_s >= BLOCKED_S else ""
     yield f"  {trial.took_s:.3f} s, {own_s:.3f} s outside of generate; {trial.peak_bytes >> 20} MiB{blocked}", True
+
+
+def _number(value: object) -> str:
+    """A reward as the function set it, which may be anything."""
+    return f"{value:g}" if isinstance(value, int | float) else _short(repr(value))
 
 
 def _decoded(path: Path, number: int, line: str, kind: Any) -> Any:

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import aiohttp
 import anyio
+import anyio.lowlevel
 import msgspec
 
 from actors.rollout.requests.request import SampleInput
@@ -30,7 +31,7 @@ from runtime.bus.background import in_background
 from runtime.node.supervisor.ports import free_port
 from runtime.settings.derived import rollout_sampling, sampling_params
 from runtime.settings.topology import Topology
-from runtime.util.tracebacks import user_traceback
+from runtime.util.tracebacks import user_frames, user_traceback
 
 START_S: Final = 60.0  # until the engine serves
 STOP_S: Final = 10.0
@@ -109,11 +110,12 @@ class _Trial:
         )
         started, error, trace, status = time.monotonic(), None, None, "failed"
         async with in_background(self._watch_loop):
+            await anyio.lowlevel.checkpoint()  # so that the loop is watched from the function's first line on
             try:
                 status = str(await talk.run(function))
             except (ValueError, EngineError) as raised:
                 error, cause = str(raised), raised.__cause__
-                trace = None if cause is None else user_traceback(cause)
+                trace = None if cause is None or user_frames(cause) is None else user_traceback(cause)
         return GenerateTrial(
             conversations=talk.all,
             samples=sample.parts,

@@ -78,6 +78,8 @@ async def plays(conversation):
         {}["nothing"]
     if conversation.label == "fails":
         conversation.end("failed", "no such page")
+    if conversation.label == "text":
+        conversation.reward = "1"
     if conversation.label == "blocks":
         time.sleep(0.7)
 """
@@ -195,13 +197,15 @@ def test_a_row_without_a_response_is_named(functions: str, tmp_path: Path, capsy
 def test_a_generate_function_on_a_tiny_engine(
     functions: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One engine for four prompts, on each of which the function does something else."""
+    """One engine for five prompts, on each of which the function does something else."""
     prompts = tmp_path / "prompts.jsonl"
-    rows = [{"prompt": "<user>47<assistant>", "label": what} for what in ("decides", "raises", "fails", "blocks")]
+    rows = [
+        {"prompt": "<user>47<assistant>", "label": what} for what in ("decides", "raises", "fails", "text", "blocks")
+    ]
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     given = ("--on", str(prompts), "--topology", "topologies/laptop.toml", "--set", "rollout.max_response_len=8")
     code, text = said(capsys, "generate", f"{functions}:plays", *given)
-    decides, raises, fails, blocks = text.split("prompt ")[1:]
+    decides, raises, fails, as_text, blocks = text.split("prompt ")[1:]
     assert code == 1
     assert decides.startswith('0: "<user>47<assistant>"\n  conversation 0: ')
     assert "reward 0.5" in decides
@@ -210,6 +214,7 @@ def test_a_generate_function_on_a_tiny_engine(
     assert "  failed: rollout.custom_generate: KeyError('nothing')\n" in raises
     assert '    {}["nothing"]' in raises
     assert "  failed: no such page\n" in fails
+    assert "  failed: the reward 'reward' is '1', not a finite number\n" in as_text
     assert "it blocked the actor for 0." in blocks
 
 

@@ -455,7 +455,8 @@ class Context:
         values = {"reward": self.reward, **self.rewards}
         for name, value in values.items():
             checked_text(name, "the name of a reward: ")
-            if isinstance(value, bool | int | float) and math.isfinite(value):  # pyright: ignore[reportUnnecessaryIsInstance] - a user's
+            # numbers of NumPy and torch are no float, but have __float__; a text has none
+            if hasattr(value, "__float__") and math.isfinite(value):
                 continue
             raise ValueError(f"the reward {name!r} is {value!r:.100}, not a finite number")
         named = {name: float(value) for name, value in self.rewards.items()}

@@ -33,7 +33,7 @@ from runtime.settings.derived import eval_sampling, needs_baseline, sampling_par
 from runtime.settings.placement import num_engines
 from runtime.settings.topology import Topology
 from runtime.util.errors import flatten
-from runtime.util.tracebacks import user_traceback
+from runtime.util.tracebacks import user_frames, user_traceback
 
 log = structlog.get_logger()
 
@@ -223,7 +223,7 @@ class TaskRunner:
     async def _show(self, errors: BaseException) -> None:
         """Publish the tracebacks of users' functions."""
         for error in flatten(errors):
-            if isinstance(error, FunctionRaised) and error.__cause__ is not None:
+            if isinstance(error, FunctionRaised) and error.__cause__ is not None and user_frames(error.__cause__):
                 await self._tracebacks.publish(str(error).partition(":")[0], user_traceback(error.__cause__))
 
     async def spill_long_runs(self) -> None:

@@ -263,6 +263,7 @@ async def test_numbers_of_numpy_become_those_that_messages_carry() -> None:
     async def function(talk: Conversation) -> None:
         numbers: dict[str, Any] = {"temperature": np.float64(0.5), "top_p": np.float32(0.5), "top_k": np.int64(5)}
         await talk.generate(**numbers, max_new_tokens=np.int64(1))  # pyright: ignore[reportArgumentType] - a user's
+        talk.reward, talk.rewards["format"] = np.float32(0.5), np.int64(1)  # pyright: ignore[reportAttributeAccessIssue]
 
     answers = Answers()
     talk, sample = conversation(answers)
@@ -271,6 +272,9 @@ async def test_numbers_of_numpy_become_those_that_messages_carry() -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params
     assert (params.temperature, params.top_p, params.top_k) == (0.5, 0.5, 5)
     assert type(sample.turns[0].temperature) is float
+    assert sample.own_score is not None
+    assert (sample.own_score.reward, sample.own_score.details) == (0.5, {"format": 1.0})
+    assert type(sample.own_score.reward) is float
 
 
 @pytest.mark.parametrize(("text", "reason"), [(["a"], "text(['a']): expected a str"), ("\udc80", "not text in UTF-8")])
