@@ -109,6 +109,7 @@ def _response(columns: Mapping[str, Any], key: str | None, setting: str) -> str 
         raise ValueError(f"{key} = {show(value)}: expected a string or a list of chat messages") from None
     if not response:
         raise ValueError(f"{key} is empty")
+    _check_roles(response, key)
     return response
 
 
@@ -124,7 +125,15 @@ def _prompt(columns: Mapping[str, Any], data: DataConfig, *, is_optional: bool) 
         raise ValueError(f"{data.input_key} is empty")
     if not data.apply_chat_template and not isinstance(prompt, str):
         raise ValueError(f"{data.input_key} is a list of chat messages: set apply_chat_template = true")
+    _check_roles(prompt, data.input_key)
     return prompt
+
+
+def _check_roles(turns: str | list[dict[str, Any]], key: str) -> None:
+    """Refuse messages in another form, such as with `from` and `value`: templates render them as nothing."""
+    for number, turn in enumerate(turns if isinstance(turns, list) else ()):
+        if not isinstance(turn.get("role"), str) or not turn["role"]:
+            raise ValueError(f"{key}: message {number} has no role, but {', '.join(turn) or 'nothing'}")
 
 
 def _parsed(value: Any, key: str, expected: Any) -> Any:

@@ -329,6 +329,16 @@ def test_the_limit_follows_from_the_context_length() -> None:
 
 
 @pytest.mark.parametrize(
+    ("turn", "said"), [({"from": "human", "value": "1"}, "from, value"), ({"role": None}, "role"), ({}, "nothing")]
+)
+def test_messages_without_a_role_are_refused(
+    tmp_path: Path, tokenizing: Tokenizing, turn: dict[str, Any], said: str
+) -> None:
+    path = write(tmp_path, {"input": [{"role": "user", "content": "1"}, turn]})
+    assert error(path, tokenizing, apply_chat_template=True).endswith(f":1: input: message 1 has no role, but {said}")
+
+
+@pytest.mark.parametrize(
     ("rows", "message"),
     [
         (['{"input": "1"'], ":1: not a JSON object: "),
