@@ -115,13 +115,20 @@ def _samples(args: argparse.Namespace) -> Iterator[list[tuple["GradedSample", fl
         for group in _groups(args):
             yield [(graded_sample(group, place), sample.reward) for place, sample in enumerate(group.samples)]
         return
-    rows = [
-        _row(args.on, number, line) for number, line in enumerate(args.on.read_text("utf-8").splitlines(), 1) if line
-    ]
+    rows = [_row(args.on, number, line) for number, line in enumerate(_lines(args.on), 1) if line]
     yield [
         (GradedSample(index=index, response_len=len(row["response"]), **row), None)
         for index, row in enumerate(rows[: args.limit])
     ]
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text("utf-8").splitlines()
+    except OSError as error:
+        raise WrongInput(f"{path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise WrongInput(f"{path}: not text in UTF-8: {error}") from None
 
 
 def _row(path: Path, number: int, line: str) -> dict[str, Any]:
@@ -168,11 +175,9 @@ def _try_generate(args: argparse.Namespace) -> Iterator[tuple[str, bool]]:
     if args.topology is None or args.on is None or args.on.is_dir():
         raise WrongInput("--topology FILE and --on FILE are needed: the model, and a file of prompts")
     topology = load_topology(args.topology, args.set).topology
-    rows = [
-        _decoded(args.on, number, line, GenerateRow)
-        for number, line in enumerate(args.on.read_text("utf-8").splitlines(), 1)
-        if line
-    ][: args.limit]
+    rows = [_decoded(args.on, number, line, GenerateRow) for number, line in enumerate(_lines(args.on), 1) if line][
+        : args.limit
+    ]
 
     async def trials() -> "list[GenerateTrial]":
         return [trial async for trial in try_generate(args.function, rows, topology)]

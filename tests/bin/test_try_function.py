@@ -178,6 +178,7 @@ def test_a_source_that_returns_another_row_is_named(functions: str, capsys: pyte
         (("grader", "FILE:equal"), "--on FILE or --on DUMP is needed"),
         (("filter", "nonzero_std", "--on", "SAMPLES"), "--on DUMP is needed"),
         (("grader", "FILE:equal", "--on", "SAMPLES", "--set", "a=1"), "--set needs --topology"),
+        (("grader", "FILE:equal", "--on", "nowhere.jsonl"), "nowhere.jsonl: No such file or directory"),
     ],
 )
 def test_wrong_input(
