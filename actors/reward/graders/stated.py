@@ -15,7 +15,7 @@ from actors.reward.graders.thoughts import after_thought
 
 READ_CHARS: Final = 300  # of the end of the response
 NO_ANSWER: Final = "[INVALID]"
-_ANSWER: Final = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
+_ANSWER: Final = re.compile(r"answer[*_]*\s*[:：]\s*([^\n]+)", re.IGNORECASE)
 _MARKUP: Final = re.compile(r"^[*_`]+\s*")
 
 
@@ -31,8 +31,9 @@ def dapo(response: str, label: Label) -> dict[str, float | bool | str]:
         "[INVALID]" without one.
 
     Edges:
-        Integers are exact, of any length. "42.", "**42**", "42.0" and "1,234" are read; a box after `Answer:` counts. A
-        label that is not an integer scores -1 for every response; a run refuses it before it starts. Never raises.
+        Integers are exact, of any length. "42.", "**42**", "42.0", "1,234" and 6*7 = 42 are read, after "**Answer**:"
+        too; a box after `Answer:` counts. A label that is not an integer scores -1 for every response; a run refuses it
+        before it starts. Never raises.
 
     Source:
         slime's `dapo` grader, which cuts labels to integers through a float.
@@ -67,13 +68,13 @@ def is_integer(label: str) -> bool:
 
 
 def _value(text: str) -> Fraction | None:
-    """Value of a number, with or without a unit, after the last equals sign."""
+    """Value of a number, with or without a unit, after the last equals sign; None if another side differs from it."""
     text = without_text_commands(text) if is_text(text.strip()) else text
-    _, sign, after = normal(text).rpartition("=")
     try:
-        return exact_value(quantity(after.strip() if sign else normal(text)).number)
+        *sides, value = (exact_value(quantity(side.strip()).number) for side in normal(text).split("="))
     except TooLargeError:
         return None
+    return value if all(side is None or side == value for side in sides) else None
 
 
 def gpqa(response: str, label: Any, metadata: Mapping[str, Any] | None = None) -> float:

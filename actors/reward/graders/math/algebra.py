@@ -19,7 +19,13 @@ MAX_EXPONENT: Final = 64  # of an expression with letters: sympy expands powers
 _DECIMAL: Final = re.compile(r"(?<![\d.])(\d*)\.(\d+)(?!\d*\.\d)")
 _EXPONENT: Final = re.compile(r"(?:\^|\*\*)\s*[{(]?\s*-?(\d+)")
 _TOWER: Final = re.compile(r"(?:\^|\*\*)\s*(?:\{[^{}]*(?:\^|\*\*)|[({]*\s*\d+\s*[)}]*\s*(?:\^|\*\*))")
-_FACTORIAL: Final = re.compile(r"(\d+)\s*!|[)\]}A-Za-z]\s*!")
+_FACTORIAL: Final = re.compile(
+    r"(\d+)\s*!|[A-Za-z]\s*!|\((?=[^()]*[A-Za-z])[A-Za-z\d+ -]{1,20}\)\s*!|(?P<other>[)\]}!]\s*!)"
+)
+_DEGREES: Final = re.compile(
+    r"(?P<angle>\d+(?:\.\d+)?|\\frac\{\d+\}\{\d+\}|\\?[a-z]+|\([^()]*\)|\{[^{}]*\}) ?\^ ?\\circ"
+)
+_TO_COMPUTE: Final = re.compile(r"\\(?:sum|prod|int|lim)(?![A-Za-z])")
 MAX_FACTORIAL: Final = 100
 
 
@@ -52,7 +58,10 @@ def is_safe(text: str) -> bool:
         return False
     if any(len(digits) > 4 or int(digits) > MAX_EXPONENT for digits in _EXPONENT.findall(text)):
         return False
-    return all(digits and len(digits) < 4 and int(digits) <= MAX_FACTORIAL for digits in _FACTORIAL.findall(text))
+    factorials = [(match[1], match["other"]) for match in _FACTORIAL.finditer(text)]
+    return not any(
+        other or (digits and (len(digits) > 3 or int(digits) > MAX_FACTORIAL)) for digits, other in factorials
+    )
 
 
 def exact_decimals(text: str) -> str:
@@ -72,6 +81,7 @@ def symbolically_equal(response: str, label: str) -> bool:
 
     Expressions that are too large for sympy are unequal. It has no limit of time: see cpu_limit.
     """
+    response, label = (_DEGREES.sub(r"(\\frac{\g<angle>\\cdot\\pi}{180})", text) for text in (response, label))
     if not (is_safe(response) and is_safe(label)):
         return False
     ours, theirs = _parsed(response), _parsed(label)
@@ -92,6 +102,8 @@ def _parsed(text: str) -> list[Any]:
     boxed = rf"\boxed{{{exact_decimals(text)}}}"
     found: list[Any] = library.parse(boxed, [config], parsing_timeout=None, fallback_mode="no_fallback")
     expressions = [each for each in found if not isinstance(each, str)]
+    if _TO_COMPUTE.search(text):
+        expressions = [each.doit() if hasattr(each, "doit") else each for each in expressions]
     return [_with_imaginary_unit(each) for each in expressions] if "i" in text else expressions
 
 

@@ -8,6 +8,7 @@ from typing import Final
 MAX_BITS: Final = 20_000  # of a numerator or a denominator
 MAX_CHARS: Final = 5_000
 MAX_DEPTH: Final = 50
+MAX_FACTORIAL: Final = 2050
 
 _TOKEN: Final = re.compile(
     r"\s*(?:(?P<number>\d+(?:\.\d*)?|\.\d+)(?P<repeats>\\overline\s*\{\d+\}|\\dot\s*\{\d\})?(?P<exponent>[eE][-+]?\d+)?"
@@ -96,9 +97,10 @@ class _Reader:
 
     def _factorial(self) -> Fraction:
         value = self._atom()
+        step = 0
         while self._take("!") is not None:
-            value = _factorial(value)
-        return value
+            step += 1
+        return _factorial(value, step) if step else value
 
     def _atom(self) -> Fraction:
         token = self._pop()
@@ -215,12 +217,13 @@ def _power(base: Fraction, exponent: Fraction) -> Fraction:
     return base ** int(exponent)
 
 
-def _factorial(value: Fraction) -> Fraction:
+def _factorial(value: Fraction, step: int) -> Fraction:
+    """5! = 5 * 4 * 3 * 2 * 1, and 5!! = 5 * 3 * 1."""
     if value.denominator != 1 or value < 0:
         raise _NotNumberError
-    if value > 2000:
+    if value > MAX_FACTORIAL:
         raise TooLargeError
-    return Fraction(math.factorial(int(value)))
+    return Fraction(math.prod(range(int(value), 0, -step)))
 
 
 def _binomial(top: Fraction, bottom: Fraction) -> Fraction:

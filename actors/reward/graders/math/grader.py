@@ -2,39 +2,66 @@ r"""The graders `math` and `deepscaler`: whether the content of the last box equ
 
 import re
 from collections.abc import Callable, Sequence
-from typing import Final, cast
+from typing import Final, TypeVar, cast
 
 from actors.reward.graders.boxed import last_boxed
 from actors.reward.graders.labels import Label, text_of
 from actors.reward.graders.math.algebra import TimeIsUp, cpu_limit, symbolically_equal
 from actors.reward.graders.math.arithmetic import TooLargeError, exact_value
-from actors.reward.graders.math.latex import is_text, normal, split_top, without_text_commands, words
+from actors.reward.graders.math.latex import (
+    balanced,
+    called,
+    is_text,
+    normal,
+    split_top,
+    without_text_commands,
+    words,
+)
+from actors.reward.graders.math.notations import by_base, by_ratio, by_time
+from actors.reward.graders.math.sets import Piece, connective, pieces, says_set
 from actors.reward.graders.math.units import Quantity, quantity
 
+T = TypeVar("T")
+
+MAX_CHARS: Final = 5_000  # of an answer; longer ones are compared as text
 MAX_PARTS: Final = 200  # elements of a list or a matrix; answers with more are compared as text
 
+_INTEGER: Final = re.compile(r"-?[0-9]{1,1000}")
 _THOUGHT_END: Final = "</think>"
 _RESPONSE: Final = "###Response"
 _COMMA: Final = re.compile(r"[,;]")
-_LIST: Final = re.compile(r"[,;]| ?\\(?:text|mathrm|mbox)\s*\{\s*,? ?(?:and|or)\s*\}| (?:and|or) ")
+_LIST: Final = re.compile(
+    r"[,;、或和]| ?\\(?:text|mathrm|mbox)\s*\{\s*(?:[,;]|,? ?(?:and|or))\s*\}| (?:and|or) |\\l(?:or|and)(?![A-Za-z])"
+)
 _UNION: Final = re.compile(r"\\cup(?![A-Za-z])|(?<=[\])}]) ?U ?(?=[\[({\\])")
 _EQUALS: Final = re.compile(r"(?<![<>!\\:])=(?!=)")
-_ONE_LETTER: Final = re.compile(
-    r"(?:m?\\(?!frac|sqrt)[A-Za-z]+|\\(?:vec|overrightarrow)\{[A-Za-z]+\}|[A-Za-z])(?:_\{?\w+\}?)?'*(?:\(-?\w+\))?|[A-Z]{2,3}|\([a-z](?:,[a-z])+\)"
-    r"|\\(?:text|mathrm|operatorname)\{[^{}]*\}|\|[A-Z]{2}\||\\frac\{d[a-z]\}\{d[a-z]\}"
+_LETTER_NAME: Final = r"(?:\\(?!frac|sqrt)[A-Za-z]+|[A-Za-z])(?:_(?:\{[^{}]*\}|\w))?'*"
+_NAME: Final = re.compile(
+    rf"(?:m ?)?{_LETTER_NAME}(?:\([^()]*\))?|[A-Z]{{2,3}}|\([a-z](?:,[a-z])+\)"
+    rf"|\\(?:vec|overline|overrightarrow)\{{[A-Za-z]+\}}"
+    r"|\\(?:angle|triangle) ?[A-Z]{1,3}|\\(?:text|mathrm|operatorname)\{[^{}]*\}|\\frac\{d[a-z]\}\{d[a-z]\}"
+    rf"|\|(?:[A-Z]{{2}}|{_LETTER_NAME})\||\\(?:gcd|lcm|max|min|det|deg|arg) ?[({{\\].*"
+    rf"|\\(?:sin|cos|tan|cot|sec|csc|ln|log) ?\(?(?:\\angle)? ?(?:{_LETTER_NAME}|[A-Z]{{3}})\)?"
+    r"|[A-Za-z]{1,2}(?::[A-Za-z]{1,2})+"
 )
+_SUM: Final = re.compile(rf"{_LETTER_NAME}(?:\+{_LETTER_NAME})+")  # m + n = 5 answers 5, but as a label it is a line
 _ELEMENT: Final = re.compile(r"^[A-Za-z] ?\\in(?![A-Za-z]) ?")
 _MATRIX: Final = re.compile(
     r"\\begin\{(?P<kind>[pbBvV]?matrix|array|cases)\}(?:\{[lcr|]*\})?(?P<body>.*?)\\end\{(?P=kind)\}", re.DOTALL
 )
+_ARRAY: Final = re.compile(r"^[(\[] ?(\\begin\{array\}.*\\end\{array\}) ?[)\]]$", re.DOTALL)
 _CHOICE: Final = re.compile(r"\(?\s*([A-Za-z])\s*[).]?")
 _LED: Final = re.compile(r"(?:\(([A-Z])\)|([A-Z])[.):])\s+(?![,;+\-*/=^_(<>&]|\\(?:cdot|cup|cap|pm)|and\b|or\b)\S")
 _SPACED: Final = re.compile(r"[-+]?\d+(?: \d+)+")
 _WORD: Final = re.compile(r"[a-z][a-z' -]*")
 _SPACE: Final = re.compile(r"(?<!\d) | (?!\d)")
-_LETTER: Final = re.compile(r"[A-Za-z]")
-_BASE: Final = re.compile(r"(\d+)_\{?(\d+)\}?")
-_BRACKETS: Final = {"(": ")", "[": "]", r"\{": r"\}", "{": "}", r"\langle": r"\rangle"}
+_LETTERS: Final = re.compile(r"[A-H]{2,8}")
+_POINT: Final = re.compile(r"^[A-Z](?:_\{?\w\}?)?'* ?(?=\()")
+_COMMAND: Final = re.compile(r"\\[A-Za-z]+")
+_CAPITAL: Final = re.compile(r"\\[A-Z][a-z]+")
+_BOARD: Final = re.compile(r"\\mathbb\{([A-Z])\}")
+_FOR_ALL: Final = re.compile(r",? ?(?:\\text ?\{[ ,]*)?(?<![A-Za-z])(?:for (?:all|any|every|each)|where)(?![A-Za-z]).*")
+_RADIANS: Final = r"\cdot\frac{\pi}{180}"
 _FBOX: Final = re.compile(r"\\(?:fbox|framebox)(?=\s*\{)")
 
 
@@ -42,9 +69,11 @@ def math(response: str, label: Label) -> float:
     r"""Compare the content of the last closed \boxed{...} (or \fbox{...}) of the response with the label by value.
 
     Numbers are compared exactly: 2^{53} and 2^{53}+1 differ, 1/2 = 0.5 = \frac12, 10^3 = 1000, 5! = 120, 2 million =
-    2000000. 50\% equals both 50 and 0.5. Units must be equal where both have one. Words are compared as text, lists and
-    unions in any order, tuples, intervals and matrices by element. A choice may have its text: (A) 5 is A. x=1, y=2 is
-    (1,2). All else is compared by algebra (math-verify, extra `math`).
+    2000000, 0.333... = 1/3. 50\% equals both 50 and 0.5. Units must be equal where both have one. Words are compared as
+    text, lists and unions in any order, tuples, intervals and matrices by element. A choice may have its text: (A) 5 is
+    A. x=1, y=2 is (1,2). An inequality is its interval, 3:1 is 6:2, 1010_2 is 10, "three" is 3, "no solution" the empty
+    set. An equation equals a value if its sides do, but for a name: m+n=5 is 5, 8=5 and xy=5 are not. All else is
+    compared by algebra (math-verify, extra `math`).
 
     Args:
         response: The whole response.
@@ -55,9 +84,9 @@ def math(response: str, label: Label) -> float:
 
     Edges:
         A response without a box scores 0, as do an empty box, a box that is not closed, and an empty label or none. The
-        last of several boxes counts, and the inner one of nested ones. An expression too large to compute (9**9**9**9)
-        equals its own text alone. A comparison that takes over 5 s of CPU time scores 0; outside of a main thread,
-        where no signal arrives, it has no such limit. Never raises.
+        last of several boxes counts, and the inner one of nested ones. Answers of over 5,000 characters equal the same
+        text alone, and so does an expression too large to compute (9**9**9**9). A comparison that takes over 5 s of CPU
+        time scores 0; outside of a main thread, where no signal arrives, it has no such limit. Never raises.
 
     Source:
         slime's and verl's `math` and `deepscaler`; docs/reference/from-slime.md lists where they err.
@@ -111,17 +140,29 @@ def _truth(label: str) -> str:
 
 def equal_answers(response: str, label: str) -> bool:
     """Whether two answers in LaTeX or plain text are equal, without the boxes around them."""
+    if max(len(response), len(label)) > MAX_CHARS:
+        return response.split() == label.split()
+    if _INTEGER.fullmatch(response) and _INTEGER.fullmatch(label):
+        return int(response) == int(label)
     ours, theirs = normal(response), normal(label)
     if not ours or not theirs:
         return False
-    return _equal(ours, theirs)
+    return _equal(ours, theirs) or _equal_lists(response, label, ours, theirs)
+
+
+def _equal_lists(response: str, label: str, ours: str, theirs: str) -> bool:
+    """Whether 100,200 is the list 100, 200 of the other side."""
+    apart = normal(response, joined=False), normal(label, joined=False)
+    return (apart[0] == ours) != (apart[1] == theirs) and _equal(*apart)
 
 
 def _equal(ours: str, theirs: str) -> bool:
     if _squeezed(ours) == _squeezed(theirs):
         return True
+    ours, theirs = called(ours), called(theirs)
     rules: tuple[Callable[[str, str], bool | None], ...] = (
-        _by_assignment, _by_base, _by_text, _by_quantity, _by_matrix, _by_union, _by_bracket, _by_list, _by_sign,
+        _by_pieces, _by_assignment, by_base, by_time, by_ratio, _by_text, _by_quantity, _by_matrix, _by_union,
+        _by_bracket, _by_list, _by_sign,
     )  # fmt: skip
     try:
         for rule in rules:
@@ -132,43 +173,67 @@ def _equal(ours: str, theirs: str) -> bool:
         return False
     if ours.count("'") != theirs.count("'") or _SPACED.fullmatch(ours) or _SPACED.fullmatch(theirs):
         return False  # x' is not x; 1 2 is neither 12 nor the mixed number that math-verify reads
+    if _swapped(ours, theirs):
+        return False
+    if r"\ldots" in ours or r"\ldots" in theirs or _CAPITAL.findall(ours) != _CAPITAL.findall(theirs):
+        return False  # math-verify drops the dots, and takes \Pi for \pi
     return symbolically_equal(without_text_commands(ours), without_text_commands(theirs))
 
 
+def _swapped(ours: str, theirs: str) -> bool:
+    """Whether one has X where the other has x: math-verify takes them for one variable."""
+    left, right = (set(_COMMAND.sub("", text)) for text in (ours, theirs))
+    return any(letter.swapcase() in right - left for letter in left - right if letter.isalpha())
+
+
 def _squeezed(text: str) -> str:
-    """Remove spaces, except between digits: 1 1/2 is not 11/2."""
-    return _SPACE.sub("", text)
+    """Remove spaces, except between digits (1 1/2 is not 11/2), and take \\mathbb{R} for R."""
+    return _BOARD.sub(r"\1", _SPACE.sub("", text))
 
 
 def _by_assignment(ours: str, theirs: str) -> bool | None:
     """x = 5 equals 5 and x = 5, but not y = 5. An equation that is not an assignment equals equations alone."""
+    ours, theirs = _ELEMENT.sub("x=", ours), _ELEMENT.sub("x=", theirs)
+    equations = _is_equation(ours), _is_equation(theirs)
+    if not any(equations):
+        return None
+    ours, theirs = _FOR_ALL.sub("", ours) or ours, _FOR_ALL.sub("", theirs) or theirs
     for solution, point in ((_solution(ours), theirs), (_solution(theirs), ours)):
-        if solution and (at := _bracketed(_value_of_tuple(point))) and at[0] == "()" and len(at[1]) == len(solution):
-            return all(map(_equal, solution, at[1]))
+        at = _bracketed(_value_of_tuple(point)) if solution else None
+        values = at[1] if at and at[0] == "()" else split_top(point, _LIST)
+        if len(solution) == len(values) and not _is_equation(values[0]):
+            return all(map(_equal, solution, values))
     left, right = _assignment(ours), _assignment(theirs)
-    if left and right:
-        return _same_name(left[0], right[0]) and _equal(left[1], right[1])
-    if left and not _EQUALS.search(theirs):
-        return _equal(left[1], theirs)
-    if right and not _EQUALS.search(ours):
-        return _equal(ours, right[1])
-    equations = bool(_EQUALS.search(ours)), bool(_EQUALS.search(theirs))
-    # A list of assignments equals a list of values; an equation in letters does not equal the value on its right
-    return (
-        None if equations[0] == equations[1] or len(split_top(ours if equations[0] else theirs, _LIST)) > 1 else False
-    )
+    if left and right and left[0] and right[0]:
+        if _same_name(left[0], right[0]):
+            return all(_equal(side, right[1][-1]) for side in left[1])
+        return None if left[0] in right[1][-1] or right[0] in left[1][-1] else False  # y = x is x = y
+    if all(equations):
+        return None
+    sums = _assignment(ours, sums=True)
+    stated, value = (sums, theirs) if equations[0] else (right, ours)
+    if stated:
+        return all(_equal(side, value) for side in stated[1])
+    # A list of assignments equals a list of values
+    return None if len(split_top(ours if equations[0] else theirs, _LIST)) > 1 else False
 
 
-def _assignment(text: str) -> tuple[str, str] | None:
-    """Name and value of x = 5, f(x) = 2x, or x = 2 + 3 = 5; None for other texts, such as x = 1, y = 2."""
-    text = _ELEMENT.sub("x=", text)
+def _is_equation(text: str) -> bool:
+    return "=" in text and len(split_top(text, _EQUALS)) > 1
+
+
+def _assignment(text: str, *, sums: bool = False) -> tuple[str, list[str]] | None:
+    """Name and sides of x = 5, 5 = x, f(x) = 2x, x = 2 + 3 = 5; the name is "" in 2 + 3 = 5. None for x = 1, y = 2."""
     if len(split_top(text, _LIST)) > 1 and len(_EQUALS.findall(text)) > 1:
         return None
-    parts = split_top(text, _EQUALS)
-    name = parts[0].replace(" ", "")
-    if len(parts) < 2 or not (_ONE_LETTER.fullmatch(name) or not _LETTER.search(name)):
+    sides = split_top(text, _EQUALS)
+    if len(sides) < 2:
         return None
-    return name, parts[-1]
+    for name, values in ((sides[0], sides[1:]), (sides[-1], sides[:-1])):
+        plain = name.replace(" ", "")
+        if not plain or _NAME.fullmatch(plain) or (sums and _SUM.fullmatch(plain)):
+            return plain, values
+    return "", sides
 
 
 def _solution(text: str) -> list[str]:
@@ -184,21 +249,11 @@ def _solution(text: str) -> list[str]:
 def _value_of_tuple(text: str) -> str:
     """(1, 2) of (x, y) = (1, 2); another text as it is."""
     assigned = _assignment(text)
-    return assigned[1] if assigned and assigned[0].startswith("(") else text
+    return assigned[1][-1] if assigned and assigned[0].startswith("(") else text
 
 
 def _same_name(ours: str, theirs: str) -> bool:
     return ours.replace("{", "").replace("}", "") == theirs.replace("{", "").replace("}", "")
-
-
-def _by_base(ours: str, theirs: str) -> bool | None:
-    """1010_2 equals 1010_{2} and 1010, but not 1010_3."""
-    left, right = _BASE.fullmatch(ours), _BASE.fullmatch(theirs)
-    if left and right:
-        return left.groups() == right.groups()
-    if right and not left:
-        return ours.isdigit() and ours == right[1]
-    return False if left and not right else None
 
 
 def _by_text(ours: str, theirs: str) -> bool | None:
@@ -215,7 +270,8 @@ def _by_text(ours: str, theirs: str) -> bool | None:
     if left == right and (is_text(ours) or is_text(theirs)):
         return True
     if _is_words(ours) or _is_words(theirs):
-        return left == right
+        lists = [split_top(without_text_commands(text), _LIST) for text in (ours, theirs)]
+        return left == right or (min(map(len, lists)) > 1 and _in_any_order(*lists))
     return None
 
 
@@ -258,13 +314,16 @@ def _by_unit(left: Quantity, right: Quantity, ours: str, theirs: str) -> bool | 
         return None
     if left.unit and right.unit and left.unit != right.unit:
         return False
+    for angle, other in ((left, right), (right, left)):
+        if angle.unit == "degree" and not other.unit and r"\pi" in other.number:
+            return _equal(angle.number + _RADIANS, other.number)
     return _equal(left.number, right.number)
 
 
 def _by_matrix(ours: str, theirs: str) -> bool | None:
-    left, right = _MATRIX.fullmatch(ours), _MATRIX.fullmatch(theirs)
+    left, right = (_MATRIX.fullmatch(_ARRAY.sub(r"\1", text)) for text in (ours, theirs))
     if not left or not right:
-        return None
+        return _by_vector(left or right, theirs if left else ours) if left or right else None
     determinants = [match["kind"] in ("vmatrix", "Vmatrix") for match in (left, right)]
     if any(determinants) or "cases" in (left["kind"], right["kind"]):
         return None
@@ -273,6 +332,32 @@ def _by_matrix(ours: str, theirs: str) -> bool | None:
         return False
     pairs = [(a, b) for first, second in zip(*rows, strict=True) for a, b in zip(first, second, strict=True)]
     return len(pairs) <= MAX_PARTS and all(equal_answers(a, b) for a, b in pairs)
+
+
+def _by_vector(matrix: re.Match[str] | None, text: str) -> bool | None:
+    """A column is a tuple: (1,2)."""
+    elements = _bracketed(text)
+    if matrix is None or elements is None or elements[0] != "()" or "&" in matrix["body"]:
+        return None
+    rows = [row.strip() for row in matrix["body"].split(r"\\") if row.strip()]
+    return len(rows) == len(elements[1]) <= MAX_PARTS and all(map(_equal, rows, elements[1]))
+
+
+def _by_pieces(ours: str, theirs: str) -> bool | None:
+    r"""x < 1 or x \ge 2 equals (-\infty,1)\cup[2,\infty), and ]0,1[ equals (0,1)."""
+    if not (says_set(ours) or says_set(theirs)):
+        return None
+    if {connective(ours), connective(theirs)} == {"and", "or"}:
+        return False
+    left, right = pieces(ours), pieces(theirs)
+    if left is None or right is None or len({piece.variable for piece in (*left, *right)} - {""}) > 1:
+        return None
+    return _matched(left, right, _same_piece) or None  # (0,1] with (1,2] is (0,2] too: algebra decides
+
+
+def _same_piece(ours: Piece, theirs: Piece) -> bool:
+    closed = (ours.has_low, ours.has_high) == (theirs.has_low, theirs.has_high)
+    return closed and _equal(ours.low, theirs.low) and _equal(ours.high, theirs.high)
 
 
 def _by_union(ours: str, theirs: str) -> bool | None:
@@ -286,16 +371,41 @@ def _by_bracket(ours: str, theirs: str) -> bool | None:
     """Tuples and intervals by their brackets and elements in order; sets in any order."""
     left, right = _bracketed(ours), _bracketed(theirs)
     if left is None or right is None:
-        return None
+        return _by_one_bracket(left or right, theirs if left else ours) if left or right else None
+    sets = [each[0].startswith(r"\{") for each in (left, right)]
+    if sets == [True, True]:
+        return _same_set(left[1], right[1])
+    if any(sets) and len((left if sets[0] else right)[1]) == 1:
+        return _equal(left[1][0], theirs) if sets[0] else _equal(ours, right[1][0])
     if left[0] != right[0]:
         return False if len(left[1]) > 1 and len(right[1]) > 1 else None
     if len(left[1]) != len(right[1]):
-        return False if left[0].startswith(r"\{") else None if 1 in (len(left[1]), len(right[1])) else False
-    if left[0].startswith(r"\{"):
-        return _in_any_order(left[1], right[1])
+        return None if 1 in (len(left[1]), len(right[1])) else False
     if len(left[1]) == 1:
         return _equal(left[1][0], right[1][0])
     return len(left[1]) <= MAX_PARTS and all(_equal(a, b) for a, b in zip(left[1], right[1], strict=True))
+
+
+def _by_one_bracket(bracketed: tuple[str, list[str]] | None, text: str) -> bool | None:
+    """A tuple equals P(1,2), and 1,2 in its order."""
+    if bracketed is None or bracketed[0] != "()" or len(bracketed[1]) < 2:
+        return None
+    if (named := _POINT.match(text)) and (point := _bracketed(text[named.end() :])):
+        elements = point[1]
+    else:
+        elements = split_top(text, _COMMA)
+    if not 1 < len(elements) == len(bracketed[1]) <= MAX_PARTS or any(_EQUALS.search(each) for each in elements):
+        return None
+    return all(map(_equal, elements, bracketed[1])) or None
+
+
+def _same_set(ours: list[str], theirs: list[str]) -> bool:
+    """Whether each element of one set is in the other: an element counts once."""
+    if len(ours) > MAX_PARTS or len(theirs) > MAX_PARTS:
+        return False
+    return all(any(_equal(part, other) for other in theirs) for part in ours) and all(
+        any(_equal(part, other) for part in ours) for other in theirs
+    )
 
 
 def _bracketed(text: str) -> tuple[str, list[str]] | None:
@@ -306,33 +416,29 @@ def _bracketed(text: str) -> tuple[str, list[str]] | None:
             if not closing or (opening in "([") != (closing in ")]"):
                 return None
             inside = text[len(opening) : len(text) - len(closing)]
-            return (opening + closing, split_top(inside, _COMMA)) if _balanced(inside) else None
+            kind = "()" if closing == r"\rangle" else opening + closing
+            return (kind, split_top(inside, _COMMA)) if balanced(inside) else None
     return None
 
 
-def _balanced(text: str) -> bool:
-    depth = 0
-    for character in text:
-        depth += (character in "([{") - (character in ")]}")
-        if depth < 0:
-            return False
-    return depth == 0
-
-
 def _by_list(ours: str, theirs: str) -> bool | None:
-    """1, 2 equals 2, 1; x = 1 or x = 2 equals 1, 2; and a set equals its elements without braces."""
+    """1, 2 equals 2, 1; x = 1 or x = 2 equals 1, 2; and a set equals its elements without braces. AC is A, C."""
     left, right = (split_top(_without_braces(text), _LIST) for text in (ours, theirs))
     left, right = [part for part in left if part], [part for part in right if part]
     if len(left) == 1 and len(right) == 1:
         return None
     if len(left) != len(right):
-        expanded = _expanded(left), _expanded(right)
+        letters = [
+            list(parts[0]) if len(parts) == 1 and _LETTERS.fullmatch(parts[0]) else parts for parts in (left, right)
+        ]
+        expanded = _expanded(letters[0]), _expanded(letters[1])
         return _in_any_order(*expanded) if len(expanded[0]) == len(expanded[1]) else False
     return _in_any_order(left, right)
 
 
 def _without_braces(text: str) -> str:
-    if text.startswith(r"\{") and text.endswith(r"\}") and _balanced(text[2:-2]):
+    text = without_text_commands(text).strip() if is_text(text) else text
+    if text.startswith(r"\{") and text.endswith(r"\}") and balanced(text[2:-2]):
         return text[2:-2]
     return text
 
@@ -348,6 +454,7 @@ def _by_sign(ours: str, theirs: str) -> bool | None:
 def _expanded(parts: list[str]) -> list[str]:
     found: list[str] = []
     for part in parts:
+        part = part.replace(r"\mp", r"\pm") if r"\pm" not in part else part
         if part.count(r"\pm") == 1:
             found += [part.replace(r"\pm", sign) for sign in "+-"]
         else:
@@ -356,12 +463,16 @@ def _expanded(parts: list[str]) -> list[str]:
 
 
 def _in_any_order(ours: Sequence[str], theirs: Sequence[str]) -> bool:
+    return _matched(ours, theirs, _equal)
+
+
+def _matched(ours: Sequence[T], theirs: Sequence[T], same: Callable[[T, T], bool]) -> bool:
     """Whether each element has a partner of its own in the other list."""
     if len(ours) != len(theirs) or len(ours) > MAX_PARTS:
         return False
     waiting = list(theirs)
     for part in ours:
-        partner = next((index for index, other in enumerate(waiting) if _equal(part, other)), None)
+        partner = next((index for index, other in enumerate(waiting) if same(part, other)), None)
         if partner is None:
             return False
         del waiting[partner]

@@ -22,6 +22,7 @@ _SHORT: Final = frozenset(
 )
 _NEITHER: Final = frozenset(
     {"and", "or", "to", "if", "for", "is", "mod", "million", "billion", "trillion", "thousand", "hundred", "dozen"}
+    | {"not", "squared", "cubed", "plus", "minus", "over", "more", "less", "least", "most", "than", "factorial"}
     | {"pi", "sin", "cos", "tan", "log", "ln", "exp", "sqrt", "max", "infinity", "inf", "base"}
 )
 _UNIT_WORD: Final = re.compile(r"[A-Za-z]+")
@@ -29,10 +30,15 @@ _POWER: Final = re.compile(r"\^\{?([23])\}?")
 _TEXT: Final = re.compile(r"\\(?:text|textbf|textrm|mathrm|mbox|operatorname)\s*\{([^{}]*)\}")
 _TAIL: Final = re.compile(  # a name behind a slash belongs to a unit only with one before the slash: x/m is a quotient
     r"(?P<unit>(?!/?[A-Za-z])(?: ?\\(?:text|textbf|textrm|mathrm|mbox|operatorname)\s*\{[^{}]*\}(?:\^\{?-?\d\}?)?"
-    r"| ?\^\\circ ?| ?\\%| ?%| ?\\\$| ?€| ?£| [A-Za-z]+(?:\^\{?-?\d\}?)?\.?|(?<=[A-Za-z}])/(?=[A-Za-z\\])"
+    r"| ?\^\\circ ?| ?\\%| ?%| ?\\\$| ?[€£¥¢]| ?[一-鿿]{1,3}| ?\([一-鿿]{1,3}\)"
+    r"| [A-Za-z]+(?:\^\{?-?\d\}?)?\.?|(?<=[A-Za-z}])/(?=[A-Za-z\\])"
     r"|(?<=/)[A-Za-z]+(?:\^\{?-?\d\}?)?)+)$"
 )
-_CURRENCY: Final = re.compile(r"^(?P<sign>-?) ?(?P<unit>\\\$|\$|€|£)")
+_CURRENCY: Final = re.compile(r"^(?P<sign>-?) ?(?P<unit>\\\$|\$|[€£¥])")
+_NO_UNIT: Final = re.compile("[以或和不非多余至约上下到]")  # "or", "not", "more than" in Chinese
+_PRIMES: Final = re.compile(r"(?P<number>[\d.]+|\\frac\{\d+\}\{\d+\}) ?(?P<primes>'{1,2})")
+_MINUTES: Final = re.compile(r"([\d.]+) ?(?P<unit>\^\\circ|') ?([\d.]+)(?:'(?: ?([\d.]+)'')?|'')")
+_TRIGONOMETRY: Final = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])")
 
 
 class Quantity(NamedTuple):
@@ -47,13 +53,21 @@ def quantity(text: str) -> Quantity:
     """Split a unit off an answer in the form of `latex.normal`.
 
     The number may be any expression: the caller decides whether it is one. Words that belong to mathematics (or, sin,
-    million) are not units.
+    million) are not units. 5' is 5 feet, and 22^\\circ 30' is 22.5 degrees.
     """
+    if "'" in text and (parts := _MINUTES.fullmatch(text)):
+        feet = parts["unit"] == "'"
+        number = f"{parts[1]}+{parts[3]}/{12 if feet else 60}+{parts[4] or 0}/3600"
+        return Quantity(number=number, unit="ft" if feet else "degree")
+    if "'" in text and (length := _PRIMES.fullmatch(text)):
+        return Quantity(number=length["number"], unit="ft" if length["primes"] == "'" else "in")
     unit = ""
     if currency := _CURRENCY.match(text):
         text, unit = currency["sign"] + text[currency.end() :].strip(), currency["unit"]
-    if (tail := _TAIL.search(text)) and tail.start() > 0 and _is_unit(tail["unit"]):
+    if (tail := _TAIL.search(text)) and tail.start() > 0 and text[tail.start() - 1] != "," and _is_unit(tail["unit"]):
         text, unit = text[: tail.start()].strip(), f"{unit} {tail['unit']}"
+    if unit.strip() == r"^\circ" and _TRIGONOMETRY.search(text):  # of the argument
+        text, unit = text + unit, ""
     percent = "%" in unit or "percent" in unit.lower()
     plain = re.sub(r"\\?%|\bper ?cents?\b|\bpercentage\b", " ", unit, flags=re.IGNORECASE)
     return Quantity(number=text, unit=unit_name(plain), percent=percent)
@@ -67,7 +81,8 @@ def unit_name(text: str) -> str:
     text = re.sub(r"\bper\b", "/", text.lower())
     text = _POWER.sub(r"^\1", text)
     found: list[str] = []
-    for token in re.findall(r"[a-z]+|\^-?\d|/|€|£", text):
+    text = re.sub(r" ?\b([a-z]+)\^\{?-(\d)\}?", r"/\1^\2", text).replace("^1", "").replace("¢", " cent ")
+    for token in re.findall(r"[a-z]+|\^-?\d|/|[€£¥]|[一-鿿]+", text):
         word = _singular(token) if token.isalpha() else token
         found.append(_SYNONYMS.get(word, word))
     return _with_exponents(found)
@@ -96,6 +111,8 @@ def _singular(word: str) -> str:
 
 
 def _is_unit(text: str) -> bool:
+    if _NO_UNIT.search(text):
+        return False
     inside = _TEXT.sub(lambda match: f" {match[1]} ", text)
     found = [word.lower() for word in _UNIT_WORD.findall(inside.replace(r"^\circ", ""))]
     if any(word in _NEITHER for word in found):
