@@ -237,13 +237,13 @@ def _assignment(text: str, *, sums: bool = False) -> tuple[str, list[str]] | Non
 
 
 def _solution(text: str) -> list[str]:
-    """Values of x = 1, y = 2, whose names are letters in the order of the alphabet; empty for another text."""
+    """Values of x = 1, y = 2 and of x = y = 1, whose names are letters in alphabetical order; else empty."""
     found = [split_top(part, _EQUALS) for part in split_top(text, _LIST) if part]
-    names = [part[0] for part in found]
-    alphabetical = (
-        len(names) > 1 and all(len(name) == 1 and name.isalpha() for name in names) and names == sorted({*names})
-    )
-    return [part[1] for part in found] if alphabetical and all(len(part) == 2 for part in found) else []
+    pairs = [(name, part[-1]) for part in found for name in part[:-1]]
+    names = [name for name, _ in pairs]
+    alphabetical = all(len(name) == 1 and name.isalpha() for name in names) and names == sorted({*names})
+    complete = len(pairs) > 1 and all(len(part) > 1 for part in found)
+    return [value for _, value in pairs] if alphabetical and complete else []
 
 
 def _value_of_tuple(text: str) -> str:
@@ -374,7 +374,7 @@ def _by_bracket(ours: str, theirs: str) -> bool | None:
         return _by_one_bracket(left or right, theirs if left else ours) if left or right else None
     sets = [each[0].startswith(r"\{") for each in (left, right)]
     if sets == [True, True]:
-        return _same_set(left[1], right[1])
+        return _same_set(_expanded(left[1]), _expanded(right[1]))
     if any(sets) and len((left if sets[0] else right)[1]) == 1:
         return _equal(left[1][0], theirs) if sets[0] else _equal(ours, right[1][0])
     if left[0] != right[0]:

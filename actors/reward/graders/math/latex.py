@@ -120,8 +120,8 @@ def normal(text: str, *, joined: bool = True) -> str:
 
     Dollar signs of mathematics, sizes, fonts, `**` around the answer, a lead ("the answer is") and a final full stop
     go. 2**3 becomes 2^3, \dfrac becomes \frac, \times becomes \cdot, digit groups are joined (1,234 is 1234), 0.333...
-    becomes 0.\overline{3}, and every kind of space becomes one space. Of an exact value and its approximation the exact
-    one stays. \text{...} stays.
+    becomes 0.\overline{3}, and every kind of space becomes one space. \text{...} stays. An approximation behind an exact
+    value goes.
 
     Args:
         text: An answer.
