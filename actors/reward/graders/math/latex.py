@@ -118,10 +118,10 @@ _ARTICLE: Final = re.compile(r"^(?:an?|the) (?=[a-z]{2})")
 def normal(text: str, *, joined: bool = True) -> str:
     r"""Return an answer's LaTeX without what changes only its look.
 
-    Dollar signs of mathematics, sizes, fonts, `**` around the answer, a lead ("the answer is") and a final full stop
-    go. 2**3 becomes 2^3, \dfrac becomes \frac, \times becomes \cdot, digit groups are joined (1,234 is 1234),
-    0.333... becomes 0.\overline{3}, and every kind of space becomes one space. \text{...} stays. An approximation behind
-    an exact value goes.
+    Dollar signs of mathematics, sizes, fonts, `**` around the answer, a lead ("the answer is"), a final full stop and
+    an approximation behind an exact value go. 2**3 becomes 2^3, \dfrac becomes \frac, \times becomes \cdot, digit
+    groups are joined (1,234 is 1234), 0.333... becomes 0.\overline{3}, and every kind of space becomes one space.
+    \text{...} stays.
 
     Args:
         text: An answer.
