@@ -8,6 +8,7 @@ from typing import Final
 MAX_BITS: Final = 20_000  # of a numerator or a denominator
 MAX_CHARS: Final = 5_000
 MAX_DEPTH: Final = 50
+MAX_DIGITS: Final = 4_000  # Python reads 4,300
 MAX_FACTORIAL: Final = 2050
 
 _TOKEN: Final = re.compile(
@@ -186,7 +187,7 @@ def _literal(token: str) -> Fraction:
         raise _NotNumberError
     part = match["part"] or ""
     digits = (match["whole"] or "0") + part
-    if len(digits) * 4 > MAX_BITS:
+    if len(digits) > MAX_DIGITS or len(match["repeats"] or "") > MAX_DIGITS:
         raise TooLargeError
     value = Fraction(int(digits), 10 ** len(part))
     if repeats := match["repeats"]:

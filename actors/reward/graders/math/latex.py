@@ -60,7 +60,7 @@ _REPEATS: Final = (
     (re.compile(r"(?<![\d.])\.\\(?=overline|bar|dot)"), r"0.\\"),
     (re.compile(r"(?<=[.\d])\\(?:overline|bar|dot) ?(?:\{(\d+)\}|(\d))"), r"\\overline{\1\2}"),
     (re.compile(r"(?<![\d.])(\d+\.)\((\d+)\)"), r"\1\\overline{\2}"),
-    (re.compile(r"(\d*\.\d*?)(?:(\d)\2{2,}|(\d{2,12}?)\3+)\\ldots"), r"\1\\overline{\2\3}"),
+    (re.compile(r"(\d{0,20}\.\d{0,20}?)(?:(\d)\2{2,}|(\d{2,12}?)\3+)\\ldots"), r"\1\\overline{\2\3}"),
 )
 _NAMED: Final = re.compile(r"\\?[A-Za-z]+(?:_\{?\w+\}?)?")
 

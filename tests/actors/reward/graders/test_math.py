@@ -120,6 +120,12 @@ def test_any_text_has_a_verdict(text: str) -> None:
         assert re.search(r"[\^!eE]|\d{9}|\*\*", text)
 
 
+@pytest.mark.parametrize("answer", ["0." + "1" * 4_900, "9" * 4_900, "9" * 100_000, "{" * 2_400 + "1" + "}" * 2_400])
+def test_a_long_answer_has_a_verdict(answer: str) -> None:
+    assert math(rf"\boxed{{{answer}}}", "7") == 0.0
+    assert math(rf"\boxed{{{answer}}}", answer) == 1.0
+
+
 def test_a_comparison_ends_with_its_cpu_time() -> None:
     def works_on_after_an_exception() -> None:
         while True:
