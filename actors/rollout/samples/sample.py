@@ -199,6 +199,7 @@ class OpenSample:
             sibling.take_score(sibling.own_score or shared, policy=policy, reward_keys=reward_keys)
             if self.status is SampleStatus.FAILED:
                 sibling.status, sibling.is_dropped_alone = self.status, self.is_dropped_alone
+                sibling.reason = sibling.reason or self.reason
 
     def _fail(self, action: Action, reward_keys: Sequence[str]) -> None:
         if isinstance(action, str):

@@ -192,6 +192,15 @@ def test_a_sample_without_a_reward_does_what_the_policy_says_for_the_cause(
     assert sample.is_dropped_alone is alone
 
 
+def test_a_sibling_with_its_own_reward_says_why_it_is_left_out_with_its_sample() -> None:
+    sample = inherited(SampleStatus.COMPLETED)
+    sibling = sample.siblings[1] = inherited(SampleStatus.COMPLETED)
+    sibling.own_score = Score(index=0, part=1, reward=0.25)
+    sample.take_score(Score(index=0, error="raised KeyError('x')", cause="raised"), policy=FailurePolicy("drop_sample"))
+    assert (sibling.status, sibling.is_dropped_alone) == (SampleStatus.FAILED, True)
+    assert sibling.reason == "raised KeyError('x')"
+
+
 def test_the_greedy_sample_of_a_group_is_never_dropped_alone() -> None:
     sample = inherited(SampleStatus.COMPLETED)
     sample.is_baseline = True
