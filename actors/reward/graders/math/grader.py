@@ -60,6 +60,8 @@ _POINT: Final = re.compile(r"^[A-Z](?:_\{?\w\}?)?'* ?(?=\()")
 _COMMAND: Final = re.compile(r"\\[A-Za-z]+")
 _CAPITAL: Final = re.compile(r"\\[A-Z][a-z]+")
 _BOARD: Final = re.compile(r"\\mathbb\{([A-Z])\}")
+_PLUS_MINUS: Final = re.compile(r"\\(?:pm|mp)(?![A-Za-z])")
+_RESIDUE: Final = re.compile(r"(?:[A-Za-z] ?\\equiv ?)?([^=]*?) ?\\pmod ?\{?\w+\}?")
 _FOR_ALL: Final = re.compile(r",? ?(?:\\text ?\{[ ,]*)?(?<![A-Za-z])(?:for (?:all|any|every|each)|where)(?![A-Za-z]).*")
 _RADIANS: Final = r"\cdot\frac{\pi}{180}"
 _FBOX: Final = re.compile(r"\\(?:fbox|framebox)(?=\s*\{)")
@@ -194,6 +196,8 @@ def _squeezed(text: str) -> str:
 def _by_assignment(ours: str, theirs: str) -> bool | None:
     """x = 5 equals 5 and x = 5, but not y = 5. An equation that is not an assignment equals equations alone."""
     ours, theirs = _ELEMENT.sub("x=", ours), _ELEMENT.sub("x=", theirs)
+    if (residue := _RESIDUE.fullmatch(ours)) and exact_value(theirs) is not None:  # 109 (mod 1000) answers 109
+        return _equal(residue[1], theirs)
     equations = _is_equation(ours), _is_equation(theirs)
     if not any(equations):
         return None
@@ -454,9 +458,9 @@ def _by_sign(ours: str, theirs: str) -> bool | None:
 def _expanded(parts: list[str]) -> list[str]:
     found: list[str] = []
     for part in parts:
-        part = part.replace(r"\mp", r"\pm") if r"\pm" not in part else part
-        if part.count(r"\pm") == 1:
-            found += [part.replace(r"\pm", sign) for sign in "+-"]
+        signs = _PLUS_MINUS.findall(part)
+        if len(signs) == 1:
+            found += [_PLUS_MINUS.sub(sign, part) for sign in "+-"]
         else:
             found.append(part)
     return found

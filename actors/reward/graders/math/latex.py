@@ -158,7 +158,7 @@ def normal(text: str, *, joined: bool = True) -> str:
         text = _CASES.sub(lambda match: ", ".join(match[2].strip().strip("\\").split(r"\\")), text)
     if "begin" not in text:
         text = text.replace(r"\\", ", ")
-    if "equiv" in text:
+    if "equiv" in text or "(mod" in text:
         text = _MODULUS.sub(r" \\pmod{\1}", text)
     return text
 
