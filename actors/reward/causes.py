@@ -44,6 +44,11 @@ def cause_of(error: BaseException) -> Cause:
     return "raised"
 
 
+def late(timeout_s: float) -> str:
+    """The error of a score whose call took longer than its timeout."""
+    return f"timeout: no answer within {timeout_s:g} s (timeout_s)"
+
+
 def _status_of(error: BaseException) -> int | None:
     """The HTTP status in an exception: of its response, or its own. None: it has none."""
     for holder in (error, getattr(error, "response", None)):

@@ -16,7 +16,6 @@ from runtime.util.retrying import Backoff
 TICK_S: Final = 0.25
 LATE_S: Final = 0.25  # a tick later than this means that the process was suspended, not that the loop was busy
 PAUSES: Final = Backoff(first_s=0.2, max_s=5.0)  # between the grades of one sample
-TIMEOUT: Final = "timeout"  # error of a score whose call took longer than its timeout
 
 GradeBy = Callable[[str], Awaitable[Sequence[Graded]]]
 GradeAll = Callable[[Sequence[GradedSample]], Awaitable[list[Graded]]]

@@ -10,6 +10,7 @@ from typing import Final
 
 import msgspec
 
+from actors.reward.causes import late
 from actors.reward.frames import (
     CallEnded,
     FrameBuffer,
@@ -27,7 +28,6 @@ from runtime.util.exit_codes import EXIT_OK
 TICK_S: Final = 0.1
 LATE_S: Final = 0.25  # a tick later than this means that the process was suspended
 CANCEL_S: Final = 1.0  # time for a call to end once it is cancelled
-TIMEOUT: Final = Graded(error="timeout", cause="timeout", of_call=True)
 
 
 def grade_overlapping(
@@ -99,7 +99,7 @@ class _Calls:
             del self._running[task]
         if not ended:
             stuck = not await _cancelled(task)
-            self._write(grade, TIMEOUT, last=stuck)
+            self._write(grade, _late(grade), last=stuck)
             if stuck:
                 os._exit(EXIT_OK)
         elif task.cancelled():
@@ -135,7 +135,7 @@ class _Calls:
             current = asyncio.current_task(loop)
             grade = self._running.get(current) if current is not None else None  # type: ignore[arg-type]
             if grade is not None and now - self._lost_s - self._alive_at > grade.timeout_s:
-                self._write(grade, TIMEOUT, last=True)
+                self._write(grade, _late(grade), last=True)
                 os._exit(EXIT_OK)
 
     def _write(self, grade: Grade, *grades: Graded, last: bool = False) -> None:
@@ -148,6 +148,10 @@ class _Calls:
             frame = encode_frame(CallEnded(call=grade.call, grades=(small,) * len(grade.samples), last=last))
         with self._writing:
             write_all(self._fd_out, frame)
+
+
+def _late(grade: Grade) -> Graded:
+    return Graded(error=late(grade.timeout_s), cause="timeout", of_call=True)
 
 
 async def _cancelled(task: "asyncio.Task[tuple[Graded, ...]]") -> bool:

@@ -10,7 +10,7 @@ import anyio
 import msgspec
 import structlog
 
-from actors.reward.causes import CAUSES, Cause
+from actors.reward.causes import CAUSES, Cause, late
 from actors.reward.frames import (
     GATHER_S,
     MAX_FRAME_BYTES,
@@ -22,11 +22,12 @@ from actors.reward.frames import (
     encode_frame,
     gathers,
 )
-from actors.reward.gradings import TIMEOUT, CallLimits, Grading, RunningTime
+from actors.reward.gradings import CallLimits, Grading, RunningTime
 from actors.reward.process import GraderDiedError, GraderProcess, GraderProcessError
 from actors.reward.samples import GradedSample
 from actors.reward.sandbox import Sandbox
 from actors.reward.together import CallsTogether, halved
+from runtime.util.formatting import count_of
 from runtime.util.retrying import Backoff, retried
 
 BATCH_S = GATHER_S  # expected grading time per frame: cheap graders amortize a frame, expensive ones get one each
@@ -174,14 +175,14 @@ class GraderPool:
 
     def _blame_of_async(self, in_flight: Sequence[Grading], death: str | None) -> None:
         """Attribute the end of a process to its call, if it was the only one in flight."""
-        log.warning("grader_died", reason=death or TIMEOUT, num_calls=len(in_flight))
+        log.warning("grader_died", reason=death or "timeout", num_calls=len(in_flight))
         if len(in_flight) == 1:
             (grading,) = in_flight
             grading.num_tries += 1
             if death is None:
-                self._fail(grading, TIMEOUT, "timeout")
+                self._fail(grading, late(grading.timeout_s), "timeout")
             elif self._tried_enough(grading):
-                self._fail(grading, f"{death}, {self._settings.max_tries} times", "sandbox_lost")
+                self._fail(grading, f"{death}, {count_of(self._settings.max_tries, 'time')}", "sandbox_lost")
 
     async def _start_again(self, hello: Hello | None = None) -> GraderProcess:
         return await retried(
@@ -207,13 +208,14 @@ class GraderPool:
         finally:
             await process.kill()
         self._counts["timeouts" if hung else "deaths"] += 1
-        reason = TIMEOUT if hung else death or process.ending()
+        reason = "timeout" if hung else death or process.ending()
         if suspects := _suspects(gradings):
             log.warning("grader_died", reason=reason, num_calls=len(suspects))
             for suspect in suspects:
                 suspect.alone = True
         elif hung:
-            self._fail(gradings.pop(0), TIMEOUT, "timeout")
+            grading = gradings.pop(0)
+            self._fail(grading, late(grading.timeout_s), "timeout")
         else:
             self._blame(gradings, reason)
 
@@ -305,7 +307,7 @@ class GraderPool:
         final = self._tried_enough(gradings[0])
         log.warning("grader_died", reason=death, num_tries=gradings[0].num_tries, final=final)
         if final:
-            self._fail(gradings.pop(0), f"{death}, {self._settings.max_tries} times", "sandbox_lost")
+            self._fail(gradings.pop(0), f"{death}, {count_of(self._settings.max_tries, 'time')}", "sandbox_lost")
 
     def _tried_enough(self, grading: Grading) -> bool:
         return grading.splits or grading.num_tries >= self._settings.max_tries

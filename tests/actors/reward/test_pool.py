@@ -157,7 +157,7 @@ async def test_a_grader_that_hangs_is_killed_and_replaced(command: str) -> None:
         took_s = time.perf_counter() - start
         assert pool.stats()["num_timeouts"] == 1
         assert pool.stats()["num_deaths"] == 0
-    assert hung.error == "timeout"
+    assert hung.error == "timeout: no answer within 1 s (timeout_s)"
     assert (before.reward, after.reward) == (1.0, 1.0)
     assert 1.0 <= took_s < 10  # one timeout and one start of a process; a busy machine takes its time for these
 
@@ -191,7 +191,7 @@ async def test_a_standstill_of_the_process_is_no_timeout_of_its_graders(tmp_path
 async def test_an_async_grader_that_never_ends_is_killed() -> None:
     async with pool_of(timeout_s=0.2) as pool:
         (graded,) = await tell(pool, "", grader=GraderSpec(name=f"{USER_CODE}:never"))
-    assert graded.error == "timeout"
+    assert graded.error == "timeout: no answer within 0.2 s (timeout_s)"
 
 
 async def test_what_a_grader_prints_and_reads_is_not_the_protocol(capfd: pytest.CaptureFixture[str]) -> None:
@@ -292,7 +292,7 @@ async def test_an_idle_process_that_is_killed_is_replaced() -> None:
 async def test_killing_a_grader_also_ends_what_it_started(tmp_path: Path) -> None:
     async with pool_of(timeout_s=0.3) as pool:
         (graded,) = await tell(pool, "child", file=str(tmp_path / "child"))
-    assert graded.error == "timeout"
+    assert graded.error == "timeout: no answer within 0.3 s (timeout_s)"
     await until_ended(int((tmp_path / "child").read_text()))
 
 

@@ -225,7 +225,7 @@ async def test_bad_graders_fail_their_samples_and_nothing_else(bus: Bus, asker: 
     assert [score.reward for score in scores] == [1.0, None, None, None, None, None, 1.0]
     assert [score.error for score in scores][1:-1] == [
         "raised RuntimeError('as told')",
-        "timeout",
+        "timeout: no answer within 2 s (timeout_s)",
         "the grader process exited with code 7, 2 times",
         "returned nan, not a finite number",
         "returned 'good' (str), not a number",
@@ -469,7 +469,7 @@ async def test_graders_that_are_only_slow_never_end_a_run(bus: Bus, asker: Asker
     async with running(bus, timeout_s=0.05):
         for group_id in range(4):
             scores = await asker.scores("own-as_told", *["sleep"] * 3, group_id=group_id)
-            assert {score.error for score in scores} == {"timeout"}
+            assert {score.error for score in scores} == {"timeout: no answer within 0.05 s (timeout_s)"}
 
 
 async def test_a_call_for_a_whole_group_counts_once(bus: Bus, asker: Asker) -> None:
