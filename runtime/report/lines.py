@@ -115,7 +115,7 @@ def line_of(event: Message) -> str | None:
             return f"{event.engine} is {event.new}: {event.reason}"
         case EngineRequestsFailed():
             times = f", {event.num_failures} times now" if event.num_failures > 1 else ""
-            return f"{event.engine} did not answer a request{times}: {event.reason}"
+            return f"a request to {event.engine} failed{times}: {event.reason}"
         case WeightsLost():
             lost = f"no engine of {event.instance} holds weights v{event.version} any more"
             return f"{lost}: their evaluation goes on with v{event.newer}"

@@ -73,7 +73,7 @@ async def test_a_run_with_spoiled_answers_trains_only_true_ones_and_its_books_cl
                 await run.gone(family)
             assert isinstance(told, EngineRequestsFailed)
             assert told.engine == f"external-0 ({proxy.url})"
-            assert f"external-0 ({proxy.url}) did not answer a request" in run.output.read_text()
+            assert f"a request to external-0 ({proxy.url}) failed" in run.output.read_text()
             assert len(proxy.spoiled) >= 20
     books = await audit(run)
     assert (books.issued, books.trained) == (NUM_STEPS * BATCH_SIZE, NUM_STEPS * BATCH_SIZE)
