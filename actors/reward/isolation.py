@@ -107,10 +107,11 @@ def enter_other_namespaces(
     _set_read_only("/")
     _mount("tmpfs", folder, "tmpfs", _MS_NOSUID | _MS_NODEV, scratch)
     _mount_devices(os.path.join(folder, ".dev"))
-    _mount("proc", "/proc", "proc", _MS_RDONLY | _MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
-    if isolates:  # without the kernel's settings, which root could write without a privilege
-        os.mkdir(_OWN_PROC)
-        _mount("proc", _OWN_PROC, "proc", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC, b"subset=pid")
+    _mount("proc", "/proc", "proc", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC | (0 if isolates else _MS_RDONLY))
+    if isolates:
+        Path("/proc/sys/user/max_cgroup_namespaces").write_text("0")  # in one, it could mount and freeze its cgroup
+        _set_read_only("/proc")
+        _mount_own_proc()
     for path in hidden:
         _hide(path)
     try:
@@ -178,6 +179,17 @@ def _mount_devices(stage: str) -> None:
     _mount(stage, "/dev", None, _MS_MOVE)
     os.rmdir(stage)
     os.close(os.open(os.devnull, os.O_WRONLY))  # fails where a file took the place of the machine's device
+
+
+def _mount_own_proc() -> None:
+    """Mount a writable /proc without the settings of the kernel, which root could write without a privilege.
+
+    A namespace of further processes gets a whole writable /proc only if it sees one already. This one does not count,
+    because a part of it is covered, as in containers. The part is of the namespace's first process, and stays with it.
+    """
+    os.mkdir(_OWN_PROC)
+    _mount("proc", _OWN_PROC, "proc", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC, b"subset=pid")
+    _mount("tmpfs", f"{_OWN_PROC}/1/task", "tmpfs", _MS_RDONLY | _MS_NOSUID | _MS_NODEV, b"size=4k,mode=555")
 
 
 def _hide(path: str) -> None:

@@ -126,6 +126,28 @@ def _tried(do: Any) -> str:
     return "yes"
 
 
+def isolates_itself(sample: Any) -> dict[str, Any]:
+    """What a process can mount that has all privileges in namespaces of its own."""
+    program = """
+import ctypes, os, sys
+libc = ctypes.CDLL(None, use_errno=True)
+def tried(name, *arguments):
+    return "yes" if getattr(libc, name)(*arguments) == 0 else os.strerror(ctypes.get_errno())
+uid, gid = os.getuid(), os.getgid()
+print(tried("unshare", 0x10000000 | 0x20000000 | 0x00020000))  # CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNS
+for name, line in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
+    open(f"/dev/proc/self/{name}", "w").write(line)
+if child := os.fork():
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+for kind in (b"tmpfs", b"proc", b"sysfs"):
+    print(tried("mount", b"none", sys.argv[1].encode(), kind, ctypes.c_ulong(14), None))
+print(tried("unshare", 0x02000000))  # CLONE_NEWCGROUP
+"""
+    command = [sys.executable, "-u", "-c", program, tempfile.mkdtemp()]
+    said = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+    return {"score": 1.0, **dict(zip(("namespaces", "tmpfs", "proc", "sysfs", "cgroups"), said, strict=True))}
+
+
 def connects(sample: Any) -> dict[str, Any]:
     """Every way to a socket with a path; and what a grader may do with sockets."""
     path = sample.metadata["path"]

@@ -222,6 +222,17 @@ async def test_an_isolated_grader_is_limited_and_has_no_privileges() -> None:
     assert (details["no_new_privs"], int(details["capabilities"], 16), details["memory"]) == ("1", kept, 1 << 30)
 
 
+async def test_an_isolated_grader_with_privileges_in_a_namespace_gets_no_settings_of_the_kernel() -> None:
+    """As root it could otherwise write core_pattern, whose program runs outside, and freeze the run's cgroup."""
+    if REFUSAL is not None:
+        return await refused()
+    (graded,) = await graded_by("isolates_itself", sandbox=Sandbox(kind="isolated"))
+    seen = details_of(graded)
+    assert (seen["namespaces"], seen["tmpfs"]) == ("yes", "yes")
+    assert (seen["proc"], seen["sysfs"]) == ("Operation not permitted",) * 2
+    assert seen["cgroups"] == "No space left on device"  # none is allowed
+
+
 async def test_an_isolated_grader_isolates_the_programs_of_code() -> None:
     """A run grades by `code` in isolated processes alone."""
     if REFUSAL is not None:
@@ -247,11 +258,11 @@ import os, sys
 from actors.reward import isolation
 os.setuid(int(sys.argv[1]))
 isolation.set_traceable(True)  # as it is for who logs in as this user
-for folder in sys.argv[2:]:
+for folder, isolates in zip(sys.argv[2:], (True, False)):
     isolation.enter_user_and_pid_namespaces()
     if child := os.fork():
         os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-    isolation.enter_other_namespaces(folder, (), isolates=True)
+    isolation.enter_other_namespaces(folder, (), isolates=isolates)
 print("isolated twice")
 """
     with open_directory() as place:
