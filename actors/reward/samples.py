@@ -82,5 +82,6 @@ _T = TypeVar("_T")
 
 def _asked(name: str, value: _T | None) -> _T:
     if value is None:
-        raise ValueError(f'sample.{name}: the sample comes without them; add "{name}" to reward.sample_fields')
+        where = f'In a run, add "{name}" to reward.sample_fields; in bin/try, samples of a dump have them'
+        raise ValueError(f"sample.{name}: the sample comes without them. {where}")
     return value

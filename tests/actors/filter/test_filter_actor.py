@@ -51,7 +51,7 @@ async def complete(bus: Bus, group_id: int, rewards: Sequence[float | None]) -> 
 
 
 async def next_verdict(events: Events[VerdictGiven]) -> VerdictGiven:
-    received = await events.next(timeout_s=15)
+    received = await events.next(timeout_s=50)
     assert received is not None
     return received.message
 
