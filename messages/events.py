@@ -245,7 +245,7 @@ class SelectionFailed(Message, kw_only=True, tag="selection_failed"):
 class UserFunctionRaised(Message, kw_only=True, tag="user_function_raised"):
     """A user's function raised, for the first time at these places in this process.
 
-    Written by reward, rollout and filter.
+    Written by reward, rollout, filter and buffer.
     """
 
     plane = Plane.EVENT

@@ -171,8 +171,8 @@ class BufferActor(Actor):
         self._rest_of_batch: list[BatchReady] = []  # events of a batch that follow the one appended last
         self._left_out_step = 0  # newest checkpoint step whose snapshot fits neither into an event nor into chunks
         self._snapshot_lost = False  # the newest snapshot cannot be read: another one is due
-        self._selector = Selector(topology, bus.publish)
-        self._eval_metrics = EvalMetrics(topology)
+        self._selector = Selector(topology, bus.publish, self._tracebacks.publish)
+        self._eval_metrics = EvalMetrics(topology, self._tracebacks.publish)
         self._trimmer = Trimmer(bus, run_dir, topology.buffer.trim_min_events)
         self._pressure = Pressure(bus, self._trimmer.is_busy, recheck_s=recheck_s)
         self._schedule: Schedule | None = None  # set once the data is read

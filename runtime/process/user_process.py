@@ -33,7 +33,7 @@ from runtime.process.user_limits import (
 )
 from runtime.util.exit_codes import EXIT_OK
 from runtime.util.import_path import user_folder_last
-from runtime.util.tracebacks import shown_error, user_traceback
+from runtime.util.tracebacks import shown_error, user_frames, user_traceback
 
 Answer = Callable[[bytes], bytes]
 
@@ -57,7 +57,7 @@ class UserFunctionError(Exception):
     """The function raised. The message is the repr of its exception.
 
     Attributes:
-        traceback: of the function.
+        traceback: of the function; empty if it answered with what cannot be used.
     """
 
     def __init__(self, text: str, trace: str) -> None:
@@ -236,7 +236,8 @@ def main(arguments: Sequence[str]) -> int:
             with suppress(OSError):  # it may have closed its output
                 os.write(2, f"{trace}\n".encode(errors="replace"))
             text = shown_error(error).replace("\0", "")[:MAX_TEXT]
-            _write(answers, 0, f"{text}\0{trace}".encode(errors="replace"))
+            shown = trace if user_frames(error) is not None else ""  # an answer that we refuse has frames of ours alone
+            _write(answers, 0, f"{text}\0{shown}".encode(errors="replace"))
     end_group()
 
 

@@ -5,7 +5,7 @@ A failure costs these metrics alone: the evaluation ends with the others, and wi
 
 import numbers
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -17,7 +17,7 @@ from anyio import to_thread
 from messages import EvalEnded, Prompt
 from messages.plain import clipped
 from runtime.ledger.fold import Evaluation
-from runtime.process.user_process import UserLimits, UserProcess
+from runtime.process.user_process import UserFunctionError, UserLimits, UserProcess
 from runtime.settings.plugins import load_plugin, located
 from runtime.settings.sizes import MAX_OWN_METRICS
 from runtime.settings.topology import RewardConfig, Topology
@@ -67,16 +67,24 @@ class EvalMetrics:
 
     Args:
         topology: the topology, with its recipe.
+        show: called with the setting and the traceback when a user's function raises.
         timeout_s: maximum seconds for one call.
     """
 
-    def __init__(self, topology: Topology, *, timeout_s: float = TIMEOUT_S) -> None:
+    def __init__(
+        self,
+        topology: Topology,
+        show: Callable[[str, str], Awaitable[object]] | None = None,
+        *,
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
         self._keys = {item.name: f"eval.{index}.custom_metrics" for index, item in enumerate(topology.eval)}
         self._processes = {
             item.name: metrics_process(topology.reward, self._keys[item.name], item.custom_metrics)
             for item in topology.eval
             if item.custom_metrics is not None
         }
+        self._show = show
         self._timeout_s = timeout_s
         self._of_step: tuple[int, dict[str, float], dict[str, str]] | None = None  # newest step; metrics, reasons
 
@@ -123,6 +131,8 @@ class EvalMetrics:
             except Exception as error:  # noqa: BLE001 - a user's function may raise anything; the run continues
                 reason = f"no answer within {self._timeout_s:g} s" if isinstance(error, TimeoutError) else str(error)
                 log.warning("eval_metrics_failed", set=name, step=evaluation.step, reason=reason)
+                if isinstance(error, UserFunctionError) and error.traceback and self._show is not None:
+                    await self._show(self._keys[name], error.traceback)
                 failed[name] = clipped(f"{self._keys[name]}: {reason}", MAX_REASON_CHARS)
             else:
                 metrics |= {f"eval/{name}/{metric}": value for metric, value in found.items()}

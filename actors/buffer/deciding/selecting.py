@@ -28,6 +28,7 @@ class Selector:
     Args:
         topology: the topology, with its recipe.
         report: called with each failure.
+        show: called with the setting and the traceback when a user's function raises.
         timeout_s: maximum seconds for one call of a user's function.
 
     Raises:
@@ -38,6 +39,7 @@ class Selector:
         self,
         topology: Topology,
         report: Callable[[SelectionFailed], Awaitable[object]] | None = None,
+        show: Callable[[str, str], Awaitable[object]] | None = None,
         *,
         timeout_s: float = SELECTION_TIMEOUT_S,
     ) -> None:
@@ -50,7 +52,7 @@ class Selector:
                 self._processes[kind] = selection_process(topology, kind, name)
             elif name is not None:
                 find_selection(kind, name)
-        self._report = report
+        self._report, self._show = report, show
         self._timeout_s = timeout_s
 
     async def start(self) -> None:
@@ -73,7 +75,10 @@ class Selector:
             return await self._call(selection)
         except Exception as error:  # noqa: BLE001 - a user's function may raise anything; the run continues without it
             reason = f"no answer within {self._timeout_s:g} s" if isinstance(error, TimeoutError) else repr(error)
-            reason = str(error) if isinstance(error, UserFunctionError) else reason
+            if isinstance(error, UserFunctionError):
+                reason = str(error)
+                if self._show is not None and error.traceback:
+                    await self._show(f"rollout.{selection.kind}", error.traceback)
             log.warning("selection_failed", kind=selection.kind, reason=reason, instead="first come first")
             if self._report is not None:
                 failed = SelectionFailed(

@@ -6,7 +6,6 @@ all of it at once. So a function whose actor died begins again, with the same se
 """
 
 import math
-import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from messages import Prompt, SampleSummary
 from runtime.settings.plugins import PluginError, load_plugin
 from runtime.settings.slime.functions import PAGE, PREFIX
 from runtime.util.errors import flatten
+from runtime.util.tracebacks import user_traceback
 
 log = structlog.get_logger()
 
@@ -95,6 +95,7 @@ class SetEvaluation:
         self._refused = ""  # the request that ended the function
         self._error: Exception | None = None  # of this project, raised through the function
         self._has_ended = False
+        self.traceback: str | None = None  # of the function, if it raised
 
     @property
     def is_waiting(self) -> bool:
@@ -152,8 +153,7 @@ class SetEvaluation:
                     reason = f"returned {returned!r:.200}; expected nothing: the samples that it asked for count"
             except Exception as error:  # noqa: BLE001 - a user's function may raise anything; the evaluation ends
                 reason = "; ".join(repr(each) for each in flatten(error))
-                shown = "".join(traceback.format_exception(error))
-                log.warning("evaluation_function_raised", set=self.name, traceback=shown)
+                self.traceback = user_traceback(error)
         self._has_ended = True
         if self._error is not None:
             raise self._error

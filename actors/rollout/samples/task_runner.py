@@ -334,6 +334,8 @@ class TaskRunner:
                 del self._evaluations[task.step, task.set]
         if failed:
             log.warning("evaluation_function_failed", set=task.set, step=task.step, reason=failed)
+        if evaluation is not None:
+            await self._tracebacks.publish(key, evaluation.traceback)
         for number in range(task.num_items):
             samples = () if evaluation is None else evaluation.samples(number)
             item = self._item_of(task, number)
@@ -351,6 +353,7 @@ class TaskRunner:
                 except* POISON as errors:
                     reason, is_poison = str(flatten(errors)[0]), True
                     log.warning("eval_sample_failed", set=task.set, item=task.item, index=sample.index, reason=reason)
+                    await self._show(errors)
                     sample.give_up(reason)
             if is_poison or run.complete or num_tries == EVAL_MAX_TRIES:
                 return

@@ -64,7 +64,12 @@ async def test_a_function_that_fails_costs_its_own_metrics_alone(tmp_path: Path)
     """It is called once for an evaluation, also if its end is decided again, and answers after it hung."""
     (tmp_path / "mine.py").write_text(FUNCTIONS)
     item = {"name": "s", "path": "none", "interval": 1, "custom_metrics": f"{tmp_path}/mine.py:moody"}
-    metrics, ends = EvalMetrics(topology_with(eval=[item]), timeout_s=2.0), list[EvalEnded]()
+    ends, shown = list[EvalEnded](), list[tuple[str, str]]()
+
+    async def show(key: str, trace: str) -> None:
+        shown.append((key, trace.splitlines()[-1]))
+
+    metrics = EvalMetrics(topology_with(eval=[item]), show, timeout_s=2.0)
     await metrics.start()
     try:
         for step in (0, 0, 1, 2):
@@ -78,6 +83,7 @@ async def test_a_function_that_fails_costs_its_own_metrics_alone(tmp_path: Path)
         ({"eval/s": 0.5}, {"s": "eval.0.custom_metrics: no answer within 2 s"}),
         ({"eval/s": 0.5, "eval/s/mean": 1.0, "eval/s/count": 3.0}, {}),
     ]
+    assert shown == [("eval.0.custom_metrics", "KeyError: 'nothing'")]
 
 
 async def test_an_evaluation_that_began_without_the_function_says_so() -> None:

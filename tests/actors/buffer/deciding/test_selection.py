@@ -148,13 +148,18 @@ async def test_a_users_function_chooses_or_the_first_come_first(
     async def report(event: SelectionFailed) -> None:
         told.append(event)
 
-    selector = Selector(topology_with(rollout={"buffer_filter": f"{tmp_path}/mine.py:{name}"}), report, timeout_s=0.5)
+    async def show(key: str, trace: str) -> None:
+        shown.append((key, trace.splitlines()[-1]))
+
+    topology, shown = topology_with(rollout={"buffer_filter": f"{tmp_path}/mine.py:{name}"}), list[tuple[str, str]]()
+    selector = Selector(topology, report, show, timeout_s=0.5)
     await selector.start()
     try:
         assert await selector.choose(POOL) == Chosen(kind="buffer_filter", group_ids=taken)
     finally:
         await selector.close()
     assert [(event.kind, event.num_groups) for event in told] == [("buffer_filter", len(POOL.groups))] * failed
+    assert shown == [("rollout.buffer_filter", "RuntimeError: no")] * (name == "raises")
 
 
 def test_an_answer_is_read_where_the_function_runs(tmp_path: Path) -> None:

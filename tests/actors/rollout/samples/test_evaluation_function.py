@@ -23,6 +23,7 @@ from messages import (
     Score,
     ScoreRequested,
     ScoresGiven,
+    UserFunctionRaised,
 )
 from runtime.bus.bus import Bus
 from runtime.settings.load import load_topology
@@ -241,6 +242,14 @@ async def test_what_a_function_does_wrong_ends_its_evaluation_and_the_run_goes_o
         await bus.publish(task(0))
         group = await completed(bus)
     assert [event.failed for event in found.values() if event.failed] == [f"{KEY}: {said}"]
+    if name == "asks_and_raises":
+        async with bus.read(UserFunctionRaised) as events:
+            raised = await events.next(timeout_s=10)
+        assert raised is not None
+        assert (raised.message.function, raised.message.traceback.splitlines()[-1]) == (
+            KEY,
+            "KeyError: 'no such skill'",
+        )
     num_asked = {"asks_for_nothing": 0, "asks_without_end": 2}.get(name, 1)
     assert [s.reward for s in found[2].samples] == [1.0] * num_asked
     assert {item for item, event in found.items() if event.not_asked} == ({0, 1, 3} if num_asked else {0, 1, 2, 3})
