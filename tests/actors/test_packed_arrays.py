@@ -20,6 +20,7 @@ ALLOWED = {
     "messages/arrays.py": 1,  # an array in a JSON message is a list
     "actors/rollout/samples/arguments.py": 1,  # ids in errors
     "actors/rollout/samples/context.py": 4,  # what a generate function reads: prompt_ids, ids and turns
+    "actors/rollout/samples/evaluation_function.py": 1,  # ids of an ended sample, which an evaluation function reads
     "actors/rollout/samples/rollout_function.py": 1,  # ids of an ended sample, which a rollout function reads
     "actors/rollout/sglang/body.py": 1,  # the tokens so far, which a request begins with
     "actors/rollout/sglang/served_model.py": 1,  # the last few tokens, for a tokenizer

@@ -193,7 +193,7 @@ async def test_a_file_that_cannot_be_read_changes_nothing_and_is_named(tmp_path:
         await until_taken(tmp_path, client, True)
         async with connected(tmp_path, client) as his:
             await anyio.Path(path).write_text("{")
-            await run.shown(f"the external clients of the run are as before: {path} is not used: it is no file of")
+            await run.shown(f"the external clients of the run are as before: {path} is not used: it is not a file of")
             await his.client.flush()
             assert his.times_lost == 0
     outcome = await Running(plan_with_accounts(tmp_path)).run()
