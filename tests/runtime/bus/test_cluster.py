@@ -42,6 +42,7 @@ class Load:
         self.worked: set[str] = set()
         self.asked: set[str] = set()
         self.longest: list[tuple[float, float]] = []  # seconds of an append, and its end as Unix time
+        self._all_asked = False  # a publish that was under way at the stop counts
         self._url = url
 
     async def run(self) -> None:
@@ -77,10 +78,11 @@ class Load:
             await bus.publish(score_request(name))
             self.asked.add(name)
             await anyio.sleep(0.01)
+        self._all_asked = True
 
     async def _work(self, bus: Bus) -> None:
         async with bus.consume(ScoreRequested, durable="score", ack_wait_s=5.0) as deliveries:
-            while not self.stop or self.worked != self.asked:
+            while not self._all_asked or self.worked != self.asked:
                 delivery = await deliveries.next(0.5)
                 if delivery is not None:
                     self.worked.add(delivery.message.request_id)
