@@ -26,8 +26,8 @@ def layouts(device: str, *, tiny: bool = False) -> Measured:
     baselines = {row.baseline for row in rows}
     with tempfile.TemporaryDirectory() as folder:
         cpu, own = Path(folder) / "cpu", Path(folder) / "own"
-        train(cpu, [Job(row) for row in sorted(baselines, key=str)], timeout_s=TIMEOUT_S)
-        train(own, [Job(row) for row in rows], timeout_s=TIMEOUT_S, device=device)
+        train(cpu, {Job(row): "second" for row in sorted(baselines, key=str)}, timeout_s=TIMEOUT_S)
+        train(own, {Job(row): "second" for row in rows}, timeout_s=TIMEOUT_S, device=device)
         expected = {row: outcome(cpu, Job(row)) for row in baselines}
         return _compared({row: outcome(own, Job(row)) for row in rows}, expected)
 

@@ -1,4 +1,4 @@
-"""One rank that trains with all functions in turn, in one layout after the other: `DIRECTORY RANK PORT`.
+"""The ranks that train with all functions in turn, in one layout after the other: `WORLD PORT DIRECTORY`.
 
 The learning rate is 0: every case starts from the same weights, and takes whole train steps.
 """
@@ -27,6 +27,7 @@ from runtime.settings.derived import has_critic, trains_pairs, trains_reward_mod
 from runtime.settings.topology import Topology, decode_topology
 from tests.actors.trainer.tiny import pairs, random_batch, with_topk
 from tests.grid import faults
+from tests.grid.forked import fork_ranks
 from tests.grid.functions import algorithm
 
 STUCK_S = 120.0
@@ -83,11 +84,10 @@ def train(topology: Topology, cases: dict[str, Any], ranks: Ranks) -> dict[str, 
     return found
 
 
-def main(directory: Path, rank: int, port: int) -> None:
+def main(rank: int, world: int, port: int, directory: Path) -> None:
     torch.set_num_threads(1)
     jobs: list[dict[str, Any]] = json.loads((directory / "jobs.json").read_text())
-    store = dist.TCPStore("127.0.0.1", port, 2, is_master=rank == 0)
-    gc.freeze()  # what was imported stays: the collection after each job would walk it, for a fifth of the job's time
+    store = dist.TCPStore("127.0.0.1", port, world, is_master=rank == 0)
     for number, job in enumerate(jobs):
         faulthandler.dump_traceback_later(STUCK_S, file=sys.__stderr__)
         if rank < job["world"]:
@@ -101,4 +101,4 @@ def main(directory: Path, rank: int, port: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    fork_ranks(main, Path(sys.argv[3]))

@@ -1,7 +1,7 @@
-"""One rank for many trainings, one after the other: `rank_program.py DIRECTORY RANK PORT HALF`.
+"""The ranks of many trainings, one after the other: `rank_program.py WORLD PORT DIRECTORY HALF`.
 
 The imports of torch and Megatron-core take longer than a row of the grid does, so a set of processes trains them all:
-the first two steps of each in one set, the others, from the checkpoint, in a fresh one.
+the first step of each in one set, the others, from the checkpoint, in a fresh one.
 """
 
 import faulthandler
@@ -23,13 +23,13 @@ from actors.trainer.data.precomputed import PrecomputedLogProbs
 from runtime.settings.topology import Topology, decode_topology
 from tests.actors.trainer.tiny import VOCAB, groups_of, random_batch
 from tests.grid import faults
+from tests.grid.forked import fork_ranks
 from tests.support.checkpoints import save
 
 STUCK_S = 40.0
-STEPS = {"first": (0, 1), "second": (2, 3)}
-
-
-SPOILT = {0: (3, 7), 1: (8, 9, 10, 11, 12, 13, 14, 15), 2: (6,), 3: (1,)}  # rollouts, by step
+STEPS = {"first": (0,), "second": (1, 2)}
+LAST = 2
+SPOILT = {0: (3, 7, 8, 9, 10, 11, 12, 13, 14, 15), 1: (6,), LAST: (1,)}  # rollouts, by step
 
 
 def batch_of(step: int, *, spoilt: bool) -> TrainBatch:
@@ -39,17 +39,18 @@ def batch_of(step: int, *, spoilt: bool) -> TrainBatch:
         step: its number.
         spoilt: the rewards of some rollouts are NaN.
     """
-    batch = random_batch(step) if step < 3 else random_batch(step, num_groups=1, group_size=2)
+    batch = random_batch(step) if step < LAST else random_batch(step, num_groups=1, group_size=2)
     bad_B = np.isin(batch.rollouts_B, SPOILT[step] if spoilt else ())
     return replace(batch, rewards_B=np.where(bad_B, np.nan, batch.rewards_B))
 
 
 def with_told(batch: TrainBatch, topology: Topology) -> TrainBatch:
-    """With the experts of most tokens, where they are asked for: 2 of 4 in 4 layers."""
+    """With the experts of most tokens, where they are asked for: 2 of 4 in each layer."""
     if not topology.algorithm.use_rollout_routing_replay:
         return batch
+    layers = json.loads((Path(topology.model.hf_checkpoint) / "config.json").read_text())["num_hidden_layers"]
     draw, num_tokens = np.random.default_rng(batch.step), len(batch.tokens_N)
-    chosen = draw.permuted(np.tile(np.arange(4), (num_tokens * 4, 1)), axis=1)[:, :2].reshape(num_tokens, -1)
+    chosen = draw.permuted(np.tile(np.arange(4), (num_tokens * layers, 1)), axis=1)[:, :2].reshape(num_tokens, -1)
     is_told = draw.random(num_tokens) < 0.9
     return replace(batch, routed_experts_N=np.where(is_told[:, None], chosen, 255).astype(np.uint8))
 
@@ -77,12 +78,10 @@ def with_ages(batch: TrainBatch, topology: Topology) -> TrainBatch:
     return replace(batch, staleness_N=np.where(batch.loss_mask_N, ages_N, -1).astype(np.int32))
 
 
-def main(directory: Path, rank: int, port: int, half: str) -> None:
+def main(rank: int, world: int, port: int, directory: Path, half: str) -> None:
     torch.set_num_threads(1)
     jobs: list[dict[str, Any]] = json.loads((directory / "jobs.json").read_text())
-    everybody = max(job["world"] for job in jobs)
-    store = dist.TCPStore("127.0.0.1", port, everybody, is_master=rank == 0)
-    gc.freeze()  # what was imported stays: the collection after each job would walk it, for a fifth of the job's time
+    store = dist.TCPStore("127.0.0.1", port, world, is_master=rank == 0)
     for number, job in enumerate(jobs):
         faulthandler.dump_traceback_later(STUCK_S, file=sys.__stderr__)  # so that a hanging row says where
         if rank < job["world"]:
@@ -99,22 +98,23 @@ def train(place: Path, store: dist.Store, rank: int, half: str, *, spoilt: bool)
         engine.follow()
         return
     if half == "again":
-        assert engine.resume() == 2
-        save(engine, step=2, incarnation=2)
+        assert engine.resume() == 1
+        save(engine, step=1, incarnation=2)
         engine.close()
         return
-    steps = STEPS[half]
-    assert engine.resume() == steps[0]
-    metrics = [engine.train(with_precomputed(engine, topology, batch_of(steps[0], spoilt=spoilt))).metrics]
-    same = [engine.publish(1, confirmed=0).checksum] if half == "second" else []
-    begun = engine.begin_publish(2) if half == "second" else None
-    metrics.append(
-        engine.train(with_precomputed(engine, topology, batch_of(steps[1], spoilt=spoilt))).metrics
-    )  # beside the second export of the same weights
-    if begun is not None:
-        same.append(engine.finish_publish(begun, confirmed=0).checksum)
+    assert engine.resume() == STEPS[half][0]
+    same: list[str] = []
+    metrics: list[dict[str, float]] = []
+    for step in STEPS[half]:
+        begun = engine.begin_publish(2) if step == LAST else None
+        batch = with_precomputed(engine, topology, batch_of(step, spoilt=spoilt))
+        metrics.append(engine.train(batch).metrics)  # the last one beside the second export of the same weights
+        if begun is not None:
+            same.append(engine.finish_publish(begun, confirmed=0).checksum)
+        elif half == "second":
+            same.append(engine.publish(1, confirmed=0).checksum)
     assert len(set(same)) <= 1, "training went on, and a copy of the weights changed"
-    save(engine, step=steps[-1] + 1, incarnation=1)
+    save(engine, step=STEPS[half][-1] + 1, incarnation=1)
     result: dict[str, Any] = {"metrics": metrics}
     if half == "second":
         published = engine.publish(3, confirmed=0)
@@ -143,4 +143,4 @@ def with_precomputed(engine: TrainerRank, topology: Topology, batch: TrainBatch)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
+    fork_ranks(main, Path(sys.argv[3]), sys.argv[4])

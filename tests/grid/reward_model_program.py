@@ -1,4 +1,4 @@
-"""One rank of a reward model that continues in one layout after the other: `DIRECTORY RANK PORT`.
+"""The ranks of a reward model that continues in one layout after the other: `WORLD PORT DIRECTORY`.
 
 Each layout starts from the checkpoint of the one before, trains a step on pairs, evaluates others and saves.
 """
@@ -16,6 +16,7 @@ from actors.trainer.commands import TrainerRank
 from actors.trainer.megatron.groups import Ranks
 from runtime.settings.topology import decode_topology
 from tests.actors.trainer.tiny import pairs
+from tests.grid.forked import fork_ranks
 from tests.support.checkpoints import save
 
 STUCK_S = 120.0
@@ -33,10 +34,10 @@ def lead(rank: TrainerRank, incarnation: int) -> dict[str, float]:
     return found | {f"evaluated {name}": value for name, value in evaluated.sums.items()}
 
 
-def main(directory: Path, rank: int, port: int) -> None:
+def main(rank: int, world: int, port: int, directory: Path) -> None:
     torch.set_num_threads(1)
     jobs: list[dict[str, Any]] = json.loads((directory / "jobs.json").read_text())
-    store = dist.TCPStore("127.0.0.1", port, 2, is_master=rank == 0)
+    store = dist.TCPStore("127.0.0.1", port, world, is_master=rank == 0)
     found: list[dict[str, float]] = []
     for number, job in enumerate(jobs):
         faulthandler.dump_traceback_later(STUCK_S, file=sys.__stderr__)
@@ -54,4 +55,4 @@ def main(directory: Path, rank: int, port: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    fork_ranks(main, Path(sys.argv[3]))

@@ -1,4 +1,10 @@
-"""The rows of the grid: parallel layouts, and how a micro-batch is laid out and computed in each."""
+"""The rows of the grid: parallel layouts, and how a micro-batch is laid out and computed in each.
+
+CI trains the rows in `FEW`: each way to share the work (tensor, sequence, pipeline, virtual, context, expert and data
+parallel, sharded optimizer, overlapped), each two of them, and each with packed rows, a tied embedding and
+recomputation; bfloat16 in the layouts with code for it; each feature and kind of model on several ranks; all of them
+resumed (`test_rows.py`). What a larger number or another combination of the same adds is nightly.
+"""
 
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,11 +24,11 @@ class Layout:
     megatron: dict[str, Any] = field(default_factory=dict[str, Any])
     optimizer: dict[str, Any] = field(default_factory=dict[str, Any])
     ddp: dict[str, Any] = field(default_factory=dict[str, Any])
-    num_layers: int = 4
+    num_layers: int = 2
 
 
 def _layout(
-    world: int, *, distributed: bool = False, overlap: bool = False, num_layers: int = 4, **sizes: Any
+    world: int, *, distributed: bool = False, overlap: bool = False, num_layers: int = 2, **sizes: Any
 ) -> Layout:
     short = {
         "tp": "tensor_model_parallel_size",
@@ -45,7 +51,7 @@ LAYOUTS = {
     "TP2": _layout(2, tp=2),
     "TP2+SP": _layout(2, tp=2, sp=True),
     "PP2": _layout(2, pp=2),
-    "PP2 uneven": _layout(2, pp=2, first=1),
+    "PP2 uneven": _layout(2, pp=2, first=1, num_layers=4),
     "CP2": _layout(2, cp=2),
     "DP2": _layout(2),
     "DP2+DO": _layout(2, distributed=True),
@@ -56,6 +62,7 @@ LAYOUTS = {
     "CP2xPP2": _layout(4, cp=2, pp=2),
     "CP2xDP2+DO": _layout(4, cp=2, distributed=True),
     "DP4+DO": _layout(4, distributed=True),
+    "PP3xVPP2": _layout(3, pp=3, vpp=2, num_layers=6),
     "PP4xVPP2": _layout(4, pp=4, vpp=2, num_layers=8),
     "DP2+DO, overlapped": _layout(2, distributed=True, overlap=True),
     "TP2, saved activations shared out": Layout(
@@ -112,7 +119,7 @@ class Row:
     def max_tokens(self) -> int:
         """Of a micro-batch on each rank; with losses of the router, micro-batches are those of the single rank."""
         ranks = self._sizes.megatron.get("context_parallel_size", 1) if self.balance else 1
-        return 40 // ranks
+        return 60 // ranks
 
     @property
     def _sizes(self) -> Layout:
@@ -191,16 +198,8 @@ class Row:
         return {"num_processes": layout.world, "megatron": layout.megatron}
 
 
-BASELINES = {f"1 of {number} layers": _layout(1, num_layers=number) for number in (4, 8)}
+BASELINES = {f"1 of {number} layers": _layout(1, num_layers=number) for number in (2, 4, 6, 8)}
 
-# every layout once, each form and recomputation with some of them
-FEW = (
-    *(
-        Row(layout, packed=index % 2 == 1, recompute=index % 3 == 0, tied=index % 4 > 1)
-        for index, layout in enumerate(LAYOUTS)
-    ),
-    *(Row(layout, tied=True, dtype="bfloat16") for layout in ("TP2", "DP2+DO", "PP2")),
-)
 # replay in all rows but one
 EXPERTS = (
     Row("EP2", kind="qwen3_moe"),
@@ -263,7 +262,6 @@ TOLD = tuple(
         ("EP2xCP2", True),
     )
 )
-FEW += TOLD[:1]
 # losses of the router; that of a micro-batch depends on what is in one, so it is padded like the single rank's
 BALANCED = tuple(
     Row(layout, packed=packed, recompute=recompute, kind="qwen3_moe", balance=balance)
@@ -297,7 +295,7 @@ CRITIC = (
     Row("TP2+SP", packed=True, critic=True),
     Row("CP2", critic=True),
     Row("PP2", packed=True, tied=True, critic=True),
-    Row("DP2+DO, overlapped", recompute=True, critic=True),
+    Row("DP2+DO, overlapped", packed=True, recompute=True, tied=True, critic=True),
     Row("CP2xDP2+DO", packed=True, critic=True),
     Row("TP2+SPxPP2", recompute=True, critic=True),
     Row("PP4xVPP2", critic=True),
@@ -314,18 +312,37 @@ CRITIC_APART = (
     Row("DP2", critic=True, critic_on="TP2", spoilt=True),
     Row("TP2+SP", kind="qwen3_moe", critic=True, critic_on="EP2"),
 )
-FEW += (CRITIC[0], CRITIC[3])  # TP2+SP, DP2+DO overlapped
-FEW += CRITIC_APART[1:2]  # on PP2
-FEW += KEPT[:1]
-FEW += AGED[:1]
-FEW += AHEAD[:1]
-FEW += SPOILT[:2]  # DP2, TP2+SP
-FEW += (BALANCED[0], BALANCED[9], BALANCED[2])  # TP2+SP and EP2xTP2+SP of a micro-batch, CP2 packed of a sequence
-FEW += tuple(  # those of two ranks, and one model of each kind
-    row for row in EXPERTS if (row.layout, row.kind) in (("EP2xTP2+SP", "qwen3_moe"), ("EP2xCP2", "qwen3_moe"))
+HALF = tuple(Row(layout, tied=True, dtype="bfloat16") for layout in ("TP2", "DP2+DO", "PP2"))
+FEW = (
+    Row("1", recompute=True),
+    Row("1+DO", packed=True),
+    Row("TP2", tied=True),
+    Row("TP2+SP", packed=True, recompute=True, spoilt=True, kept=True, aged=True),
+    Row("PP2"),
+    Row("PP2 uneven", packed=True, recompute=True),
+    Row("CP2", recompute=True, tied=True),
+    Row("DP2", packed=True, ahead=True),
+    Row("DP2+DO", spoilt=True, kept=True, aged=True),
+    Row("TP2xDP2+DO", packed=True, recompute=True),
+    Row("TP2+SPxPP2", tied=True),
+    Row("PP2xDP2", packed=True, tied=True),
+    Row("CP2xTP2+SP", recompute=True, spoilt=True, kept=True, aged=True),
+    Row("CP2xPP2", packed=True, spoilt=True, kept=True, aged=True),
+    Row("CP2xDP2+DO", tied=True),
+    Row("PP3xVPP2", packed=True, recompute=True, tied=True),
+    Row("DP2+DO, overlapped", packed=True, recompute=True, tied=True, critic=True),
+    Row("TP2, saved activations shared out", tied=True),
+    Row("PP2, outputs deallocated", packed=True, tied=True),
+    *HALF,
+    Row("TP2+SP", critic=True),
+    Row("1", packed=True, recompute=True, tied=True, critic=True, critic_on="PP2"),
+    Row("EP2+DO", packed=True, kind="qwen3_moe", told=True),
+    Row("EP2xTP2+SP", recompute=True, kind="qwen3_moe", balance="aux_loss"),
+    Row("CP2", packed=True, recompute=True, kind="qwen3_moe", balance="seq_aux_loss"),
+    Row("EP2xCP2", kind="qwen3_moe", replay=True),
+    Row("EP2xPP2", packed=True, recompute=True, kind="glm4_moe", replay=True, mtp=True),
+    Row("EP2xTP2+SP", packed=True, recompute=True, kind="deepseek_v3", replay=True),
 )
-FEW += tuple(row for row in FURTHER if row.layout == "EP2")
-FEW += tuple(row for row in MLA if row.layout == "EP2xTP2+SP")
 ALL = (
     *EXPERTS,
     *FURTHER,
@@ -345,7 +362,7 @@ ALL = (
         for recompute in (False, True)
         for tied in (False, True)
     ),
-    *(row for row in FEW if row.is_half),
+    *HALF,
 )
 
 # one that must break it, for every kind of sharing; tied where the embedding is what is shared

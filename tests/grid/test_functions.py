@@ -26,7 +26,7 @@ LAYOUTS: Final[dict[str, dict[str, Any]]] = {  # settings of [trainer]
     "DP2": {"num_processes": 2},
     "PP2, packed": {"num_processes": 2, "packed": True, "megatron": {"pipeline_model_parallel_size": 2}},
 }
-NIGHTLY: Final = ("CP2", "PP2, packed")  # CI trains all cases packed in CP2, and some in PP2
+NIGHTLY: Final = ("one rank, packed", "CP2", "PP2, packed")  # CI trains all cases packed in CP2, and some in PP2
 FURTHER: Final[dict[str, dict[str, Any]]] = {  # layouts in which only `CASES_OF_FURTHER` are trained
     "PP2": {"num_processes": 2, "megatron": {"pipeline_model_parallel_size": 2}},
     "TP2+SP": {"num_processes": 2, "megatron": {"tensor_model_parallel_size": 2, "sequence_parallel": True}},

@@ -161,7 +161,7 @@ def _stages(trainer: TrainerConfig) -> Iterator[Problem]:
         yield Problem.of(key, virtual, "needs trainer.megatron.pipeline_model_parallel_size above 1")
     if virtual > 1 and pipeline == 2 and trainer.device == "cpu":
         message = (
-            "2 pipeline ranks cannot be interleaved on the CPU, where gloo mixes up their messages; allowed: 4 ranks"
+            "2 pipeline ranks cannot be interleaved on the CPU, where gloo mixes up their messages; allowed: 3 or more"
         )
         yield Problem.of(key, virtual, message)
     if trainer.ddp.overlap_param_gather and not trainer.optimizer.use_distributed_optimizer:
