@@ -13,6 +13,7 @@ class Slots:
         self.total = total
         self.taken = 0  # granted to groups
         self._queue: deque[GroupSlots] = deque()  # groups that lack slots, earliest first
+        self._is_granting = False
 
     @property
     def free(self) -> int:
@@ -35,13 +36,17 @@ class Slots:
 
     def grant(self) -> None:
         """Grant the free slots."""
+        if self._is_granting:  # a group that receives slots lends them, and wants others: the loop below grants these
+            return
+        self._is_granting = True
         while self._queue and (self.free or not self._queue[0].num_wanted):
-            group = self._queue[0]
+            group = self._queue.popleft()
             number = min(group.num_wanted, self.free)
             self.taken += number
             group.receive(number)
-            if not group.num_wanted:
-                self._queue.popleft()
+            if group.num_wanted and group not in self._queue:
+                self._queue.appendleft(group)
+        self._is_granting = False
 
     def want_more(self, group: "GroupSlots") -> None:
         """Grant more slots to a group, before all others."""
@@ -178,8 +183,8 @@ class GroupSlots:
             while self._num_idle and partner.num_wanted and partner._waiting and partner is not self:
                 self._num_idle -= 1
                 self.num_wanted += 1
-                self._slots.want_more(self)
                 partner.receive(1)
+                self._slots.want_more(self)
 
     def look(self) -> None:
         """Let `granted` check the number of slots again."""

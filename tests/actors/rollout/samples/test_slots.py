@@ -131,18 +131,23 @@ async def test_a_sample_that_is_cancelled_leaves_no_slot_behind() -> None:
     assert await slots.reserve(1).take()
 
 
-steps = st.lists(st.tuples(st.sampled_from("reserve take back stop need size".split()), st.integers(0, 6)), max_size=60)
+steps = st.lists(
+    st.tuples(st.sampled_from("reserve share take back stop need size".split()), st.integers(0, 6)), max_size=60
+)
 
 
 @given(steps)
 async def test_no_more_slots_are_granted_than_there_are_and_all_come_back(steps: list[tuple[str, int]]) -> None:
-    slots, groups, largest = Slots(3), [Slots(1).reserve(1)], 3
+    slots, groups, largest, partners = Slots(3), [Slots(1).reserve(1)], 3, list[GroupSlots]()
     async with anyio.create_task_group() as tasks:
         for step, number in steps:
             group = groups[number % len(groups)]
             match step:
                 case "reserve":
                     groups.append(slots.reserve(number))
+                case "share":
+                    groups.append(slots.reserve(number))
+                    groups[-1].share(partners)
                 case "take":
                     tasks.start_soon(group.take)
                     await checkpoint()
@@ -156,6 +161,7 @@ async def test_no_more_slots_are_granted_than_there_are_and_all_come_back(steps:
                     slots.resize(number)
                     largest = max(largest, number)
             assert 0 <= slots.taken <= largest
+            assert all(each.num_wanted >= 0 for each in groups)
         await checkpoint()
         for group in groups:
             async with group:
@@ -183,3 +189,23 @@ async def test_groups_that_share_lend_idle_slots_when_engines_took_some_away() -
             await started(a, ["a1"], order)
             assert slots.taken == 1
     assert (order, slots.taken, partners) == (["b0", "b1", "a0", "a1"], 0, [])
+
+
+async def test_slots_that_come_back_together_are_lent_once_and_no_group_is_forgotten() -> None:
+    """Of a and b, which share, b waits. Before, b got slots twice, or c was taken out of the queue in place of a."""
+    for num_slots in range(1, 7):
+        slots, partners = Slots(num_slots), list[GroupSlots]()
+        async with anyio.create_task_group() as tasks:
+            async with slots.reserve(num_slots):
+                a, b, c = slots.reserve(2), slots.reserve(2), slots.reserve(2)
+                a.share(partners)
+                b.share(partners)
+                for _ in range(2):
+                    tasks.start_soon(b.take)
+                await anyio.wait_all_tasks_blocked()
+            assert (slots.taken, b.num_wanted) == (num_slots, max(0, 2 - num_slots))
+            async with a, b:
+                pass
+            with anyio.fail_after(5):
+                await c.granted(2)
+            tasks.cancel_scope.cancel()
