@@ -224,7 +224,7 @@ class RolloutConfig(Config, frozen=True, kw_only=True):
     on_weight_update: Literal["drain", "abort", "retract", "in_place"] = "drain"
     # Seconds that one request may take. If engines that are up answer no request for this long, the run ends.
     generate_timeout_s: Positive = 14_400
-    # Generate and train during an evaluation. If false, both wait until it ends.
+    # Generate during an evaluation, and train if `max_staleness` is above 0. If false, both wait until it ends.
     eval_overlap: bool = True
     # Number of attempts at a prompt group that may bring neither a token nor a score. Then the group is dropped.
     max_attempts: Positive = 5

@@ -204,6 +204,8 @@ class Conversation(Context):
                 failed = error
         if run.bus_error is not None:
             raise run.bus_error
+        if self._was_ended:
+            failed = None  # it raised because it was ended, as clean-up may that is cancelled
         conversations = self.all
         try:
             for each in conversations:
@@ -237,8 +239,14 @@ class Conversation(Context):
         model = self._run.model
         return model.encode(piece) if isinstance(piece, str) else checked_ids(model, piece)
 
+    @property
+    def _was_ended(self) -> bool:
+        """Whether the function was cancelled by a halt, or for lack of room, also if it caught that."""
+        run = self._run
+        return run.scope.cancel_called and (run.halted or run.over is not None)
+
     def _check_end(self, conversations: Sequence[Context]) -> None:
-        run, was_cancelled = self._run, self._run.scope.cancelled_caught
+        run, was_cancelled = self._run, self._run.scope.cancelled_caught or self._was_ended
         if run.mismatch is not None:
             return
         ended_early = self._end in (SampleStatus.ABORTED, SampleStatus.FAILED)

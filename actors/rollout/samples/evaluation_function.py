@@ -13,18 +13,15 @@ from typing import Any
 
 import anyio
 import anyio.lowlevel
-import structlog
 
-from actors.rollout.samples.conversation import GenerateFunction
+from actors.rollout.samples.conversation import GenerateFunction, is_cancelled
 from actors.rollout.samples.rollout_function import GeneratedSample
 from actors.rollout.samples.sample import OpenSample
 from messages import Prompt, SampleSummary
 from runtime.settings.plugins import PluginError, load_plugin
 from runtime.settings.slime.functions import PAGE, PREFIX
 from runtime.util.errors import flatten
-from runtime.util.tracebacks import user_traceback
-
-log = structlog.get_logger()
+from runtime.util.tracebacks import shown_error, user_traceback
 
 RunSample = Callable[[int, OpenSample, GenerateFunction | None], Awaitable[None]]
 EvaluationFunction = Callable[["SetEvaluation"], Awaitable[None]]
@@ -151,15 +148,17 @@ class SetEvaluation:
                 returned: object = await function(self)
                 if returned is not None:
                     reason = f"returned {returned!r:.200}; expected nothing: the samples that it asked for count"
-            except Exception as error:  # noqa: BLE001 - a user's function may raise anything; the evaluation ends
-                reason = "; ".join(repr(each) for each in flatten(error))
+            except BaseException as error:
+                if is_cancelled(error):
+                    raise
+                reason = "; ".join(map(shown_error, flatten(error)))
                 self.traceback = user_traceback(error)
         self._has_ended = True
         if self._error is not None:
             raise self._error
         if self._refused:
             reason = self._refused
-        elif self._scope.cancelled_caught:
+        elif self._scope.cancel_called:  # also if the function caught the cancellation
             reason = f"took more than {self._limit_s:g} s without generating a sample"
         elif not reason and not any(self._summaries):
             reason = "asked for no sample"

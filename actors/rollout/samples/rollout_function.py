@@ -22,6 +22,7 @@ from runtime.bus.errors import BusError
 from runtime.settings.plugins import PluginError, load_plugin
 from runtime.settings.slime.functions import PAGE, PREFIX
 from runtime.util.errors import flatten
+from runtime.util.tracebacks import shown_error
 
 KEY: Final = "rollout.custom_rollout"
 
@@ -93,6 +94,7 @@ class PromptGroup:
         self._run_sample, self._default = run_sample, default
         self._slots = slots
         self._begun: set[int] = set()
+        self._error: Exception | None = None  # of this project, raised through the function, which may have caught it
         self._call = _Call()  # until it joins one
 
     async def sample(self, index: int, function: GenerateFunction | None = None) -> GeneratedSample:
@@ -110,6 +112,9 @@ class PromptGroup:
         try:
             if not _has_ended(sample):  # before an earlier halt
                 await self._run_sample(sample, function or self._default)
+        except (BusError, EngineError) as error:
+            self._error = self._error or error
+            raise
         finally:
             call.end()
         if call.is_halted or not _has_ended(sample):
@@ -142,10 +147,12 @@ class PromptGroup:
         """Check what the function did.
 
         Raises:
-            ValueError: the function raised, took too long, or left a sample out.
+            BusError, EngineError: a sample of the group raised it.
+            ValueError: the function raised, took too long, or ended without a sample.
         """
-        if self._call.error is not None:
-            raise self._call.error
+        error = self._error or self._call.error
+        if error is not None:
+            raise error
         missing = [str(sample.index) for sample in self._samples if not _has_ended(sample)]
         if missing and not self._call.is_halted:
             raise ValueError(f"{KEY}: ended without sample {', '.join(missing)}")
@@ -216,7 +223,9 @@ class _Call:
                 self._has_begun = True
                 self._let_work()
                 await self._run(function)
-            if self._scope.cancelled_caught and not self.is_halted:
+            if self._scope.cancel_called and self.is_halted:
+                self.error = None  # the function raised because it was ended
+            elif self._scope.cancelled_caught:
                 took = ValueError(f"{KEY}: took more than {self._limit_s:g} s without generating a sample")
                 self.error = self.error or took
         except BaseException:
@@ -232,8 +241,9 @@ class _Call:
             if is_cancelled(error):
                 raise
             ours = [each for each in flatten(error) if isinstance(each, BusError | EngineError)]
-            self.error = ours[0] if ours else FunctionRaised(f"{KEY}: {_shown(error)}")
-            self.error.__cause__ = error
+            self.error = ours[0] if ours else FunctionRaised(f"{KEY}: {'; '.join(map(shown_error, flatten(error)))}")
+            if not ours:
+                self.error.__cause__ = error
 
     def _let_work(self) -> None:
         """Give the function its time until it generates the next sample."""
@@ -292,7 +302,3 @@ class RolloutCalls:
 
 def _has_ended(sample: OpenSample) -> bool:
     return sample.finished or sample.status is SampleStatus.FAILED
-
-
-def _shown(error: BaseException) -> str:
-    return "; ".join(repr(each) for each in flatten(error))

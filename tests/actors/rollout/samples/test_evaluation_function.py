@@ -1,5 +1,7 @@
 """A user's evaluation function through a rollout actor: what it asks for and sees, its mistakes, and a second start."""
 
+import contextlib
+import sys
 import tomllib
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
@@ -42,6 +44,7 @@ PAGE = ROOT / "docs/train/evaluation-functions.md"
 MODULE = "tests.actors.rollout.samples.test_evaluation_function"
 KEY = "eval.0.custom_evaluation"
 SEEN: list[Any] = []
+RAISE = ("asks_and_raises", "asks_and_exits", "asks_for_another_set")
 
 
 async def adaptive(evaluation: SetEvaluation) -> None:
@@ -70,9 +73,20 @@ async def asks_and_raises(evaluation: SetEvaluation) -> None:
     raise KeyError("no such skill")
 
 
+async def asks_and_exits(evaluation: SetEvaluation) -> None:
+    await evaluation.sample(2)
+    sys.exit("no such skill")
+
+
 async def asks_and_hangs(evaluation: SetEvaluation) -> None:
     await evaluation.sample(2)
     await anyio.sleep_forever()
+
+
+async def asks_and_ignores_the_end(evaluation: SetEvaluation) -> None:
+    await evaluation.sample(2)
+    with contextlib.suppress(BaseException):
+        await anyio.sleep_forever()
 
 
 async def returns(evaluation: SetEvaluation) -> list[float]:
@@ -223,6 +237,8 @@ async def test_samples_have_the_seeds_of_an_evaluation_without_a_function(bus: B
     ("name", "said"),
     [
         ("asks_and_raises", "KeyError('no such skill')"),
+        ("asks_and_exits", "SystemExit('no such skill')"),
+        ("asks_and_ignores_the_end", "took more than 0.2 s without generating a sample"),
         ("asks_and_hangs", "took more than 0.2 s without generating a sample"),
         ("returns", "returned [0.5]; expected nothing: the samples that it asked for count"),
         ("asks_for_nothing", "asked for no sample"),
@@ -234,22 +250,19 @@ async def test_what_a_function_does_wrong_ends_its_evaluation_and_the_run_goes_o
     bus: Bus, router_url: str, name: str, said: str
 ) -> None:
     topology = with_function(name)
-    if name == "asks_and_hangs":
+    if said.startswith("took"):
         rollout = msgspec.structs.replace(topology.rollout, custom_generate_timeout_s=0.2)
         topology = msgspec.structs.replace(topology, rollout=rollout)
     async with evaluating(bus, router_url, topology):
         found = await answers(bus)
         await bus.publish(task(0))
         group = await completed(bus)
-    assert [event.failed for event in found.values() if event.failed] == [f"{KEY}: {said}"]
-    if name == "asks_and_raises":
         async with bus.read(UserFunctionRaised) as events:
-            raised = await events.next(timeout_s=10)
-        assert raised is not None
-        assert (raised.message.function, raised.message.traceback.splitlines()[-1]) == (
-            KEY,
-            "KeyError: 'no such skill'",
-        )
+            raised = [received.message async for received in events.so_far()]
+    assert [each.function for each in raised] == [KEY] * (name in RAISE)
+    if name == "asks_and_raises":
+        assert raised[0].traceback.splitlines()[-1] == "KeyError: 'no such skill'"
+    assert [event.failed for event in found.values() if event.failed] == [f"{KEY}: {said}"]
     num_asked = {"asks_for_nothing": 0, "asks_without_end": 2}.get(name, 1)
     assert [s.reward for s in found[2].samples] == [1.0] * num_asked
     assert {item for item, event in found.items() if event.not_asked} == ({0, 1, 3} if num_asked else {0, 1, 2, 3})
@@ -260,6 +273,9 @@ async def test_what_a_sample_does_wrong_costs_it_alone(bus: Bus, router_url: str
     SEEN.clear()
     async with evaluating(bus, router_url, with_function("gives_up_a_sample")):
         found = await answers(bus)
+        async with bus.read(UserFunctionRaised) as events:
+            raised = [received.message async for received in events.so_far()]
+    assert [each.function for each in raised] == ["rollout.custom_generate"]
     assert [(s.status, s.reward) for s in found[0].samples] == [(SampleStatus.ABORTED, None)]
     assert [(s.status, s.reward) for s in found[1].samples] == [(SampleStatus.FAILED, None)]
     assert [s.reward for s in found[2].samples] == [1.0]

@@ -1,5 +1,6 @@
 """A user's rollout function through a rollout actor: order, ended samples, halts, and mistakes."""
 
+import contextlib
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,13 @@ import msgspec
 import pytest
 
 from actors.hooks import check_hooks
-from actors.rollout.samples.conversation import Conversation
-from actors.rollout.samples.rollout_function import PromptGroup
+from actors.rollout.samples.conversation import Conversation, GenerateFunction
+from actors.rollout.samples.rollout_function import PromptGroup, RolloutCalls
+from actors.rollout.samples.sample import OpenSample, fresh_samples
+from actors.rollout.samples.slots import Slots
 from messages import GroupAborted, GroupCompleted, GroupFailed, Int32Array, RoundHalted, SampleStatus, SamplingParams
 from runtime.bus.bus import Bus
+from runtime.bus.errors import BusUnavailable
 from runtime.settings.load import load_topology
 from runtime.settings.reading.config import TopologyError
 from runtime.settings.topology import Topology
@@ -68,6 +72,36 @@ async def raises_in_a_sample(group: PromptGroup) -> None:
 
 async def hangs(group: PromptGroup) -> None:
     await anyio.sleep_forever()
+
+
+class Unprintable:
+    def __repr__(self) -> str:
+        raise RuntimeError("no repr")
+
+
+async def raises_without_text(group: PromptGroup) -> None:
+    raise KeyError(Unprintable())
+
+
+async def cannot_clean_up(group: PromptGroup) -> None:
+    try:
+        for index in range(group.num_samples):
+            await group.sample(index)
+    except BaseException as error:
+        raise RuntimeError("the session is gone") from error
+
+
+async def cannot_clean_up_a_sample(conversation: Conversation) -> None:
+    try:
+        await conversation.generate()
+    except BaseException as error:
+        raise RuntimeError("the session is gone") from error
+
+
+async def catches_everything(group: PromptGroup) -> None:
+    for index in range(group.num_samples):
+        with contextlib.suppress(Exception):
+            await group.sample(index)
 
 
 async def best_first(groups: list[PromptGroup]) -> None:
@@ -161,6 +195,7 @@ async def test_a_halted_group_runs_its_function_again_and_no_ended_sample(bus: B
         ("repeats", "rollout.custom_rollout: ValueError('sample 0: each of 0 to 1 is generated once')"),
         ("raises_in_a_sample", "KeyError('no such page')"),
         ("hangs", "rollout.custom_rollout: took more than 0.2 s without generating a sample"),
+        ("raises_without_text", "rollout.custom_rollout: KeyError"),
     ],
 )
 async def test_what_a_function_does_wrong_costs_its_group(bus: Bus, router_url: str, name: str, said: str) -> None:
@@ -177,6 +212,39 @@ async def test_what_a_function_does_wrong_costs_its_group(bus: Bus, router_url: 
         group.cancel_scope.cancel()
     assert isinstance(failed, GroupFailed)
     assert said in failed.reason
+
+
+@pytest.mark.parametrize("key", ["custom_rollout", "custom_generate"])
+async def test_a_function_that_raises_when_a_halt_ends_it_costs_no_group(bus: Bus, router_url: str, key: str) -> None:
+    name = {"custom_rollout": "cannot_clean_up", "custom_generate": "cannot_clean_up_a_sample"}[key]
+    engine = ScriptedEngine()
+
+    def script(prompt: list[int], params: dict[str, Any]) -> list[int]:
+        engine.hold = True
+        return [1, 2, 3, 4]
+
+    engine.script = script
+    topology = topology_with(rollout={key: f"tests.actors.rollout.samples.test_rollout_function:{name}"})
+    async with serving(engine), rollout_actor(bus, router_url, [engine], topology):
+        await bus.publish(announcement(1))
+        await bus.publish(two_samples())
+        await engine.wait_for_streams(1)
+        await bus.publish(RoundHalted(incarnation=1, round=0))
+        async with bus.read(GroupAborted, GroupFailed) as events:
+            received = await events.next(15)
+    assert received is not None
+    assert isinstance(received.message, GroupAborted), received.message.reason
+
+
+async def test_an_error_of_the_bus_is_not_lost_if_the_function_catches_it() -> None:
+    async def run_sample(sample: OpenSample, function: GenerateFunction) -> None:
+        raise BusUnavailable("away")
+
+    of = two_samples()
+    async with Slots(2).reserve(2) as slots:
+        group = PromptGroup(of.prompt, fresh_samples(2, of.prompt.prompt_ids), run_sample, slots=slots)
+        with pytest.raises(BusUnavailable):
+            await RolloutCalls().run(catches_everything, group, 0)
 
 
 async def test_samples_are_generated_together_with_the_function_of_the_recipe(bus: Bus, router_url: str) -> None:
