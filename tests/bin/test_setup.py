@@ -7,7 +7,8 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -76,9 +77,8 @@ class Checkout:
         )
 
 
-@pytest.fixture
-def index(tmp_path: Path) -> Iterator[PackageIndex]:
-    folder = tmp_path / "index"
+@contextmanager
+def packages(folder: Path) -> Iterator[PackageIndex]:
     folder.mkdir()
     with serve_index(folder) as index:
         index.add("mould", "1.0", requires="spore")
@@ -87,18 +87,59 @@ def index(tmp_path: Path) -> Iterator[PackageIndex]:
         yield index
 
 
-@pytest.fixture
-def checkout(tmp_path: Path, index: PackageIndex) -> Checkout:
-    root = tmp_path / "a checkout"
+def new_checkout(folder: Path, index: PackageIndex) -> Checkout:
+    root = folder / "a checkout"
     (root / "requirements").mkdir(parents=True)
     for name in ("bin/setup", "bin/setup_venv.py", "bin/start-topology", *LIGHT):
         (root / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, root / name)
     (root / "bin" / "start_topology.py").write_text(COMMAND)
     (root / "requirements" / "cuda.lock").write_text("# nothing\n")
-    checkout = Checkout(root, index, tmp_path / "cache")
+    checkout = Checkout(root, index, folder / "cache")
     checkout.lock("mould==1.0", "spore==1.0")
     return checkout
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Iterator[Checkout]:
+    with packages(tmp_path / "index") as index:
+        yield new_checkout(tmp_path, index)
+
+
+@dataclass
+class Ready:
+    """A checkout that was set up by two calls at once, and what they answered."""
+
+    checkout: Checkout
+    answers: dict[str, tuple[int, str, str]]  # exit code, output, errors
+    num_downloads: set[int]
+
+
+@pytest.fixture(scope="module")
+def ready(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ready]:
+    """Set up once: making an environment takes four seconds of a core."""
+    folder = tmp_path_factory.mktemp("ready")
+    with packages(folder / "index") as index:
+        checkout = new_checkout(folder, index)
+        index.hold()
+        with checkout.start("bin/start-topology", "one", "--json") as first:
+            assert index.asked.wait(90)
+            with checkout.start("bin/start-topology", "two") as second:
+                assert second.stderr is not None
+                waits = second.stderr.readline()
+                index.let_go()
+                one = first.communicate(timeout=120)
+                two = second.communicate(timeout=120)
+        answers = {"first": (first.returncode, *one), "second": (second.returncode, two[0], waits + two[1])}
+        yield Ready(checkout, answers, set(index.num_downloads.values()))
+
+
+@pytest.fixture
+def copy(ready: Ready, tmp_path: Path) -> Checkout:
+    """A copy of the set-up checkout, in another place."""
+    root = tmp_path / "else where"
+    shutil.copytree(ready.checkout.root, root, symlinks=True)
+    return replace(ready.checkout, root=root)
 
 
 def descendants(pid: int) -> list[psutil.Process]:
@@ -106,12 +147,21 @@ def descendants(pid: int) -> list[psutil.Process]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(90)
-def test_first_call_sets_up_and_runs_and_later_calls_only_run(checkout: Checkout, tmp_path: Path) -> None:
-    first = checkout.call("bin/start-topology", "a.toml", "--json")
-    assert (first.returncode, first.stdout) == (7, "mould 1.0 a.toml --json\n"), first.stderr
-    assert "making .venv with Python" in first.stderr
-    assert "installing the 2 packages of requirements/laptop.lock" in first.stderr
+@pytest.mark.timeout(240)
+def test_of_two_first_calls_at_once_one_sets_up_and_both_run_and_later_calls_only_run(
+    ready: Ready, tmp_path: Path
+) -> None:
+    checkout = ready.checkout
+    code, output, errors = ready.answers["first"]
+    assert (code, output) == (7, "mould 1.0 one --json\n"), errors
+    assert "making .venv with Python" in errors
+    assert "installing the 2 packages of requirements/laptop.lock" in errors
+
+    code, output, errors = ready.answers["second"]
+    assert (code, output) == (7, "mould 1.0 two\n"), errors
+    assert "waiting for another bin/setup of this checkout" in errors.splitlines()[0]
+    assert "the other bin/setup created .venv" in errors
+    assert ready.num_downloads == {1}
 
     link = tmp_path / "start"
     link.symlink_to(checkout.root / "bin" / "start-topology")
@@ -127,57 +177,7 @@ def test_first_call_sets_up_and_runs_and_later_calls_only_run(checkout: Checkout
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_ctrl_c_while_downloading_ends_with_130_and_the_next_call_succeeds(checkout: Checkout) -> None:
-    checkout.index.hold()
-    with checkout.start("bin/start-topology") as process:
-        assert checkout.index.asked.wait(90)
-        os.killpg(process.pid, signal.SIGINT)
-        _, errors = process.communicate(timeout=20)
-    assert process.returncode == 130, errors
-    assert errors.endswith("setup: interrupted; the next call continues\n")
-    checkout.index.let_go()
-
-    again = checkout.call("bin/start-topology")
-    assert "removing an unfinished .venv" in again.stderr
-    assert again.stdout == "mould 1.0\n"
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(240)
-def test_kill_9_while_downloading_leaves_no_pip_behind_and_the_next_call_succeeds(checkout: Checkout) -> None:
-    checkout.index.hold()
-    with checkout.start("bin/setup") as process:
-        assert checkout.index.asked.wait(90)
-        pip = descendants(process.pid)
-        assert pip
-        process.kill()
-        process.communicate(timeout=20)
-    assert psutil.wait_procs(pip, timeout=5)[1] == []
-    checkout.index.let_go()
-
-    assert checkout.call("bin/start-topology").stdout == "mould 1.0\n"
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(240)
-def test_of_two_calls_at_once_the_second_waits_and_says_so(checkout: Checkout) -> None:
-    checkout.index.hold()
-    with checkout.start("bin/start-topology", "one") as first:
-        assert checkout.index.asked.wait(90)
-        with checkout.start("bin/start-topology", "two") as second:
-            assert second.stderr is not None
-            assert "waiting for another bin/setup of this checkout" in second.stderr.readline()
-            checkout.index.let_go()
-            assert first.communicate(timeout=120)[0] == "mould 1.0 one\n"
-            output, errors = second.communicate(timeout=120)
-    assert (first.returncode, second.returncode, output) == (7, 7, "mould 1.0 two\n")
-    assert "the other bin/setup created .venv" in errors
-    assert set(checkout.index.num_downloads.values()) == {1}
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(240)
-def test_failed_download_says_why_and_the_next_call_goes_on(checkout: Checkout) -> None:
+def test_after_a_failed_download_ctrl_c_and_kill_9_the_next_call_begins_anew(checkout: Checkout) -> None:
     with socket.socket() as unused:  # bound, not listening: a connection is refused
         unused.bind(("127.0.0.1", 0))
         closed = f"http://127.0.0.1:{unused.getsockname()[1]}/simple"
@@ -189,40 +189,59 @@ def test_failed_download_says_why_and_the_next_call_goes_on(checkout: Checkout) 
     assert f"pip's output is in {checkout.root}/.venv.log" in failed.stderr
     assert "Connection refused" in (checkout.root / ".venv.log").read_text()
 
-    assert checkout.call("bin/start-topology").stdout == "mould 1.0\n"
+    checkout.index.hold()
+    with checkout.start("bin/start-topology") as process:
+        assert checkout.index.asked.wait(90)
+        os.killpg(process.pid, signal.SIGINT)
+        _, errors = process.communicate(timeout=20)
+    assert process.returncode == 130, errors
+    assert errors.endswith("setup: interrupted; the next call continues\n")
+    checkout.index.let_go()
+
+    checkout.index.hold()
+    with checkout.start("bin/setup") as process:
+        assert checkout.index.asked.wait(90)
+        pip = descendants(process.pid)
+        assert pip
+        process.kill()
+        process.communicate(timeout=20)
+    assert psutil.wait_procs(pip, timeout=5)[1] == []
+    checkout.index.let_go()
+
+    again = checkout.call("bin/start-topology")
+    assert "removing an unfinished .venv" in again.stderr
+    assert again.stdout == "mould 1.0\n"
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_changed_lock_updates_what_is_there(checkout: Checkout) -> None:
-    assert checkout.call("bin/setup").returncode == 0
-    checkout.lock("mould==2.0")
-    updated = checkout.call("bin/start-topology")
-    assert updated.stdout == "mould 2.0\n"
-    assert "the lock has changed; updating .venv" in updated.stderr
-    assert "removing what the lock no longer has: spore" in updated.stderr
-    assert not list(checkout.root.glob(".venv/lib/*/site-packages/spore*"))
+def test_a_moved_checkout_is_repaired_without_the_index_and_an_incomplete_lock_is_refused(
+    ready: Ready, copy: Checkout
+) -> None:
+    moved = copy.call("bin/start-topology", PIP_INDEX_URL="http://127.0.0.1:9")
+    assert f".venv was moved here from {ready.checkout.root}; repairing it" in moved.stderr
+    assert moved.stdout == "mould 1.0\n"
+    assert copy.call("bin/start-topology", PIP_INDEX_URL="http://127.0.0.1:9").stderr == ""
+    pip = subprocess.run([copy.root / ".venv/bin/pip", "--version"], capture_output=True, text=True, check=True)
+    assert str(copy.root) in pip.stdout
 
-
-@pytest.mark.slow
-@pytest.mark.timeout(240)
-def test_incomplete_lock_is_refused_and_a_moved_checkout_is_repaired_without_the_index(checkout: Checkout) -> None:
-    checkout.lock("mould==1.0")
-    incomplete = checkout.call("bin/setup")
+    copy.lock("mould==1.0")
+    incomplete = copy.call("bin/setup")
     assert incomplete.returncode == 1
     assert "could not verify the packages" in incomplete.stderr
     assert "mould 1.0 requires spore, which is not installed" in incomplete.stderr
 
-    checkout.lock("mould==1.0", "spore==1.0")
-    assert checkout.call("bin/setup").returncode == 0
-    old = checkout.root
-    checkout.root = old.rename(old.with_name("else where"))
-    moved = checkout.call("bin/start-topology", PIP_INDEX_URL="http://127.0.0.1:9")
-    assert f".venv was moved here from {old}; repairing it" in moved.stderr
-    assert moved.stdout == "mould 1.0\n"
-    assert checkout.call("bin/start-topology", PIP_INDEX_URL="http://127.0.0.1:9").stderr == ""
-    pip = subprocess.run([checkout.root / ".venv/bin/pip", "--version"], capture_output=True, text=True, check=True)
-    assert str(checkout.root) in pip.stdout
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_changed_lock_updates_what_is_there(copy: Checkout) -> None:
+    assert copy.call("bin/setup").returncode == 0
+    copy.lock("mould==2.0")
+    updated = copy.call("bin/start-topology")
+    assert updated.stdout == "mould 2.0\n"
+    assert "the lock has changed; updating .venv" in updated.stderr
+    assert "removing what the lock no longer has: spore" in updated.stderr
+    assert not list(copy.root.glob(".venv/lib/*/site-packages/spore*"))
 
 
 @pytest.mark.slow
