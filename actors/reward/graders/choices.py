@@ -24,7 +24,7 @@ _NO_WORD: Final = (
 )
 _SMALL: Final = r"(?P<small>[a-z])(?=[)\]>）】]|[.:,;](?!\w)|\s*(?:\n|\Z))"
 _FILLER: Final = (
-    r"(?i:[\s:：=,–—→-]++|是|为|為|应该|选项?|\b(?:is|was|would|could|should|might|must|may|will|be|to|that|this|the|here|now|"
+    r"(?i:[\s:：=,–—→-]{1,20}+|是|为|為|应该|选项?|\b(?:is|was|would|could|should|might|must|may|will|be|to|that|this|the|here|now|"
     r"question|problem|for|given|among|of|options?|choices?|answers?|letter|statement|therefore|thus|then|hence|so|"
     r"clearly|simply|indeed|definitely|certainly|likely|probably|most|correct|right|best|final|it'?s|"
     r"i (?:would )?(?:think|believe|get|got|found|choose|chose|pick)|not\s+\(?[A-Z]\)?,?\s+but|es|ist|est|la|le|die|"
@@ -42,7 +42,8 @@ _STATED: Final = (
         rf"{_FILLER}{{0,8}}{_OPEN}{_CAPITAL}{_NO_WORD}"
     ),
     re.compile(
-        rf"(?<![A-Za-z0-9'’+/-])(?<!\d ){_CAPITAL}[)\]>）】]*\s+(?i:is|was|must be|should be|would be|seems)\s+"
+        rf"(?<![A-Za-z0-9'’+/-])(?<!\d ){_CAPITAL}[)\]>）】]*\s+(?i:is|was|must be|should be"
+        r"|would be(?![^.\n]{0,60}\bif\b)|seems)\s+"
         r"(?i:(?:the|our|my|most|only|clearly|indeed|therefore|thus|likely|probably|final|single|best|correct|right)\s+)*"
         r"(?i:correct(?!\s+(?:in|that|about|for|only|when|if|to)\b)|right|best\s*(?=[.!\n]|\Z)|answer|choice|option"
         r"|only one|one that)(?![\w-])"
@@ -62,7 +63,7 @@ _LABELLED: Final = re.compile(
 _LAST_IN_BRACKETS: Final = re.compile(r".*\((?P<letter>[A-Z])\)\W*")
 _NEGATED: Final = re.compile(
     r"(?i)(?:\b(?:not|never|neither|nor|cannot be|rather than)|n['’]t)\s*(?:\w+\s+)?(?:the\s+)?[(\[]?$"
-    r"|\bis\s+(?:the|my)\s+$"
+    r"|\bis\s+(?:the|my)\s+$|\b(?:wrong|incorrect|least likely|opposite of(?: the)?) $"
 )
 _DENIED: Final = re.compile(
     r"[)\]>）】]*(?:\s*\?|[^\w.]{0,6}\s(?i:isn['’]t|is not|is incorrect|is wrong|is false|is too|cannot|can['’]t|"

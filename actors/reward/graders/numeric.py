@@ -20,6 +20,7 @@ _LATEX_TEXT = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\{([^{}]*)\}")
 _LATEX_SIGNS = re.compile(
     r"\\(?:left|right)(?![A-Za-z])|\\[!,](?=,?\d)|\\[! ,$%()\[\]]|\{(?=,\})|(?<=\{,)\}|\^\{?\\circ\}?"
 )
+_MIXED = re.compile(r"(?<=\d) +(?=\d+/\d)")
 _MINUS = str.maketrans("−–", "--")
 
 
@@ -89,10 +90,10 @@ def _without_latex(text: str) -> str:
 
 
 def _normal(text: str) -> str:
-    """An answer as text, without spaces, signs of money and percent, and text commands."""
-    text = _LATEX_FRACTION.sub(lambda found: f"{found[1] or found[2]}/{found[3] or found[4]}", text)
+    """An answer as text, without spaces, signs of money and percent, and text commands; 1 1/2 is not 11/2."""
+    text = _LATEX_FRACTION.sub(lambda found: f" {found[1] or found[2]}/{found[3] or found[4]}", text)
     text = _LATEX_SIGNS.sub("", _LATEX_TEXT.sub(r"\1", text)).translate(_MINUS)
-    return re.sub(r"[ $%]", "", text.strip()).rstrip(".")
+    return re.sub(r"[ $%]", "", _MIXED.sub("_", text.strip())).rstrip(".")
 
 
 def _number(text: str) -> Fraction | None:

@@ -20,7 +20,7 @@ MAX_PROGRAM_CHARS: Final = 200_000
 TOLERANCE: Final = 1e-6  # of floats that a function returns, relative and absolute
 
 _FENCE: Final = re.compile(
-    r"^(?P<indent>[ \t]*)(?P<fence>`{3,}|~{3,})[ \t]*\{?\.?(?P<language>[A-Za-z0-9_+-]*)[^\n`]*\n"
+    r"^(?P<indent>[ \t]*)(?P<fence>`{3,}+|~{3,}+)[ \t]*\{?\.?(?P<language>[A-Za-z0-9_+-]*)[^\n`]*\n"
     r"(?P<text>.*?)(?:^[ \t]*(?P=fence)(?![A-Za-z0-9{])|(?=^[ \t]*(?P=fence)\w)|\Z)",
     re.M | re.S,
 )

@@ -58,6 +58,8 @@ _SPACE: Final = re.compile(r"(?<!\d) | (?!\d)")
 _LETTERS: Final = re.compile(r"[A-H]{2,8}")
 _POINT: Final = re.compile(r"^[A-Z](?:_\{?\w\}?)?'* ?(?=\()")
 _COMMAND: Final = re.compile(r"\\[A-Za-z]+")
+_JOINS: Final = re.compile(r"\\l(?:and|or)(?![A-Za-z])")
+_DROPPED: Final = re.compile(r"\\frac\{d[a-z]\}\{d[a-z]\}|\^(?=T|\{T\}|\{?\\top(?![A-Za-z]))")
 _CAPITAL: Final = re.compile(r"\\[A-Z][a-z]+")
 _BOARD: Final = re.compile(r"\\mathbb\{([A-Z])\}")
 _PLUS_MINUS: Final = re.compile(r"\\(?:pm|mp)(?![A-Za-z])")
@@ -161,6 +163,8 @@ def _equal_lists(response: str, label: str, ours: str, theirs: str) -> bool:
 def _equal(ours: str, theirs: str) -> bool:
     if _squeezed(ours) == _squeezed(theirs):
         return True
+    if {*_JOINS.findall(ours)} ^ {*_JOINS.findall(theirs)} == {r"\land", r"\lor"}:
+        return False
     ours, theirs = called(ours), called(theirs)
     rules: tuple[Callable[[str, str], bool | None], ...] = (
         _by_pieces, _by_assignment, by_base, by_time, by_ratio, _by_text, _by_quantity, _by_matrix, _by_union,
@@ -179,6 +183,8 @@ def _equal(ours: str, theirs: str) -> bool:
         return False
     if r"\ldots" in ours or r"\ldots" in theirs or _CAPITAL.findall(ours) != _CAPITAL.findall(theirs):
         return False  # math-verify drops the dots, and takes \Pi for \pi
+    if sorted(_DROPPED.findall(ours)) != sorted(_DROPPED.findall(theirs)):
+        return False  # it takes A^T for A, and dy/dx for dx/dy
     return symbolically_equal(without_text_commands(ours), without_text_commands(theirs))
 
 

@@ -30,7 +30,7 @@ _POWER: Final = re.compile(r"\^\{?([23])\}?")
 _TEXT: Final = re.compile(r"\\(?:text|textbf|textrm|mathrm|mbox|operatorname)\s*\{([^{}]*)\}")
 _TAIL: Final = re.compile(  # a name behind a slash belongs to a unit only with one before the slash: x/m is a quotient
     r"(?P<unit>(?!/?[A-Za-z])(?: ?\\(?:text|textbf|textrm|mathrm|mbox|operatorname)\s*\{[^{}]*\}(?:\^\{?-?\d\}?)?"
-    r"| ?\^\\circ ?| ?\\%| ?%| ?\\\$| ?[€£¥¢]| ?[一-鿿]{1,3}| ?\([一-鿿]{1,3}\)"
+    r"| ?\^\\circ(?: $)?| ?\\%| ?%| ?\\\$| ?[€£¥¢]| ?[一-鿿]{1,3}+| ?\([一-鿿]{1,3}\)"
     r"| [A-Za-z]+(?:\^\{?-?\d\}?)?\.?|(?<=[A-Za-z}])/(?=[A-Za-z\\])"
     r"|(?<=/)[A-Za-z]+(?:\^\{?-?\d\}?)?)+)$"
 )

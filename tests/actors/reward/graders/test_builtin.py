@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from actors.reward.graders.boxed import last_boxed
 from actors.reward.graders.builtin import BUILT_IN_GRADERS, exact_match, f1, find_grader, positional_match
+from actors.reward.graders.code.grader import program_in
 from actors.reward.graders.math.grader import deepscaler, math
 from actors.reward.graders.numeric import numeric
 from actors.reward.graders.stated import dapo, gpqa
@@ -98,6 +99,8 @@ def test_f1_of_several_labels_is_that_of_the_best(label: Any) -> None:
         (r"half: \frac12", ".5", 1),
         (r"\boxed{1{,}234}", "1,234", 1),
         (r"\boxed{10\frac{1}{2}}", "50.5", 0),  # not 101/2
+        (r"\boxed{11/2}", "1 1/2", 0),
+        (r"\boxed{1\frac{1}{2}}", "1 1/2", 1),
         (r"\boxed{2x}", "2", 0),
         (r"\boxed{5!}", "5", 0),
         (r"\boxed{3:4}", "4", 0),
@@ -132,10 +135,14 @@ def test_last_boxed(text: str, expected: str | None) -> None:
     assert last_boxed(text) == expected
 
 
-def test_a_response_of_open_boxes_costs_no_more_than_another() -> None:
-    start = time.perf_counter()
+def test_a_response_that_repeats_a_sign_costs_no_more_than_another() -> None:
+    start = time.process_time()
     assert numeric(r"\boxed{" * 20_000, "72") == 0
-    assert time.perf_counter() - start < 1  # quadratic search took minutes
+    assert gpqa("→" * 30_000, "B") == 0
+    assert program_in("~" * 30_000) == "~" * 30_000
+    assert not dapo("Answer: 1" + r"^\circ" * 40 + "!", "42")["acc"]
+    assert not dapo("Answer: 1" + "米" * 200 + "!", "42")["acc"]
+    assert time.process_time() - start < 1  # quadratic search took seconds to minutes
 
 
 LABELS = st.one_of(st.text(), st.integers(), st.floats(), st.none(), st.booleans(), st.lists(st.text(), max_size=2))
