@@ -72,15 +72,17 @@ async def remote_rm(sample: GradedSample, url: str | None = None, key: str | Non
                     address, data=_request_of(sample), headers=headers, allow_redirects=False
                 ) as response:
                     if 300 <= response.status < 400:
-                        address = str(_same_origin(response))
+                        address = str(_same_origin(response, secret))
                         continue
                     body = _masked(await _bounded(response), secret)
                     return _answer_in(response.status, body)
             except aiohttp.ClientResponseError as error:  # its text has the headers, and so the key
-                raise RemoteError(f"the answer is not HTTP: {_shown(error.message)}", cause="bad_answer") from None
+                shown = _shown(_hidden(error.message, secret))
+                raise RemoteError(f"the answer is not HTTP: {shown}", cause="bad_answer") from None
             except aiohttp.ClientPayloadError as error:
                 cause = "bad_answer" if "content-encoding" in str(error) else "worker_lost"
-                raise RemoteError(f"the answer has no end: {_shown(str(error))}", cause=cause) from None
+                shown = _shown(_hidden(str(error), secret))
+                raise RemoteError(f"the answer has no end: {shown}", cause=cause) from None
     raise RemoteError(f"the server redirected more than {MAX_REDIRECTS} times", cause="refused")
 
 
@@ -95,7 +97,7 @@ def _request_of(sample: GradedSample) -> bytes:
     return json.dumps(request).encode()
 
 
-def _same_origin(response: Any) -> Any:
+def _same_origin(response: Any, secret: str) -> Any:
     """The place of a redirect.
 
     Raises:
@@ -108,7 +110,7 @@ def _same_origin(response: Any) -> Any:
     except ValueError:
         same, place = False, None
     if not target or not same or response.status not in (307, 308):
-        shown = _clipped(target) or "nowhere"
+        shown = _clipped(_hidden(target, secret)) or "nowhere"
         raise RemoteError(f"status {response.status}: redirected to {shown}, which is not followed", cause="refused")
     return place
 
@@ -120,6 +122,11 @@ async def _bounded(response: Any) -> bytes:
         if len(read) > MAX_ANSWER_BYTES:
             raise RemoteError(f"the answer has more than {MAX_ANSWER_BYTES} bytes", cause="bad_answer")
     return bytes(read)
+
+
+def _hidden(text: str, secret: str) -> str:
+    """Hide the key in a text that quotes an answer, before it is cut."""
+    return text.replace(secret, HIDDEN) if secret else text
 
 
 def _masked(body: bytes, secret: str) -> bytes:

@@ -33,7 +33,7 @@ class Handler(BaseHTTPRequestHandler):
         elif self.path == "/dies":
             os._exit(1)
         elif self.path == "/noise":
-            self.wfile.write(b"SSH-2.0-OpenSSH\r\n\r\n")
+            self.wfile.write(f"SSH-2.0-OpenSSH {key}\r\n\r\n".encode())
         elif self.path == "/cut":
             self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\n0.5")
         elif self.path == "/no_gzip":
@@ -42,6 +42,8 @@ class Handler(BaseHTTPRequestHandler):
             self.answer(200, b"1" * ((8 << 20) + 1))
         elif self.path.startswith("/to/"):
             self.answer(307, b"", location=self.path.removeprefix("/to/"))
+        elif self.path == "/leaks":
+            self.answer(307, b"", location=f"http://localhost:9/?key={key.split()[-1]}")
         elif self.path == "/found":
             self.answer(302, b"", location="/number")
         elif self.path in STATUS:

@@ -71,11 +71,12 @@ async def test_a_sample_is_posted_with_its_metadata_and_the_key(server: Server) 
         ("/huge", "bad_answer"),
         ("/dies", "worker_lost"),
         ("/cut", "worker_lost"),
-        ("/noise", "bad_answer"),  # the exception of aiohttp has the key
+        ("/noise", "bad_answer"),  # the exception of aiohttp has the key, and so has its message
         ("/no_gzip", "bad_answer"),
         ("/found", "refused"),  # a GET of another page is no reward
         ("/to/http://localhost:9/", "refused"),
         ("/to/https://127.0.0.1/", "refused"),
+        ("/leaks", "refused"),
         ("/to/", "refused"),
         ("/to//to//to//to//number", "refused"),  # the fourth redirect
     ],
