@@ -139,7 +139,8 @@ class Judge:
         except TimeoutError as error:
             raise JudgeError("timeout", f"no answer within {self._limits.timeout_s:g} s (timeout_s)") from error
         except aiohttp.ClientError as error:
-            raise JudgeError("unreachable", str(error) or repr(error)) from error
+            said = str(error) or type(error).__name__  # its repr has the headers, and so the key
+            raise JudgeError("unreachable", _masked(said.encode(), server).decode()) from None
 
     def _note(self, server: JudgeServer, error: JudgeError) -> None:
         self.counts[f"{error.cause}_requests"] += 1

@@ -103,7 +103,7 @@ async def shows_life(session: aiohttp.ClientSession, server: JudgeServer) -> boo
         ) as response:
             await response.read()
     except (aiohttp.ClientError, TimeoutError) as error:
-        log.debug("no_sign_of_life", url=server.url, error=repr(error))
+        log.debug("no_sign_of_life", url=server.url, error=str(error) or type(error).__name__)
     else:
         return True
     after = await _loads(session, server)

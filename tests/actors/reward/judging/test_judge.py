@@ -100,6 +100,22 @@ async def test_no_error_shows_the_key_that_a_server_repeats() -> None:
     assert r"wrong key \*\*\*".replace("\\", "") in str(error.value)
 
 
+async def test_no_error_shows_the_key_that_a_server_repeats_in_place_of_http() -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(f"no HTTP: {KEY}\r\n\r\n".encode())
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as listening:
+        url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}/v1"
+        async with judge_of(JudgeServer("u", url, "m", Secret(KEY)), max_tries=1) as judge:
+            with pytest.raises(JudgeError) as error:
+                await judge.ask(BODY)
+    assert KEY not in str(error.value)
+    assert "no HTTP: ***" in str(error.value)
+
+
 async def test_a_url_that_nobody_listens_on_costs_tries() -> None:
     async with serving(ScriptedJudge("7")) as scripted:
         server = server_at(scripted)
