@@ -149,7 +149,7 @@ class Report(msgspec.Struct):
             case BatchReady():
                 return self._batch(event, seq)
             case EvalEnded():
-                failures = (f"metrics of evaluation set {name} failed: {why}" for name, why in event.failed.items())
+                failures = (f"evaluation set {name}: {why}" for name, why in event.failed.items())
                 lines = [Line(text) for reason in failures for text in self._failures.lines(reason, self.run)]
                 return [*lines, *self._evaluate(event, time, f" ({_weights_of(event)})")]
             case UserFunctionRaised():

@@ -260,7 +260,7 @@ def test_metrics_that_a_function_failed_to_compute_are_a_line() -> None:
     story.tell(
         EvalEnded(incarnation=1, step=1, version=2, metrics={"eval/s": 0.5, "eval/s/f1": 0.25}, failed={"t": why})
     )
-    assert f"metrics of evaluation set t failed: {why}" in story.lines()
+    assert f"evaluation set t: {why}" in story.lines()
     assert "evaluation after step 1 (weights v2): s 0.500" in story.lines()
 
 

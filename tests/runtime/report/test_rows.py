@@ -153,7 +153,7 @@ def test_an_evaluation_function_that_left_prompts_out_or_failed_says_so() -> Non
     story.tell(EvalEnded(incarnation=1, step=1, version=2, metrics={}, failed={"a": "eval.0.custom_evaluation: no"}))
     assert story.lines() == [
         "evaluation after step 0 (weights v1): a 0.750, a: 12 prompts not asked",
-        "metrics of evaluation set a failed: eval.0.custom_evaluation: no",
+        "evaluation set a: eval.0.custom_evaluation: no",
         "evaluation after step 1 (weights v2): no metrics",
     ]
     assert story.report.evals == {"a": 0.75}
