@@ -136,8 +136,8 @@ def evaluate(state: LedgerState, event: EvalIssued | EvalCompleted | EvalEnded) 
                 own = max(running.version, running.same_until)
                 newer = [v for sample in event.samples if (v := sample.last_version or 0) > own]
                 kept, is_cut = _kept(event.samples) if event.set in running.kept else ((), False)
-                if event.failed:
-                    running.failed.setdefault(event.set, event.failed)
+                if event.failed and len(running.items.get(event.set, ())) < running.sizes.get(event.set, 0):
+                    running.failed.setdefault(event.set, event.failed)  # else another run of the function has counted
                 ended = EvalItem(
                     rewards=rewards,
                     num_ungraded=0 if event.not_asked else max(len(event.samples), 1) - len(rewards),

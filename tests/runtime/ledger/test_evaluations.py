@@ -156,6 +156,11 @@ def test_a_set_whose_evaluation_function_failed_has_no_result() -> None:
     )
 
 
+def test_a_function_that_fails_when_it_runs_again_for_a_set_that_has_ended_takes_nothing_back() -> None:
+    ended = ended_set(answer(0, 1.0), answer(1), answer(2), answer(0, failed="its rollout actor ended 5 times"))
+    assert (ended.metrics["eval/test"], ended.failed) == (1.0, {})
+
+
 def test_a_set_whose_task_nobody_can_read_ends_without_a_result() -> None:
     lost = [
         MessageDeadLettered(subject=f"phy.r.work.eval_set.{key}", reason="no such field", dead_seq=1)
