@@ -192,7 +192,7 @@ async def test_groups_that_share_lend_idle_slots_when_engines_took_some_away() -
 
 
 async def test_slots_that_come_back_together_are_lent_once_and_no_group_is_forgotten() -> None:
-    """Of a and b, which share, b waits. Before, b got slots twice, or c was taken out of the queue in place of a."""
+    """Of a and b, which share, b waits. Before, a lent b the slots that b was granted too, and c waited for them."""
     for num_slots in range(1, 7):
         slots, partners = Slots(num_slots), list[GroupSlots]()
         async with anyio.create_task_group() as tasks:
