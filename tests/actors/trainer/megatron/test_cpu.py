@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.distributed import distributed_c10d
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:1", 0, torch.device("cuda", 1)])
@@ -26,3 +27,11 @@ def test_other_devices_are_what_they_were() -> None:
         assert torch.empty(3).is_meta
         assert torch.zeros(3, device="cpu").device.type == "cpu"
     assert torch.zeros(3, device="meta").is_meta
+
+
+def test_all_process_groups_share_the_devices_of_gloo() -> None:
+    """Each device has a thread that wakes up 100 times a second."""
+    groups = list(distributed_c10d._world.pg_map)
+    devices = [device for group in groups for device in group._get_backend(torch.device("cpu")).options._devices]
+    assert len(devices) == len(groups) > 20
+    assert all(device is devices[0] for device in devices)
