@@ -3,6 +3,7 @@
 import math
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, Never, TypeVar, cast
 
@@ -124,8 +125,9 @@ class Context:
 
     def __init__(self, run: FunctionRun, sample: OpenSample) -> None:
         self.prompt = run.prompt.text
-        self.label = run.prompt.label
-        self.metadata: Mapping[str, Any] = run.prompt.metadata
+        # copies: what the function does to them reaches neither graders nor other samples
+        self.label = deepcopy(run.prompt.label)
+        self.metadata: Mapping[str, Any] = deepcopy(run.prompt.metadata)
         self.sample_metadata: dict[str, Any] = {}
         self.text = ""
         self.reward: float | None = None

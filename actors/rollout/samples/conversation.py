@@ -80,6 +80,7 @@ class Conversation(Context):
         self._end = SampleStatus.COMPLETED
         self._opened: list[Context] = []
         self._has_begun = False
+        self._was_cancelled = False  # a cancellation reached the function, also if it caught that
 
     @property
     def _prompt_ids(self) -> Int32Array:
@@ -193,6 +194,9 @@ class Conversation(Context):
         run = self._run
         run.let_work()
         failed: BaseException | None = None
+        task = asyncio.current_task()
+        assert task is not None
+        num_cancellations = task.cancelling()
         with run.scope:
             try:
                 await function(self)
@@ -202,6 +206,8 @@ class Conversation(Context):
                 if is_cancelled(error):
                     raise
                 failed = error
+            # a function that ends without a further wait after a halt was not cancelled, and is complete
+            self._was_cancelled = task.cancelling() > num_cancellations
         if run.bus_error is not None:
             raise run.bus_error
         if self._was_ended:
@@ -243,7 +249,7 @@ class Conversation(Context):
     def _was_ended(self) -> bool:
         """Whether the function was cancelled by a halt, or for lack of room, also if it caught that."""
         run = self._run
-        return run.scope.cancel_called and (run.halted or run.over is not None)
+        return self._was_cancelled and (run.halted or run.over is not None)
 
     def _check_end(self, conversations: Sequence[Context]) -> None:
         run, was_cancelled = self._run, self._run.scope.cancelled_caught or self._was_ended

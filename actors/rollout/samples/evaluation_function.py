@@ -7,6 +7,7 @@ all of it at once. So a function whose actor died begins again, with the same se
 
 import math
 from collections.abc import Awaitable, Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,7 +83,7 @@ class SetEvaluation:
         limit_s: float = 300.0,
     ) -> None:
         self.name, self.step, self.num_samples = name, step, num_samples
-        self.prompts = tuple(EvalPrompt(each.text, each.label, each.metadata) for each in prompts)
+        self.prompts = tuple(EvalPrompt(each.text, deepcopy(each.label), deepcopy(each.metadata)) for each in prompts)
         self._lengths = [len(each.prompt_ids) for each in prompts]
         self._run_sample, self._key = run_sample, key
         self._limit_s = limit_s  # without a sample that generates
@@ -133,9 +134,9 @@ class SetEvaluation:
             status=sample.status,
             text=sample.buffer.text,
             ids=sample.buffer.ids.tolist(),
-            sample_metadata=dict(sample.metadata),
+            sample_metadata=deepcopy(sample.metadata),
             reward=sample.reward,
-            score=sample.details,
+            score=deepcopy(sample.details),
             reason=sample.reason,
         )
 

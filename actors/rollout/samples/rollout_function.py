@@ -7,6 +7,7 @@ then returned as they were.
 
 import math
 from collections.abc import Awaitable, Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -88,7 +89,7 @@ class PromptGroup:
         *,
         slots: GroupSlots,
     ) -> None:
-        self.prompt, self.label, self.metadata = prompt.text, prompt.label, prompt.metadata
+        self.prompt, self.label, self.metadata = prompt.text, deepcopy(prompt.label), deepcopy(prompt.metadata)
         self.num_samples = len(samples)
         self._samples = samples
         self._run_sample, self._default = run_sample, default
@@ -125,7 +126,7 @@ class PromptGroup:
             status=sample.status,
             text=sample.buffer.text,
             ids=sample.buffer.ids.tolist(),
-            sample_metadata=dict(sample.metadata),
+            sample_metadata=deepcopy(sample.metadata),
         )
 
     def leave_out(self, index: int) -> None:

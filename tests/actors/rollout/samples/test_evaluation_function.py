@@ -16,6 +16,7 @@ from actors.hooks import check_hooks
 from actors.rollout.samples.conversation import Conversation
 from actors.rollout.samples.evaluation_function import GradedSample, SetEvaluation
 from actors.rollout.samples.generating import sampling_seed
+from actors.rollout.samples.sample import OpenSample
 from messages import (
     EvalCompleted,
     EvalSetRequested,
@@ -332,6 +333,23 @@ async def test_the_function_of_the_page_tests_what_is_hard_for_the_model(
     assert {event.failed for event in found.values()} == {""}
     assert [request["input_ids"][1] for request in engine.requests] == [2, 2, 1, 1]
     assert {item for item, event in found.items() if event.not_asked} == {0, 3}
+
+
+async def test_what_a_function_does_to_a_row_reaches_no_grader() -> None:
+    async def run_sample(_item: int, sample: OpenSample, _function: object) -> None:
+        sample.details = {"parts": [1]}
+
+    row = Prompt(data="d", row=0, text="p", prompt_ids=Int32Array([1]), label=[1], metadata={"tags": ["a"]})
+    evaluation = SetEvaluation("test", [row], run_sample, step=0, num_samples=1, key=KEY)
+    (prompt,), graded = evaluation.prompts, await evaluation.sample(0)
+    assert graded.score is not None
+    for values in (prompt.label, prompt.metadata["tags"], graded.score["parts"]):
+        values.clear()
+    assert (row.label, row.metadata, [s.score for s in evaluation.samples(0)]) == (
+        [1],
+        {"tags": ["a"]},
+        [{"parts": [1]}],
+    )
 
 
 def test_a_function_that_cannot_be_used_is_refused_before_the_start() -> None:
