@@ -1,6 +1,7 @@
 """Numeric grader: extracts the answer from a text, compares numbers by value and other answers as text."""
 
 import re
+from collections import deque
 from fractions import Fraction
 
 from actors.reward.graders.boxed import last_boxed
@@ -8,12 +9,14 @@ from actors.reward.graders.labels import Label, text_of
 from actors.reward.graders.thoughts import after_thought
 
 _DIGITS = r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{1,2}(?!\w))?(?:/\d+)?"
+_SCALES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+_SCALE = rf"(?:[ \t]*(?P<scale>(?i:{'|'.join(_SCALES)}))(?![^\W\d_]))?"
 _NUMBER = re.compile(r"[-+]?" + _DIGITS)
-_NUMBER_IN_TEXT = re.compile(r"(?<![\w.])(?:-?[$€£¥]?|[$€£¥]-)" + _DIGITS)
+_NUMBER_IN_TEXT = re.compile(r"(?<![\w.])(?P<number>(?:-?[$€£¥]?|[$€£¥]-)" + _DIGITS + ")" + _SCALE)
 _LEADS_TO = re.compile(r"(?is)^.*(?:=|(?<=[a-z]):|\banswer\s+is\b)")  # x = 72, Answer: 72
 _SIGNS = r"\s.,;:()\[\]<>|_*`\"'#$€£¥%°~"
 _STATED = re.compile(
-    rf"[{_SIGNS}]*?(?P<number>[-+]?[$€£¥]?[-+]?{_DIGITS})(?![^\W\d_])(?:[^\W\d_]{{2,}}+(?:[-/'][^\W\d_]+)*+|[{_SIGNS}])*"
+    rf"[{_SIGNS}]*?(?P<number>[-+]?[$€£¥]?[-+]?{_DIGITS}){_SCALE}(?![^\W\d_])(?:[^\W\d_]{{2,}}+(?:[-/'][^\W\d_]+)*+|[{_SIGNS}])*"
 )  # with nothing but words after it
 _LATEX_FRACTION = re.compile(r"\\[dt]?frac\s*(?:\{([^{}]*)\}|(\d))\s*(?:\{([^{}]*)\}|(\d))")
 _LATEX_TEXT = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\{([^{}]*)\}")
@@ -29,9 +32,9 @@ def numeric(response: str, label: Label) -> float:
 
     The answer is the last \boxed{...}, or else the line after the last "####". Without either, it is the last number in
     the text if the label is a number, and otherwise the whole text. Only what follows the last `</think>` counts.
-    Numbers are compared by exact value (1,000 = 1000.0, 0.5 = 1/2 = \frac{1}{2}), with or without words beside them
-    (72 clips) and what leads to them (x = 72). Other answers are compared as text without spaces, dollar signs and text
-    commands: x+1 and 1+x differ. The `math` grader is a different one.
+    Numbers are compared by exact value (1,000 = 1000.0, 0.5 = 1/2 = \frac{1}{2}, 2 million = 2,000,000), with or
+    without words beside them (72 clips) and what leads to them (x = 72). Other answers are compared as text without
+    spaces, dollar signs and text commands: x+1 and 1+x differ. The `math` grader is a different one.
 
     Args:
         response: The whole response.
@@ -73,14 +76,20 @@ def _value_in(said: str) -> Fraction | None:
     value = _value_of(_after_hashes(said) or "")
     if value is not None:
         return value  # else the line may be a heading, such as "#### Step 2"
-    numbers = _NUMBER_IN_TEXT.findall(_without_latex(said))
-    return _number(numbers[-1]) if numbers else None
+    last = deque(_NUMBER_IN_TEXT.finditer(_without_latex(said)), maxlen=1)
+    return _value(last[0]) if last else None
 
 
 def _value_of(answer: str) -> Fraction | None:
     """Value of the number that an answer begins with, if nothing but words follows it."""
     found = _STATED.fullmatch(_LEADS_TO.sub("", _without_latex(answer)))
-    return None if found is None else _number(found["number"])
+    return None if found is None else _value(found)
+
+
+def _value(found: re.Match[str]) -> Fraction | None:
+    """Value of a number and the word for a power of ten, or dozen, behind it."""
+    value = _number(found["number"])
+    return value if value is None or found["scale"] is None else value * _SCALES[found["scale"].lower()]
 
 
 def _without_latex(text: str) -> str:

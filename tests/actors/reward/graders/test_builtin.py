@@ -105,6 +105,10 @@ def test_f1_of_several_labels_is_that_of_the_best(label: Any) -> None:
         (r"\boxed{5!}", "5", 0),
         (r"\boxed{3:4}", "4", 0),
         (r"\boxed{72\text{ clips}}", "72 clips", 1),
+        (r"\boxed{2 million}", "2", 0),
+        (r"\boxed{2.5\text{ Million}}", "2,500,000", 1),
+        ("It costs 3 dozen eggs.", "36", 1),
+        ("#### 5 hundred", "5", 0),
         (r"\boxed{x + 1}", "x+1", 1),
         (r"\boxed{1+x}", "x+1", 0),  # no algebra
         (r"\boxed{50\%}", "50", 1),
