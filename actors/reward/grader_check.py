@@ -9,6 +9,7 @@ import anyio
 import msgspec
 
 from actors.reward.frames import FrameError, Grade, Graded, GraderSpec, Hello, encode_frame
+from actors.reward.graders.code.running import NOT_ISOLATED
 from actors.reward.pool import PoolSettings, open_pool
 from actors.reward.process import START_TIMEOUT_S, GraderProcess, GraderProcessError
 from actors.reward.recipe import graders_of
@@ -23,6 +24,7 @@ from runtime.settings.reading.config import Problem
 from runtime.settings.topology import RewardConfig, SampleField, Topology, own_graders, sample_fields, takes_list
 
 SLACK_S = 10.0  # time for a process to end
+PROGRAMS: Final = {"code": "pass", "boxed_code": r"\boxed{pass}"}  # responses whose grading runs a program, by grader
 EMPTY: Final[Mapping[SampleField, tuple[str, Any]]] = {  # fields of an empty answer
     "prompt_ids": ("packed_prompt_ids", b""),
     "tokens": ("packed_tokens", b""),
@@ -41,17 +43,19 @@ class SampleRow(NamedTuple):
 def check_graders(
     topology: Topology, rows: Mapping[str, SampleRow], doing: Doing, notes: list[str]
 ) -> Iterator[Problem]:
-    """Call users' graders once per data source. A failure adds only a note, since other responses may be gradable.
+    """Call users' graders once per data source, and `code` with a program that does nothing.
+
+    A failure adds only a note, since other responses may be gradable.
 
     Args:
         topology: names the graders and configures their sandbox.
-        rows: one row each, by the settings key of their data source ("data.0"). Rows with built-in graders are skipped:
-            another check tries every row on those.
+        rows: one row each, by the settings key of their data source ("data.0"). Rows with other built-in graders are
+            skipped: another check tries every row on those.
         doing: called before each call with the key, the value and a description.
         notes: list that receives the notes.
 
     Yields:
-        A problem if a grader process does not start.
+        A problem if a grader process does not start, or this machine cannot isolate a program within one.
     """
     names = own_graders(topology)
     sums = topology.reward.sums
@@ -59,24 +63,28 @@ def check_graders(
     for key, row, part in tried:
         rm_type = part or row.prompt.rm_type
         name = names.get(rm_type or "", "")
-        if not is_plugin(name) or topology.reward.judges:  # the function may call a judge, which does not run yet
+        if program := PROGRAMS.get(name or rm_type or "", ""):
+            name = name or rm_type or ""
+        elif not is_plugin(name) or topology.reward.judges:  # the function may call a judge, which does not run yet
             continue
         limit_s = START_TIMEOUT_S + topology.reward.timeout_s + SLACK_S
-        doing(f"{key}.rm_type", name, "grading an empty answer", limit_s=limit_s)
+        doing(f"{key}.rm_type", name, f"grading {'a program' if program else 'an empty answer'}", limit_s=limit_s)
         try:
             group = row.group or (takes_list(topology.reward, rm_type) and not topology.reward.group_rm)
-            error = anyio.run(_error_of, topology, GraderSpec(name=name, group=group), row)
+            error = anyio.run(_error_of, topology, GraderSpec(name=name, group=group), row, program)
         except GraderProcessError as refusal:
             yield Problem.of(f"{key}.rm_type", name, f"a grader process does not start with this grader: {refusal}")
             return
+        if error is not None and NOT_ISOLATED in error:
+            yield Problem.of(f"{key}.rm_type", name, f"{error}; allowed: another grader, or a machine that can")
+            return
         if error is not None:
-            notes.append(
-                f"{key}.rm_type: the grader {name} failed on row {row.prompt.row} with an empty answer: {error}"
-            )
+            answer = "a program" if program else "an empty answer"
+            notes.append(f"{key}.rm_type: the grader {name} failed on row {row.prompt.row} with {answer}: {error}")
 
 
-async def _error_of(topology: Topology, spec: GraderSpec, row: SampleRow) -> str | None:
-    """Grade a row; return the error, or None if it succeeds.
+async def _error_of(topology: Topology, spec: GraderSpec, row: SampleRow, response: str) -> str | None:
+    """Grade a response to a row; return the error, or None if it succeeds.
 
     Raises:
         GraderProcessError: the grader process does not start.
@@ -88,6 +96,7 @@ async def _error_of(topology: Topology, spec: GraderSpec, row: SampleRow) -> str
     number = topology.rollout.n_samples_per_prompt if row.group else 1
     fields: dict[str, Any] = {EMPTY[field][0]: EMPTY[field][1] for field in sample_fields(config)}
     fields |= {"prompt": prompt.text, "label": prompt.label, "metadata": prompt.metadata, "per": config.per}
+    fields["response"] = response
     samples = tuple(GradedSample(index=index, **fields) for index in range(number))
     process = await GraderProcess.start(hello, sandbox_of(topology))
     try:

@@ -26,6 +26,7 @@ MORE_OUTPUT_BYTES: Final = 1 << 20
 OWN_SHARE: Final = 0.9  # of its time limit; a program that was given less of it is not judged
 LOOK_S: Final = 1.0  # to wait for a look of the launcher, which may itself wait for a core
 KILLED: Final = "the sandbox of a program was killed"
+NOT_ISOLATED: Final = "this machine cannot isolate a program"
 
 
 class SandboxError(OSError):
@@ -198,7 +199,7 @@ def _check_status(said: str) -> None:
     problem = said.strip("+")
     if problem:
         killed = problem.endswith("!")
-        raise SandboxError(KILLED if killed else f"this machine cannot isolate a program: {problem}")
+        raise SandboxError(KILLED if killed else f"{NOT_ISOLATED}: {problem}")
 
 
 def _sealed(order: bytes, given: bytes) -> int:

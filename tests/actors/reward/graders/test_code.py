@@ -18,16 +18,19 @@ from typing import Any
 
 import pytest
 
-from actors.reward import isolation
+from actors.reward import grader_check, isolation
 from actors.reward.causes import cause_of
+from actors.reward.grader_check import SampleRow, check_graders
 from actors.reward.graders import builtin
 from actors.reward.graders.builtin import find_grader
 from actors.reward.graders.code import launcher, running
 from actors.reward.graders.code.grader import Cases, cases_in, code, program_in, same_output
-from actors.reward.graders.code.running import Limits, Ran, SandboxError, run_inputs, run_program
+from actors.reward.graders.code.running import NOT_ISOLATED, Limits, Ran, SandboxError, run_inputs, run_program
 from actors.reward.keeper import children_of
 from actors.reward.samples import GradedSample
 from actors.reward.sandbox import sandbox_of
+from messages import Int32Array, Prompt
+from runtime.node.checks.apart import unlimited
 from tests.build.topology import topology_with
 
 ADDS = {"inputs": [[1, 2], [3, 4]], "outputs": [3, 7], "fn_name": "add"}
@@ -437,3 +440,21 @@ def test_a_sandbox_that_is_killed_is_no_wrong_answer(depth: int) -> None:
     finally:
         killed.set()
         killer.join()
+
+
+def test_the_check_runs_a_program_within_a_grader_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    reward = {"sandbox": "isolated", "timeout_s": 20.0}
+    topology = topology_with(data=[{"name": "d", "path": "p", "rm_type": "code"}], reward=reward)
+    label = {"inputs": ["1"], "outputs": ["1"]}
+    prompt = Prompt(data="d", row=0, text="p", prompt_ids=Int32Array([1]), rm_type="code", label=label)
+    rows, notes, ran = {"data.0": SampleRow(prompt, group=False)}, list[str](), list[str]()
+    assert (list(check_graders(topology, rows, lambda *of, limit_s: ran.append(of[2]), notes)), notes) == ([], [])
+    assert ran == ["grading a program"]
+
+    async def refused(*_: object) -> str:
+        return f"raised SandboxError('{NOT_ISOLATED}: /proc/self/setgroups: Read-only file system')"
+
+    monkeypatch.setattr(grader_check, "_error_of", refused)
+    (problem,) = check_graders(topology, rows, unlimited, notes)
+    assert problem.key == "data.0.rm_type"
+    assert "Read-only file system" in problem.message
