@@ -111,7 +111,7 @@ async def test_a_grader_that_forks_a_bomb_is_killed_with_all_of_it(kind: Any) ->
     if kind == "isolated" and REFUSAL is not None:
         return await refused()
     (graded,) = await graded_by("forks_a_bomb", sandbox=Sandbox(kind=kind, max_processes=20), timeout_s=15.0)
-    assert graded.error == ("the grader was killed: it started more processes than reward.max_processes, 1 times")
+    assert graded.error == ("the grader was killed: it started more processes than reward.max_processes, 1 time")
     pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
     await eventually(lambda: not any(map(is_bomb, pids)))  # a killed process may take a moment to go
 
@@ -134,7 +134,7 @@ async def test_a_daemon_that_a_grader_leaves_ends_with_its_process(tmp_path: Pat
 async def test_a_daemon_of_a_process_that_died_ends_too(tmp_path: Path) -> None:
     file = tmp_path / "pid"
     (graded,) = await graded_by("leaves_a_daemon", "die", file=str(file))
-    assert graded.error == "the grader process exited with code 3, 1 times"
+    assert graded.error == "the grader process exited with code 3, 1 time"
     await until_ended(int(await until_exists(file)))
 
 
@@ -155,7 +155,7 @@ async def test_what_a_grader_writes_to_the_pipe_of_its_process_fails_the_sample(
 
 async def test_a_grader_that_dies_by_a_signal_is_told_of_by_its_name() -> None:
     (graded,) = await graded_by("dies_by_signal")
-    assert graded.error == "the grader process was killed by SIGSEGV, 1 times"
+    assert graded.error == "the grader process was killed by SIGSEGV, 1 time"
 
 
 async def refused() -> None:
@@ -279,7 +279,7 @@ async def test_an_isolated_grader_that_dies_is_told_of_as_any_other() -> None:
     if REFUSAL is not None:
         return await refused()
     (graded,) = await graded_by("dies_by_signal", sandbox=Sandbox(kind="isolated"))
-    assert graded.error == "the grader process was killed by SIGSEGV, 1 times"
+    assert graded.error == "the grader process was killed by SIGSEGV, 1 time"
 
 
 @pytest.mark.parametrize("kind", ["process", "isolated"])

@@ -250,6 +250,7 @@ async def test_after_a_crash_the_lost_step_is_trained_again_and_announces_once_a
         for step in range(3):
             await publish_batch(bus, step)
         first = await said_until(bus, WeightsAnnounced, 4)
+        await said_until(bus, CheckpointSaved)
     last_seq = (await bus.state(BatchTrained.plane)).last_seq
     async with running(topology, bus, tmp_path / "run"):
         await said_until(bus, WeightsAnnounced, from_seq=last_seq + 1)
