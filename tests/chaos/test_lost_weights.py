@@ -29,7 +29,8 @@ def gated_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, topology: Path, *
     gate = tmp_path / "gate"
     monkeypatch.setenv(gated.GATE, str(gate))
     generate = f"rollout.custom_generate={Path(gated.__file__)}:at_the_gate"
-    settings = (*SMALL, generate, "engines.policy.batch_requests=false")
+    # a quarter of one engine's slots holds all items: the other engine may start too late for the first weights
+    settings = (*SMALL, generate, "engines.policy.batch_requests=false", "engines.policy.concurrency=96")
     return Run(tmp_path, num_steps=3, topology=topology, settings=settings, overrides=overrides), gate
 
 
