@@ -367,7 +367,7 @@ class BufferActor(Actor):
         try:
             return await to_thread.run_sync(work, abandon_on_cancel=True)
         except DataError as error:
-            await self._tracebacks.publish(describe_source(self._topology.data), error.trace or None)
+            await self._tracebacks.publish(describe_source(self._topology.data), error.trace)
             raise InputError(error.problem) from error
 
     async def _may_issue(self, decision: GroupsIssued, prompts: TrainingPrompts) -> bool:

@@ -156,7 +156,7 @@ class FilterActor(Actor):
         except TimeoutError:
             return _failed(f"no verdict within {self._timeout_s:g} s")
         except UserFunctionError as error:
-            await self._tracebacks.publish("rollout.dynamic_filter", error.traceback or None)
+            await self._tracebacks.publish("rollout.dynamic_filter", error.traceback)
             return _failed(str(error))
         except NotReady as error:
             log.warning("filter_not_ready", error=str(error), num_delivered=delivery.num_delivered)

@@ -18,6 +18,7 @@ SHOWN_CHARS: Final = 2000  # shown characters of a large prompt
 DIGEST_CHARS: Final = 32
 
 Task = TypeVar("Task", RolloutRequested, EvalRequested)
+StoredT = TypeVar("StoredT", Prompt, "_PromptsOfSet")
 
 
 class _PromptsOfSet(msgspec.Struct, frozen=True, eq=False):
@@ -96,7 +97,7 @@ async def fetch_prompt(bus: Fetches, parts: tuple[int, ...]) -> Prompt:
     """
     stored = [await bus.fetch(PromptStored, seq) for seq in parts]
     keys = tuple(part.key() for part in stored) if all(part.digest for part in stored) else ()
-    return msgspec.structs.replace(_joined(stored, f"data messages {parts}"), parts=parts, keys=keys)
+    return msgspec.structs.replace(_joined(stored, Prompt, f"data messages {parts}"), parts=parts, keys=keys)
 
 
 async def fetch_prompt_by_keys(bus: FetchesByKey, keys: tuple[str, ...]) -> Prompt:
@@ -105,12 +106,12 @@ async def fetch_prompt_by_keys(bus: FetchesByKey, keys: tuple[str, ...]) -> Prom
     Raises:
         PayloadLost: a part is lost, or the parts do not form one prompt.
     """
-    return _joined([await bus.fetch_by_key(PromptStored, key) for key in keys], f"data messages {keys}")
+    return _joined([await bus.fetch_by_key(PromptStored, key) for key in keys], Prompt, f"data messages {keys}")
 
 
-def _joined(parts: Iterable[PromptStored], place: str) -> Prompt:
+def _joined(parts: Iterable[PromptStored], of: type[StoredT], place: str) -> StoredT:
     try:
-        return unpack(b"".join([part.content for part in parts]), Prompt)
+        return unpack(b"".join([part.content for part in parts]), of)
     except DecodeError as error:
         raise PayloadUnreadable(f"prompt in {place}: {error}") from error
 
@@ -123,11 +124,8 @@ async def prompts_of_set(bus: Fetches, task: EvalSetRequested) -> tuple[Prompt, 
     """
     prompts = task.prompts
     if task.parts:
-        content = b"".join([(await bus.fetch(PromptStored, seq)).content for seq in task.parts])
-        try:
-            prompts = unpack(content, _PromptsOfSet).prompts
-        except DecodeError as error:
-            raise PayloadUnreadable(f"prompts in data messages {task.parts}: {error}") from error
+        stored = [await bus.fetch(PromptStored, seq) for seq in task.parts]
+        prompts = _joined(stored, _PromptsOfSet, f"data messages {task.parts}").prompts
     if len(prompts) != task.num_items:
         raise PayloadLost(f"{len(prompts)} prompts for a set of {task.num_items}")
     return tuple([await fetch_prompt(bus, each.parts) if each.parts else each for each in prompts])

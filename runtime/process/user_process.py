@@ -236,7 +236,9 @@ def main(arguments: Sequence[str]) -> int:
             with suppress(OSError):  # it may have closed its output
                 os.write(2, f"{trace}\n".encode(errors="replace"))
             text = shown_error(error).replace("\0", "")[:MAX_TEXT]
-            shown = trace if user_frames(error) is not None else ""  # an answer that we refuse has frames of ours alone
+            shown = (
+                trace if user_frames(error) is not None else ""
+            )  # empty for an answer that is refused: no line of the user's code raised
             _write(answers, 0, f"{text}\0{shown}".encode(errors="replace"))
     end_group()
 

@@ -22,9 +22,9 @@ class UserTracebacks:
 
         Args:
             function: its name, or the setting that names it.
-            trace: of `user_traceback`; None: nothing is known.
+            trace: of `user_traceback`; None or empty: nothing is known.
         """
-        if trace is None:
+        if not trace:
             return
         places = places_in(trace) or (trace,)
         if places in self._published or len(self._published) >= MAX_PUBLISHED:

@@ -131,7 +131,7 @@ class EvalMetrics:
             except Exception as error:  # noqa: BLE001 - a user's function may raise anything; the run continues
                 reason = f"no answer within {self._timeout_s:g} s" if isinstance(error, TimeoutError) else str(error)
                 log.warning("eval_metrics_failed", set=name, step=evaluation.step, reason=reason)
-                if isinstance(error, UserFunctionError) and error.traceback and self._show is not None:
+                if isinstance(error, UserFunctionError) and self._show is not None:
                     await self._show(self._keys[name], error.traceback)
                 failed[name] = clipped(f"{self._keys[name]}: {reason}", MAX_REASON_CHARS)
             else:

@@ -77,7 +77,7 @@ class Selector:
             reason = f"no answer within {self._timeout_s:g} s" if isinstance(error, TimeoutError) else repr(error)
             if isinstance(error, UserFunctionError):
                 reason = str(error)
-                if self._show is not None and error.traceback:
+                if self._show is not None:
                     await self._show(f"rollout.{selection.kind}", error.traceback)
             log.warning("selection_failed", kind=selection.kind, reason=reason, instead="first come first")
             if self._report is not None:

@@ -309,7 +309,7 @@ class TaskRunner:
         try:
             prompts = () if failed else await prompts_of_set(self._bus, task)
         except PayloadLost as error:
-            failed = f"prompts: {error}"
+            failed = f"{key}: its prompts cannot be read: {error}"
         items = [self._item_of(task, number, prompt) for number, prompt in enumerate(prompts)]
 
         async def run_sample(item: int, sample: OpenSample, function: GenerateFunction | None) -> None:

@@ -149,7 +149,7 @@ async def test_a_users_function_chooses_or_the_first_come_first(
         told.append(event)
 
     async def show(key: str, trace: str) -> None:
-        shown.append((key, trace.splitlines()[-1]))
+        shown.extend((key, line) for line in trace.splitlines()[-1:])
 
     topology, shown = topology_with(rollout={"buffer_filter": f"{tmp_path}/mine.py:{name}"}), list[tuple[str, str]]()
     selector = Selector(topology, report, show, timeout_s=0.5)
