@@ -457,7 +457,7 @@ class Context:
         values = {"reward": self.reward, **self.rewards}
         for name, value in values.items():
             checked_text(name, "the name of a reward: ")
-            # numbers of NumPy and torch are no float, but have __float__; a text has none
+            # numbers of NumPy and torch are not a float, but have __float__; a text has none
             if hasattr(value, "__float__") and math.isfinite(value):
                 continue
             raise ValueError(f"the reward {name!r} is {value!r:.100}, not a finite number")

@@ -329,7 +329,7 @@ def _emoji(_: Arguments, text: str) -> bool:
 
 
 def _questions(_: Arguments, text: str) -> bool:
-    """Package: "Question:" without a number is no label."""
+    """Package: "Question:" without a number is not a label."""
     questions = re.split(r"(?m)^\W*Question\b(?: \d+)?\W*", text)
     if questions[0].strip() or len(questions) != 5:
         return False
