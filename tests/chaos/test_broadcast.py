@@ -46,7 +46,7 @@ async def test_engines_are_updated_in_groups_of_which_one_is_killed(tmp_path: Pa
 
 
 async def test_engine_rollout_actor_and_rank_are_killed_while_weights_go_by_broadcast(tmp_path: Path) -> None:
-    run = Run(tmp_path, num_steps=8, topology=SPLIT)
+    run = Run(tmp_path, num_steps=14, topology=SPLIT)
     names = ["engine.policy.1", "rollout", "trainer.1"]
     async with run.started() as command:
         await kill_in_turn(command, names, every=2)

@@ -19,7 +19,7 @@ from tests.support.judging import score_of
 
 pytestmark = [pytest.mark.anyio]
 
-NUM_STEPS = 4
+NUM_STEPS = 8  # five more than the last kill waits for: it must fall into the run
 ENGINE = f"engine.{asking.POOL}.0"
 VICTIMS = [ENGINE, "reward", ENGINE]
 CLOSE = 1e-4  # natural log, of tokens that the trainer and the engine compute from the same tokens before them
