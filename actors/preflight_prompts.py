@@ -30,8 +30,8 @@ from runtime.node.checks.apart import Doing
 from runtime.settings.derived import eval_data, eval_sampling, rollout_sampling, trains_demonstrations
 from runtime.settings.plugins import PluginError, is_plugin
 from runtime.settings.reading.config import Problem
-from runtime.settings.recipe import DataConfig
 from runtime.settings.rules.graders import REMOTE_RM, unmet_need
+from runtime.settings.tables.prompts import DataConfig
 from runtime.settings.topology import RewardConfig, Topology, answers_are_recorded
 from runtime.util.formatting import show
 

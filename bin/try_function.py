@@ -303,7 +303,7 @@ def _try_source(args: argparse.Namespace) -> Iterator[tuple[str, bool]]:
 def _source_settings(args: argparse.Namespace, *, is_function: bool = False) -> "SourceSettings":
     from actors.buffer.prompts.source_process import SourceSettings
     from actors.buffer.prompts.source_worker import Hello
-    from runtime.settings.recipe import DataConfig
+    from runtime.settings.tables.prompts import DataConfig
 
     files = dict(pair.partition("=")[::2] for pair in args.file)
     bases = (str(Path.cwd()),)

@@ -7,7 +7,7 @@ from typing import Final
 
 from actors.buffer.deciding.decide import Schedule
 from runtime.ledger.fold import Evaluation, LedgerState, Stage
-from runtime.settings.recipe import DataConfig
+from runtime.settings.tables.prompts import DataConfig
 from runtime.util.formatting import count_of, duration
 
 LONG_S: Final = 1.0

@@ -18,7 +18,7 @@ from messages.events import GroupCompleted, Outcome
 from runtime.data.dumps import DumpedGroup
 from runtime.process.user_process import UserLimits, UserProcess
 from runtime.settings.plugins import OWN, is_plugin, load_plugin
-from runtime.settings.recipe import FilterField
+from runtime.settings.tables.rollout import FilterField
 from runtime.settings.topology import Topology
 
 FILTER_KEY = "rollout.dynamic_filter"

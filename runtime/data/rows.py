@@ -8,7 +8,7 @@ import msgspec
 
 from messages.plain import check_plain
 from runtime.data.data_files import DataError, Record, read_records
-from runtime.settings.recipe import DataConfig
+from runtime.settings.tables.prompts import DataConfig
 from runtime.util.formatting import show
 
 PROMPT_IDS: Final = "prompt_ids"  # column that a user function may return instead of a prompt

@@ -6,19 +6,11 @@ from typing import Final
 import msgspec
 
 from messages import SamplingParams
-from runtime.settings.recipe import (
-    PAIR_LOSSES,
-    AggMode,
-    AlgorithmConfig,
-    Custom,
-    DataConfig,
-    Estimator,
-    EvalConfig,
-    LossMode,
-    OptimizerConfig,
-    Recipe,
-    RolloutConfig,
-)
+from runtime.settings.recipe import Recipe
+from runtime.settings.tables.algorithm import PAIR_LOSSES, AggMode, AlgorithmConfig, Custom, Estimator, LossMode
+from runtime.settings.tables.prompts import DataConfig, EvalConfig
+from runtime.settings.tables.rollout import RolloutConfig
+from runtime.settings.tables.training import OptimizerConfig
 
 MIX_BLOCK: Final = 1000  # prompts after which the order of sources with weights begins again
 KPOP_THRESHOLD = 0.1  # nats; the bound of KPop's authors

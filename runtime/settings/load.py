@@ -13,10 +13,11 @@ from runtime.settings.observe import ObserveConfig
 from runtime.settings.plugins import PluginError, find_file
 from runtime.settings.reading.config import Problem, TopologyError
 from runtime.settings.reading.toml import SET, Loaded, convert, load_tables
-from runtime.settings.recipe import ModelConfig, RolloutConfig
 from runtime.settings.rules.validate import validate
 from runtime.settings.slices import split_slice
 from runtime.settings.slime.functions import PREFIX
+from runtime.settings.tables.rollout import RolloutConfig
+from runtime.settings.tables.training import ModelConfig
 from runtime.settings.topology import RewardConfig, Topology, TrainerConfig
 from runtime.util.secrets import Login, split_login
 

@@ -18,7 +18,8 @@ from runtime.settings.derived import (
     trains_reward_model,
     uses_topk,
 )
-from runtime.settings.recipe import AlgorithmConfig, Estimator, LossMode, Recipe
+from runtime.settings.recipe import Recipe
+from runtime.settings.tables.algorithm import AlgorithmConfig, Estimator, LossMode
 
 
 class PlannedTerm(msgspec.Struct, frozen=True, kw_only=True):

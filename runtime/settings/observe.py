@@ -6,7 +6,7 @@ from typing import Annotated, Final, Literal
 import msgspec
 
 from runtime.settings.reading.config import Config
-from runtime.settings.recipe import Text
+from runtime.settings.tables.values import Text
 from runtime.util.import_path import ROOT
 
 PORT: Final = r"(\d{1,4}|[1-5]\d{4}|6[0-4]\d{3}|65[0-4]\d{2}|655[0-2]\d|6553[0-5])"

@@ -24,7 +24,6 @@ from runtime.settings.placement import (
     num_ranks,
 )
 from runtime.settings.processes import ProcessSpec
-from runtime.settings.recipe import RolloutConfig
 from runtime.settings.sizes import (
     StreamSizes,
     group_bytes,
@@ -36,6 +35,7 @@ from runtime.settings.sizes import (
     stream_limits,
     stream_sizes,
 )
+from runtime.settings.tables.rollout import RolloutConfig
 from runtime.settings.topology import (
     POLICY,
     REFERENCE,

@@ -14,7 +14,8 @@ from runtime.settings.derived import (
 )
 from runtime.settings.observe import ObserveConfig
 from runtime.settings.reading.config import Config
-from runtime.settings.recipe import Count, Name, NonNegative, Positive, Recipe, Text
+from runtime.settings.recipe import Recipe
+from runtime.settings.tables.values import Count, Name, NonNegative, Positive, Text
 
 _SERVER = r"(nats|tls|ws|wss)://[^@,]*"
 BusUrl = Annotated[str, msgspec.Meta(pattern=f"^{_SERVER}(,{_SERVER})*$")]  # a login is cut out before

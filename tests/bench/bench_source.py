@@ -27,7 +27,7 @@ from runtime.bus.limits import StreamLimits
 from runtime.bus.nats.server import ServerSettings
 from runtime.ledger.state import GroupOutcome, LedgerState
 from runtime.process.logs import configure_logging
-from runtime.settings.recipe import DataConfig
+from runtime.settings.tables.prompts import DataConfig
 from tests.bench.rig import ROOT
 from tests.support.running_server import running_server
 

@@ -16,7 +16,7 @@ from messages import Prompt
 from runtime.data.rows import read_rows
 from runtime.ledger.state import GroupOutcome
 from runtime.settings.load import load_topology
-from runtime.settings.recipe import DataConfig
+from runtime.settings.tables.prompts import DataConfig
 from runtime.settings.topology import Topology
 from tests.docs.snippets import snippets
 

@@ -7,8 +7,8 @@ from typing import Any, Final, get_args
 
 import msgspec
 
-from runtime.settings.recipe import AggMode, AlgorithmConfig, Estimator, LossMode
 from runtime.settings.rules.algorithm import APPLIES, refusal
+from runtime.settings.tables.algorithm import AggMode, AlgorithmConfig, Estimator, LossMode
 
 Settings = dict[str, Any]
 

@@ -13,7 +13,8 @@ from messages import Demonstration, Int32Array, Prompt, UInt8Array
 from runtime.data.data_files import DataError
 from runtime.data.rows import Row
 from runtime.settings.derived import max_prompt_len
-from runtime.settings.recipe import DataConfig, RolloutConfig
+from runtime.settings.tables.prompts import DataConfig
+from runtime.settings.tables.rollout import RolloutConfig
 
 
 class DemonstrationReader:

@@ -21,7 +21,7 @@ from runtime.bus.errors import PayloadLost
 from runtime.data.data_files import DataError, Record
 from runtime.data.rows import row_of
 from runtime.ledger.state import LedgerState
-from runtime.settings.recipe import DataConfig
+from runtime.settings.tables.prompts import DataConfig
 
 CHUNK_BYTES: Final = 512 << 10
 NOWHERE: Final = 2**63  # a sequence that no stream reaches

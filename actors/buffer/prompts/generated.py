@@ -16,7 +16,7 @@ from messages import Prompt, PromptsLoaded
 from runtime.data.data_files import DataError, Record
 from runtime.data.rows import row_of
 from runtime.settings.plugins import load_plugin
-from runtime.settings.recipe import DataConfig
+from runtime.settings.tables.prompts import DataConfig
 
 NUM_PROBED: Final = 8  # prompts generated at the start; they define the run's fingerprint
 

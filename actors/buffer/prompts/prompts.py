@@ -11,7 +11,7 @@ from actors.buffer.prompts.tokenizing import Tokenizing
 from messages import Int32Array, Prompt, PromptsLoaded
 from runtime.data.data_files import DataError
 from runtime.data.rows import Row
-from runtime.settings.recipe import DataConfig
+from runtime.settings.tables.prompts import DataConfig
 
 
 class LoadedData(msgspec.Struct, frozen=True, kw_only=True):

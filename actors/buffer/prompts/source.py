@@ -29,8 +29,9 @@ from runtime.settings.derived import (
     uses_teacher,
 )
 from runtime.settings.reading.config import TopologyError
-from runtime.settings.recipe import DataConfig, Recipe
+from runtime.settings.recipe import Recipe
 from runtime.settings.rules.validate import validate
+from runtime.settings.tables.prompts import DataConfig
 from runtime.settings.topology import Topology
 
 PART_ROWS: Final = 1000  # rows of a data file that are rendered and tokenized at a time

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from actors.trainer.algorithms.arguments import Floats, check_choice, floats, group_numbers
-from runtime.settings.recipe import AggMode
+from runtime.settings.tables.algorithm import AggMode
 
 Ints = NDArray[np.int64]
 

@@ -3,7 +3,7 @@
 Example:
     ```python
     from actors.trainer.algorithms.schedules import learning_rate
-    from runtime.settings.recipe import OptimizerConfig
+    from runtime.settings.tables.training import OptimizerConfig
 
     config = OptimizerConfig(lr=1.0, lr_warmup_iters=4, lr_decay_style="linear", lr_decay_iters=14)
     rates = [learning_rate(config, step, num_steps=20) for step in (0, 3, 4, 9, 14, 19)]
@@ -13,7 +13,8 @@ Example:
 
 import math
 
-from runtime.settings.recipe import AlgorithmConfig, OptimizerConfig
+from runtime.settings.tables.algorithm import AlgorithmConfig
+from runtime.settings.tables.training import OptimizerConfig
 
 
 def learning_rate(config: OptimizerConfig, step: int, *, num_steps: int) -> float:

@@ -11,7 +11,7 @@ from actors.trainer.data.batch import TrainBatch
 from actors.trainer.data.staleness import NOT_SAMPLED
 from messages import Prompt
 from runtime.settings.placement import max_sample_tokens
-from runtime.settings.recipe import EvalConfig
+from runtime.settings.tables.prompts import EvalConfig
 from runtime.settings.topology import Topology
 
 log = structlog.get_logger()

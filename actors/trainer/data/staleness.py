@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from actors.trainer.data.batch import TrainBatch
 from messages import Segment
-from runtime.settings.recipe import RolloutConfig
+from runtime.settings.tables.rollout import RolloutConfig
 
 _Number = TypeVar("_Number", bound=np.number[Any])
 

@@ -21,8 +21,8 @@ from actors.trainer.algorithms.loss_inputs import LossInputs, Terms
 from actors.trainer.algorithms.reductions import Reduction, ReductionInputs
 from runtime.process.actor import InputError
 from runtime.settings.plugins import load_plugin
-from runtime.settings.recipe import AlgorithmConfig
 from runtime.settings.slime.functions import PREFIX, Args, given_sample
+from runtime.settings.tables.algorithm import AlgorithmConfig
 from runtime.settings.topology import Topology
 
 PARAMETERS: Final[Mapping[str, tuple[str, ...]]] = {  # by key: what each function is called with

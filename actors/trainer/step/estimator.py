@@ -33,7 +33,7 @@ from actors.trainer.algorithms.whitening import whiten
 from actors.trainer.data.batch import TrainBatch
 from actors.trainer.plugins.functions import custom_advantage
 from runtime.settings.derived import trains_demonstrations, uses_groups, uses_teacher
-from runtime.settings.recipe import AlgorithmConfig, Estimator
+from runtime.settings.tables.algorithm import AlgorithmConfig, Estimator
 from runtime.settings.topology import Topology
 
 log = structlog.get_logger()

@@ -42,7 +42,7 @@ from runtime.settings.derived import (
     teaches_advantages,
     uses_topk,
 )
-from runtime.settings.recipe import AlgorithmConfig
+from runtime.settings.tables.algorithm import AlgorithmConfig
 from runtime.settings.topology import Topology
 
 PolicyLoss = Callable[[LossInputs], Terms]

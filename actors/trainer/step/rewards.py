@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 from actors.trainer.algorithms.group_baselines import usable_rewards
 from actors.trainer.algorithms.length_penalties import linear_length_penalties, overlong_penalties
 from actors.trainer.data.batch import TrainBatch
-from runtime.settings.recipe import AlgorithmConfig, Recipe
+from runtime.settings.recipe import Recipe
+from runtime.settings.tables.algorithm import AlgorithmConfig
 
 
 def with_penalties(batch: TrainBatch, recipe: Recipe) -> TrainBatch:

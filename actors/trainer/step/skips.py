@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Self
 
-from runtime.settings.recipe import TrainConfig
+from runtime.settings.tables.training import TrainConfig
 
 
 @dataclass(frozen=True)

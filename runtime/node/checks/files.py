@@ -11,9 +11,9 @@ from runtime.node.checks.findings import Findings
 from runtime.node.checks.hub import HubModel, NotOnHub, offer
 from runtime.settings.derived import eval_data
 from runtime.settings.placement import roles_of
-from runtime.settings.recipe import DataConfig
 from runtime.settings.sizes import min_free_bytes, show_bytes, stream_sizes
 from runtime.settings.slices import split_slice
+from runtime.settings.tables.prompts import DataConfig
 from runtime.settings.topology import EXPORT_DIRECTORY, Topology
 from runtime.util.disk import free_bytes
 from runtime.util.formatting import show

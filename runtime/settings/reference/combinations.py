@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, get_args
 
-from runtime.settings.recipe import Estimator, LossMode
 from runtime.settings.rules.algorithm import APPLIES, REFUSALS, refusal
+from runtime.settings.tables.algorithm import Estimator, LossMode
 
 HEAD: Final = """# What combines
 

@@ -22,8 +22,10 @@ from runtime.settings.derived import (
     uses_topk,
 )
 from runtime.settings.reading.config import Problem
-from runtime.settings.recipe import AlgorithmConfig, CriticConfig, Custom, Estimator, LossMode, Recipe
+from runtime.settings.recipe import Recipe
 from runtime.settings.slime.functions import PREFIX
+from runtime.settings.tables.algorithm import AlgorithmConfig, Custom, Estimator, LossMode
+from runtime.settings.tables.training import CriticConfig
 
 GRPO: Final = ("grpo", "gspo", "cispo")  # the same advantages
 GROUP_MEANS: Final = (*GRPO, "reinforce_plus_plus_baseline", "rloo", "opo", "gpg", "custom")

@@ -18,9 +18,11 @@ from runtime.settings.derived import (
 )
 from runtime.settings.plugins import is_plugin
 from runtime.settings.reading.config import Problem
-from runtime.settings.recipe import PAIR_LOSSES, EvalConfig, Recipe
+from runtime.settings.recipe import Recipe
 from runtime.settings.rules.algorithm import algorithm_problems
 from runtime.settings.sizes import growing_events, show_bytes
+from runtime.settings.tables.algorithm import PAIR_LOSSES
+from runtime.settings.tables.prompts import EvalConfig
 
 OF_SAMPLES = (  # keys of an evaluation set that have no meaning for preference pairs
     "n_samples_per_eval_prompt",

@@ -57,7 +57,7 @@ from runtime.ledger.fold import LEDGER_EVENTS, LedgerState, fold
 from runtime.ledger.snapshots import newest_snapshot
 from runtime.ledger.state import MAX_ENDINGS_LOST
 from runtime.process.hosting import host
-from runtime.settings.recipe import EvalConfig
+from runtime.settings.tables.prompts import EvalConfig
 from runtime.settings.topology import Topology
 from tests.build.events import trained
 from tests.build.topology import topology_with

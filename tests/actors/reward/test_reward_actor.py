@@ -24,7 +24,7 @@ from runtime.bus.bus import Bus
 from runtime.bus.scoring import ACK_WAIT_S, ScoreInbox
 from runtime.process.actor import InputError
 from runtime.settings.plugins import is_plugin
-from runtime.settings.recipe import EvalConfig
+from runtime.settings.tables.prompts import EvalConfig
 from runtime.settings.topology import Topology
 from runtime.util.errors import flatten
 from tests.build.topology import topology_with

@@ -33,7 +33,7 @@ from runtime.bus.errors import Fenced
 from runtime.models.checksums import checksums_of
 from runtime.process.actor import InputError
 from runtime.report.lines import line_of
-from runtime.settings.recipe import EvalConfig
+from runtime.settings.tables.prompts import EvalConfig
 from runtime.settings.topology import Topology
 from tests.actors.trainer.data.test_held_out import pair
 from tests.actors.trainer.hosting import errors_of, names, of, running, said_until

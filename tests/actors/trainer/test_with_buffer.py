@@ -27,7 +27,7 @@ from messages import (
 from runtime.bus.bus import Bus
 from runtime.ledger.fold import LEDGER_EVENTS, LedgerState, Stage, fold
 from runtime.process.hosting import host
-from runtime.settings.recipe import DataConfig
+from runtime.settings.tables.prompts import DataConfig
 from runtime.settings.topology import Topology
 from tests.actors.trainer.hosting import TIMEOUT_S, of, running
 from tests.actors.trainer.logs import GROUPS, completed, payload

@@ -14,8 +14,8 @@ from pyarrow import parquet
 
 from runtime.data.data_files import BATCH_ROWS, DataError, read_records
 from runtime.data.rows import Row, read_rows
-from runtime.settings.recipe import DataConfig
 from runtime.settings.slices import split_slice
+from runtime.settings.tables.prompts import DataConfig
 
 TURNS = [{"role": "user", "content": "1"}]
 TOOLS = [{"type": "function", "function": {"name": "add"}}]

@@ -4,8 +4,8 @@ import msgspec
 import pytest
 
 from runtime.settings.load import load_topology
-from runtime.settings.recipe import AlgorithmConfig
 from runtime.settings.rules.algorithm import APPLIES
+from runtime.settings.tables.algorithm import AlgorithmConfig
 from tests.runtime.settings.shipped import LAPTOP, problems
 
 

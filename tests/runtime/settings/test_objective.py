@@ -7,7 +7,8 @@ import pytest
 
 from runtime.settings.load import load_topology
 from runtime.settings.objective import ADVANTAGES, LEVELS, LOSSES, REDUCTIONS, objective_of
-from runtime.settings.recipe import AggMode, AlgorithmConfig, Estimator, Level, LossMode, Recipe
+from runtime.settings.recipe import Recipe
+from runtime.settings.tables.algorithm import AggMode, AlgorithmConfig, Estimator, Level, LossMode
 from tests.runtime.settings.shipped import LAPTOP
 
 RECIPE: Recipe = load_topology(LAPTOP, ("rollout.max_response_len=32", "rollout.max_token_staleness=3")).topology

@@ -16,7 +16,8 @@ from actors.buffer.prompts.tokenizing import FastTokenizing, Tokenizing, Transfo
 from actors.buffer.prompts.turns import Piece, pieces_of
 from messages import Prompt
 from runtime.data.data_files import DataError
-from runtime.settings.recipe import DataConfig, RolloutConfig
+from runtime.settings.tables.prompts import DataConfig
+from runtime.settings.tables.rollout import RolloutConfig
 from tests.build.topology import topology_with
 
 MODEL = (

@@ -20,7 +20,7 @@ from runtime.bus.bus import Bus
 from runtime.data.data_files import DataError
 from runtime.process.actor import InputError
 from runtime.process.hosting import host
-from runtime.settings.recipe import DataConfig
+from runtime.settings.tables.prompts import DataConfig
 from runtime.settings.topology import Topology
 from runtime.util.errors import flatten
 from tests.build.topology import topology_with

@@ -23,7 +23,7 @@ from runtime.data.data_files import DataError
 from runtime.data.rows import read_rows
 from runtime.settings.derived import MIX_BLOCK
 from runtime.settings.load import load_topology
-from runtime.settings.recipe import DataConfig
+from runtime.settings.tables.prompts import DataConfig
 from runtime.settings.topology import Topology
 
 ROOT = Path(__file__).resolve().parents[4]

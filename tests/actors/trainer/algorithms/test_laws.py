@@ -13,7 +13,7 @@ from actors.trainer.algorithms.kl import kl_divergence
 from actors.trainer.algorithms.whitening import whiten
 from actors.trainer.step.estimator import ESTIMATORS, token_advantages
 from actors.trainer.step.objective import Objective
-from runtime.settings.recipe import AlgorithmConfig, Estimator, LossMode
+from runtime.settings.tables.algorithm import AlgorithmConfig, Estimator, LossMode
 from tests.build.advantages import advantage_inputs
 from tests.build.losses import inputs
 from tests.grid.functions import CORRECTIONS, KL_TYPES, cases

@@ -3,7 +3,8 @@
 import pytest
 
 from actors.trainer.algorithms.schedules import entropy_coef, learning_rate
-from runtime.settings.recipe import AlgorithmConfig, OptimizerConfig
+from runtime.settings.tables.algorithm import AlgorithmConfig
+from runtime.settings.tables.training import OptimizerConfig
 
 
 def rates(steps: list[int], **config: object) -> list[float]:

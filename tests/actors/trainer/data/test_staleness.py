@@ -12,7 +12,7 @@ from actors.trainer.data.assembly import CollectedGroup, assemble
 from actors.trainer.data.batch import TrainBatch
 from actors.trainer.data.staleness import NOT_SAMPLED, Masking, loss_mask_of, staleness_metrics, staleness_of
 from messages import SampleKey, Segment, SegmentsPublished
-from runtime.settings.recipe import RolloutConfig
+from runtime.settings.tables.rollout import RolloutConfig
 from tests.actors.trainer.logs import group_of, segment, summary
 
 STEPS = {1: 0, 2: 1, 3: 2, 4: 3, 5: 3}  # version 5 is step 3 again, after a crash

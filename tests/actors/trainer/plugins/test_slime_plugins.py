@@ -14,7 +14,7 @@ from actors.trainer.plugins.dry_run import try_plugin
 from actors.trainer.plugins.functions import CustomWeights, custom_advantage, custom_weights
 from runtime.process.actor import InputError
 from runtime.settings.plugins import PluginError
-from runtime.settings.recipe import AlgorithmConfig
+from runtime.settings.tables.algorithm import AlgorithmConfig
 from tests.build.topology import topology_with
 
 FUNCTIONS = """

@@ -11,9 +11,10 @@ from actors.trainer.algorithms.advantage_inputs import AdvantageInputs
 from actors.trainer.step.estimator import token_advantages
 from actors.trainer.step.objective import Objective, corrections
 from runtime.settings.load import load_topology
-from runtime.settings.recipe import AlgorithmConfig, Estimator, LossMode, Recipe
+from runtime.settings.recipe import Recipe
 from runtime.settings.reference.combinations import combinations_page
 from runtime.settings.rules.algorithm import APPLIES, REFUSALS, algorithm_problems, refusal
+from runtime.settings.tables.algorithm import AlgorithmConfig, Estimator, LossMode
 from tests.build.advantages import advantage_inputs
 from tests.build.losses import inputs
 from tests.grid.functions import NEEDED

@@ -10,8 +10,8 @@ import pytest
 from actors.trainer.algorithms.advantage_inputs import AdvantageInputs
 from actors.trainer.step import estimator
 from actors.trainer.step.estimator import ESTIMATORS, Estimate, advantage_inputs, token_advantages
-from runtime.settings.recipe import AlgorithmConfig, Estimator
 from runtime.settings.rules.graders import TAKES_TOKEN_REWARDS
+from runtime.settings.tables.algorithm import AlgorithmConfig, Estimator
 from tests.actors.trainer.tiny import REWARD_KEYS, random_batch
 
 BY_SAMPLE = ("rewards", "groups", "rollouts", "lengths", "baseline_rewards")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from actors.trainer.step.objective import Objective
-from runtime.settings.recipe import AlgorithmConfig
+from runtime.settings.tables.algorithm import AlgorithmConfig
 from tests.build.losses import inputs
 
 POLICY = ["train/loss", "train/pg_loss", "train/entropy_loss", "train/pg_clipfrac", "train/ppo_kl"]

@@ -1,7 +1,7 @@
 """Skipped optimizer steps: how many are too many, in a row and as a share of the last ones."""
 
 from actors.trainer.step.skips import Skips, too_many
-from runtime.settings.recipe import TrainConfig
+from runtime.settings.tables.training import TrainConfig
 
 
 def after(*skipped: bool, train: TrainConfig) -> Skips:

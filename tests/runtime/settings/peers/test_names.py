@@ -13,7 +13,7 @@ from runtime.settings.load import load_topology
 from runtime.settings.peers.names import Setting, find_peer, peer_names, peers_page
 from runtime.settings.reading.config import TopologyError
 from runtime.settings.reading.schema import keys_of, type_at
-from runtime.settings.recipe import AlgorithmConfig
+from runtime.settings.tables.algorithm import AlgorithmConfig
 from runtime.settings.topology import Topology
 
 LAPTOP = Path(__file__).resolve().parents[4] / "topologies/laptop.toml"

@@ -11,8 +11,9 @@ from bin import describe_settings
 from runtime.node.checks.check import not_built
 from runtime.settings.reading.config import Config
 from runtime.settings.reading.schema import is_config, keys_of, type_at
-from runtime.settings.recipe import ModelConfig, RolloutConfig, TrainConfig
 from runtime.settings.reference.page import Table, expert_settings, meanings, tables_of
+from runtime.settings.tables.rollout import RolloutConfig
+from runtime.settings.tables.training import ModelConfig, TrainConfig
 from runtime.settings.topology import (
     EngineConfig,
     NodeConfig,
