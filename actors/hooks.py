@@ -31,7 +31,8 @@ from runtime.settings.plugins import PluginError, is_plugin, load_class, located
 from runtime.settings.reading.config import Problem
 from runtime.settings.reading.toml import Loaded
 from runtime.settings.rules.graders import unmet_need
-from runtime.settings.topology import RewardConfig, Topology, takes_list
+from runtime.settings.tables.reward import RewardConfig
+from runtime.settings.topology import Topology, takes_list
 from runtime.util.formatting import show
 
 Find = Callable[[Sequence[Path]], object]  # takes the directories that relative paths are resolved against

@@ -30,14 +30,8 @@ from runtime.settings.placement import NodeRoles, data_parallel_size, home_node,
 from runtime.settings.plugins import is_plugin
 from runtime.settings.reading.config import Problem
 from runtime.settings.sizes import show_bytes
-from runtime.settings.topology import (
-    POLICY,
-    EngineConfig,
-    Topology,
-    answers_are_recorded,
-    critic_has_ranks,
-    critic_topology,
-)
+from runtime.settings.tables.engines import EngineConfig
+from runtime.settings.topology import POLICY, Topology, answers_are_recorded, critic_has_ranks, critic_topology
 from runtime.util.formatting import count_of
 
 WIDEST: Final = 1 << 17  # largest hidden_size; at 2^19, engine and trainer log-probs differed by 0.011 (measured)

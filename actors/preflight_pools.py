@@ -13,8 +13,8 @@ from runtime.models.config import ModelError, read_dense_model
 from runtime.settings.derived import asks_topk
 from runtime.settings.placement import home_node
 from runtime.settings.reading.config import Problem
+from runtime.settings.tables.engines import EngineConfig
 from runtime.settings.topology import (
-    EngineConfig,
     Topology,
     answers_are_recorded,
     frozen_pools,

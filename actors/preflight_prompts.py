@@ -32,7 +32,8 @@ from runtime.settings.plugins import PluginError, is_plugin
 from runtime.settings.reading.config import Problem
 from runtime.settings.rules.graders import REMOTE_RM, unmet_need
 from runtime.settings.tables.prompts import DataConfig
-from runtime.settings.topology import RewardConfig, Topology, answers_are_recorded
+from runtime.settings.tables.reward import RewardConfig
+from runtime.settings.topology import Topology, answers_are_recorded
 from runtime.util.formatting import show
 
 MODEL = "model.hf_checkpoint"

@@ -25,7 +25,6 @@ from actors.rollout.sglang.command_lines import (
 from actors.rollout.sglang.facts import CRASH_WORDS
 from runtime.bus.addresses import INSTANCE_VARIABLE, START_VARIABLE, address_key
 from runtime.settings.devices import HIDDEN, NVIDIA
-from runtime.settings.observe import OPENTELEMETRY, PAGE, PROMETHEUS, python_of
 from runtime.settings.placement import ProcessPlace, engine_places, home_node, trainer_places
 from runtime.settings.processes import (
     AnswersHttp,
@@ -36,7 +35,9 @@ from runtime.settings.processes import (
     Tier,
     WhenListening,
 )
-from runtime.settings.topology import POLICY, EngineConfig, Topology, answers_are_recorded, has_filter, model_of
+from runtime.settings.tables.engines import EngineConfig
+from runtime.settings.tables.observe import OPENTELEMETRY, PAGE, PROMETHEUS, python_of
+from runtime.settings.topology import POLICY, Topology, answers_are_recorded, has_filter, model_of
 from runtime.util.import_path import ROOT
 
 OURS: Final = {

@@ -105,7 +105,7 @@ def _refuse_untrusted(args: argparse.Namespace, loaded: "LoadedTopology") -> Non
     from runtime.data.trust import is_own_dump, untrusted_code
     from runtime.settings.reading.config import TopologyError
     from runtime.settings.reading.toml import SET
-    from runtime.settings.topology import RunConfig
+    from runtime.settings.tables.run import RunConfig
 
     dump, file = (Path(os.path.realpath(path)) for path in (args.dump, _topology_file(args)))
     inside = dump in file.parents

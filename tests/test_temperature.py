@@ -17,7 +17,7 @@ from actors.trainer.megatron.rank_model import Replica
 from actors.trainer.step.metrics import DIFF, DIFF_MAX
 from actors.trainer.step.train_step import TrainStep
 from runtime.models.config import read_model
-from runtime.settings.topology import MegatronConfig
+from runtime.settings.tables.trainer import MegatronConfig
 from tests.actors.trainer.hf import write_model
 from tests.actors.trainer.tiny import random_batch
 from tests.build.topology import trainer_topology

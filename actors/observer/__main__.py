@@ -15,7 +15,7 @@ from actors.observer.page import Address, Page, follow, observed_of, served, sto
 from runtime.node.reopen import BUS_DIRECTORY, find_run
 from runtime.node.versions import versions_in
 from runtime.process.main import spare_the_collector
-from runtime.settings.observe import PAGE_FILE
+from runtime.settings.tables.observe import PAGE_FILE
 from runtime.util.exit_codes import EXIT_OK
 from runtime.util.files import write_atomically
 from runtime.util.secrets import kept_secret

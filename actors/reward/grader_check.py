@@ -21,7 +21,8 @@ from runtime.data.dumps import DumpedGroup
 from runtime.node.checks.apart import Doing
 from runtime.settings.plugins import is_plugin
 from runtime.settings.reading.config import Problem
-from runtime.settings.topology import RewardConfig, SampleField, Topology, own_graders, sample_fields, takes_list
+from runtime.settings.tables.reward import RewardConfig, SampleField
+from runtime.settings.topology import Topology, own_graders, sample_fields, takes_list
 
 SLACK_S = 10.0  # time for a process to end
 PROGRAMS: Final = {"code": "pass", "boxed_code": r"\boxed{pass}"}  # responses whose grading runs a program, by grader

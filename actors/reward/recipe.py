@@ -4,7 +4,8 @@ import msgspec
 
 from actors.reward.causes import CAUSES, Cause
 from actors.reward.frames import GraderSpec
-from runtime.settings.topology import RewardConfig, Topology, own_graders, takes_list
+from runtime.settings.tables.reward import RewardConfig
+from runtime.settings.topology import Topology, own_graders, takes_list
 
 
 def graders_of(topology: Topology) -> tuple[GraderSpec, ...]:

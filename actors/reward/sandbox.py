@@ -14,7 +14,8 @@ from actors.reward.graders.code.grader import SECONDS
 from runtime.process.user_limits import AGENT_MARK, PASSED_ON
 from runtime.settings.plugins import file_of, is_plugin
 from runtime.settings.slices import split_slice
-from runtime.settings.topology import GraderLimits, RewardConfig, Topology
+from runtime.settings.tables.reward import GraderLimits, RewardConfig
+from runtime.settings.topology import Topology
 from runtime.util.secrets import make_private
 
 ROOT: Final = Path(__file__).resolve().parents[2]  # import path of `actors`

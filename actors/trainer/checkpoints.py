@@ -16,7 +16,8 @@ import msgspec
 
 from actors.trainer.file_checksums import CHECKSUMS_FILE, damage_of
 from actors.trainer.models.config import HfConfig, with_value_head
-from runtime.settings.topology import MegatronConfig, Topology
+from runtime.settings.tables.trainer import MegatronConfig
+from runtime.settings.topology import Topology
 
 RUN_FILE: Final = "run.json"  # in a checkpoint: its metadata
 METADATA_FILE: Final = "metadata.json"  # in a checkpoint, the last file that Megatron writes

@@ -61,13 +61,8 @@ from messages import WeightProbe
 from runtime.data.trained_tokens import TokenWriter
 from runtime.settings.derived import has_critic, trains_reward_model
 from runtime.settings.placement import num_critic_ranks, weight_format
-from runtime.settings.topology import (
-    Topology,
-    WeightFormat,
-    answers_are_recorded,
-    critic_has_ranks,
-    critic_topology,
-)
+from runtime.settings.tables.engines import WeightFormat
+from runtime.settings.topology import Topology, answers_are_recorded, critic_has_ranks, critic_topology
 from runtime.util.files import atomic_directory
 
 

@@ -14,7 +14,8 @@ from runtime.node.claims.rundir import TOPOLOGY_FILE
 from runtime.settings.derived import has_critic
 from runtime.settings.devices import HIDDEN
 from runtime.settings.placement import weight_format
-from runtime.settings.topology import MegatronConfig, Topology, critic_topology, decode_topology
+from runtime.settings.tables.trainer import MegatronConfig
+from runtime.settings.topology import Topology, critic_topology, decode_topology
 from runtime.util.files import atomic_directory
 
 if TYPE_CHECKING:

@@ -47,9 +47,9 @@ from runtime.node.run_log import Follower, Publisher, begin_of_home, forget_addr
 from runtime.node.stalls import StallWatch
 from runtime.node.supervisor.state_changes import STOPPED, Change, Exited, GivenUp, Ready
 from runtime.node.supervisor.supervisor import Supervision
-from runtime.settings.observe import PAGE, PAGE_FILE
 from runtime.settings.placement import LOOPBACK
 from runtime.settings.processes import ProcessSpec, Tier
+from runtime.settings.tables.observe import PAGE, PAGE_FILE
 from runtime.util.disk import free_bytes, is_full, no_space, no_space_of, stored_bytes
 from runtime.util.errors import flatten
 from runtime.util.exit_codes import EXIT_FENCED

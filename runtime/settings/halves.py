@@ -8,7 +8,9 @@ from runtime.settings.derived import trains_demonstrations
 from runtime.settings.gpus import parse_gpus
 from runtime.settings.placement import bus_node
 from runtime.settings.reading.config import Problem
-from runtime.settings.topology import REFERENCE, NodeConfig, Topology, TrainerConfig, reference_in_pool
+from runtime.settings.tables.run import NodeConfig
+from runtime.settings.tables.trainer import TrainerConfig
+from runtime.settings.topology import REFERENCE, Topology, reference_in_pool
 from runtime.util.formatting import show
 
 

@@ -9,16 +9,18 @@ import msgspec
 
 from runtime.settings.derived import EVAL_FUNCTIONS, TRAINER_FUNCTIONS, trainer_functions
 from runtime.settings.halves import half_of
-from runtime.settings.observe import ObserveConfig
 from runtime.settings.plugins import PluginError, find_file
 from runtime.settings.reading.config import Problem, TopologyError
 from runtime.settings.reading.toml import SET, Loaded, convert, load_tables
 from runtime.settings.rules.validate import validate
 from runtime.settings.slices import split_slice
 from runtime.settings.slime.functions import PREFIX
+from runtime.settings.tables.observe import ObserveConfig
+from runtime.settings.tables.reward import RewardConfig
 from runtime.settings.tables.rollout import RolloutConfig
+from runtime.settings.tables.trainer import TrainerConfig
 from runtime.settings.tables.training import ModelConfig
-from runtime.settings.topology import RewardConfig, Topology, TrainerConfig
+from runtime.settings.topology import Topology
 from runtime.util.secrets import Login, split_login
 
 T = TypeVar("T", bound=msgspec.Struct)

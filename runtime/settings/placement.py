@@ -6,16 +6,9 @@ from collections import Counter
 from typing import Final, NamedTuple, Self
 
 from runtime.settings.gpus import Gpu, order_gpus, parse_gpus
-from runtime.settings.topology import (
-    POLICY,
-    EngineConfig,
-    Topology,
-    TrainerConfig,
-    WeightFormat,
-    answers_are_recorded,
-    critic_has_ranks,
-    critic_topology,
-)
+from runtime.settings.tables.engines import EngineConfig, WeightFormat
+from runtime.settings.tables.trainer import TrainerConfig
+from runtime.settings.topology import POLICY, Topology, answers_are_recorded, critic_has_ranks, critic_topology
 
 AUTO: Final = "auto"
 LOOPBACK: Final = "127.0.0.1"

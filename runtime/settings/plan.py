@@ -36,11 +36,11 @@ from runtime.settings.sizes import (
     stream_sizes,
 )
 from runtime.settings.tables.rollout import RolloutConfig
+from runtime.settings.tables.trainer import TrainerConfig
 from runtime.settings.topology import (
     POLICY,
     REFERENCE,
     Topology,
-    TrainerConfig,
     answers_are_recorded,
     chooser_of,
     critic_topology,

@@ -13,7 +13,8 @@ from runtime.settings.derived import (
 )
 from runtime.settings.placement import num_engines
 from runtime.settings.recipe import Recipe
-from runtime.settings.topology import EngineConfig, Topology, column_names, topk_of_column
+from runtime.settings.tables.engines import EngineConfig
+from runtime.settings.topology import Topology, column_names, topk_of_column
 
 KIB: Final = 1024
 MIB: Final = 1024 * KIB

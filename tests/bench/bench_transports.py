@@ -79,7 +79,7 @@ def measured(place: Path, shape: dict[str, Any], num_runs: int) -> dict[str, Any
 
     from actors.trainer.megatron import groups
     from actors.trainer.megatron.imports import quiet
-    from runtime.settings.topology import MegatronConfig
+    from runtime.settings.tables.trainer import MegatronConfig
     from tests.actors.trainer.tiny import TINY
     from tests.support.tiny_models import write_tokenizer
 
@@ -137,7 +137,7 @@ class Rig:
         from actors.trainer.megatron.build import build_chunks
         from actors.trainer.megatron.config import transformer_config
         from actors.trainer.models.config import read_hf_config
-        from runtime.settings.topology import MegatronConfig
+        from runtime.settings.tables.trainer import MegatronConfig
 
         self.place, self.url, self.hf = place, url, read_hf_config(place)
         cpu = torch.device("cpu")

@@ -43,7 +43,7 @@ def measure(place: Path, shape: dict[str, Any], num_runs: int) -> dict[str, Any]
     from actors.trainer.weights.export import weight_thread
     from actors.trainer.weights.files import export_to_files
     from actors.trainer.weights.gathering import own_parts
-    from runtime.settings.topology import MegatronConfig, TrainerConfig
+    from runtime.settings.tables.trainer import MegatronConfig, TrainerConfig
     from tests.actors.trainer.tiny import TINY
 
     torch.set_num_threads(1)

@@ -34,7 +34,7 @@ from runtime.bus.nats.server import server_command, wait_ready
 from runtime.data.dump_files import RUN_FILE
 from runtime.node.claims.claim import Claim
 from runtime.node.claims.run_id import KEY, IdOnBus
-from runtime.settings.topology import MegatronConfig
+from runtime.settings.tables.trainer import MegatronConfig
 from runtime.util.files import write_atomically
 from runtime.util.secrets import Login, Secret, with_login
 from tests.bin.check_cases import (

@@ -18,7 +18,7 @@ from aiohttp import web
 from actors.observer.otlp import SENT_FILE, sent_in
 from actors.observer.page import Page
 from runtime.report.observed import Observed
-from runtime.settings.observe import PAGE_FILE
+from runtime.settings.tables.observe import PAGE_FILE
 from tests.chaos.audit import audit
 from tests.chaos.harness import Command, Run
 from tests.fixtures.nats import eventually

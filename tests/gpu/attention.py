@@ -10,7 +10,7 @@ from torch import Tensor
 from actors.trainer.megatron import groups as ranks
 from actors.trainer.megatron.layers.attention import CoreAttention
 from actors.trainer.megatron.layers.rows import packing
-from runtime.settings.topology import MegatronConfig
+from runtime.settings.tables.trainer import MegatronConfig
 from tests.gpu.measured import Measured, forget_peak, peak_bytes, seconds
 
 NO_WORSE: float = 2.0  # times SDPA's own error in the same dtype, from what it is in float32

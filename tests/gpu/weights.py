@@ -19,7 +19,7 @@ from actors.trainer.weights.engines import aligned, described, fingerprints_of, 
 from actors.trainer.weights.gathering import Bucket
 from actors.trainer.weights.gpu_handles import handle_of
 from actors.trainer.weights.shared_memory import bucket_payload, payload_of, segment
-from runtime.settings.topology import MegatronConfig
+from runtime.settings.tables.trainer import MegatronConfig
 from tests.gpu.measured import Measured, forget_peak, seconds, used_bytes
 
 ROOT = Path(__file__).parents[2]

@@ -15,7 +15,7 @@ from messages import Outcome
 from runtime.data.dump_files import write_pair
 from runtime.data.dumps import Fate
 from runtime.report.observed import Observed
-from runtime.settings.observe import PAGE_FILE
+from runtime.settings.tables.observe import PAGE_FILE
 from tests.build.dumps import dumped_group
 from tests.build.events import failed
 from tests.chaos.harness import ROOT, Run

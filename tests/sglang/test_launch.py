@@ -17,7 +17,7 @@ from runtime.bus.addresses import ENGINE_KEY_VARIABLE
 from runtime.node.supervisor.ports import free_port
 from runtime.settings.load import load_topology
 from runtime.settings.processes import with_address
-from runtime.settings.topology import EngineConfig
+from runtime.settings.tables.engines import EngineConfig
 from tests.sglang.server import ROOT, SGLANG_START_S, SHIM, TP1, Server, sglang_python, wait_until_up
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(2 * SGLANG_START_S)]

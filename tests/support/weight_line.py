@@ -42,7 +42,7 @@ from messages import (
     WeightSyncPrepared,
 )
 from runtime.settings.placement import UpdateLimits
-from runtime.settings.topology import Verify
+from runtime.settings.tables.engines import Verify
 from tests.support.engine_checksums import Layout, engine_checksum, expected_checksums
 
 ENGINE: Final = "engine-0"

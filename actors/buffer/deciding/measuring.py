@@ -20,7 +20,8 @@ from runtime.ledger.fold import Evaluation
 from runtime.process.user_process import UserFunctionError, UserLimits, UserProcess
 from runtime.settings.plugins import load_plugin, located
 from runtime.settings.sizes import MAX_OWN_METRICS
-from runtime.settings.topology import RewardConfig, Topology
+from runtime.settings.tables.reward import RewardConfig
+from runtime.settings.topology import Topology
 
 log = structlog.get_logger()
 

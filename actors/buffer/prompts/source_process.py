@@ -20,7 +20,8 @@ from runtime.data.data_files import DataError
 from runtime.ledger.state import GroupOutcome
 from runtime.process.user_limits import LENGTH_BYTES, environment, forward, how_ended
 from runtime.settings.recipe import Recipe
-from runtime.settings.topology import RewardConfig, Topology
+from runtime.settings.tables.reward import RewardConfig
+from runtime.settings.topology import Topology
 
 START_TIMEOUT_S: Final = 60.0  # to import the user's module and read the files
 KILL_TIMEOUT_S: Final = 5.0

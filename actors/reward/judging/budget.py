@@ -10,7 +10,7 @@ import structlog
 from actors.reward.judging.requests import JudgeAnswer, JudgeError
 from runtime.bus.bus import Bus
 from runtime.bus.errors import BusError
-from runtime.settings.topology import JudgeConfig
+from runtime.settings.tables.reward import JudgeConfig
 
 log = structlog.get_logger()
 

@@ -30,7 +30,9 @@ from runtime.bus.bus import Bus
 from runtime.bus.errors import BusError
 from runtime.process.actor import InputError
 from runtime.settings.placement import num_engines
-from runtime.settings.topology import EngineConfig, JudgeConfig, Topology, judge_pools, model_of, sglang_arguments
+from runtime.settings.tables.engines import EngineConfig
+from runtime.settings.tables.reward import JudgeConfig
+from runtime.settings.topology import Topology, judge_pools, model_of, sglang_arguments
 
 log = structlog.get_logger()
 

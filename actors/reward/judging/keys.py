@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from runtime.settings.topology import JudgeConfig, RewardConfig
+from runtime.settings.tables.reward import JudgeConfig, RewardConfig
 from runtime.util.secrets import Secret, read_private
 
 

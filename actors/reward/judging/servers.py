@@ -14,7 +14,7 @@ from actors.reward.judging.requests import PATH
 from runtime.bus.addresses import Address, engine_key
 from runtime.bus.bus import Bus
 from runtime.bus.servers import attend_servers, kill_server
-from runtime.settings.topology import EngineConfig
+from runtime.settings.tables.engines import EngineConfig
 from runtime.util.secrets import Secret
 
 log = structlog.get_logger()

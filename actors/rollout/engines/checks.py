@@ -13,7 +13,8 @@ from actors.rollout.sglang.client import SglangClient
 from actors.rollout.sglang.errors import EngineError
 from runtime.settings.placement import served_dtype
 from runtime.settings.reading.config import Problem
-from runtime.settings.topology import EngineConfig, Topology, keeps_prefixes, model_of
+from runtime.settings.tables.engines import EngineConfig
+from runtime.settings.topology import Topology, keeps_prefixes, model_of
 
 log = structlog.get_logger()
 

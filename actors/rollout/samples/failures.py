@@ -6,7 +6,7 @@ from typing import Final, Literal
 
 import msgspec
 
-from runtime.settings.topology import RewardConfig
+from runtime.settings.tables.reward import RewardConfig
 
 Action = Literal["drop_sample", "drop_group"] | float  # a number is the sample's reward
 

@@ -30,7 +30,8 @@ from messages.subjects import OWN_GRADERS, grader_token
 from runtime.bus.bus import Bus
 from runtime.bus.errors import AlreadyQueued, BusError, MessageTooLarge
 from runtime.bus.scoring import ScoreInbox
-from runtime.settings.topology import TOKEN_REWARDS, RewardPer, SampleField
+from runtime.settings.tables.reward import RewardPer, SampleField
+from runtime.settings.topology import TOKEN_REWARDS
 from runtime.util.formatting import count_of
 
 log = structlog.get_logger()

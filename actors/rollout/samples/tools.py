@@ -13,7 +13,7 @@ from actors.rollout.samples.rollout_function import RolloutCalls, RolloutFunctio
 from actors.rollout.samples.scoring import Scorer
 from actors.rollout.sglang.served_model import ServedModel
 from runtime.bus.bus import Bus
-from runtime.settings.topology import RewardPer, SampleField
+from runtime.settings.tables.reward import RewardPer, SampleField
 
 
 @dataclass

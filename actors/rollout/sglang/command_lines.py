@@ -10,7 +10,8 @@ from actors.rollout.sglang.peer_weights import PEERS_VARIABLE
 from actors.rollout.sglang.server_arguments import FOREIGN, LAUNCH
 from runtime.models.fp8 import SERVED
 from runtime.settings.placement import served_dtype
-from runtime.settings.topology import EngineConfig, Topology, model_of, only_answers, sglang_arguments
+from runtime.settings.tables.engines import EngineConfig
+from runtime.settings.topology import Topology, model_of, only_answers, sglang_arguments
 
 READY_TIMEOUT_S: Final = 1800.0  # a slow disk needs that long for a large model
 STREAM_INTERVAL: Final = 64  # tokens per streamed chunk; an engine crash loses at most this many tokens of a sample

@@ -13,7 +13,8 @@ import msgspec
 
 from runtime.models.experts import Qwen3MoeKeys
 from runtime.models.fp8 import BLOCK, is_quantized
-from runtime.settings.topology import EngineConfig, sglang_arguments
+from runtime.settings.tables.engines import EngineConfig
+from runtime.settings.topology import sglang_arguments
 
 _HEADS: Final = {
     "q_proj": "num_attention_heads x head_dim",

@@ -17,7 +17,8 @@ from typing import Any, Final, cast
 import msgspec
 
 from runtime.settings.reading.config import Problem
-from runtime.settings.topology import EngineConfig, sglang_arguments
+from runtime.settings.tables.engines import EngineConfig
+from runtime.settings.topology import sglang_arguments
 from runtime.util.files import write_atomically
 
 LAUNCH: Final = str(Path(__file__).with_name("launch.py"))  # passes the run's API key to servers

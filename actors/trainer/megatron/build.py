@@ -23,7 +23,7 @@ from actors.trainer.megatron.layers.head import Model, MtpLayer, ValueHead
 from actors.trainer.megatron.layers.router import Router
 from actors.trainer.models.config import HfConfig
 from runtime.models.attention import Rope
-from runtime.settings.topology import TrainerConfig
+from runtime.settings.tables.trainer import TrainerConfig
 
 log = structlog.get_logger()
 

@@ -12,7 +12,8 @@ from actors.trainer.models.config import HfConfig
 from actors.trainer.models.layout import check_layout
 from runtime.models.attention import MlaConfig, Rope
 from runtime.models.experts import Experts
-from runtime.settings.topology import MegatronConfig, Topology
+from runtime.settings.tables.trainer import MegatronConfig
+from runtime.settings.topology import Topology
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

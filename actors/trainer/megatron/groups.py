@@ -16,7 +16,7 @@ from torch.distributed.distributed_c10d import ProcessGroupGloo
 
 from actors.trainer.megatron import cpu
 from actors.trainer.megatron.imports import initialize_rng_tracker, model_parallel_cuda_manual_seed, parallel_state
-from runtime.settings.topology import MegatronConfig
+from runtime.settings.tables.trainer import MegatronConfig
 
 T = TypeVar("T")
 

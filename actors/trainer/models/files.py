@@ -21,7 +21,7 @@ from actors.trainer.models.shards import write_weights
 from runtime.models.config import ARCHITECTURES
 from runtime.models.fp8 import quantization_config
 from runtime.models.safetensors import INDEX_FILE, SINGLE_FILE, safetensors_files, shards_by_tensor
-from runtime.settings.topology import WeightFormat
+from runtime.settings.tables.engines import WeightFormat
 
 _COPIED = ("config.json", "generation_config.json")
 

@@ -2,7 +2,7 @@
 
 from actors.trainer.models.config import HfConfig
 from runtime.models.experts import Experts
-from runtime.settings.topology import MegatronConfig
+from runtime.settings.tables.trainer import MegatronConfig
 from runtime.util.formatting import count_of
 
 

@@ -31,7 +31,8 @@ from actors.trainer.plugins.rollout_data import KEY as POSTPROCESS
 from actors.trainer.plugins.rollout_data import Postprocess, RolloutData
 from runtime.process.actor import InputError
 from runtime.settings.derived import reads_reference, trainer_functions
-from runtime.settings.topology import RewardPer, Topology
+from runtime.settings.tables.reward import RewardPer
+from runtime.settings.topology import Topology
 
 CPU: Final = torch.device("cpu")
 LENGTHS: Final = (3, 5)  # trained tokens of the two samples

@@ -9,7 +9,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from actors.trainer.megatron.imports import quiet
-from runtime.settings.topology import ProfileConfig
+from runtime.settings.tables.trainer import ProfileConfig
 
 PROFILES: Final = "profiles"  # in the run directory
 MAX_ENTRIES: Final = 1_000_000  # allocations in a memory snapshot

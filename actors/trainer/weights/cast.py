@@ -13,7 +13,7 @@ from actors.trainer.models.shards import Entry, entry_of
 from actors.trainer.weights.export import AS_TRAINED, WeightConversion
 from actors.trainer.weights.gathering import Bucket
 from runtime.models.fp8 import BLOCK, grid_of, is_quantized, scale_name
-from runtime.settings.topology import WeightFormat
+from runtime.settings.tables.engines import WeightFormat
 
 _FP8: Final = torch.float8_e4m3fn
 _FP8_MAX: Final = torch.finfo(_FP8).max  # 448

@@ -22,7 +22,7 @@ from runtime.models.delta import DeltaError, TensorDelta, Version, write_index
 from runtime.models.file_sums import sum_of
 from runtime.models.safetensors import INDEX_FILE, safetensors_files
 from runtime.models.versions import OnDisk, goes_whole, name_of, needed_for, on_disk, versions_in, write_note
-from runtime.settings.topology import WeightFormat
+from runtime.settings.tables.engines import WeightFormat
 from runtime.util.files import begin_directory, complete_directory, hidden_name
 
 log = structlog.get_logger()

@@ -17,7 +17,8 @@ import msgspec
 from runtime.settings.devices import gpus_here
 from runtime.settings.placement import roles_of
 from runtime.settings.reading.config import Problem
-from runtime.settings.topology import EngineConfig, Topology
+from runtime.settings.tables.engines import EngineConfig
+from runtime.settings.topology import Topology
 from runtime.util.import_path import OURS, ROOT
 
 OWN: Final = "physarum"

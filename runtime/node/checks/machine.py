@@ -14,10 +14,11 @@ from urllib.parse import urlsplit
 
 from runtime.node.checks.findings import Findings
 from runtime.settings.devices import gpus_here, handed_out
-from runtime.settings.observe import OPENTELEMETRY, python_of
 from runtime.settings.placement import NodeRoles, num_trainer_processes, roles_of
 from runtime.settings.reading.config import Problem
-from runtime.settings.topology import POLICY, EngineConfig, Topology, answers_are_recorded
+from runtime.settings.tables.engines import EngineConfig
+from runtime.settings.tables.observe import OPENTELEMETRY, python_of
+from runtime.settings.topology import POLICY, Topology, answers_are_recorded
 from runtime.util.secrets import read_private
 
 TRAINER: Final = ("torch", "megatron.core", "safetensors")

@@ -22,7 +22,7 @@ from runtime.util.formatting import show
 
 HEAD: Final = """# All settings
 
-Written by `bin/describe-settings` from `runtime/settings/tables/` and `topology.py`; do not edit.
+Written by `bin/describe-settings` from `runtime/settings/tables/`; do not edit.
 
 A topology is a TOML file that says what runs where. It includes a recipe, which says what is trained. Both are one
 set of tables: any key may be in either file, and can be set for one start with `--set`:

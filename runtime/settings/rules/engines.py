@@ -11,10 +11,10 @@ from runtime.settings.derived import (
 )
 from runtime.settings.placement import num_engines
 from runtime.settings.reading.config import Problem
+from runtime.settings.tables.engines import EngineConfig
 from runtime.settings.topology import (
     POLICY,
     REFERENCE,
-    EngineConfig,
     Topology,
     answers_are_recorded,
     frozen_pools,

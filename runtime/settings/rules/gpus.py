@@ -10,14 +10,8 @@ from runtime.settings.gpus import Gpu, parse_gpus, show_gpus
 from runtime.settings.placement import data_parallel_size, num_ranks
 from runtime.settings.reading.config import Problem
 from runtime.settings.recipe import Recipe
-from runtime.settings.topology import (
-    CriticRanksConfig,
-    MegatronConfig,
-    Topology,
-    TrainerConfig,
-    critic_has_ranks,
-    critic_topology,
-)
+from runtime.settings.tables.trainer import CriticRanksConfig, MegatronConfig, TrainerConfig
+from runtime.settings.topology import Topology, critic_has_ranks, critic_topology
 
 OF_CRITIC: Final = "trainer.critic"  # table of the critic's own ranks
 

@@ -10,15 +10,8 @@ from runtime.settings.derived import (
 )
 from runtime.settings.placement import home_node, is_loopback
 from runtime.settings.reading.config import Problem
-from runtime.settings.topology import (
-    JUDGE,
-    POLICY,
-    GraderLimits,
-    JudgeConfig,
-    RewardConfig,
-    Topology,
-    answers_are_recorded,
-)
+from runtime.settings.tables.reward import GraderLimits, JudgeConfig, RewardConfig
+from runtime.settings.topology import JUDGE, POLICY, Topology, answers_are_recorded
 
 OWN_FIELDS = ("max_tokens", "messages", "model", "n", "stream", "temperature")  # of a request to a judge
 REMOTE_RM = "remote_rm"  # the grader of reward.rm_url

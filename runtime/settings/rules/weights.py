@@ -7,14 +7,8 @@ from urllib.parse import urlsplit
 
 from runtime.settings.placement import engine_places, is_networked, nodes_of_engine, num_engines
 from runtime.settings.reading.config import Problem
-from runtime.settings.topology import (
-    POLICY,
-    EngineConfig,
-    Topology,
-    answers_are_recorded,
-    keeps_prefixes,
-    sglang_arguments,
-)
+from runtime.settings.tables.engines import EngineConfig
+from runtime.settings.topology import POLICY, Topology, answers_are_recorded, keeps_prefixes, sglang_arguments
 
 LOOPBACK: Final = ("127.0.0.1", "localhost", "::1")
 STAGES: Final = ("pp_size", "pipeline_parallel_size")  # SGLang's names

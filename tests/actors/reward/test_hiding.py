@@ -8,7 +8,8 @@ import pytest
 
 from actors.reward.sandbox import sandbox_of
 from runtime.settings.tables.prompts import DataConfig, EvalConfig
-from runtime.settings.topology import RunConfig, Topology
+from runtime.settings.tables.run import RunConfig
+from runtime.settings.topology import Topology
 from tests.actors.reward.test_sandbox import REFUSAL, details_of, graded_by, refused
 from tests.build.topology import trainer_topology
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from actors.trainer.megatron import groups as ranks
-from runtime.settings.topology import MegatronConfig, Topology
+from runtime.settings.tables.trainer import MegatronConfig
+from runtime.settings.topology import Topology
 from tests.actors.trainer.tiny import TINY
 from tests.build.topology import trainer_topology
 

@@ -12,8 +12,8 @@ import psutil
 import pytest
 
 from messages import ActorExited, ActorStarted
-from runtime.settings.observe import PAGE, PAGE_FILE
 from runtime.settings.processes import ProcessSpec, Tier
+from runtime.settings.tables.observe import PAGE, PAGE_FILE
 from runtime.util.files import write_atomically
 from runtime.util.import_path import ROOT
 from tests.fixtures.nats import eventually

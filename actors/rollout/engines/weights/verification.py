@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple
 from actors.rollout.sglang.errors import EngineError
 from actors.rollout.sglang.facts import LAYOUT_KEYS
 from messages import WeightProbe, WeightsAnnounced
-from runtime.settings.topology import Verify, WeightFormat
+from runtime.settings.tables.engines import Verify, WeightFormat
 
 SMALL_BYTES: Final = 4 << 30  # size of the files: 1e9 parameters in float32, or 2e9 in bfloat16
 TOLERANCE: Final = 1e-3  # in nats, if trainer and engine compute in float32

@@ -26,7 +26,7 @@ from actors.rollout.sglang.client import SglangClient
 from actors.rollout.sglang.errors import RequestRefused
 from actors.rollout.sglang.facts import FROM_PEER, UNLABELLED
 from messages import WeightProbe, WeightsAnnounced
-from runtime.settings.topology import StartWeights, Verify, WeightFormat
+from runtime.settings.tables.engines import StartWeights, Verify, WeightFormat
 
 log = structlog.get_logger()
 

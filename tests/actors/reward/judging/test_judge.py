@@ -14,7 +14,7 @@ from actors.reward.judging.gateway import KEY_VARIABLE, URL_VARIABLE, gateway
 from actors.reward.judging.judge import Judge, JudgeLimits
 from actors.reward.judging.requests import JudgeError
 from actors.reward.judging.servers import JudgeServer, JudgeServers
-from runtime.settings.topology import JudgeConfig
+from runtime.settings.tables.reward import JudgeConfig
 from runtime.util.retrying import Backoff
 from runtime.util.secrets import Secret
 from tests.support.judging import ScriptedJudge, completion, serving

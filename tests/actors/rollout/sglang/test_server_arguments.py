@@ -14,7 +14,7 @@ from actors.rollout.sglang.server_arguments import engine_problems
 from bin.start_topology import main
 from runtime.settings.load import load_topology
 from runtime.settings.processes import with_address
-from runtime.settings.topology import EngineConfig
+from runtime.settings.tables.engines import EngineConfig
 from tests.support.fake_sglang import times_imported, write_fake_sglang
 
 ROOT = Path(__file__).resolve().parents[4]

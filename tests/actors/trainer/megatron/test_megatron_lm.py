@@ -24,7 +24,7 @@ from actors.trainer.megatron.imports import GPTModel, dist_checkpointing, quiet
 from actors.trainer.megatron.megatron_lm import ALIKE
 from actors.trainer.megatron.saving import _SaveInProcess
 from actors.trainer.models.config import read_hf_config
-from runtime.settings.topology import MegatronConfig
+from runtime.settings.tables.trainer import MegatronConfig
 from tests.actors.trainer.hf import whole_weights, write_model
 from tests.actors.trainer.tiny import TINY, VOCAB, random_batch
 from tests.build.topology import MakeTopology

@@ -8,7 +8,7 @@ import pytest
 
 from actors.trainer.models.config import HfConfig, read_hf_config
 from actors.trainer.models.layout import check_layout
-from runtime.settings.topology import MegatronConfig
+from runtime.settings.tables.trainer import MegatronConfig
 from tests.actors.trainer.tiny import TINY, config_of
 
 FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"

@@ -17,7 +17,7 @@ from actors.trainer.models.config import read_hf_config
 from actors.trainer.models.files import file_source, random_source
 from actors.trainer.models.shapes import hf_shapes
 from actors.trainer.models.sharding import load_weights
-from runtime.settings.topology import MegatronConfig
+from runtime.settings.tables.trainer import MegatronConfig
 from tests.actors.trainer.hf import whole_weights, write_model
 from tests.actors.trainer.tiny import TINY, VOCAB, YARN, config_of, random_batch
 from tests.build.model import mapping_source

@@ -15,7 +15,7 @@ from actors.trainer.models import files
 from actors.trainer.models.config import HfConfig, read_hf_config
 from actors.trainer.models.files import TensorShard, file_source, random_source
 from actors.trainer.models.sharding import rank_part
-from runtime.settings.topology import MegatronConfig
+from runtime.settings.tables.trainer import MegatronConfig
 from tests.actors.trainer.hf import write_model
 from tests.build.model import mapping_source
 

@@ -18,7 +18,8 @@ from actors.trainer.megatron.rank_model import Replica
 from actors.trainer.models.config import trained_model
 from actors.trainer.models.shapes import VALUE_HEAD, check_weights
 from actors.trainer.step.reward_model import RewardModelStep, at_last_tokens
-from runtime.settings.topology import MegatronConfig, Topology
+from runtime.settings.tables.trainer import MegatronConfig
+from runtime.settings.topology import Topology
 from tests.actors.trainer.hf import whole_weights, write_model
 from tests.actors.trainer.tiny import pairs
 from tests.build.topology import MakeTopology

@@ -17,7 +17,7 @@ from actors.trainer.models.sharding import rank_part
 from actors.trainer.weights.export import copied, weight_thread
 from actors.trainer.weights.files import export_to_files
 from actors.trainer.weights.gathering import Part
-from runtime.settings.topology import MegatronConfig
+from runtime.settings.tables.trainer import MegatronConfig
 from tests.actors.trainer.measured import Peak
 from tests.actors.trainer.tiny import TINY
 

@@ -28,7 +28,7 @@ from actors.trainer.weights.gathering import own_parts
 from actors.trainer.weights.publish import Versions
 from runtime.models.checksums import checksums_of
 from runtime.models.fp8 import is_quantized, quantization_config
-from runtime.settings.topology import WeightFormat
+from runtime.settings.tables.engines import WeightFormat
 from tests.actors.trainer.hf import whole_weights, write_model
 from tests.actors.trainer.models.test_model_parity import load
 from tests.actors.trainer.tiny import TINY, config_of

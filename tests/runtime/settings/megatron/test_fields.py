@@ -6,7 +6,8 @@ import pytest
 
 from runtime.settings.megatron.fields import Table, answers, megatron_fields, why_no_key
 from runtime.settings.reading.schema import type_at
-from runtime.settings.topology import DdpConfig, MegatronConfig, MegatronOptimizerConfig, Topology
+from runtime.settings.tables.trainer import DdpConfig, MegatronConfig, MegatronOptimizerConfig
+from runtime.settings.topology import Topology
 
 KEYS = {"megatron": MegatronConfig, "optimizer": MegatronOptimizerConfig, "ddp": DdpConfig}
 

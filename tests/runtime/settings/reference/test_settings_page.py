@@ -12,15 +12,12 @@ from runtime.node.checks.check import not_built
 from runtime.settings.reading.config import Config
 from runtime.settings.reading.schema import is_config, keys_of, type_at
 from runtime.settings.reference.page import Table, expert_settings, meanings, tables_of
+from runtime.settings.tables.engines import EngineConfig
 from runtime.settings.tables.rollout import RolloutConfig
+from runtime.settings.tables.run import NodeConfig, RunConfig
+from runtime.settings.tables.trainer import TrainerConfig
 from runtime.settings.tables.training import ModelConfig, TrainConfig
-from runtime.settings.topology import (
-    EngineConfig,
-    NodeConfig,
-    RunConfig,
-    Topology,
-    TrainerConfig,
-)
+from runtime.settings.topology import Topology
 
 PAGE = (Path(__file__).resolve().parents[4] / "docs" / "reference" / "settings.md").read_text(encoding="utf-8")
 ROWS = re.findall(r"^\| `([^`]+)` \| (.+?) \| (.+?) \| (.*?) \|$", PAGE, re.MULTILINE)

@@ -21,7 +21,7 @@ from actors.rollout.engines.weights.verification import (
     tolerance_of,
 )
 from messages import WeightProbe
-from runtime.settings.topology import WeightFormat
+from runtime.settings.tables.engines import WeightFormat
 from tests.support.rollout import announcement
 
 PROBE = WeightProbe(token_ids=(5, 6, 7), log_probs=(0.0, -1.0, -2.0))

@@ -23,7 +23,8 @@ from actors.trainer.models.shapes import hf_shapes
 from actors.trainer.models.sharding import global_name, load_weights
 from actors.trainer.step.train_step import TrainStep
 from runtime.models.safetensors import SINGLE_FILE
-from runtime.settings.topology import MegatronConfig, Topology
+from runtime.settings.tables.trainer import MegatronConfig
+from runtime.settings.topology import Topology
 from tests.actors.trainer.hf import state_of, whole_weights, write_mtp_model
 from tests.actors.trainer.tiny import random_batch
 from tests.build.topology import MakeTopology
