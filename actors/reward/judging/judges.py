@@ -1,21 +1,20 @@
 """The judges of a reward actor: opened from the topology; a built-in grader on top of them."""
 
 import math
-from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
-from contextlib import ExitStack, asynccontextmanager, closing, contextmanager
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Any, Final
 
 import aiohttp
 import anyio
-import anyio.to_thread
 import msgspec
 import structlog
 from anyio.abc import TaskGroup
 
 from actors.reward.frames import Graded, GraderSpec
 from actors.reward.judging.budget import open_budgets, store_spent
-from actors.reward.judging.cache import AnswerCache, key_of
+from actors.reward.judging.cache import Caches, key_of
 from actors.reward.judging.gateway import gateway
 from actors.reward.judging.judge import Judge, JudgeLimits
 from actors.reward.judging.keys import KeyProblem, api_key
@@ -50,7 +49,7 @@ class Judges:
         configs: Mapping[str, JudgeConfig],
         judges: Mapping[str, Judge],
         env: Mapping[str, str],
-        caches: Mapping[str, AnswerCache],
+        caches: Caches,
     ) -> None:
         self._configs = configs
         self._caches = caches
@@ -106,16 +105,15 @@ class Judges:
 
     async def _kept_or_asked(self, name: str, request: Mapping[str, Any], *, evaluation: bool) -> JudgeAnswer:
         config, judge = self._configs[name], self._judges[name]
-        cache = None if evaluation and not config.cache_in_eval else self._caches.get(name)
-        if cache is None:
+        if name not in self._caches or (evaluation and not config.cache_in_eval):
             return await judge.ask(request)
         key = key_of(config.model or "", request)
-        kept = await anyio.to_thread.run_sync(cache.get, key)
+        kept = await self._caches.get(name, key)
         if kept is not None:
             judge.counts["kept_answers"] += 1
             return answer_in(kept)
         answer = await judge.ask(request)
-        await anyio.to_thread.run_sync(cache.put, key, answer.body)
+        await self._caches.put(name, key, answer.body)
         return answer
 
 
@@ -136,7 +134,7 @@ async def open_judges(topology: Topology, bus: Bus) -> AsyncGenerator[Judges]:
     """
     configs = topology.reward.judges
     if not configs:
-        yield Judges({}, {}, {}, {})
+        yield Judges({}, {}, {}, Caches({}))
         return
     budgets = await open_budgets(configs, bus, max(1, len(topology.reward.nodes)))
     send, failures = anyio.create_memory_object_stream[EngineRequestsFailed](EVENTS_WAITING)
@@ -170,23 +168,18 @@ async def open_judges(topology: Topology, bus: Bus) -> AsyncGenerator[Judges]:
             )
             for name in configs
         }
-        with _caches(topology, bus) as caches:
+        with closing(Caches(_cache_files(topology, bus), report)) as caches:
             async with gateway(judges) as env:
                 yield Judges(configs, judges, env if topology.reward.sandbox != "isolated" else {}, caches)
             group.cancel_scope.cancel()
 
 
-@contextmanager
-def _caches(topology: Topology, bus: Bus) -> Generator[dict[str, AnswerCache]]:
-    """Open the caches of the judges that have one."""
-    folder = Path(run_dir_of(topology)) / CACHES
-    with ExitStack() as opened:
-        caches: dict[str, AnswerCache] = {}
-        for name, judge in topology.reward.judges.items():
-            if judge.cache_bytes:
-                cache = AnswerCache(folder / f"{name}-{bus.name}.sqlite", judge.cache_bytes)
-                caches[name] = opened.enter_context(closing(cache))
-        yield caches
+def _cache_files(topology: Topology, bus: Bus) -> dict[str, tuple[Path, int]]:
+    """Return file and bytes of the caches of the judges that have one. Each reward actor has files of its own."""
+    folder, judges = Path(run_dir_of(topology)) / CACHES, topology.reward.judges.items()
+    return {
+        name: (folder / f"{name}-{bus.name}.sqlite", judge.cache_bytes) for name, judge in judges if judge.cache_bytes
+    }
 
 
 def _servers(topology: Topology, name: str, bus: Bus, group: TaskGroup) -> JudgeServers:
