@@ -1,4 +1,4 @@
-"""Forked ranks end with their program, and a rank that fails ends the others."""
+"""Forked ranks end with their program, a rank that fails ends the others, and a single rank is no fork."""
 
 from pathlib import Path
 
@@ -7,12 +7,14 @@ import pytest
 from tests.grid.running import run_ranks
 
 PROGRAM = """
-import sys, time
+import multiprocessing, sys, time
 from pathlib import Path
 from tests.grid.forked import fork_ranks
 
 def main(rank, world, port, place, word):
     (place / f"{rank} of {world}").write_text(word)
+    if word == "alone":
+        assert multiprocessing.parent_process() is None, "a fork of this program"
     if word == "fails":
         assert rank, "rank 0 fails, the others wait"
         time.sleep(600)
@@ -29,3 +31,10 @@ def test_each_rank_is_a_fork_and_one_that_fails_ends_the_others(tmp_path: Path) 
     assert {path.name for path in tmp_path.glob("* of 3")} == {"0 of 3", "1 of 3", "2 of 3"}
     with pytest.raises(AssertionError, match=r"^1"):
         run_ranks(program, tmp_path, "fails", world=2, timeout_s=30)
+
+
+def test_a_single_rank_is_no_fork_so_that_it_can_use_a_gpu(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    run_ranks(program, tmp_path, "alone", world=1, timeout_s=30)
+    assert (tmp_path / "0 of 1").read_text() == "alone"
