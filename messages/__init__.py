@@ -26,7 +26,7 @@ from messages.calls import (
     WeightSyncPrepared,
     WeightSyncRequested,
 )
-from messages.codec import DecodeError, EncodeError, decode, encode
+from messages.codec import DecodeError, EncodeError, decode, decode_as, encode
 from messages.data import ColumnPublished, DrawsStored, PromptStored, SegmentsPublished, SnapshotChunk
 from messages.engines import (
     EngineRequestsFailed,
@@ -223,6 +223,7 @@ __all__ = [
     "WeightsProgressed",
     "WeightsRefused",
     "decode",
+    "decode_as",
     "encode",
     "message_types",
     "tag_of",

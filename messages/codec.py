@@ -7,7 +7,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 import msgspec
 
 from messages.arrays import from_extension, from_list, to_extension, to_list
-from messages.base import Message, Plane, message_types, tag_of
+from messages.base import Message, MessageT, Plane, message_types, tag_of
 from messages.plain import UNREADABLE, check_json, check_open_fields, has_open_fields
 
 JSON = "application/json"
@@ -104,6 +104,18 @@ def decode(payload: bytes, headers: Mapping[str, str] | None) -> Message:
         _check(message, payload, content_type)
     except UNREADABLE as error:
         raise DecodeError(f"{tag}: {str(error)[:MAX_ERROR_CHARS] or type(error).__name__}") from error
+    return message
+
+
+def decode_as(message_type: type[MessageT], payload: bytes, headers: Mapping[str, str] | None) -> MessageT:
+    """Decode a message that has to be of one type.
+
+    Raises:
+        DecodeError: as `decode`, or the message is of another type.
+    """
+    message = decode(payload, headers)
+    if not isinstance(message, message_type):
+        raise DecodeError(f"got {type(message).__name__}, expected {message_type.__name__}")
     return message
 
 

@@ -9,7 +9,7 @@ from typing import Any, Final, overload
 
 import msgspec
 
-from messages import DecodeError, Message, MessageT, Plane, ScoreRequested, ScoresGiven, decode, tag_of
+from messages import DecodeError, Message, MessageT, Plane, ScoreRequested, ScoresGiven, decode_as, tag_of
 from messages.subjects import (
     check_run_name,
     event_filters,
@@ -358,9 +358,7 @@ class Bus:
             raise PayloadLost(f"{self._data_stream} has no {name}")
         self._connection.counters.fetched += 1
         try:
-            message = decode(stored.data, stored.headers)
-            if not isinstance(message, message_type):
-                raise DecodeError(f"got {type(message).__name__}, expected {message_type.__name__}")
+            return decode_as(message_type, stored.data, stored.headers)
         except DecodeError as error:
             if buries:
                 await self._dead_letters.bury(
@@ -371,7 +369,6 @@ class Bus:
                     payload=stored.data,
                 )
             raise PayloadUnreadable(f"{name}: {error}") from error
-        return message
 
     # calling
 

@@ -9,7 +9,7 @@ from typing import Any, Final, Generic
 import structlog
 from anyio.abc import TaskGroup
 
-from messages import CallFailed, DecodeError, EncodeError, Message, MessageT, decode, encode
+from messages import CallFailed, DecodeError, EncodeError, Message, MessageT, decode, decode_as, encode
 from messages.codec import CONTENT_TYPE_HEADER, JSON, MSGPACK
 from messages.plain import clipped
 from messages.subjects import call_subject, is_inbox
@@ -198,9 +198,7 @@ class Inbox(Generic[MessageT]):
                 return None
             raw = self._buffer.popleft()
             try:
-                message = decode(raw.data, raw.headers)
-                if not isinstance(message, self._type):
-                    raise DecodeError(f"got {type(message).__name__}, expected {self._type.__name__}")
+                message = decode_as(self._type, raw.data, raw.headers)
                 self._check(message, raw.subject)
             except DecodeError as error:
                 await self._refuse(raw, str(error))

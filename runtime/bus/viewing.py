@@ -4,7 +4,7 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from typing import Final
 
-from messages import DecodeError, Message, MessageT, Plane, decode
+from messages import DecodeError, Message, MessageT, Plane, decode, decode_as
 from messages.subjects import check_run_name, inbox_prefix, stream_of
 from runtime.bus.errors import PayloadLost, PayloadUnreadable
 from runtime.bus.events import Received
@@ -85,12 +85,9 @@ class Auditing:
         if stored is None:
             raise PayloadLost(f"{self._stream} has no message {seq}")
         try:
-            message = decode(stored.data, stored.headers)
+            return decode_as(message_type, stored.data, stored.headers)
         except DecodeError as error:
             raise PayloadUnreadable(f"message {seq}: {error}") from error
-        if not isinstance(message, message_type):
-            raise PayloadUnreadable(f"message {seq}: got {type(message).__name__}, expected {message_type.__name__}")
-        return message
 
     async def first_seq(self) -> int:
         """Return the sequence of the oldest stored message; 0: there is none.

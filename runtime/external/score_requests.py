@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Final
 
-from messages import DecodeError, Message, MessageT, Plane, ScoreRequested, ScoresGiven, decode, encode
+from messages import DecodeError, MessageT, Plane, ScoreRequested, ScoresGiven, decode_as, encode
 from messages.subjects import key_subject, scores_token, stream_of
 from runtime.bus.consumer import Deliveries, opened
 from runtime.bus.credential import Credential
@@ -68,12 +68,9 @@ class ScoreRequests:
         if stored is None:
             raise PayloadLost(f"no message under {subject}")
         try:
-            message: Message = decode(stored.data, stored.headers)
+            return decode_as(message_type, stored.data, stored.headers)
         except DecodeError as error:
             raise PayloadUnreadable(f"{subject}: {error}") from error
-        if not isinstance(message, message_type):
-            raise PayloadUnreadable(f"{subject}: got {type(message).__name__}")
-        return message
 
 
 @asynccontextmanager

@@ -3,12 +3,10 @@
 A line is added when they differ from those of the node's last start, so that a report of a resumed run names all.
 """
 
-import os
 import platform
-import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Final
@@ -16,7 +14,7 @@ from typing import Final
 import msgspec
 
 from runtime.bus.nats.server import BINARY, server_binary
-from runtime.node.checks.facts import ASK_TIMEOUT_S, OWN, own_version
+from runtime.node.checks.facts import OWN, own_version, printed
 from runtime.settings.placement import bus_node, roles_of
 from runtime.settings.topology import Topology
 from runtime.util.files import write_atomically
@@ -93,7 +91,7 @@ def _records(path: Path) -> list[Recorded]:
 
 
 def _versions(topology: Topology, node: str) -> Iterator[tuple[str, str]]:
-    commit = _printed(["git", "-C", str(ROOT), "rev-parse", "HEAD"]) if (ROOT / ".git").exists() else ""
+    commit = printed(["git", "-C", str(ROOT), "rev-parse", "HEAD"]) if (ROOT / ".git").exists() else ""
     yield OWN, own_version() + (f", commit {commit}" if commit else "")
     yield PYTHON, platform.python_version()
     for name in PACKAGES:
@@ -112,7 +110,7 @@ def _versions(topology: Topology, node: str) -> Iterator[tuple[str, str]]:
 
 def _server_version() -> str:
     try:
-        return _printed([str(server_binary()), "--version"]).rpartition(" ")[2] or UNKNOWN
+        return printed([str(server_binary()), "--version"]).rpartition(" ")[2] or UNKNOWN
     except FileNotFoundError:
         return UNKNOWN
 
@@ -120,18 +118,6 @@ def _server_version() -> str:
 def _of_interpreter(python: str, env: Mapping[str, str]) -> dict[str, str]:
     """Return the versions that an engine pool's interpreter finds."""
     try:
-        return msgspec.json.decode(_printed([python, "-c", ASK, *POOL_PACKAGES], env), type=dict[str, str])
+        return msgspec.json.decode(printed([python, "-c", ASK, *POOL_PACKAGES], env), type=dict[str, str])
     except ValueError:
         return {"sglang": UNKNOWN}
-
-
-def _printed(command: Sequence[str], env: Mapping[str, str] | None = None) -> str:
-    """Return what a command prints; empty if it fails."""
-    environment = {**os.environ, **(env or {})}
-    try:
-        done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=ASK_TIMEOUT_S, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired, ValueError):
-        return ""
-    return done.stdout.strip() if done.returncode == 0 else ""

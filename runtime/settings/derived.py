@@ -5,7 +5,7 @@ from typing import Final
 
 import msgspec
 
-from messages import SamplingParams
+from messages import EvalRequested, Prompt, SamplingParams
 from runtime.settings.recipe import Recipe
 from runtime.settings.tables.algorithm import PAIR_LOSSES, AggMode, AlgorithmConfig, Custom, Estimator, LossMode
 from runtime.settings.tables.prompts import DataConfig, EvalConfig
@@ -256,6 +256,32 @@ def sampling_params(
         stop_token_ids=rollout.stop_token_ids,
         skip_special_tokens=rollout.skip_special_tokens,
         return_sampling_mask=trains and rollout.return_sampling_mask,
+    )
+
+
+def eval_request(
+    recipe: Recipe, item: EvalConfig, number: int, prompt: Prompt, *, step: int, version: int, num_samples: int
+) -> EvalRequested:
+    """Return the task of one prompt of an evaluation set, with the set's sampling settings.
+
+    Args:
+        recipe: the recipe.
+        item: the evaluation set.
+        number: of the prompt in the set.
+        prompt: to generate from.
+        step: train steps before the evaluation.
+        version: weight version to evaluate.
+        num_samples: of the prompt.
+    """
+    sampling = eval_sampling(recipe, item)
+    return EvalRequested(
+        step=step,
+        set=item.name,
+        item=number,
+        version=version,
+        prompt=prompt,
+        num_samples=num_samples,
+        sampling=sampling_params(recipe.rollout, sampling, len(prompt.prompt_ids), trains=False),
     )
 
 

@@ -19,7 +19,7 @@ from runtime.ledger.fold import Evaluation, Group, LedgerState, Stage
 from runtime.ledger.groups import longest
 from runtime.ledger.spills import spilled_samples
 from runtime.settings.derived import (
-    eval_sampling,
+    eval_request,
     needs_baseline,
     over_sampling_batch_size,
     rollout_sampling,
@@ -146,16 +146,9 @@ def eval_tasks(
         ended = evaluation.items[item.name]
         for number, prompt in enumerate(eval_prompts[item.name]):
             if number not in ended:
-                yield EvalRequested(
-                    step=evaluation.step,
-                    set=item.name,
-                    item=number,
-                    version=evaluation.version,
-                    prompt=prompt,
-                    num_samples=item.n_samples_per_eval_prompt,
-                    sampling=sampling_params(
-                        topology.rollout, eval_sampling(topology, item), len(prompt.prompt_ids), trains=False
-                    ),
+                num_samples, version = item.n_samples_per_eval_prompt, evaluation.version
+                yield eval_request(
+                    topology, item, number, prompt, step=evaluation.step, version=version, num_samples=num_samples
                 )
 
 

@@ -29,7 +29,7 @@ from runtime.bus.errors import MessageRefused, PayloadLost
 from runtime.data.stored_prompts import prompts_of_set, with_prompt
 from runtime.process.actor import InputError
 from runtime.process.user_tracebacks import UserTracebacks
-from runtime.settings.derived import eval_sampling, needs_baseline, sampling_params
+from runtime.settings.derived import eval_request, needs_baseline
 from runtime.settings.placement import num_engines
 from runtime.settings.topology import Topology
 from runtime.util.errors import flatten
@@ -362,13 +362,4 @@ class TaskRunner:
     def _item_of(self, task: EvalSetRequested, number: int, prompt: Prompt = NO_PROMPT) -> EvalRequested:
         """Return the task of one prompt of a set."""
         config = next(each for each in self._topology.eval if each.name == task.set)
-        sampling = eval_sampling(self._topology, config)
-        return EvalRequested(
-            step=task.step,
-            set=task.set,
-            item=number,
-            version=task.version,
-            prompt=prompt,
-            num_samples=1,
-            sampling=sampling_params(self._topology.rollout, sampling, len(prompt.prompt_ids), trains=False),
-        )
+        return eval_request(self._topology, config, number, prompt, step=task.step, version=task.version, num_samples=1)

@@ -2,11 +2,10 @@
 
 import hashlib
 import os
-import shutil
 import socket
 import subprocess
 import tomllib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -105,14 +104,16 @@ def _installed(package: str) -> str | None:
 def _sglang_version(engine: EngineConfig) -> str | None:
     if engine.python is None:
         return _installed("sglang")
-    if shutil.which(engine.python) is None:
-        return None
-    command = [engine.python, "-c", SGLANG_VERSION]
-    environment = {**os.environ, **engine.env}
+    return printed([engine.python, "-c", SGLANG_VERSION], engine.env) or None
+
+
+def printed(command: Sequence[str], env: Mapping[str, str] | None = None) -> str:
+    """Return what a command prints, with more environment variables; empty if it fails."""
+    environment = {**os.environ, **(env or {})}
     try:
         done = subprocess.run(
             command, env=environment, capture_output=True, text=True, timeout=ASK_TIMEOUT_S, check=False
         )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() or None
+    except (OSError, subprocess.TimeoutExpired, ValueError):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
