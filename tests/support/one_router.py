@@ -2,7 +2,8 @@
 
 from collections.abc import Awaitable, Callable
 
-from actors.rollout.sglang.client import RouterWorker, SglangClient
+from actors.rollout.sglang.client import SglangClient
+from actors.rollout.sglang.control_answers import RouterWorker
 
 
 class OneRouter(SglangClient):

@@ -9,7 +9,8 @@ import structlog
 
 from actors.rollout.engines.engine import Engine
 from actors.rollout.engines.fleet import Fleet
-from actors.rollout.sglang.client import Load, SglangClient
+from actors.rollout.sglang.client import SglangClient
+from actors.rollout.sglang.control_answers import Load
 from actors.rollout.sglang.errors import EngineError
 from messages import EngineLoad
 

@@ -10,7 +10,8 @@ import structlog
 
 from actors.rollout.engines.dispatch import Dispatch
 from actors.rollout.engines.target import FleetTarget
-from actors.rollout.sglang.client import RouterWorker, SglangClient
+from actors.rollout.sglang.client import SglangClient
+from actors.rollout.sglang.control_answers import RouterWorker
 from actors.rollout.sglang.errors import EngineError, EngineUnavailable
 
 if TYPE_CHECKING:

@@ -3,15 +3,27 @@
 import uuid
 from collections.abc import AsyncGenerator, Collection, Sequence
 from contextlib import asynccontextmanager, suppress
-from typing import Annotated, Any, Final, TypeVar
+from typing import Any, Final
 
 import aiohttp
 import msgspec
 from anyio import to_thread
 
-from actors.rollout.sglang.answers import PART_BYTES, Count, decode_answer, decode_answers, refusal_in
+from actors.rollout.sglang.answers import PART_BYTES, decode_answer, decode_answers, refusal_in
 from actors.rollout.sglang.body import probe_body
 from actors.rollout.sglang.checks import label_in
+from actors.rollout.sglang.control_answers import (
+    RUN_LABEL,
+    ChecksumAnswer,
+    ErrorEvent,
+    Load,
+    LoadsAnswer,
+    ModelInfo,
+    ProbeAnswer,
+    RouterWorker,
+    WorkerList,
+    decode_control,
+)
 from actors.rollout.sglang.errors import (
     BadAnswer,
     EngineBusy,
@@ -22,106 +34,18 @@ from actors.rollout.sglang.errors import (
     RequestRefused,
 )
 from actors.rollout.sglang.events import DONE, MAX_EVENT_BYTES, EventTooLarge, events_of
-from actors.rollout.sglang.given import GivenLogProbs, LogProbOf, read_given
+from actors.rollout.sglang.given import GivenLogProbs, read_given
 from actors.rollout.sglang.reading import AnswerReader
 from runtime.util.secrets import Secret
 
-T = TypeVar("T")
-
 ROUTING_KEY: Final = "X-SMG-Routing-Key"  # the router's "manual" policy keeps requests with equal keys on one engine
-RUN_LABEL: Final = "physarum_run"  # of an engine at a router
 BEYOND_ROUTER_S = 10.0  # time beyond the router's timeout: the router then reports the reason
 ADMIN_TIMEOUT_S = 10.0
 PROBE_TRIES = 5
 SILENT_TRIES = 2  # tries of a health check: one late response is not a failure
-MAX_REQUESTS: Final = 1_000_000  # of a scheduler: a load that reports more is refused
 MAX_ANSWER_BYTES = 1 << 29  # SGLang writes about 40 bytes per token
 REFUSALS = (400, 413, 422)
 PASSING = (408, 425, 429, 502, 503, 504)
-
-
-class ChecksumAnswer(msgspec.Struct, frozen=True):
-    """Response of /weights_checker."""
-
-    success: bool
-    per_engine_checksum: str | None = None
-
-
-class ModelInfo(msgspec.Struct, frozen=True):
-    """The used part of /model_info."""
-
-    weight_version: str | None = None
-
-
-class ProbeMeta(msgspec.Struct, frozen=True):
-    """The used part of the meta_info of a probe response."""
-
-    finish_reason: dict[str, Any] | None = None
-    input_token_logprobs: list[LogProbOf] = []
-
-
-class ProbeAnswer(msgspec.Struct, frozen=True):
-    """Response of /generate to a probe."""
-
-    meta_info: ProbeMeta
-
-
-class StreamedError(msgspec.Struct, frozen=True):
-    """An error inside a stream, after the request was answered with status 200 before any validation."""
-
-    message: str = ""
-    code: int | None = None
-
-
-class ErrorEvent(msgspec.Struct, frozen=True):
-    """A stream event with an error instead of tokens."""
-
-    error: StreamedError
-
-
-LoadCount = Annotated[int, msgspec.Meta(ge=0, le=MAX_REQUESTS)]
-
-
-class Queues(msgspec.Struct, frozen=True):
-    """The used part of a scheduler's queues."""
-
-    retracted: LoadCount = 0  # requests that were retracted since the statistics before the newest ones
-
-
-class Load(msgspec.Struct, frozen=True):
-    """The used part of a scheduler's load; it changes with every token."""
-
-    num_running_reqs: LoadCount = 0
-    num_waiting_reqs: LoadCount = 0
-    num_used_tokens: Count = 0
-    token_usage: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0  # share of the KV cache that running requests use
-    queues: Queues | None = None
-
-
-class LoadsAnswer(msgspec.Struct, frozen=True):
-    """Response of /v1/loads."""
-
-    loads: tuple[Load, ...] = ()
-
-
-class RouterWorker(msgspec.Struct, frozen=True):
-    """An engine in the router's worker list."""
-
-    id: str
-    url: str
-    is_healthy: bool = False
-    metadata: dict[str, Any] = {}
-
-    @property
-    def run(self) -> str:
-        """Name of the run that added it; empty if none did."""
-        return str(self.metadata.get(RUN_LABEL, ""))
-
-
-class WorkerList(msgspec.Struct, frozen=True):
-    """Response of the router's GET /workers."""
-
-    workers: list[RouterWorker] = []
 
 
 class SglangClient:
@@ -259,12 +183,12 @@ class SglangClient:
             EngineFailed: the response is unreadable, or reports impossible numbers.
         """
         url = engine + "/v1/loads"
-        return _decode(url, await self._send("GET", url, None, self._admin_timeout_s), LoadsAnswer).loads
+        return decode_control(url, await self._send("GET", url, None, self._admin_timeout_s), LoadsAnswer).loads
 
     async def weight_version(self, engine: str) -> str | None:
         """Return an engine's weight label."""
         url = engine + "/model_info"
-        return _decode(url, await self._look(url), ModelInfo).weight_version
+        return decode_control(url, await self._look(url), ModelInfo).weight_version
 
     async def pause(self, engine: str, mode: str) -> None:
         """Pause generation; running requests are retracted or kept, depending on the mode."""
@@ -277,12 +201,12 @@ class SglangClient:
     async def server_info(self, engine: str) -> dict[str, Any]:
         """Return an engine's server info: arguments, version, layout."""
         url = engine + "/server_info"
-        return _decode(url, await self._send("GET", url, None, self._admin_timeout_s), dict[str, Any])
+        return decode_control(url, await self._send("GET", url, None, self._admin_timeout_s), dict[str, Any])
 
     async def model_info(self, engine: str) -> dict[str, Any]:
         """Return an engine's model info."""
         url = engine + "/model_info"
-        return _decode(url, await self._send("GET", url, None, self._admin_timeout_s), dict[str, Any])
+        return decode_control(url, await self._send("GET", url, None, self._admin_timeout_s), dict[str, Any])
 
     async def update_weights(
         self, engine: str, path: str, label: str, *, flush_cache: bool = True, timeout_s: float | None = None
@@ -305,7 +229,7 @@ class SglangClient:
         """Return the checksum of an engine's weights."""
         url = engine + "/weights_checker"
         answer = await self._post(url, {"action": "checksum"}, timeout_s or self._stall_s)
-        return _decode(url, answer, ChecksumAnswer).per_engine_checksum
+        return decode_control(url, answer, ChecksumAnswer).per_engine_checksum
 
     async def prompt_log_probs(self, engine: str, token_ids: Sequence[int]) -> list[float | None]:
         """Return the log-probs of a prompt's tokens at temperature 1, recomputed without the cache.
@@ -318,7 +242,7 @@ class SglangClient:
         url = engine + "/generate"
         for _ in range(PROBE_TRIES):
             data = await self._post(url, probe_body(uuid.uuid4().hex, token_ids), self._stall_s)
-            meta = _decode(url, data, ProbeAnswer).meta_info
+            meta = decode_control(url, data, ProbeAnswer).meta_info
             if (meta.finish_reason or {}).get("type") != "abort":
                 right = [token for _, token, _ in meta.input_token_logprobs] == list(token_ids)
                 return [log_prob for log_prob, _, _ in meta.input_token_logprobs] if right else []
@@ -373,7 +297,7 @@ class SglangClient:
     async def workers(self, router: str) -> list[RouterWorker]:
         """Return the router's worker list."""
         url = router + "/workers"
-        return _decode(url, await self._send("GET", url, None, self._admin_timeout_s), WorkerList).workers
+        return decode_control(url, await self._send("GET", url, None, self._admin_timeout_s), WorkerList).workers
 
     async def add_worker(self, router: str, engine: str) -> None:
         """Add an engine to the router, which registers it in the background."""
@@ -457,7 +381,7 @@ def _raise_streamed(url: str, event: bytes) -> None:
     """Raise the error in a stream event: a server streams an error in the form of its usual error response."""
     if not event.startswith(b'{"error"'):
         return
-    error = _decode(url, event, ErrorEvent).error
+    error = decode_control(url, event, ErrorEvent).error
     raise _error(url, error.code or 0, error.message)
 
 
@@ -487,23 +411,3 @@ def _take_answers(url: str, data: bytes, readers: Sequence[AnswerReader]) -> Non
         except (ValueError, RecursionError) as error:
             unreadable = "" if type(error) is ValueError else "unreadable answer: "
             raise BadAnswer(url, f"{unreadable}{_problem(error)}", label) from error
-
-
-def _decode(url: str, data: bytes, answer_type: type[T]) -> T:
-    try:
-        return _read(data, answer_type)
-    except ValueError as error:
-        raise EngineFailed(f"{url}: unreadable answer: {error}") from error
-
-
-def _read(data: bytes, answer_type: type[T]) -> T:
-    """Decode a JSON response to the given type.
-
-
-    Raises:
-        ValueError: the data is not of this type; msgspec's errors and UnicodeDecodeError are ValueErrors too.
-    """
-    try:
-        return msgspec.json.decode(data, type=answer_type)
-    except RecursionError:
-        raise ValueError("its lists and objects are nested too deeply") from None

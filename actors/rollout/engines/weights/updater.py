@@ -9,7 +9,8 @@ import structlog
 
 from actors.rollout.engines.weights.receiving import Receiver
 from actors.rollout.engines.weights.sync import SyncMember
-from actors.rollout.sglang.client import ADMIN_TIMEOUT_S, Load, SglangClient
+from actors.rollout.sglang.client import ADMIN_TIMEOUT_S, SglangClient
+from actors.rollout.sglang.control_answers import Load
 from actors.rollout.sglang.errors import EngineError, EngineSilent, EngineUnavailable
 from messages import WeightsAnnounced
 from runtime.bus.background import in_background

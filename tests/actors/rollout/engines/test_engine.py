@@ -15,7 +15,8 @@ from actors.rollout.engines.target import FleetTarget
 from actors.rollout.engines.weights.sync import WeightSyncs
 from actors.rollout.engines.weights.verification import WeightsMismatch
 from actors.rollout.engines.weights.verifier import Updated, WeightVerifier
-from actors.rollout.sglang.client import RouterWorker, SglangClient
+from actors.rollout.sglang.client import SglangClient
+from actors.rollout.sglang.control_answers import RouterWorker
 from actors.rollout.sglang.errors import EngineError, EngineUnavailable
 from messages import EngineState, WeightsAnnounced
 from runtime.bus.background import in_background

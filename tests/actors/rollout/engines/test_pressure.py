@@ -14,7 +14,7 @@ from structlog.testing import capture_logs
 
 from actors.rollout.engines import pressure
 from actors.rollout.engines.pressure import Bounds, Pressure, next_limit, pressure_of
-from actors.rollout.sglang.client import Load, Queues
+from actors.rollout.sglang.control_answers import Load, Queues
 from messages import EngineLoad
 from runtime.bus.addresses import Address, address_key
 from runtime.bus.bus import Bus

@@ -6,7 +6,8 @@ from actors.rollout.engines import router as router_module
 from actors.rollout.engines.dispatch import Direct
 from actors.rollout.engines.router import ThroughRouter
 from actors.rollout.engines.weights.updates import UpdateTracker
-from actors.rollout.sglang.client import RouterWorker, SglangClient
+from actors.rollout.sglang.client import SglangClient
+from actors.rollout.sglang.control_answers import RouterWorker
 from actors.rollout.sglang.errors import EngineUnavailable
 
 pytestmark = pytest.mark.anyio

@@ -9,7 +9,7 @@ import pytest
 
 from actors.rollout.engines.weights import updater as updater_module
 from actors.rollout.engines.weights.updater import Updater, progress_text
-from actors.rollout.sglang.client import Load
+from actors.rollout.sglang.control_answers import Load
 from actors.rollout.sglang.errors import EngineSilent
 from runtime.settings.placement import UpdateLimits
 from tests.support.rollout import announcement
