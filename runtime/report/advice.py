@@ -14,7 +14,7 @@ import msgspec
 
 from messages import Message
 from messages.plain import clipped
-from runtime.report.breakdown import Breakdown, StepTime
+from runtime.report.breakdown import Breakdown
 from runtime.report.group_numbers import Samples
 from runtime.report.run_facts import (
     BYTES,
@@ -33,6 +33,7 @@ from runtime.report.run_facts import (
     sum_of,
     time_in,
 )
+from runtime.report.step_time import StepTime
 from runtime.util.formatting import duration
 
 LEARNT_STEPS: Final = 20  # before it, a run may still begin with a model that answers nothing

@@ -31,12 +31,13 @@ from messages import (
 )
 from runtime.ledger.state import Stage
 from runtime.report.advice import Adviser
-from runtime.report.breakdown import PARTS, Breakdown, StepTime
+from runtime.report.breakdown import Breakdown
 from runtime.report.counts import Counts
 from runtime.report.group_numbers import Samples
 from runtime.report.report import Line, Report, RowDone, ledger_in
 from runtime.report.rows import MetricRow, spelled
 from runtime.report.spans import Timeline
+from runtime.report.step_time import PARTS, StepTime
 
 KEPT_ROWS: Final = 1_000  # at twice as many every second one is left out, and every second new one
 KEPT_COURSE: Final = 1_000  # samples of the groups by state

@@ -18,10 +18,10 @@ from messages import (
     RunStopped,
     VerdictGiven,
 )
-from runtime.report.breakdown import StepTime
 from runtime.report.group_numbers import TRUNCATED as CUT
 from runtime.report.group_numbers import Samples
 from runtime.report.report import LOSSES
+from runtime.report.step_time import StepTime
 from runtime.util.formatting import duration
 
 WINDOW: Final = 10  # steps

@@ -21,10 +21,10 @@ from runtime.ledger.changes import AttemptEnded, Change, Closed, Issued, Judged
 from runtime.ledger.fold import fold
 from runtime.ledger.state import Group, LedgerState, Stage
 from runtime.ledger.steps import Settled
-from runtime.report.breakdown import StepTime
 from runtime.report.observed import Observed
 from runtime.report.report import FOLDED, ledger_in
 from runtime.report.rows import MetricRow, mean_of
+from runtime.report.step_time import StepTime
 
 HELD_STEPS: Final = 64  # rows of steps that wait for a late evaluation
 STATES: Final = {  # words of the ledger's sum for the groups that are live at the end

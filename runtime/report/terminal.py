@@ -9,9 +9,9 @@ from statistics import median
 from typing import Any, Final
 
 from messages import EngineState
-from runtime.report.breakdown import PARTS, StepTime
 from runtime.report.observed import Observed
 from runtime.report.rows import MetricRow
+from runtime.report.step_time import PARTS, StepTime
 from runtime.util.formatting import count_of, duration, number, sparkline
 
 GROUP_STATES: Final = {  # character in the bar of groups, by field of the books

@@ -24,7 +24,8 @@ from messages import (
     WeightsApplied,
 )
 from messages.events import EngineUpdate
-from runtime.report.breakdown import PARTS, Breakdown, Canvas, StepTime
+from runtime.report.breakdown import Breakdown
+from runtime.report.step_time import PARTS, Canvas, StepTime
 from runtime.report.trace import Trace
 from tests.build.events import announced, batch, completed, issued, saved, trained, verdict
 

@@ -16,8 +16,8 @@ from messages import (
 )
 from runtime.ledger.state import Books
 from runtime.report import terminal
-from runtime.report.breakdown import PARTS, StepTime
 from runtime.report.observed import Observed
+from runtime.report.step_time import PARTS, StepTime
 from tests.build.events import completed
 from tests.support.log_of_a_run import LOG
 
