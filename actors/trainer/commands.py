@@ -5,7 +5,7 @@ Rank 0 calls them. Those that `on_all_ranks` decorates are carried out by all ra
 
 import shutil
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -31,7 +31,6 @@ from actors.trainer.data.held_out import PairSums
 from actors.trainer.data.precomputed import LogProbs
 from actors.trainer.file_checksums import FileChecksum
 from actors.trainer.megatron import groups as ranks
-from actors.trainer.megatron.build import nothing
 from actors.trainer.megatron.checkpoint import begin_from, begin_save, load_checkpoint
 from actors.trainer.megatron.config import DTYPES
 from actors.trainer.megatron.groups import Ranks
@@ -51,12 +50,10 @@ from actors.trainer.step.remote_critic import RemoteCritic
 from actors.trainer.step.reward_model import RewardModelStep
 from actors.trainer.step.train_step import Trained, TrainStep
 from actors.trainer.weights.calls import AskOf
-from actors.trainer.weights.cast import FORMS
-from actors.trainer.weights.export import WeightExport, copied, weight_thread
-from actors.trainer.weights.files import DeltaBase, export_to_files
-from actors.trainer.weights.gathering import own_parts
-from actors.trainer.weights.publish import NOT_WRITTEN, WEIGHTS, PendingVersion, Published, Versions, Written
+from actors.trainer.weights.export import weight_thread
+from actors.trainer.weights.publish import NOT_WRITTEN, WEIGHTS, PendingVersion, Published, Versions
 from actors.trainer.weights.rank import RankSender
+from actors.trainer.weights.writing import RankWriter
 from messages import WeightProbe
 from runtime.data.trained_tokens import TokenWriter
 from runtime.settings.derived import has_critic, trains_reward_model
@@ -111,7 +108,6 @@ class TrainerRank:
         self._saving: Saving | None = None
         self._parts: dict[str, dict[str, FileChecksum]] = {}  # files that a critic on its own ranks saved; on rank 0
         self._set_aside: list[DamagedCheckpoint] = []  # since the last take_set_aside
-        self._weight_export: WeightExport[Written] | None = None
         device = ranks.device_of(topology.trainer.device, self._ranks)
         ranks.join(self._ranks, topology.trainer.megatron, device, seed=topology.run.seed)
         hook(topology, "custom_megatron_init")()
@@ -131,6 +127,9 @@ class TrainerRank:
         self.sending = RankSender(topology, self._replica, run_directory, ask_of, self._weight_thread, self.calls)
         self.calls.serve(self)
         self.calls.serve(self.sending)
+        bucket_bytes, thread = topology.trainer.export_bucket_bytes, self._weight_thread
+        self._writer = RankWriter(self._replica, self._critic_replica, thread, self.calls, bucket_bytes=bucket_bytes)
+        self.calls.serve(self._writer)
         hf = self._replica.hf
         self._versions = Versions(
             run_directory / WEIGHTS,
@@ -139,7 +138,6 @@ class TrainerRank:
             weight_format=self._weight_format,
             shapes=hf_shapes(hf),
         )
-        self._checksums: Mapping[str, str] = {}  # by tensor, of the version that was written last
         self._probe_tokens = probe_tokens(topology, hf.vocab_size, hf.max_position_embeddings)
         if topology.trainer.optimizer.optimizer_cpu_offload:
             for replica in self._replicas:
@@ -293,7 +291,9 @@ class TrainerRank:
     def _begin_version(self, version: int, *, whole: bool, copy: bool = False) -> Unpublished:
         begun = self._versions.begin(version, whole=whole)
         delta, base = str(begun.delta or ""), str(begun.base or "")
-        self._begin_export(str(begun.whole), copy=copy, weight_format=self._weight_format, delta=delta, base=base)
+        self._writer.begin_export(
+            str(begun.whole), copy=copy, weight_format=self._weight_format, delta=delta, base=base
+        )
         return Unpublished(begun, self._probe(), 0.0)
 
     def advance_publish(self) -> tuple[bool, Future[None] | None]:
@@ -302,16 +302,15 @@ class TrainerRank:
         Returns:
             Whether more buckets may remain, and the pending write of this rank; None: it writes nothing now.
         """
-        has_more = self._advance_export()
-        assert self._weight_export is not None
-        return has_more, self._weight_export.pending
+        has_more = self._writer.advance_export()
+        return has_more, self._writer.pending
 
     def finish_publish(self, begun: Unpublished, *, confirmed: int) -> Published:
         """Gather and write the remaining buckets, as `publish` does. `took_s` includes the time of the copy."""
         return self._published(begun, confirmed, time.perf_counter() - begun.pause_s)
 
     def _published(self, begun: Unpublished, confirmed: int, begin: float) -> Published:
-        written = self._finish_export()
+        written = self._writer.finish_export()
         published = self._versions.complete(begun.files, written)
         self._versions.prune(confirmed=confirmed)
         return replace(published, took_s=time.perf_counter() - begin, probe=begun.probe)
@@ -322,8 +321,8 @@ class TrainerRank:
         A critic gets the directory `critic` in it.
         """
         with atomic_directory(directory) as unfinished:
-            self._begin_export(str(unfinished))
-            self._finish_export()
+            self._writer.begin_export(str(unfinished))
+            self._writer.finish_export()
             self._copy_files(self._model_directory, unfinished, self._replica.hf)
             if self._critic is not None:
                 self._export_critic(unfinished / CRITIC)
@@ -332,8 +331,8 @@ class TrainerRank:
     def _export_critic(self, directory: Path) -> None:
         directory.mkdir()
         if self._link is None:
-            self._begin_export(str(directory), of_critic=True)
-            self._finish_export()
+            self._writer.begin_export(str(directory), of_critic=True)
+            self._writer.finish_export()
         self._tell_critic("export", directory=str(directory))
         self._hear_critic()
         self._copy_files(
@@ -446,63 +445,6 @@ class TrainerRank:
         assert self._saving is not None
         path, self._saving = self._saving.finish(self._parts), None
         return path
-
-    @on_all_ranks
-    def _begin_export(
-        self,
-        directory: str,
-        *,
-        copy: bool = False,
-        weight_format: WeightFormat = "as_trained",
-        delta: str = "",
-        base: str = "",
-        of_critic: bool = False,
-    ) -> None:
-        """Start to write the weights.
-
-        Args:
-            directory: for the full files.
-            copy: write a copy, so that training can continue.
-            weight_format: dtype and quantization of the files.
-            delta: directory for the delta to the previous version; empty: no delta.
-            base: full files of the previous version.
-            of_critic: write the critic, not the policy.
-        """
-        with self._replica.memory.phase("export"):
-            replica = self._replicas[-1 if of_critic else 0]
-            parts = own_parts(replica.complete_chunks(), replica.hf)
-            if copy or of_critic:  # of a critic, numpy would hold storages that an offload frees
-                parts = copied(parts)
-            export = export_to_files(
-                parts,
-                replica.hf,
-                Path(directory),
-                self._weight_thread,
-                device=replica.device,
-                bucket_bytes=self._topology.trainer.export_bucket_bytes,
-                form=FORMS[weight_format],
-                delta_base=DeltaBase(Path(delta), Path(base), self._checksums) if delta else None,
-            )
-            if copy:
-                replica.between = export.advance
-            self._weight_export = export
-
-    @on_all_ranks
-    def _advance_export(self) -> bool:
-        """Gather the next bucket of the export."""
-        assert self._weight_export is not None
-        return self._weight_export.advance()
-
-    @on_all_ranks
-    def _finish_export(self) -> Written:
-        """Gather and write the remaining buckets."""
-        assert self._weight_export is not None
-        export, self._weight_export = self._weight_export, None
-        self._replica.between = nothing
-        with self._replica.memory.phase("export"):
-            written = export.finish()
-        self._checksums = written.checksums
-        return written
 
     @on_all_ranks
     def _probe(self) -> WeightProbe:
