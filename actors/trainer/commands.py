@@ -127,8 +127,7 @@ class TrainerRank:
         self.sending = RankSender(topology, self._replica, run_directory, ask_of, self._weight_thread, self.calls)
         self.calls.serve(self)
         self.calls.serve(self.sending)
-        bucket_bytes, thread = topology.trainer.export_bucket_bytes, self._weight_thread
-        self._writer = RankWriter(self._replica, self._critic_replica, thread, self.calls, bucket_bytes=bucket_bytes)
+        self._writer = RankWriter(topology, self._replica, self._critic_replica, self._weight_thread, self.calls)
         self.calls.serve(self._writer)
         hf = self._replica.hf
         self._versions = Versions(

@@ -16,6 +16,7 @@ from actors.trainer.weights.files import DeltaBase, export_to_files
 from actors.trainer.weights.gathering import own_parts
 from actors.trainer.weights.publish import Written
 from runtime.settings.tables.engines import WeightFormat
+from runtime.settings.topology import Topology
 
 
 class RankWriter:
@@ -23,27 +24,26 @@ class RankWriter:
 
     def __init__(
         self,
+        topology: Topology,
         policy: Replica,
         critic: Replica | None,
         thread: ThreadPoolExecutor,
         calls: RankCalls,
-        *,
-        bucket_bytes: int,
     ) -> None:
         """Start without an export.
 
         Args:
+            topology: topology of the run.
             policy: the model whose versions engines load.
             critic: of this rank, if it has one.
             thread: writes files.
             calls: of this rank.
-            bucket_bytes: bytes that a rank gathers at a time.
         """
         self.calls = calls
         self._policy = policy
         self._critic = critic
         self._thread = thread
-        self._bucket_bytes = bucket_bytes
+        self._bucket_bytes = topology.trainer.export_bucket_bytes  # gathered at a time
         self._export: WeightExport[Written] | None = None
         self._checksums: Mapping[str, str] = {}  # by tensor, of the version that was written last
 
