@@ -1,7 +1,9 @@
 """The budget of a judge: requests and tokens of a run, counted across restarts of the reward actor."""
 
-from collections.abc import Mapping
-from typing import Final
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Final, Protocol
 
 import anyio
 import msgspec
@@ -14,7 +16,8 @@ from runtime.settings.tables.reward import JudgeConfig
 
 log = structlog.get_logger()
 
-STORE_S: Final = 1.0  # a crash forgets the requests of at most this time
+SHARE: Final = 100  # a crash costs a hundredth of the budget
+BLOCKS: Final = {"requests": 1000, "tokens": 1_000_000}  # without a limit
 STORE_AT_END_S: Final = 3.0
 
 
@@ -25,10 +28,31 @@ class Spent(msgspec.Struct, kw_only=True):
     tokens: int = 0  # of prompts and answers, as the server reports them
 
 
-class Budget:
-    """What one reward actor may use of a judge. Requests in flight may exceed the tokens."""
+class Store(Protocol):
+    """Stores what is used, and what is used next, for the next start of the actor."""
 
-    def __init__(self, judge: str, config: JudgeConfig, num_actors: int, spent: Spent | None = None) -> None:
+    async def __call__(self, spent: Spent) -> None: ...
+
+
+async def store_nothing(spent: Spent) -> None:
+    """Keep the count in this process alone."""
+
+
+class Budget:
+    """What one reward actor may use of a judge. Requests in flight may exceed the tokens.
+
+    It stores what it has used and a block more, before a request would exceed the stored number. So a crash of the
+    actor never forgets a request; it counts the rest of the block as used.
+    """
+
+    def __init__(
+        self,
+        judge: str,
+        config: JudgeConfig,
+        num_actors: int,
+        spent: Spent | None = None,
+        store: Store = store_nothing,
+    ) -> None:
         """Share the budget of a run.
 
         Args:
@@ -36,6 +60,7 @@ class Budget:
             config: its settings.
             num_actors: reward actors that share the budget.
             spent: used so far by this actor.
+            store: keeps the number for the next start.
         """
         self._judge = judge
         self._limits = {
@@ -43,8 +68,11 @@ class Budget:
             "tokens": _share(config.budget_tokens, num_actors),
         }
         self.spent = spent or Spent()
+        self._stored = msgspec.structs.replace(self.spent)
+        self._store = store
+        self._storing = anyio.Lock()
 
-    def begin(self) -> None:
+    async def begin(self) -> None:
         """Count a request.
 
         Raises:
@@ -55,48 +83,59 @@ class Budget:
                 setting = f"reward.judges.{self._judge}.budget_{name}"
                 raise JudgeError("refused", f"the budget of {limit} {name} is spent ({setting}, per reward actor)")
         self.spent.requests += 1
+        while not self._is_stored:
+            async with self._storing:
+                if not self._is_stored:
+                    await self._put(Spent(**{name: self._next(name) for name in self._limits}))
 
     def end(self, answer: JudgeAnswer) -> None:
         """Count the tokens of an answer."""
         self.spent.tokens += answer.num_tokens
 
+    async def close(self) -> None:
+        """Store what was used."""
+        if self.spent != self._stored:
+            await self._put(msgspec.structs.replace(self.spent))
 
-async def open_budgets(configs: Mapping[str, JudgeConfig], bus: Bus, num_actors: int) -> dict[str, Budget]:
-    """Read what the judges have used so far in this run."""
+    @property
+    def _is_stored(self) -> bool:
+        return self.spent.requests <= self._stored.requests and self.spent.tokens <= self._stored.tokens
+
+    def _next(self, name: str) -> int:
+        """Return what is used, and a block more; at most the budget, unless more is used."""
+        used, limit = getattr(self.spent, name), self._limits[name]
+        if limit is None:
+            return used + BLOCKS[name]
+        return max(used, min(limit, used + limit // SHARE))
+
+    async def _put(self, spent: Spent) -> None:
+        try:
+            await self._store(spent)
+        except BusError as error:  # a restart before the next block would forget the requests of this one
+            log.warning("judge_budget_not_stored", judge=self._judge, error=str(error))
+        self._stored = spent
+
+
+@asynccontextmanager
+async def open_budgets(
+    configs: Mapping[str, JudgeConfig], bus: Bus, num_actors: int
+) -> AsyncGenerator[dict[str, Budget]]:
+    """Read what the judges have used so far in this run, and store it at the end."""
     found: dict[str, Budget] = {}
     for name, config in configs.items():
-        entry = await bus.kv.get(_key(name, bus), Spent)
-        found[name] = Budget(name, config, num_actors, None if entry is None else entry.value)
-    return found
-
-
-async def store_spent(budgets: Mapping[str, Budget], bus: Bus) -> None:
-    """Store what the judges use, until cancelled."""
-    stored = {name: msgspec.structs.replace(budget.spent) for name, budget in budgets.items()}
-
-    async def store() -> None:
-        for name, budget in budgets.items():
-            if budget.spent == stored[name]:
-                continue
-            spent = msgspec.structs.replace(budget.spent)
-            try:
-                await bus.kv.put(_key(name, bus), spent)
-            except BusError as error:
-                log.warning("judge_budget_not_stored", error=str(error))
-            else:
-                stored[name] = spent
-
+        key = f"reward.spent.{name}.{bus.name}"
+        entry = await bus.kv.get(key, Spent)
+        found[name] = Budget(name, config, num_actors, entry and entry.value, partial(_store, bus, key))
     try:
-        while True:
-            await anyio.sleep(STORE_S)
-            await store()
+        yield found
     finally:
         with anyio.move_on_after(STORE_AT_END_S, shield=True):
-            await store()
+            for budget in found.values():
+                await budget.close()
 
 
-def _key(name: str, bus: Bus) -> str:
-    return f"reward.spent.{name}.{bus.name}"
+async def _store(bus: Bus, key: str, spent: Spent) -> None:
+    await bus.kv.put(key, spent)
 
 
 def _share(limit: int | None, num_actors: int) -> int | None:

@@ -1,5 +1,6 @@
 """One judge: bounded requests to its servers, repeated by the cause of their failure."""
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
@@ -39,6 +40,9 @@ class Judge:
 
     A request that an engine of a pool lost because it ended is sent again, to another engine or to the restarted one,
     for `wait_s` at most. Timeouts, busy servers and unreadable answers count as tries.
+
+    A server that limits the rate gets no request until the time that it says. Fewer requests are then in flight, and
+    one more after as many answers. Its refusals count as tries only if it answers no other request in between.
     """
 
     def __init__(
@@ -57,6 +61,9 @@ class Judge:
         self._report = report
         self._budget = budget
         self._slots = anyio.CapacityLimiter(limits.at_once)
+        self._num_at_once = float(limits.at_once)  # of `_slots`; less while a server limits the rate
+        self._held: dict[str, float] = {}  # servers that want no request until this time
+        self._num_answers = 0
         self._num_waiting = 0  # requests without an answer
         self._failures: Counter[tuple[str, str]] = Counter()  # by server and cause
         self.counts: Counter[str] = Counter()
@@ -78,35 +85,61 @@ class Judge:
                 is spent. It names the judge and the cause.
         """
         self._num_waiting += 1
+        failures = _Failures(self._num_answers)
         try:
-            async with self._slots:
-                return await self._answered(request)
+            while True:
+                async with self._slots:
+                    answer = await self._answered(request, failures)
+                if answer is not None:
+                    self._num_answers += 1
+                    self._set_at_once(self._num_at_once + 1 / self._num_at_once)
+                    return answer
+                await anyio.sleep_until(failures.next_at)
         finally:
             self._num_waiting -= 1
 
-    async def _answered(self, request: Mapping[str, Any]) -> JudgeAnswer:
-        tries = lost = 0
+    async def _answered(self, request: Mapping[str, Any], failures: "_Failures") -> JudgeAnswer | None:
+        """Send a request until it is answered; return None if the server limits the rate."""
         failed: JudgeServer | None = None
         waiting_since = anyio.current_time()
         while True:
             failed = server = await self._next_server(failed, waiting_since)
+            await anyio.sleep_until(self._held.get(server.name, -math.inf))
             try:
                 return await self._send(server, request)
             except JudgeError as error:
                 self._note(server, error)
                 if error.cause == "unreachable" and self._servers.is_pool:
-                    lost += 1
+                    failures.num_uncounted += 1
+                elif error.cause == "rate_limited" and failures.is_queue(self._num_answers, self._limits.wait_s):
+                    failures.num_uncounted += 1
                 else:
-                    tries += 1
+                    failures.tries += 1
                     waiting_since = anyio.current_time()
+                tries = failures.tries
                 if error.cause == "refused" or tries >= self._limits.max_tries:
                     times = f", {tries} times" if tries > 1 else ""
                     named = f"{error}{times} (judge {self.name}, {server.name})"
                     raise _renamed(error, named) from error
                 if error.cause == "timeout":
                     await self._doubt(server, str(error))
-                pause_s = max(RESEND.pause_s(tries + lost), min(error.wait_s, LONGEST_WAIT_S))
+                pause_s = max(RESEND.pause_s(tries + failures.num_uncounted), min(error.wait_s, LONGEST_WAIT_S))
+                if error.cause == "rate_limited":
+                    failures.next_at = anyio.current_time() + pause_s
+                    self._slow_down(server, failures.next_at)
+                    return None
             await anyio.sleep(pause_s)
+
+    def _slow_down(self, server: JudgeServer, until: float) -> None:
+        """Halve the requests in flight, once for all that were refused in the same time."""
+        held = self._held.get(server.name, -math.inf)
+        self._held[server.name] = max(held, until)
+        if held <= anyio.current_time():
+            self._set_at_once(self._num_at_once / 2)
+
+    def _set_at_once(self, number: float) -> None:
+        self._num_at_once = min(max(1.0, number), float(self._limits.at_once))
+        self._slots.total_tokens = int(self._num_at_once)
 
     async def _next_server(self, failed: JudgeServer | None, waiting_since: float) -> JudgeServer:
         left_s = waiting_since + self._limits.wait_s - anyio.current_time()
@@ -118,7 +151,7 @@ class Judge:
 
     async def _send(self, server: JudgeServer, request: Mapping[str, Any]) -> JudgeAnswer:
         if self._budget is not None:
-            self._budget.begin()
+            await self._budget.begin()
         self.counts["requests"] += 1
         timeout = aiohttp.ClientTimeout(total=self._limits.timeout_s)
         try:
@@ -154,6 +187,28 @@ class Judge:
         """Have an engine restarted that did not answer in time and shows no sign of life."""
         if server.kill is not None and not await shows_life(self._session, server):
             await server.kill(reason)
+
+
+class _Failures:
+    """The failed requests for one answer."""
+
+    def __init__(self, num_answers: int) -> None:
+        self.tries = 0
+        self.num_uncounted = 0
+        self.next_at = 0.0  # when the next request is sent
+        self._num_answers = num_answers  # of the judge, at the last refusal
+        self._until = math.inf
+
+    def is_queue(self, num_answers: int, wait_s: float) -> bool:
+        """Return whether a server that limits the rate has answered others since the last refusal.
+
+        Args:
+            num_answers: of the judge so far.
+            wait_s: seconds from the first refusal on in which this may be so.
+        """
+        has_answered, self._num_answers = num_answers > self._num_answers, num_answers
+        self._until = min(self._until, anyio.current_time() + wait_s)
+        return has_answered and anyio.current_time() < self._until
 
 
 def _renamed(error: JudgeError, text: str) -> JudgeError:

@@ -13,7 +13,7 @@ import structlog
 from anyio.abc import TaskGroup
 
 from actors.reward.frames import Graded, GraderSpec
-from actors.reward.judging.budget import open_budgets, store_spent
+from actors.reward.judging.budget import open_budgets
 from actors.reward.judging.cache import Caches, key_of
 from actors.reward.judging.gateway import gateway
 from actors.reward.judging.judge import Judge, JudgeLimits
@@ -136,7 +136,6 @@ async def open_judges(topology: Topology, bus: Bus) -> AsyncGenerator[Judges]:
     if not configs:
         yield Judges({}, {}, {}, Caches({}))
         return
-    budgets = await open_budgets(configs, bus, max(1, len(topology.reward.nodes)))
     send, failures = anyio.create_memory_object_stream[EngineRequestsFailed](EVENTS_WAITING)
 
     def report(server: str, reason: str, number: int) -> None:
@@ -155,13 +154,13 @@ async def open_judges(topology: Topology, bus: Bus) -> AsyncGenerator[Judges]:
 
     connector = aiohttp.TCPConnector(limit=0)  # each judge has a limit of its own
     async with (
+        open_budgets(configs, bus, max(1, len(topology.reward.nodes))) as budgets,
         aiohttp.ClientSession(connector=connector) as session,
         anyio.create_task_group() as group,
         send,
         failures,
     ):
         group.start_soon(publish)
-        group.start_soon(store_spent, budgets, bus)
         judges = {
             name: Judge(
                 name, _servers(topology, name, bus, group), _limits(topology, name), session, report, budgets[name]

@@ -72,7 +72,7 @@ async def test_a_full_disk_costs_what_is_not_kept_and_is_reported_ever_more_rare
                 assert cache.num_bytes == file.execute("SELECT sum(length(body)) FROM answers").fetchone()[0]
         fill(disk)
         files = {"old": (disk / "cache.sqlite", ROOM), "new": (disk / "new.sqlite", ROOM)}
-        with closing(Caches(files, lambda *failed: said.append(failed))) as caches:
+        with closing(Caches(files, lambda cache, reason, number: said.append((cache, reason, number)))) as caches:
             assert ("old" in caches, "new" in caches) == (True, False)
             for number in range(5):
                 await caches.put("old", b"%d" % number, b"x" * 40_000)
@@ -89,7 +89,7 @@ def test_a_read_only_disk_leaves_the_judge_without_a_cache(tmp_path: Path) -> No
             pass
         subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True, timeout=10)
         files = {"old": (disk / "cache.sqlite", ROOM), "new": (disk / "new" / "cache.sqlite", ROOM)}
-        with closing(Caches(files, lambda *failed: said.append(failed))) as caches:
+        with closing(Caches(files, lambda cache, reason, number: said.append((cache, reason, number)))) as caches:
             assert ("old" in caches, "new" in caches) == (False, False)
     reasons = {cache: reason for cache, reason, _ in said}
     assert reasons["the cache of the judge old"] == "not opened: unable to open database file"

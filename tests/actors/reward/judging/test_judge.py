@@ -8,12 +8,14 @@ from typing import Any
 import aiohttp
 import anyio
 import pytest
+from aiohttp import web
 
-from actors.reward.judging.budget import Budget, Spent
+from actors.reward.judging.budget import Budget, Spent, open_budgets
 from actors.reward.judging.gateway import KEY_VARIABLE, URL_VARIABLE, gateway
 from actors.reward.judging.judge import Judge, JudgeLimits
-from actors.reward.judging.requests import JudgeError
+from actors.reward.judging.requests import JudgeAnswer, JudgeError
 from actors.reward.judging.servers import JudgeServer, JudgeServers
+from runtime.bus.bus import Bus
 from runtime.settings.tables.reward import JudgeConfig
 from runtime.util.retrying import Backoff
 from runtime.util.secrets import Secret
@@ -276,3 +278,64 @@ async def test_over_the_budget_of_its_actor_no_request_is_sent(limits: dict[str,
             await judge.ask(BODY)
     assert len(scripted.bodies) == number
     assert budget.spent == Spent(requests=number, tokens=10 * number)
+
+
+async def test_a_crash_forgets_no_request_and_costs_a_hundredth_of_the_budget() -> None:
+    """At each moment what is stored is at least what was sent, of requests and of tokens that were reported."""
+    config, stored = JudgeConfig(url="http://u", model="m", budget_requests=1000, budget_tokens=4000), [Spent()]
+    sent = 0
+
+    async def store(spent: Spent) -> None:
+        stored.append(spent)
+
+    async def sends_in_turn() -> None:
+        nonlocal sent
+        while True:
+            budget = Budget("strict", config, 1, stored[-1], store)
+            for _ in range(sent % 37):  # then it dies
+                await budget.begin()
+                sent += 1
+                assert stored[-1].requests >= sent
+                budget.end(JudgeAnswer("7", False, b"", 3))
+            await budget.begin()
+            sent += 1
+
+    with pytest.raises(JudgeError, match="the budget of 1000 requests is spent"):
+        await sends_in_turn()
+    assert 700 < sent <= 1000
+    assert len(stored) < 300
+
+
+async def test_the_end_of_an_actor_costs_nothing_of_the_budget(bus: Bus) -> None:
+    configs = {"strict": JudgeConfig(url="http://u", model="m", budget_requests=1000)}
+    for number in (0, 3, 6):
+        async with open_budgets(configs, bus, 1) as budgets:
+            assert budgets["strict"].spent == Spent(requests=number)
+            for _ in range(3):
+                await budgets["strict"].begin()
+
+
+async def test_a_server_that_limits_the_rate_answers_all_in_the_end() -> None:
+    """With three tries of each request, 50 at once, and eight answers in a tenth of a second."""
+    async with serving(LimitedJudge()) as limited, judge_of(server_at(limited), at_once=64) as judge:
+        async with anyio.create_task_group() as group:
+            for _ in range(50):
+                group.start_soon(judge.ask, BODY)
+    assert judge.counts["requests"] - judge.counts["rate_limited_requests"] == 50
+
+
+class LimitedJudge(ScriptedJudge):
+    """Answers eight requests in each tenth of a second, and refuses the others until the next one."""
+
+    def __init__(self) -> None:
+        super().__init__("7")
+        self.answered: list[float] = []
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        now = anyio.current_time()
+        self.answered = [time for time in self.answered if time > now - 0.1]
+        if len(self.answered) == 8:
+            self.bodies.append(await request.json())
+            return web.json_response({}, status=429, headers={"Retry-After": "0.1"})
+        self.answered.append(now)
+        return await super().answer(request)
