@@ -17,7 +17,7 @@ from actors.trainer.megatron.groups import data_parallel_rank
 from actors.trainer.megatron.imports import DistributedDataParallel, MLASelfAttention, TopKRouter
 from actors.trainer.megatron.layers import attention, router
 from actors.trainer.models import sharding
-from actors.trainer.step import train_step
+from actors.trainer.step import learner, planning
 
 
 def _nothing(*_args: Any, **_options: Any) -> None:
@@ -58,9 +58,9 @@ def _finalize(name: str) -> Any:
 
 def _own_count() -> Any:
     """Of about the samples that are a replica's own."""
-    right = train_step.num_mtp_tokens
+    right = learner.num_mtp_tokens
     return mock.patch.object(
-        train_step, "num_mtp_tokens", lambda batch, samples: right(batch, samples[data_parallel_rank() :: 2])
+        learner, "num_mtp_tokens", lambda batch, samples: right(batch, samples[data_parallel_rank() :: 2])
     )
 
 
@@ -108,7 +108,7 @@ FAULTS: dict[str, Callable[[], Any]] = {
         router.Router, "apply_z_loss", _megatrons_z_loss
     ),
     "tokens of an MTP layer are counted by replica": _own_count,
-    "an MTP layer reads its rank's next token": lambda: mock.patch.object(train_step, "with_mtp", _next_of_part),
+    "an MTP layer reads its rank's next token": lambda: mock.patch.object(planning, "with_mtp", _next_of_part),
     "MLA down projections are sharded": lambda: mock.patch.object(
         attention.MlaAttention, "__init__", MLASelfAttention.__init__
     ),

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from actors.trainer.export import export_run
 from runtime.models.safetensors import SINGLE_FILE
 from runtime.settings.devices import HIDDEN
-from tests.grid import table
+from tests.grid import faults, table
 from tests.grid.rows import ALL, FAULTY, FEW, FEW_FAULTY, SAVED, WITH_CRITIC, Row
 from tests.grid.running import CRITIC, Half, Job, copied, differences, first_half, outcome, train
 
@@ -57,7 +57,7 @@ def grid(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     """Where everything that this session asks about was trained."""
     wanted: dict[Job, Half] = {}
     for item in request.session.items:
-        if item.path == Path(__file__) and isinstance(item, pytest.Function):
+        if item.path == Path(__file__) and isinstance(item, pytest.Function) and hasattr(item, "callspec"):
             for job, last in needed(item.callspec.params):
                 wanted[job] = max(last, wanted.get(job, last))  # the second half, if any test reads it
     place = tmp_path_factory.mktemp("grid")
@@ -125,6 +125,13 @@ def test_one_process_exports_the_checkpoint_of_a_layout(
         assert critic.keys() - exported.keys() == {"score.weight", "score.bias"}
     assert exported.keys() == expected.keys()
     assert [name for name in expected if not torch.equal(exported[name], expected[name])] == []
+
+
+@pytest.mark.grid
+def test_every_fault_can_be_planted() -> None:
+    for fault in faults.FAULTS:
+        with faults.planted(fault):  # what it replaces is where it was
+            pass
 
 
 @pytest.mark.parametrize("faulty", marked(FAULTY, FEW_FAULTY, [f"{row.name}: {fault}" for row, fault in FAULTY]))
