@@ -36,6 +36,7 @@ from actors.rollout.samples.failures import policy_of
 from actors.rollout.samples.generate_function import find_generate_function
 from actors.rollout.samples.rollout_function import RolloutCalls, find_rollout_function
 from actors.rollout.samples.scoring import Scorer
+from actors.rollout.samples.slime_rollout import slime_rollout
 from actors.rollout.samples.task_runner import ACK_WAIT_S, TaskRunner
 from actors.rollout.samples.tools import GroupDependencies
 from actors.rollout.sglang.client import SglangClient
@@ -87,6 +88,7 @@ from runtime.bus.servers import attend_servers, kill_server
 from runtime.node.external_clients import clients_of_grader
 from runtime.process.actor import Actor
 from runtime.settings.placement import UpdateLimits, num_engines
+from runtime.settings.slime.functions import PREFIX
 from runtime.settings.topology import (
     Topology,
     frozen_pools,
@@ -173,6 +175,8 @@ class RolloutActor(Actor):
         if rollout is not None:
             num_prompts = topology.rollout.custom_rollout_prompts
             self._custom_rollout = find_rollout_function(rollout, (Path.cwd(),), num_prompts=num_prompts)
+            if rollout.startswith(PREFIX):
+                self._custom_rollout = slime_rollout(self._custom_rollout, topology, self._model)
         self._eval_generate = {
             item.name: find_generate_function(item.custom_generate, (Path.cwd(),), key=f"eval.{index}.custom_generate")
             for index, item in enumerate(topology.eval)

@@ -123,7 +123,7 @@ def _load_slime(
     if called is None:
         raise PluginError(key, value, f"functions of slime do not run here; the page lists where they do: {PAGE}")
     is_installed, name = offer(), value.removeprefix(PREFIX)
-    if is_installed and "conversation" in parameters:
+    if is_installed and parameters[0] in ("conversation", "rollout"):
         raise PluginError(key, value, f"slime is installed, and its own `post` would find no router: {PAGE}")
     try:
         plugin = load_plugin(

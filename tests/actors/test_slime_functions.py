@@ -96,7 +96,7 @@ def test_a_reward_function_of_slime_grades_in_a_grader_process(folder: Path) -> 
         ("reads_more", "args.hf_checkpoint is not provided"),
         ("reads_fields", "sample.rollout_log_probs is not provided"),
         ("counts", 'a reward function gets them with reward.sample_fields = ["prompt_ids", "tokens"]'),
-        ("generates", "only rollout.custom_generate generates"),
+        ("generates", "only generate and rollout functions have it"),
     ],
 )
 def test_what_is_not_provided_is_an_error_that_names_the_page(folder: Path, name: str, refusal: str) -> None:
@@ -145,11 +145,11 @@ def test_other_names_of_slime_are_refused_with_the_page(tmp_path: Path, text: st
 
 
 def test_other_settings_take_no_function_of_slime(folder: Path) -> None:
-    with pytest.raises(PluginError, match="functions of slime do not run here"):
+    with pytest.raises(PluginError, match="functions of slime do not run here") as caught:
         load_plugin("data.0.source", "slime:mine.py:reward_func", parameters=("number",))
-    with pytest.raises(PluginError, match="a rollout function of slime gets a whole batch") as caught:
-        find_rollout_function("slime:mine.py:reward_func", [folder])
     assert PAGE in str(caught.value)
+    with pytest.raises(PluginError, match=r"is called with .args, rollout_id, data_buffer."):
+        find_rollout_function("slime:mine.py:reward_func", [folder])
     with pytest.raises(PluginError, match="classes of slime do not run here"):
         load_class("data.0.source_class", "slime:mine.py:Source", methods=("next",))
 

@@ -7,6 +7,7 @@ else than before has a mismatch, and its sample is not trained as it is.
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Final
 
 from actors.rollout.samples.arguments import checked_ids, checked_text, shown_ids
@@ -76,7 +77,7 @@ class Conversation(Context):
         self.sampling, self.evaluation = params, evaluation
         self._grade = grade
         self.starts_again = False  # the function asks for another start from the prompt
-        self.reason = ""
+        self.reason, self.key = "", KEY  # why it failed, and the setting whose function says so
         self._end = SampleStatus.COMPLETED
         self._opened: list[Context] = []
         self._has_begun = False
@@ -234,6 +235,10 @@ class Conversation(Context):
         for sibling in self._sample.siblings.values():
             sibling.status = status
         return status
+
+    def kept_open(self) -> AbstractContextManager[None]:
+        """Let no time of the function pass in this block: another function decides what its sample does next."""
+        return self._run.waiting()
 
     def halt(self) -> None:
         """Halt the sample at its next wait. A running request ends first and keeps its tokens."""

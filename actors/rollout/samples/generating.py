@@ -39,8 +39,10 @@ class Generation:
         self._task = task
         self._tools = tools
         self._function = tools.generate_function(task.eval_set)
-        if self._function is None and tools.rollout_function(task.eval_set) is not None:
+        rollout = tools.rollout_function(task.eval_set)
+        if self._function is None and rollout is not None:
             self._function = one_turn
+        self._reopens_all = getattr(rollout, "reopens_samples", False)
         self._store = store
         self._conversations: list[Conversation] = []
         self._num_requests = 0
@@ -53,7 +55,8 @@ class Generation:
 
     def unfinished(self, samples: Sequence[OpenSample]) -> list[OpenSample]:
         """Return the samples that need tokens. A sample without room for another token is truncated instead."""
-        return [sample for sample in samples if self._reopened(sample) or self._is_open(sample)]
+        all_again = self._reopens_all and not all(sample.finished and not sample.unscored for sample in samples)
+        return [sample for sample in samples if self._reopened(sample, again=all_again) or self._is_open(sample)]
 
     def batch(self, samples: Sequence[OpenSample]) -> list[OpenSample]:
         """Return the samples that begin with one common request."""
@@ -90,13 +93,17 @@ class Generation:
             sample.status = SampleStatus.TRUNCATED
         return not sample.finished
 
-    def _reopened(self, sample: OpenSample) -> bool:
+    def _reopened(self, sample: OpenSample, *, again: bool) -> bool:
         """Reopen an unscored sample with all its turns, so that its user-defined function runs again.
 
         The function's text between the turns is stored nowhere, but is needed for the score. Siblings may come from
         different deliveries of a task; a replay shows whether they belong together.
+
+        Args:
+            sample: of the group.
+            again: whether the rollout function goes through ended samples too.
         """
-        if self._function is None or not (sample.unscored or (sample.finished and sample.siblings)):
+        if self._function is None or not (sample.unscored or (sample.finished and (again or sample.siblings))):
             return False
         for part in sample.parts:
             part.status, part.reward, part.own_score = SampleStatus.ABORTED, None, None
@@ -144,7 +151,7 @@ class Generation:
             self._tools.conversations.discard(conversation)
             self._conversations.remove(conversation)
         if status is SampleStatus.FAILED:
-            sample.give_up(f"{KEY}: {conversation.reason}")
+            sample.give_up(f"{conversation.key}: {conversation.reason}")
         else:
             sample.status = status
         return conversation

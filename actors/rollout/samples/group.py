@@ -140,7 +140,7 @@ class GroupRun:
             await self._run_sample(sample, slots, generate)
 
         default = self._generation.function or one_turn
-        self._prompt_group = PromptGroup(self._task.prompt, self._samples, run_sample, default, slots=slots)
+        self._prompt_group = PromptGroup(self._samples, run_sample, default, slots=slots, task=self._task)
         if self._halted:
             self._prompt_group.halt()
         of = self._task.round, self._task.eval_set, self._task.min_version if self._task.round is None else None

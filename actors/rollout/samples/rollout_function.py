@@ -6,7 +6,8 @@ then returned as they were.
 """
 
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +18,9 @@ import anyio
 from actors.rollout.samples.conversation import Conversation, FunctionRaised, GenerateFunction, is_cancelled
 from actors.rollout.samples.sample import OpenSample
 from actors.rollout.samples.slots import GroupSlots
+from actors.rollout.samples.tasks import GroupTask
 from actors.rollout.sglang.errors import EngineError
-from messages import Prompt, SampleStatus
+from messages import SampleStatus
 from runtime.bus.errors import BusError
 from runtime.settings.plugins import PluginError, load_plugin
 from runtime.settings.slime.functions import PAGE, PREFIX
@@ -41,11 +43,17 @@ def find_rollout_function(name: str, base_dirs: Sequence[Path] = (), *, num_prom
         base_dirs: directories to look up relative files in.
         num_prompts: `rollout.custom_rollout_prompts`.
 
+    One of slime is returned as it is: `SlimeRollout` calls it.
+
     Raises:
         PluginError: it does not exist, is not async, or does not take a prompt group or a list of them.
     """
     if name.startswith(PREFIX):
-        raise PluginError(KEY, name, f"a rollout function of slime gets a whole batch, and this one a group: {PAGE}")
+        plugin = load_plugin(KEY, name, parameters=("rollout",), base_dirs=base_dirs, allow_async=True)
+        if plugin.is_async:
+            problem = f"slime calls it as a plain function: let one call `run` of slime.utils.async_utils: {PAGE}"
+            raise PluginError(KEY, name, problem)
+        return plugin.function
     plugin = load_plugin(
         KEY, name, parameters=("group" if num_prompts == 1 else "groups",), base_dirs=base_dirs, allow_async=True
     )
@@ -82,13 +90,14 @@ class PromptGroup:
 
     def __init__(
         self,
-        prompt: Prompt,
         samples: Sequence[OpenSample],
         run_sample: RunSample,
         default: GenerateFunction = one_turn,
         *,
         slots: GroupSlots,
+        task: GroupTask,
     ) -> None:
+        self.task, prompt = task, task.prompt
         self.prompt, self.label, self.metadata = prompt.text, deepcopy(prompt.label), deepcopy(prompt.metadata)
         self.num_samples = len(samples)
         self._samples = samples
@@ -129,7 +138,7 @@ class PromptGroup:
             sample_metadata=deepcopy(sample.metadata),
         )
 
-    def leave_out(self, index: int) -> None:
+    def leave_out(self, index: int, reason: str = f"{KEY} left it out") -> None:
         """Generate no sample with this index. The group trains without it, or fails if it has no other one.
 
         Raises:
@@ -137,8 +146,43 @@ class PromptGroup:
         """
         sample = self._begin(index)
         if not _has_ended(sample):
-            sample.give_up(f"{KEY} left it out")
+            sample.give_up(reason)
             self._slots.want_one_less()
+
+    def fail(self, error: ValueError) -> None:
+        """Let the group fail at the end of the call. Other groups of the call do not."""
+        self._error = self._error or error
+
+    @contextmanager
+    def resting(self) -> Generator[None]:
+        """Keep a sample open in this block, while the function's time passes and others use its slot."""
+        self._slots.rest()
+        self._call.rest(1)
+        try:
+            yield
+        finally:
+            self._slots.regain()
+            self._call.rest(-1)
+
+    @asynccontextmanager
+    async def working(self) -> AsyncGenerator[None]:
+        """Take the slot of a resting sample for this block. The function's time does not pass."""
+        with self.waiting():
+            if not await self._slots.take():
+                await anyio.sleep_forever()  # until the halt reaches the sample
+            try:
+                yield
+            finally:
+                self._slots.rest()
+
+    @contextmanager
+    def waiting(self) -> Generator[None]:
+        """Let no time of the function pass in this block."""
+        self._call.rest(-1)
+        try:
+            yield
+        finally:
+            self._call.rest(1)
 
     def halt(self) -> None:
         """End the function, once no sample is being generated: running requests end first and keep their tokens."""
@@ -190,6 +234,7 @@ class _Call:
         self.is_full, self.has_ended = anyio.Event(), anyio.Event()
         self._scope = anyio.CancelScope()
         self._num_running = 0
+        self._num_resting = 0  # of them, without those that a resting sample waits for
         self._has_begun = False
 
     def begin(self) -> None:
@@ -200,6 +245,11 @@ class _Call:
     def end(self) -> None:
         """Note the end of a sample."""
         self._num_running -= 1
+        self._let_work()
+
+    def rest(self, change: int) -> None:
+        """Change the number of samples that are open while the function works, and not an engine or a grader."""
+        self._num_resting += change
         self._let_work()
 
     def halt(self) -> None:
@@ -250,7 +300,8 @@ class _Call:
         """Give the function its time until it generates the next sample."""
         if not self._has_begun:
             return
-        self._scope.deadline = math.inf if self._num_running else anyio.current_time() + self._limit_s
+        is_waiting = self._num_running > self._num_resting
+        self._scope.deadline = math.inf if is_waiting else anyio.current_time() + self._limit_s
         if self.is_halted and not self._num_running:
             self._scope.cancel()
 

@@ -51,6 +51,21 @@ class Tokenizer:
         raise AttributeError(f"tokenizer.{name} is not provided to functions of slime: {PAGE}")
 
 
+def params_of(sampling: SamplingParams) -> dict[str, Any]:
+    """Return sampling parameters as slime's functions get them."""
+    return {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "max_new_tokens": sampling.max_new_tokens,
+        "stop": list(sampling.stop) or None,
+        "stop_token_ids": list(sampling.stop_token_ids) or None,
+        "skip_special_tokens": sampling.skip_special_tokens,
+        "no_stop_trim": True,
+        "spaces_between_special_tokens": False,
+    }
+
+
 @dataclass(eq=False)
 class _Talk:
     """A conversation of the sample, as the function's requests show it."""
@@ -91,19 +106,8 @@ class EngineRouter:
     """
 
     def __init__(self, conversation: Conversation) -> None:
-        sampling = conversation.sampling
         self.tokenizer = Tokenizer(conversation.model)
-        self.sampling_params: dict[str, Any] = {
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-            "max_new_tokens": sampling.max_new_tokens,
-            "stop": list(sampling.stop) or None,
-            "stop_token_ids": list(sampling.stop_token_ids) or None,
-            "skip_special_tokens": sampling.skip_special_tokens,
-            "no_stop_trim": True,
-            "spaces_between_special_tokens": False,
-        }
+        self.sampling_params = params_of(conversation.sampling)
         self.talks: list[_Talk] = []
         self._conversation = conversation
 
@@ -146,6 +150,14 @@ class EngineRouter:
     async def grade(self, sample: Any) -> float:
         """Return the reward that the grader of the row gives a sample, whose prompt is a text."""
         return await self._conversation.grade(sample.response, sample.prompt)
+
+    def continues(self, request: str | list[int]) -> bool:
+        """Whether a request is the next turn of a conversation."""
+        return any(talk.rest_of(request) for talk in self.talks)
+
+    def holds(self, tokens: list[int]) -> bool:
+        """Whether these are the tokens of a conversation."""
+        return any(talk.starts and _holds(tokens, talk) for talk in self.talks)
 
     def _read(self, payload: Any) -> tuple[str | list[int], SamplingParams, bool]:
         """Return the prompt, the sampling parameters, and whether log-probs are wanted."""
@@ -220,34 +232,35 @@ def conversing(function: Callable[..., Awaitable[Any]]) -> GenerateFunction:
             returned = await function(_args(conversation), sample, dict(router.sampling_params), **more)
         finally:
             router_of_function.reset(token)
-        try:
-            _settle(conversation, router, returned)
-        except (TypeError, ValueError) as error:
-            conversation.end("failed", f"the function of slime returned a sample that cannot be used: {error}")
+        settle(conversation, router, returned)
 
     return converse
 
 
+def args_of(model: ServedModel, sampling: SamplingParams, context_len: int) -> dict[str, Any]:
+    """Return slime's `args`, as functions that generate read them."""
+    return {
+        "sglang_router_ip": ROUTER[0],
+        "sglang_router_port": ROUTER[1],
+        "hf_checkpoint": str(model.directory),
+        "partial_rollout": False,  # a halted sample goes on by itself
+        "reward_key": None,
+        "rollout_max_context_len": context_len,
+        "eval_max_context_len": context_len,
+        "rollout_max_response_len": sampling.max_new_tokens,
+        "rollout_temperature": sampling.temperature,
+        "rollout_top_p": sampling.top_p,
+        "rollout_top_k": sampling.top_k,
+        "rollout_stop": list(sampling.stop) or None,
+        "rollout_stop_token_ids": list(sampling.stop_token_ids) or None,
+        "use_rollout_routing_replay": False,
+        "ci_test": False,
+    }
+
+
 def _args(conversation: Conversation) -> Args:
-    """slime's `args`, as a generate function reads them."""
-    sampling, context_len = conversation.sampling, len(conversation.prompt_ids) + conversation.room
-    return Args(
-        sglang_router_ip=ROUTER[0],
-        sglang_router_port=ROUTER[1],
-        hf_checkpoint=str(conversation.model.directory),
-        partial_rollout=False,  # a halted sample goes on by itself
-        reward_key=None,
-        rollout_max_context_len=context_len,
-        eval_max_context_len=context_len,
-        rollout_max_response_len=sampling.max_new_tokens,
-        rollout_temperature=sampling.temperature,
-        rollout_top_p=sampling.top_p,
-        rollout_top_k=sampling.top_k,
-        rollout_stop=list(sampling.stop) or None,
-        rollout_stop_token_ids=list(sampling.stop_token_ids) or None,
-        use_rollout_routing_replay=False,
-        ci_test=False,
-    )
+    context_len = len(conversation.prompt_ids) + conversation.room
+    return Args(**args_of(conversation.model, conversation.sampling, context_len))
 
 
 def _fresh_sample(conversation: Conversation) -> Sample:
@@ -259,8 +272,16 @@ def _fresh_sample(conversation: Conversation) -> Sample:
     )
 
 
+def settle(conversation: Conversation, router: EngineRouter, returned: Any) -> None:
+    """Take what the function returned: text, status, mask, reward and notes. A sample that is wrong fails alone."""
+    try:
+        _settle(conversation, router, returned)
+    except (TypeError, ValueError) as error:
+        conversation.end("failed", f"the function of slime returned a sample that cannot be used: {error}")
+
+
 def _settle(conversation: Conversation, router: EngineRouter, returned: Any) -> None:
-    """Take what the function returned: text, status, mask, reward and notes.
+    """Take what the function returned.
 
     Raises:
         TypeError, ValueError: it is not a sample of this run, or has other tokens than the engines gave.

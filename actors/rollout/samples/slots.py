@@ -142,6 +142,25 @@ class GroupSlots:
             self._num_running -= 1
             self._return(1)
 
+    def rest(self) -> None:
+        """Keep the slot of a sample that does not generate for a while. Others of the same call may use it until then.
+
+        It leaves the call only at the end of its sample. Otherwise calls that wait for this one could hold all slots.
+        """
+        if self._num_running and not self._is_stopped:
+            self._num_running -= 1
+            self.num_wanted += 1
+            self.receive(1)
+
+    def regain(self) -> None:
+        """Take the slot of a resting sample, which ends now and gives it back: also if another sample uses it."""
+        if self._num_idle:
+            self._num_idle -= 1
+        else:
+            self.num_wanted = max(0, self.num_wanted - 1)
+            self._slots.taken += 1
+        self._num_running += 1
+
     def stop(self) -> None:
         """Return the slots that no sample has taken. Samples that wait for a slot get none."""
         self._is_stopped = True

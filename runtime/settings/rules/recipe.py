@@ -21,6 +21,7 @@ from runtime.settings.reading.config import Problem
 from runtime.settings.recipe import Recipe
 from runtime.settings.rules.algorithm import algorithm_problems
 from runtime.settings.sizes import growing_events, show_bytes
+from runtime.settings.slime.functions import PREFIX
 from runtime.settings.tables.algorithm import PAIR_LOSSES
 from runtime.settings.tables.prompts import EvalConfig
 
@@ -103,6 +104,10 @@ def _collection(recipe: Recipe) -> Iterator[Problem]:
     if rollout.custom_rollout is not None and needs_baseline(recipe.algorithm):
         message = 'does not generate the greedy sample of algorithm.advantage_estimator = "remax"'
         yield Problem.of("rollout.custom_rollout", rollout.custom_rollout, message)
+    generate = rollout.custom_generate
+    if (rollout.custom_rollout or "").startswith(PREFIX) and not (generate or PREFIX).startswith(PREFIX):
+        message = "must be a function of slime too, which the rollout function of slime calls"
+        yield Problem.of("rollout.custom_generate", generate, message)
     number, most = rollout.custom_rollout_prompts, over_sampling_batch_size(rollout)
     if number > 1 and rollout.custom_rollout is None:
         yield Problem.of("rollout.custom_rollout_prompts", number, "has no effect without rollout.custom_rollout")

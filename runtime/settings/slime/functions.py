@@ -23,8 +23,12 @@ PARAMETERS: Final[Mapping[tuple[str, ...], tuple[str, ...]]] = {
     ("samples",): ("args", "samples"),
     ("group",): ("args", "samples"),
     ("conversation",): ("args", "sample", "sampling_params"),
+    ("rollout",): ("args", "rollout_id", "data_buffer"),
 }  # of our call, and of slime's function
-OPTIONAL: Final[Mapping[tuple[str, ...], tuple[str, ...]]] = {("conversation",): ("evaluation",)}  # if it has them
+OPTIONAL: Final[Mapping[tuple[str, ...], tuple[str, ...]]] = {
+    ("conversation",): ("evaluation",),
+    ("rollout",): ("evaluation",),
+}  # if it has them
 OF_TRAINER: Final[Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]]] = {
     "algorithm.custom_tis": (
         (),
@@ -185,12 +189,12 @@ def check_reward_nonzero_std_with_fallback(args: Any, samples: Sequence[Any], **
 
 
 class GenerateState:
-    """slime's state of generation: the tokenizer and the sampling parameters. Only generate functions have it."""
+    """slime's state of generation, for generate and rollout functions: the tokenizer and the sampling parameters."""
 
     def __init__(self, args: Any) -> None:
         router = router_of_function.get()
         if router is None:
-            raise NotImplementedError(f"GenerateState: only rollout.custom_generate generates: {PAGE}")
+            raise NotImplementedError(f"GenerateState: only generate and rollout functions have it: {PAGE}")
         self.args = args
         self.tokenizer = router.tokenizer
         self.processor = None  # of images
@@ -244,12 +248,14 @@ def load_function(path: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
+_ROLLOUTS: Final = "runtime.settings.slime.rollouts"
 # The names of each module; a text is the place of a function that is imported with the module, from the floor above
 _NAMES: Final[Mapping[str, Mapping[str, Any]]] = {
     "slime": {},
     "slime.utils": {},
     "slime.utils.types": {"Sample": Sample},
-    "slime.utils.http_utils": {"post": post},
+    "slime.utils.http_utils": {"post": post, "get_rollout_num_engines": f"{_ROLLOUTS}:get_rollout_num_engines"},
+    "slime.utils.async_utils": {"run": f"{_ROLLOUTS}:run"},
     "slime.utils.misc": {"load_function": load_function},
     "slime.backends": {},
     "slime.backends.megatron_utils": {},
@@ -258,7 +264,16 @@ _NAMES: Final[Mapping[str, Mapping[str, Any]]] = {
         "slice_log_prob_with_cp": whole_column,
     },
     "slime.rollout": {},
-    "slime.rollout.sglang_rollout": {"GenerateState": GenerateState},
+    "slime.rollout.base_types": {
+        name: f"{_ROLLOUTS}:{name}" for name in ("RolloutFnTrainOutput", "RolloutFnEvalOutput")
+    },
+    "slime.rollout.sglang_rollout": {
+        "GenerateState": GenerateState,
+        **{
+            name: f"{_ROLLOUTS}:{name}"
+            for name in ("generate", "generate_and_rm", "generate_and_rm_group", "eval_rollout")
+        },
+    },
     "slime.rollout.rm_hub": {"async_rm": async_rm, "batched_async_rm": batched_async_rm},
     "slime.rollout.rm_hub.math_dapo_utils": {"compute_score": "actors.reward.graders.stated:slime_dapo"},
     "slime.rollout.filter_hub": {},
@@ -324,7 +339,7 @@ def given_sample(**fields: Any) -> Any:
 
 def adapted(function: Callable[..., Any], parameters: Sequence[str], *, is_async: bool) -> Callable[[Any], Any]:
     """Wrap a function of slime so that it takes our sample, samples or group. Others are called by their callers."""
-    if parameters[0] in ("conversation", "inputs"):
+    if parameters[0] in ("conversation", "rollout", "inputs"):
         return function
     convert = {"sample": _sample, "samples": _samples, "group": _samples_of_group}[parameters[0]]
     args = Args(reward_key=None)

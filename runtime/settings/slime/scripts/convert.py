@@ -30,6 +30,10 @@ EVAL: Final = "eval.0."
 HUB: Final = "slime.rollout.filter_hub.dynamic_sampling_filters."
 SFT: Final = "slime.rollout.sft_rollout.generate_rollout"
 FULLY_ASYNC: Final = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
+ROLLOUT: Final = "slime.rollout.sglang_rollout.generate_rollout"  # slime's default
+ROLLOUT_FLAG: Final = "rollout-function-path"
+ONE_TURN: Final = "slime:slime.rollout.sglang_rollout:generate"
+SLOTS: Final = 512  # slime's default of --sglang-server-concurrency
 TIS: Final = "custom-tis-function-path"
 FUNCTION: Final = re.compile(r"[A-Za-z_][\w.]*\.[A-Za-z_]\w*")
 FUNCTIONS: Final = {
@@ -250,16 +254,7 @@ def _algorithm(flags: Flags) -> Iterator[Setting]:
     for flag, key in FUNCTIONS.items():
         yield from _function(flags, flag, key)
     yield from _tis(flags)
-    if (given := flags.take("rollout-function-path")) is not None and given.values:
-        if given.values[0].text == SFT:
-            flags.leave(given, "no", "follows from algorithm.loss_type")
-        elif given.values[0].text == FULLY_ASYNC:
-            remark = (
-                "rollout.max_staleness says how many train steps generation may be ahead; train_async.py's 1 is set"
-            )
-            flags.leave(given, "by hand", remark)
-        else:
-            flags.leave(given, "by hand", answer_of(given.flag).remark)
+    yield from _rollout_function(flags)
     if (given := flags.take("optimizer")) is not None and given.values:
         is_adam = given.values[0].text == "adam"
         flags.leave(given, "no" if is_adam else "not yet", "AdamW always")
@@ -286,6 +281,28 @@ def _algorithm(flags: Flags) -> Iterator[Setting]:
             flags.leave(given, "no", "has no effect without tensor parallelism")
         else:
             yield Setting(key="trainer.megatron.sequence_parallel", value=True, remark="--sequence-parallel")
+
+
+def _rollout_function(flags: Flags) -> Iterator[Setting]:
+    """Write a rollout function of the user, with whole rounds as its calls. slime's own are settings."""
+    given = flags.peek(ROLLOUT_FLAG)
+    path = "" if given is None or not given.values else given.values[0].text
+    if given is not None and path in (SFT, FULLY_ASYNC, ROLLOUT):
+        flags.take(ROLLOUT_FLAG)
+        remark = "rollout.max_staleness says how many train steps generation may be ahead; train_async.py's 1 is set"
+        if path == FULLY_ASYNC:
+            flags.leave(given, "by hand", remark)
+        else:
+            flags.leave(given, "no", "follows from algorithm.loss_type" if path == SFT else "slime's default")
+        return
+    found = list(_function(flags, ROLLOUT_FLAG, "rollout.custom_rollout"))
+    yield from found
+    groups = whole_number(flags.peek("over-sampling-batch-size") or flags.peek("rollout-batch-size"))
+    if found and groups and groups > 1:
+        yield Setting(key="rollout.custom_rollout_prompts", value=groups, remark="prompt groups of a call: a round")
+        if flags.peek("sglang-server-concurrency") is None:
+            remark = "slime's default: each sample of a call needs a slot"
+            yield Setting(key="engines.policy.concurrency", value=SLOTS, remark=remark)
 
 
 def _leave_kl_loss(flags: Flags) -> None:
@@ -347,9 +364,24 @@ def _evaluation(flags: Flags) -> Iterator[Setting]:
             continue
         if not pairs:
             flags.leave(one, "no", "there is no evaluation set")
+        if one.flag == "eval-function-path" and first(one) == ROLLOUT:
+            yield from _plain_evaluation(flags, one, len(pairs))
+            continue
         for number in range(len(pairs)):
             for setting in _plain(flags, one):
                 yield msgspec.structs.replace(setting, key=setting.key.replace(EVAL, f"eval.{number}."))
+
+
+def _plain_evaluation(flags: Flags, given: Given, num_sets: int) -> Iterator[Setting]:
+    """Evaluate without the rollout function of the user, if there is one: as slime's default does."""
+    if first(flags.peek(ROLLOUT_FLAG)) in (None, ROLLOUT, SFT, FULLY_ASYNC):
+        flags.leave(given, "no", "slime's default")
+        return
+    own = first(flags.peek("custom-generate-function-path"))
+    module, _, name = (own or "").rpartition(".")
+    value = f"slime:{module}:{name}" if module else ONE_TURN
+    for number in range(num_sets):
+        yield Setting(key=f"eval.{number}.custom_generate", value=value, remark=f"--{given.flag}")
 
 
 def _of_evaluation() -> Iterator[str]:

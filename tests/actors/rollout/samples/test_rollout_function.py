@@ -14,6 +14,7 @@ from actors.rollout.samples.conversation import Conversation, GenerateFunction
 from actors.rollout.samples.rollout_function import PromptGroup, RolloutCalls
 from actors.rollout.samples.sample import OpenSample, fresh_samples
 from actors.rollout.samples.slots import Slots
+from actors.rollout.samples.tasks import training_task
 from messages import GroupAborted, GroupCompleted, GroupFailed, Int32Array, RoundHalted, SampleStatus, SamplingParams
 from runtime.bus.bus import Bus
 from runtime.bus.errors import BusUnavailable
@@ -242,7 +243,12 @@ async def test_an_error_of_the_bus_is_not_lost_if_the_function_catches_it() -> N
 
     of = two_samples()
     async with Slots(2).reserve(2) as slots:
-        group = PromptGroup(of.prompt, fresh_samples(2, of.prompt.prompt_ids), run_sample, slots=slots)
+        group = PromptGroup(
+            fresh_samples(2, of.prompt.prompt_ids),
+            run_sample,
+            slots=slots,
+            task=training_task(of, "lease", group_rm=False),
+        )
         with pytest.raises(BusUnavailable):
             await RolloutCalls().run(catches_everything, group, 0)
 

@@ -209,3 +209,26 @@ async def test_slots_that_come_back_together_are_lent_once_and_no_group_is_forgo
             with anyio.fail_after(5):
                 await c.granted(2)
             tasks.cancel_scope.cancel()
+
+
+async def test_the_slot_of_a_resting_sample_stays_in_its_call() -> None:
+    """Two groups of a call share one slot in turn. A later group, which may wait for the call, gets it at its end."""
+    slots = Slots(1)
+    first, second, later = slots.reserve(1), slots.reserve(1), slots.reserve(1)
+    call = list[GroupSlots]()
+    first.share(call)
+    second.share(call)
+    assert await first.take()
+    first.rest()
+    with anyio.fail_after(2):
+        assert await second.take()
+        second.rest()
+        assert await first.take()
+    first.rest()
+    assert slots.taken == 1
+    for group in (first, second):
+        group.regain()
+        group.give_back()
+    with anyio.fail_after(2):
+        assert await later.take()
+    assert slots.taken == 1

@@ -258,7 +258,8 @@ def test_placement_follows_slime(tmp_path: Path, flags: str, trainer: str, engin
         ("moe-token-dispatcher-type", "flex", "not yet"),
         ("custom-rm-path", "slime.rollout.on_policy_distillation.reward_func", "by hand"),
         ("custom-generate-function-path", "generate", "by hand"),  # no module
-        ("rollout-function-path", "mine.rollout", "by hand"),
+        ("rollout-function-path", "slime.rollout.forge_load.generate_rollout", "by hand"),
+        ("rollout-function-path", "slime.rollout.sglang_rollout.generate_rollout", "no"),
         ("rollout-batch-size", "many", "by hand"),
         ("no-such-flag", "1", "unknown"),
         ("sequence-parallel", "", "no"),
@@ -290,6 +291,18 @@ def test_functions_of_the_user_are_written_into_the_recipe_as_they_are(tmp_path:
     result = converted(tmp_path, f"--rm-type math --{flag} examples.mine.run.function")
     assert value_of(result, key) == "slime:examples.mine.run:function"
     assert not result.left
+
+
+def test_a_rollout_function_of_the_user_gets_the_groups_of_a_round(tmp_path: Path) -> None:
+    sizes = "--rollout-batch-size 32 --over-sampling-batch-size 48 --n-samples-per-prompt 8"
+    of_eval = "--eval-interval 5 --eval-prompt-data aime /a.jsonl"
+    default = "--eval-function-path slime.rollout.sglang_rollout.generate_rollout"
+    result = converted(tmp_path, f"--rollout-function-path my.rollout.generate {sizes} {of_eval} {default}")
+    assert value_of(result, "rollout.custom_rollout") == "slime:my.rollout:generate"
+    assert value_of(result, "rollout.custom_rollout_prompts") == 48
+    assert value_of(result, "engines.policy.concurrency") == 512  # slime's, which has room for 48 x 8 samples
+    assert value_of(result, "eval.0.custom_generate") == "slime:slime.rollout.sglang_rollout:generate"
+    assert state_of(converted(tmp_path, f"{of_eval} {default}"), "eval-function-path") == "no"
 
 
 def test_demonstrations(tmp_path: Path) -> None:
