@@ -18,9 +18,9 @@ from actors.rollout.sglang.errors import EngineError
 from actors.rollout.sglang.served_model import ServedModel
 from runtime.bus.errors import BusError
 from runtime.settings.derived import over_sampling_batch_size
-from runtime.settings.recipe import RolloutConfig
 from runtime.settings.slime.functions import PAGE, Args, Sample, router_of_function
 from runtime.settings.slime.rollouts import DataBuffer, RolloutFnEvalOutput, flat, id_of, samples_in
+from runtime.settings.tables.rollout import RolloutConfig
 from runtime.util.tracebacks import shown_error
 
 LEFT_OUT: Final = "the function returned without it"

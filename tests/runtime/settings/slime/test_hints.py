@@ -92,7 +92,7 @@ def test_a_flag_of_slime_is_known_in_every_table_and_spelling(
         ("rollout.rollout_temperature", "slime's --rollout-temperature is rollout.temperature here (above 0)"),
         ("rollout.batch_size", "slime's --rollout-batch-size is rollout.rollout_batch_size here"),
         ("rollout.max-response-len", "slime's --rollout-max-response-len is rollout.max_response_len here"),
-        ("rollout.function_path", "slime's --rollout-function-path is rollout.custom_rollout here (for a prompt group"),
+        ("rollout.function_path", "slime's --rollout-function-path is rollout.custom_rollout here ("),
         ("data.0.prompt_data", "slime's --prompt-data is data.0.path here"),
         ("eval.0.prompt_data", "slime's --eval-prompt-data is eval.0.path here"),
         ("eval.0.max_prompt_len", "slime's --eval-max-prompt-len is not implemented yet: the rollout's limit holds"),
