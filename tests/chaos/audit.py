@@ -78,6 +78,7 @@ async def killed_in_turn(run: Run, names: Sequence[str], moments: Random) -> Boo
         for number, name in enumerate(names, start=1):
             await command.log.until_trained(2 * number)
             await command.log.pass_over(moments.randrange(EVENTS_PER_STEP))
+            await command.log.until_alive(name)
             command.log.kill(name)
         family = command.family()
         assert await command.end() == 0

@@ -1,7 +1,8 @@
 """Harness for chaos tests: starts the real command in a directory, follows the log and kills processes by name.
 
 Nothing here sleeps for a fixed time. A test waits for events in the run's log. A random moment of a kill is a random
-number of further events.
+number of further events. The run waits for its test too, however slow that is (pace.py): it trains at most one step
+more than the test has read of, until the test waits for its end.
 """
 
 import json
@@ -11,7 +12,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from contextlib import (
+    AbstractContextManager,
+    AsyncExitStack,
+    asynccontextmanager,
+    contextmanager,
+    nullcontext,
+    suppress,
+)
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +37,7 @@ from runtime.bus.nats.server import STORED, ServerSettings
 from runtime.node.supervisor import guardian
 from runtime.settings.load import load_topology
 from runtime.util.secrets import Login, Secret
+from tests.chaos.pace import Pace
 from tests.fixtures.nats import eventually
 from tests.support.running_server import running_server
 
@@ -40,6 +49,7 @@ LIMITS = BusLimits(connect_timeout_s=120.0, publish_timeout_s=120.0)  # for a bu
 EVENT_S = 120.0  # timeout of an awaited event, long enough for a trainer's restart
 END_S = 180.0  # timeout of the rest of a run
 LOOK_S = 1.0  # between two checks that the command still runs
+SHORT_LOOK_S = 0.01  # between two checks of what no event tells of
 
 NAME = "r"  # run name of every run
 BATCH_SIZE = 16  # groups of a train step
@@ -60,7 +70,7 @@ def moments_of(name: str) -> random.Random:
 class Log:
     """The growing log of a run."""
 
-    def __init__(self, events: Events[Message], process: anyio.abc.Process) -> None:
+    def __init__(self, events: Events[Message], process: anyio.abc.Process, pace: Pace) -> None:
         self.pids: dict[str, int] = {}  # newest process of each name
         self.seq = 0  # sequence of the newest event read
         self.trained = 0  # train steps, without replayed ones
@@ -69,6 +79,8 @@ class Log:
         self.finished = False
         self._events = events
         self._process = process
+        self._pace = pace
+        self._killed: dict[str, int] = {}  # processes that this killed, by name
 
     async def until(self, holds: Callable[[Message], bool]) -> Message:
         """Read until an event satisfies a condition; return the event."""
@@ -83,15 +95,38 @@ class Log:
         await self.until(lambda event: isinstance(event, BatchTrained) and event.step + 1 >= steps)
 
     async def until_restarted(self, name: str) -> None:
-        """Read until the node daemon reports the restart of a process."""
+        """Read until the node daemon reports the restart of a process. If it was killed, no further step is allowed."""
         old = self.pids[name]
-        await self.until(lambda _: self.pids[name] != old)
+        with self.held() if name in self._away() else nullcontext():
+            await self.until(lambda _: self.pids[name] != old)
+
+    async def until_alive(self, name: str) -> None:
+        """If a process was killed before, read until it is restarted: its next kill needs a process."""
+        if name in self._away():
+            await self.until_restarted(name)
+
+    def held(self) -> AbstractContextManager[None]:
+        """Allow no further steps in the block: the run trains one more than this has read of by now."""
+        self._pace.allow(self.trained)
+        return self._pace.held()
+
+    async def until_back(self) -> None:
+        """Read until every killed process is restarted, or the run ends."""
+        with self.held():
+            while self._away() and not self.finished and self._process.returncode is None:
+                await self._look(LOOK_S)
 
     async def pass_over(self, number: int) -> None:
         """Read this number of further events."""
         with anyio.fail_after(self.event_s):
             for _ in range(number):
                 await self._next()
+
+    async def until_there(self, holds: Callable[[], bool]) -> None:
+        """Read until a condition holds that no event tells of, such as that a file exists."""
+        with anyio.fail_after(self.event_s):
+            while not holds():
+                await self._look(SHORT_LOOK_S)
 
     async def read_for(self, seconds: float) -> None:
         """Read for a time, or until the run has finished."""
@@ -101,16 +136,23 @@ class Log:
 
     def kill(self, name: str) -> None:
         """Kill the newest process of a name with SIGKILL."""
+        assert not self.finished, f"the run finished before {name} was killed"
         os.kill(self.pids[name], signal.SIGKILL)
+        self._killed[name] = self.pids[name]
+
+    def _away(self) -> list[str]:
+        return [name for name, pid in self._killed.items() if self.pids[name] == pid]
 
     async def _next(self) -> Received[Message]:
         received = None
         while received is None:
+            assert not self.finished, f"the run finished before what is awaited; not restarted: {self._away()}"
             received = await self._look(LOOK_S)
         return received
 
     async def _look(self, timeout_s: float) -> Received[Message] | None:
         assert self._process.returncode is None, f"the command ended with {self._process.returncode}"
+        self._pace.allow(self.trained)
         received = await self._events.next(timeout_s)
         if received is None:
             return None
@@ -131,15 +173,18 @@ class Log:
 class Command:
     """A running bin/start-topology and its processes."""
 
-    def __init__(self, process: anyio.abc.Process, bus: Bus, log: Log) -> None:
+    def __init__(self, process: anyio.abc.Process, bus: Bus, log: Log, pace: Pace) -> None:
         self.bus = bus
         self.log = log
         self.end_s = END_S
         self._process = process
+        self._pace = pace
 
     async def end(self) -> int:
-        """Wait for the command to end; return its exit code."""
+        """Wait for killed processes to be restarted, and for the command to end; return its exit code."""
         with anyio.fail_after(self.end_s):
+            await self.log.until_back()
+            self._pace.free()
             return await self._process.wait()
 
     def send(self, number: signal.Signals) -> None:
@@ -186,7 +231,19 @@ class Run:
         overrides: Sequence[str] = (),
         settings: Sequence[str] = SMALL,
         topology: Path = LAPTOP,
+        paced: bool = True,
     ) -> None:
+        """Plan a run.
+
+        Args:
+            directory: The run is in runs/NAME of it.
+            num_steps: Number of train steps.
+            eval_interval: Train steps between two evaluations.
+            overrides: Further settings.
+            settings: The settings instead of those of a small run.
+            topology: The topology's file.
+            paced: Whether the run waits for a test that reads its log.
+        """
         own = [f"run.name={NAME}"]
         own += [] if eval_interval is None else [f"eval.0.interval={eval_interval}"]
         self.directory = directory / "runs" / NAME
@@ -194,6 +251,7 @@ class Run:
         self._file = topology
         self._settings = (*settings, *own, *overrides)
         self._cwd = directory
+        self._paced = paced
         self.plan_steps(num_steps)
 
     def plan_steps(self, num_steps: int) -> None:
@@ -216,9 +274,16 @@ class Run:
         """
         file = self.directory / "bus.url"
         before_ns = file.stat().st_mtime_ns if file.exists() else 0
+        pace = Pace(self._cwd / "pace" if self._paced else None)
+        pace.free()
         with self.output.open("ab") as output, self._told_on_failure():
             process = await anyio.open_process(
-                self.command, cwd=self._cwd, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+                self.command,
+                cwd=self._cwd,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env={**os.environ, **pace.environment()},
             )
             try:
                 await eventually(
@@ -231,7 +296,7 @@ class Run:
                         Bus.connect(file.read_text().strip(), NAME, name="test", limits=LIMITS)
                     )
                     events = await stack.enter_async_context(bus.read(from_seq=from_seq))
-                    yield Command(process, bus, Log(events, process))
+                    yield Command(process, bus, Log(events, process, pace), pace)
             finally:
                 if process.returncode is None:
                     process.kill()

@@ -50,7 +50,12 @@ def planned(moments: Sequence[Moment], marks: Path, *, in_turn: bool = False) ->
             creates the file GATE among the marks. The next one waits until the test has removed that file.
     """
     plan = msgspec.json.encode(Planned(tuple(moments), str(marks), in_turn)).decode()
-    return {VARIABLE: plan, "PYTHONPATH": os.pathsep.join(filter(None, [str(FOLDER), os.environ.get("PYTHONPATH")]))}
+    return {VARIABLE: plan, **with_moments()}
+
+
+def with_moments() -> dict[str, str]:
+    """Environment in which `moments/sitecustomize.py` is imported."""
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [str(FOLDER), os.environ.get("PYTHONPATH")]))}
 
 
 class Place(NamedTuple):

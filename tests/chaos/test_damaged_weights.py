@@ -77,7 +77,7 @@ async def test_damage_while_an_engine_reads_and_damage_before_it_cost_a_version_
         await eventually(lambda: checked(log, 2), timeout_s=EVENT_S)
         flip_top_mantissa_bit(weights / "v000002" / "model.safetensors", K_PROJ)
         engine.resume()
-        await eventually((marks / moments[1].name).exists, timeout_s=EVENT_S)
+        await command.log.until_there((marks / moments[1].name).exists)
         await eventually(lambda: trainer.status() == psutil.STATUS_STOPPED, timeout_s=EVENT_S)
         swap(weights / "v000004" / "model.safetensors", K_PROJ, V_PROJ)
         trainer.send_signal(signal.SIGCONT)

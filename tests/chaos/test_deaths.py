@@ -52,8 +52,8 @@ def test_each_line_of_the_table_is_tested() -> None:
 async def test_processes_are_killed_in_turn_again_and_again(tmp_path: Path, lines: tuple[str, ...]) -> None:
     """The processes of one run, each at a random moment after each of two steps; none of them idles in between."""
     moments, names = moments_of(" ".join(lines)), [PROCESSES[x] for x in lines]
-    # a kill is up to a step later than the one before, and its process is to come back before the run ends
-    num_steps = AFTER_STEPS[-1] + 2 * len(names) + 1
+    # a kill is up to two steps later than the one before, and its process is to come back before the run ends
+    num_steps = AFTER_STEPS[-1] + 2 * len(names) + 2
     overrides = (*(FILTERED if "filter" in names else ()), *(ROUTED if "router.policy" in names else ()))
     run = Run(tmp_path, num_steps=num_steps, overrides=overrides)
     async with run.started() as command:

@@ -28,6 +28,7 @@ async def test_every_process_of_a_run_on_demonstrations_is_killed(tmp_path: Path
         for number, name in enumerate(names):
             await command.log.until_trained(1 + 3 * number)
             await command.log.pass_over(moments.randrange(EVENTS_PER_STEP))
+            await command.log.until_alive(name)
             command.log.kill(name)
         family = command.family()
         assert await command.end() == 0

@@ -25,7 +25,14 @@ async def kill_in_turn(command: Command, names: list[str], *, every: int) -> Non
     for number, name in enumerate(names, start=1):
         await command.log.until_trained(number * every)
         await command.log.pass_over(moments.randrange(EVENTS_PER_STEP))
+        await command.log.until_alive(name)
         command.log.kill(name)
+
+
+def url_of(command: Command, engine: str) -> str:
+    """Where an engine's newest process serves."""
+    words = psutil.Process(command.log.pids[engine]).cmdline()
+    return f"http://127.0.0.1:{words[words.index('--port') + 1]}"
 
 
 async def finish(run: Run, command: Command) -> None:
@@ -146,7 +153,7 @@ async def test_rollout_is_killed_while_groups_are_filtered_halted_and_carried_on
 
 async def test_every_process_is_killed_while_a_function_generates(tmp_path: Path) -> None:
     """Two conversations a sample, whose function gives the rewards: the books close as ever."""
-    run = Run(tmp_path, num_steps=14, overrides=(f"rollout.custom_generate={ENVIRONMENT}:play",))
+    run = Run(tmp_path, num_steps=15, overrides=(f"rollout.custom_generate={ENVIRONMENT}:play",))
     names = ["rollout", "engine.policy.0", "nats-server", "buffer", "trainer", "rollout"]
     async with run.started() as command:
         await kill_in_turn(command, names, every=2)
@@ -158,8 +165,8 @@ async def test_processes_are_killed_while_a_rollout_function_generates(tmp_path:
     """It gets up to four prompts at once, and runs again; no sample is lost, and none is trained twice."""
     function = Path(__file__).with_name("rollout_order.py")
     overrides = (f"rollout.custom_rollout={function}:one_then_others", "rollout.custom_rollout_prompts=4")
-    run = Run(tmp_path, num_steps=8, overrides=overrides)
     names = ["rollout", "engine.policy.0", "buffer", "rollout", "rollout"]
+    run = Run(tmp_path, num_steps=2 * len(names) + 2, overrides=overrides)  # a kill is up to two steps after the last
     async with run.started() as command:
         await kill_in_turn(command, names, every=1)
         await finish(run, command)
@@ -184,6 +191,7 @@ async def test_several_processes_are_killed_at_once(tmp_path: Path) -> None:
         for steps in (2, 5):
             await command.log.until_trained(steps)
             await command.log.pass_over(moments.randrange(EVENTS_PER_STEP))
+            await command.log.until_back()
             names = moments.sample(list(command.log.pids), 3)
             for name in names:
                 command.log.kill(name)
@@ -196,9 +204,11 @@ async def test_trainer_and_buffer_are_killed_after_the_last_step(tmp_path: Path)
     """Before its checkpoint, its evaluation, the end of the run, or after: that is a race."""
     run = Run(tmp_path, num_steps=7)
     async with run.started() as command:
+        family = command.family()
         await command.log.until_trained(7)
         for name in ("trainer", "buffer"):
             with suppress(ProcessLookupError):
                 command.log.kill(name)
-        await finish(run, command)
+        assert await command.end() == 0
+        await run.gone(family)
     await audit(run, killed=None)

@@ -56,13 +56,14 @@ async def test_a_killed_sandbox_is_no_zero_and_lengths_stay_as_issued(
         log.event_s = command.end_s = 1000.0
         await log.until(lambda _: "reward" in log.pids)
         killer, stats = Killer(log.pids["reward"]), dict[str, float]()
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(killer.run)
-            for _ in range(NUM_STEPS * num_groups - 1):
-                await log.until(lambda event: isinstance(event, GroupCompleted))
-            stats = (await command.bus.call("reward", StatsRequested(), StatsGiven, timeout_s=60.0)).stats
-            await log.until(lambda event: isinstance(event, GroupCompleted))
-            tasks.cancel_scope.cancel()
+        # the last step waits, so that the reward actor lives when its counts are read
+        with log.held():
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(killer.run)
+                for _ in range(NUM_STEPS * num_groups):
+                    await log.until(lambda event: isinstance(event, GroupCompleted))
+                stats = (await command.bus.call("reward", StatsRequested(), StatsGiven, timeout_s=60.0)).stats
+                tasks.cancel_scope.cancel()
         family = command.family()
         assert await command.end() == 0
         await run.gone(family)

@@ -7,8 +7,7 @@ import pytest
 
 from messages import BatchReady, BatchTrained, CheckpointSaved, Message, WeightsAnnounced
 from tests.chaos.audit import audit
-from tests.chaos.harness import EVENT_S, Command, Run
-from tests.fixtures.nats import eventually
+from tests.chaos.harness import Command, Run
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(400)]
 
@@ -36,7 +35,7 @@ def written(pattern: str) -> Moment:
     async def wait(run: Run, command: Command, steps: int) -> None:
         await command.log.until_trained(steps)
         before = set(run.directory.glob(pattern))
-        await eventually(lambda: bool(set(run.directory.glob(pattern)) - before), timeout_s=EVENT_S)
+        await command.log.until_there(lambda: bool(set(run.directory.glob(pattern)) - before))
 
     return wait
 

@@ -127,7 +127,7 @@ async def suffer(run: Run, address: str, observers: dict[str, str], stopped_s: f
             process.rlimit(psutil.RLIMIT_FSIZE, (0, 0))  # as on a full disk: no write succeeds
             trained = command.log.trained + STEPS_EACH
             await command.log.until_trained(trained)
-            with suppress(psutil.NoSuchProcess):  # a writer may end by itself, and is started again
+            with suppress(ProcessLookupError):  # a writer may end by itself, and is started again
                 os.kill(process.pid, signal.SIGKILL)
             await shown.until(observer, trained)
         command.send(signal.SIGINT)
@@ -152,7 +152,7 @@ async def test_what_observers_suffer_is_their_own(tmp_path: Path) -> None:
     tracker_python("tensorboard")
     address = free_address()
     on = (*ON, f"observe.prometheus={address}")
-    run = Run(tmp_path, num_steps=WITHOUT_END, eval_interval=None, overrides=on)
+    run = Run(tmp_path, num_steps=WITHOUT_END, eval_interval=None, overrides=on, paced=False)
     await suffer(run, address, OBSERVERS, 0.0)
 
 
@@ -165,7 +165,7 @@ async def test_observers_that_are_stopped_for_a_minute_each(tmp_path: Path) -> N
     address = free_address()
     async with collector() as url:
         on = (*ON, f"observe.prometheus={address}", f"observe.otlp.endpoint={url}")
-        run = Run(tmp_path, num_steps=WITHOUT_END, eval_interval=None, overrides=on)
+        run = Run(tmp_path, num_steps=WITHOUT_END, eval_interval=None, overrides=on, paced=False)
         await suffer(run, address, MORE, 60.0)
 
 

@@ -40,7 +40,10 @@ async def kill_in(command: Command, deaths: Deaths, number: signal.Signals) -> N
     for victim, phase in deaths:
         await command.log.until_trained(command.log.trained + 1)
         await command.log.until(lambda event, phase=phase: isinstance(event, PhaseChanged) and event.phase is phase)
-        os.kill(command.log.pids[victim], number)
+        if number is signal.SIGKILL:
+            command.log.kill(victim)
+        else:
+            os.kill(command.log.pids[victim], number)
         await command.log.until_restarted(victim)
 
 

@@ -4,9 +4,10 @@ import signal
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
-from messages import RunFinished
+from messages import BatchReady, RunFinished
 from tests.chaos.audit import audit
 from tests.chaos.harness import EVENTS_PER_STEP, Command, Run, moments_of
 
@@ -44,11 +45,16 @@ async def test_ctrl_c_ends_everything_and_the_run_goes_on_later(tmp_path: Path) 
 
 
 async def test_the_agent_is_killed_when_the_run_has_just_finished(tmp_path: Path) -> None:
-    run = Run(tmp_path, num_steps=5)
+    run = Run(tmp_path, num_steps=5, eval_interval=None, overrides=("eval=[]",))
+    last = run.num_steps - 1
     async with run.started() as command:
+        await command.log.until_trained(last - 1)
+        with command.log.held():  # so that the last step waits
+            await command.log.until(lambda event: isinstance(event, BatchReady) and event.step == last)
+            family = command.family()
+            psutil.Process(command.log.pids["reward"]).suspend()  # all is graded; the daemon waits for its end
         await command.log.until(lambda event: isinstance(event, RunFinished))
-        family = command.family()
         command.send(signal.SIGKILL)
-        await command.end()
+        assert await command.end() == -signal.SIGKILL
         await run.gone(family)
     await resume_and_finish(run)

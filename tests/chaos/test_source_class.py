@@ -20,7 +20,7 @@ DATA = (
 @pytest.mark.parametrize("kills", [8, pytest.param(20, marks=pytest.mark.nightly)])
 async def test_a_curriculum_by_outcome_draws_the_same_prompts_after_many_kills(tmp_path: Path, kills: int) -> None:
     overrides = (f"data=[{DATA}]", "eval=[]", "rollout.shuffle=false")
-    run = Run(tmp_path, num_steps=kills + 2, eval_interval=None, overrides=overrides)
+    run = Run(tmp_path, num_steps=2 * kills + 2, eval_interval=None, overrides=overrides)
     moments = moments_of("curriculum")
     async with run.started() as command:
         for number in range(1, kills + 1):
@@ -38,4 +38,4 @@ async def test_a_curriculum_by_outcome_draws_the_same_prompts_after_many_kills(t
         group.group_id: group.prompt for event in log if isinstance(event, GroupsIssued) for group in event.groups
     }
     rows = {numbers[event.group_id]: event.metadata for event in log if isinstance(event, GroupCompleted)}
-    assert [rows[number] for number in sorted(rows)] == curriculum.expected(kills + 2, BATCH_SIZE)
+    assert [rows[number] for number in sorted(rows)] == curriculum.expected(run.num_steps, BATCH_SIZE)

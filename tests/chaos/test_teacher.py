@@ -22,12 +22,12 @@ async def test_the_engine_of_the_teacher_is_killed_and_its_callers_too(tmp_path:
         f'engines.teacher={{kind = "tiny", hf_checkpoint = "{teacher}"}}',
         "run.dump_details=dump",
     )
-    run = Run(tmp_path, num_steps=8, overrides=overrides)
+    run = Run(tmp_path, num_steps=9, overrides=overrides)
     names = ["engine.teacher.0", "rollout", "engine.teacher.0"]
     books = await killed_in_turn(run, names, moments)
     assert books.failed == 0
     trained = [row for row in run.rows() if "train/opd_reverse_kl" in row]
-    assert len(trained) == 8
+    assert len(trained) == run.num_steps
     dumped = [group for step in steps_in(tmp_path / "dump") for group in read_pair(tmp_path / "dump", step)]
     for group in dumped:
         for own, columns in zip(group.segments, group.columns, strict=True):

@@ -22,7 +22,7 @@ async def finish(run: Run, command: Command) -> None:
 
 
 async def test_processes_are_killed_while_the_log_is_trimmed_at_every_checkpoint(tmp_path: Path) -> None:
-    run, names = Run(tmp_path, num_steps=13, overrides=TRIMMED), ["buffer", "trainer", "rollout", "nats-server"]
+    run, names = Run(tmp_path, num_steps=15, overrides=TRIMMED), ["buffer", "trainer", "rollout", "nats-server"]
     moments = moments_of("trimmed")
     async with run.started() as command:
         for steps, name in enumerate(names, start=1):

@@ -14,7 +14,6 @@ from tests.chaos.outliving import check_the_last_session
 from tests.chaos.rank_moments import GATE, planned
 from tests.chaos.test_kill import finish
 from tests.chaos.weight_moments import at
-from tests.fixtures.nats import eventually
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(400)]
 
@@ -62,7 +61,7 @@ async def outlive(
     async with run.started() as command:
         command.log.event_s = command.end_s = limit_s
         await command.log.until(lambda _: trainer in command.log.pids)
-        await eventually((marks / moment.name).exists, timeout_s=limit_s)
+        await command.log.until_there((marks / moment.name).exists)
         if who == "router":
             await kill_the_router(command, trainer)
             await finish(run, command)

@@ -99,7 +99,7 @@ async def test_every_expression_has_a_series_while_prometheus_scrapes_a_run(tmp_
     assert len(alerts) == 6
     assert len(panels) > 20
     target = free_address()
-    run = Run(tmp_path, num_steps=2_000, overrides=(f"observe.prometheus={target}",))
+    run = Run(tmp_path, num_steps=2_000, overrides=(f"observe.prometheus={target}",), paced=False)
     async with (
         run.started() as command,
         prometheus(tmp_path, target) as address,

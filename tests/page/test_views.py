@@ -49,7 +49,7 @@ def check(found: dict[int, dict[str, Any]], status: str) -> None:
 async def test_each_view_of_a_run_that_trains_and_of_one_that_ended(tmp_path: Path) -> None:
     needs_chromium()
     on = ("observe.page=127.0.0.1:0", "observe.samples=true")
-    run = Run(tmp_path, num_steps=WITHOUT_END, eval_interval=3, overrides=on)
+    run = Run(tmp_path, num_steps=WITHOUT_END, eval_interval=3, overrides=on, paced=False)
     async with run.started() as command:
         await command.log.until_trained(3)
         url = (run.directory / PAGE_FILE).read_text().strip()

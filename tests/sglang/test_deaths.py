@@ -18,12 +18,12 @@ from tests.chaos.audit import audit
 from tests.chaos.harness import ROOT, SMALL, Command, Run
 from tests.chaos.outliving import check_the_last_session, died, prepare, until_whole
 from tests.chaos.rank_moments import FOLDER, GATE, Moment
-from tests.chaos.test_kill import finish
+from tests.chaos.test_kill import finish, url_of
 from tests.chaos.test_within_a_session import outlive
 from tests.chaos.weight_moments import at
 from tests.sglang.recipe import RECIPE, overrides
 from tests.sglang.server import SHIM
-from tests.sglang.test_kills import LIMIT_S, RESTART_S, SOON, check_that_it_is_not_paused, url_of
+from tests.sglang.test_kills import LIMIT_S, RESTART_S, SOON, check_that_it_is_not_paused
 from tests.sglang.test_laptop import CLOSE, LAYOUTS
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(LIMIT_S)]
@@ -75,6 +75,7 @@ def run_of(directory: Path, num_steps: int, layout: dict[str, object], *settings
         topology=RECIPE,
         settings=(*SETTINGS, *settings),
         overrides=overrides(**path, **layout),
+        paced=False,  # the grader waits for the test
     )
 
 

@@ -15,7 +15,7 @@ import pytest
 from messages import ActorExited, WeightsAnnounced
 from tests.chaos.audit import audit
 from tests.chaos.harness import EVENTS_PER_STEP, SMALL, Command, Run, moments_of
-from tests.chaos.test_kill import finish
+from tests.chaos.test_kill import finish, url_of
 from tests.fixtures.nats import eventually
 from tests.sglang.recipe import RECIPE, overrides
 from tests.support.tiny_engine import get
@@ -77,12 +77,6 @@ async def strike(command: Command, victims: Sequence[str], name: str, how: signa
             await anyio.sleep(moments.uniform(0.0, UPDATE_S))
         psutil.Process(pid_of(command, victim)).send_signal(how)
         await command.log.until_restarted(VICTIMS[victim][0])
-
-
-def url_of(command: Command, engine: str) -> str:
-    """Where an engine's newest process serves."""
-    words = psutil.Process(command.log.pids[engine]).cmdline()
-    return f"http://127.0.0.1:{words[words.index('--port') + 1]}"
 
 
 async def check_that_it_is_not_paused(command: Command, engine: str = ENGINE) -> None:

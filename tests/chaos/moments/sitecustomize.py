@@ -1,9 +1,10 @@
-"""Installs kill points in the processes of a run. Python imports it because its folder is on their PYTHONPATH.
+"""Installs kill points in the processes of a run, and has its trainer wait for the test.
 
-Python imports only the first sitecustomize.py on its path. This one therefore runs a later one, such as that of
-tests/sglang/shim.
+Python imports it because its folder is on their PYTHONPATH. Python imports only the first sitecustomize.py on its path.
+This one therefore runs a later one, such as that of tests/sglang/shim.
 """
 
+import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -26,8 +27,9 @@ INSTALLS = {  # by kind of process: functions of tests/chaos/weight_moments.py, 
 class Finder(importlib.abc.MetaPathFinder):
     """Installs kill points when certain modules are loaded: a process imports none of them for the tests."""
 
-    def __init__(self, modules: dict[str, str]) -> None:
-        self._modules = modules  # names of functions of tests.chaos.weight_moments, by module
+    def __init__(self, modules: dict[str, str], module_of_tests: str) -> None:
+        self._modules = modules  # names of functions, by module
+        self._module_of_tests = module_of_tests  # in which the functions are
 
     def find_spec(
         self, name: str, path: object, target: ModuleType | None = None
@@ -42,9 +44,7 @@ class Finder(importlib.abc.MetaPathFinder):
 
         def load_with_moments(module: ModuleType) -> None:
             load(module)
-            from tests.chaos import weight_moments
-
-            getattr(weight_moments, install)()
+            getattr(importlib.import_module(self._module_of_tests), install)()
 
         spec.loader.exec_module = load_with_moments  # type: ignore[method-assign]
         return spec
@@ -52,7 +52,9 @@ class Finder(importlib.abc.MetaPathFinder):
 
 process = os.environ.get("PHYSARUM_PROCESS", "").partition(".")[0]
 if "PHYSARUM_TEST_MOMENTS" in os.environ and process in INSTALLS:
-    sys.meta_path.insert(0, Finder(dict(INSTALLS[process])))
+    sys.meta_path.insert(0, Finder(dict(INSTALLS[process]), "tests.chaos.weight_moments"))
+if "PHYSARUM_TEST_PACE" in os.environ and process == "trainer":
+    sys.meta_path.insert(0, Finder({"actors.trainer.data.feed": "install"}, "tests.chaos.pace"))
 
 elsewhere = [place for place in sys.path if Path(place) != Path(__file__).parent]
 behind = importlib.machinery.PathFinder.find_spec("sitecustomize", elsewhere)
