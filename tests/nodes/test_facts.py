@@ -128,7 +128,7 @@ def test_a_node_that_does_not_fit_is_refused_alone_once_the_run_has_trained(tmp_
         ends(other, within_s=REFUSED_S, code=2)
         reason = "node n1: train.num_steps = 9: home has 40; start all nodes with one topology and the same --set"
         assert reason in other.output()
-        home.wait_for(f"refused {reason}", 10)
+        home.wait_for(f"refused {reason}", 60)
         ends(home, within_s=RUN_S, code=0)
         check_books(tmp_path / "runs" / "apart", 40)
 

@@ -49,19 +49,18 @@ def test_ctrl_c_on_a_node_makes_it_leave_and_at_home_stops_the_run_everywhere(tm
         first, later = start(lan["n0"], file, "local"), start(lan["n1"], file, "n1")
         first.wait_for("step    3/", 120)
         later.signal(signal.SIGINT)
-        assert later.wait(10) == 128 + signal.SIGINT, later.output()
-        first.wait_for("node n1 left the run: SIGINT", 5)
+        assert later.wait(20) == 128 + signal.SIGINT, later.output()
+        first.wait_for("node n1 left the run: SIGINT", 30)
         first.wait_for(
             "waiting for node n1, up to 60 s (nodes.n1.wait_s): "
             "1 of 2 engines are left, fewer than engines.policy.min_engines = 2",
-            5,
+            30,
         )
         left_at = last_step(first.output())
-        first.wait_for(f"step {left_at + 3:>4}/", 40)  # its tasks are taken up at home
+        first.wait_for(f"step {left_at + 3:>4}/", 120)  # its tasks are taken up at home
         again = start(lan["n1"], file, "n1")
         again.wait_for(" | reward ", 60)  # of a train step
         first.signal(signal.SIGINT)
-        stopped_at = time.monotonic()
-        assert first.wait(10) == 128 + signal.SIGINT, first.output()
-        assert again.wait(10 + stopped_at - time.monotonic()) == 128 + signal.SIGINT, again.output()
+        assert first.wait(20) == 128 + signal.SIGINT, first.output()
+        assert again.wait(20) == 128 + signal.SIGINT, again.output()
         assert "run two stopped by node local: SIGINT" in again.output()

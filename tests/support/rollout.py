@@ -113,7 +113,7 @@ async def rollout_actor(
 
 
 async def next_event(
-    bus: Bus, *types: type[Message], from_seq: int = 1, timeout_s: float = 15.0
+    bus: Bus, *types: type[Message], from_seq: int = 1, timeout_s: float = 40.0
 ) -> tuple[Message, int]:
     """Return the first event of the given types from a log sequence on, and its sequence."""
     async with bus.read(*types, from_seq=from_seq) as events:

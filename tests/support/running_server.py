@@ -34,7 +34,7 @@ class RunningServer:
         assert self._process is not None
         return self._process.pid
 
-    async def start(self, *, timeout_s: float = 10.0) -> None:
+    async def start(self, *, timeout_s: float = 40.0) -> None:
         """Start the server, on its previous port if there is one.
 
         Raises:

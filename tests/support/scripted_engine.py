@@ -69,12 +69,12 @@ class ScriptedEngine:
     _aborted: set[str] = field(default_factory=set[str])
     _arrived: asyncio.Condition = field(default_factory=asyncio.Condition)
 
-    async def wait_for_streams(self, number: int, timeout_s: float = 10.0) -> None:
+    async def wait_for_streams(self, number: int, timeout_s: float = 40.0) -> None:
         """Wait until that number of streamed requests are held, with their first tokens sent."""
         async with asyncio.timeout(timeout_s), self._arrived:
             await self._arrived.wait_for(lambda: self.streams >= number)
 
-    async def wait_for_requests(self, number: int, timeout_s: float = 10.0) -> None:
+    async def wait_for_requests(self, number: int, timeout_s: float = 40.0) -> None:
         """Wait until that number of requests have arrived since the start."""
         async with asyncio.timeout(timeout_s), self._arrived:
             await self._arrived.wait_for(lambda: len(self.requests) >= number)

@@ -71,7 +71,7 @@ def is_running(pid: int) -> bool:
 
 
 async def until_ended(pid: int) -> None:
-    with anyio.fail_after(5):
+    with anyio.fail_after(30):
         while is_running(pid):  # noqa: ASYNC110 - a process that is not our child has no event
             await anyio.sleep(0.005)
 

@@ -69,7 +69,7 @@ async def test_a_second_home_is_refused_while_the_first_renews_its_lease(tmp_pat
             await HomeLease.take(tmp_path, "n0", place="b", lifetime_s=LIFETIME_S)
         group.cancel_scope.cancel()
     await first.release()
-    with anyio.fail_after(0.5):  # at once
+    with anyio.fail_after(5):  # and not after the 10 s that it lives
         second = await HomeLease.take(tmp_path, "n0", place="b")
     assert second.lease.incarnation == 2
 

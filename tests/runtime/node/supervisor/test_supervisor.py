@@ -63,7 +63,7 @@ class Changes:
     def of(self, kind: type[Change]) -> list[Change]:
         return [change for change in self.all if isinstance(change, kind)]
 
-    async def until(self, condition: Callable[[], bool], timeout_s: float = 10) -> None:
+    async def until(self, condition: Callable[[], bool], timeout_s: float = 40) -> None:
         with anyio.fail_after(timeout_s):
             while not condition():
                 await self._more.wait()
@@ -90,7 +90,7 @@ def has(log: Path, text: bytes) -> bool:
 
 async def said(log: Path, text: bytes) -> None:
     """Wait until a process has printed something."""
-    with anyio.fail_after(5):
+    with anyio.fail_after(40):
         while not has(log, text):  # noqa: ASYNC110 - the file system has no event
             await anyio.sleep(0.01)
 
@@ -239,7 +239,7 @@ async def test_stopping_ends_actors_before_services_before_the_bus_and_kills_the
         await changes.until(lambda: len(changes.of(Started)) == 3)
         for name in ("bus", "service", "actor"):
             await said(tmp_path / "logs" / f"{name}.jsonl", b"up")
-        with anyio.fail_after(3):
+        with anyio.fail_after(30):
             await supervision.stop()
     exits = changes.of(Exited)
     assert [change.spec.name for change in exits] == ["actor", "service", "bus"]
@@ -271,7 +271,7 @@ async def test_a_killed_guardian_is_replaced(tmp_path: Path) -> None:
     async with supervising(tmp_path) as (supervision, changes):
         supervision.start(python("sleeper", SLEEPER))
         await changes.until(lambda: bool(changes.of(Started)))
-        with anyio.fail_after(5):
+        with anyio.fail_after(40):
             while not guardians():  # noqa: ASYNC110 - a foreign process
                 await anyio.sleep(0.01)
             (first,) = guardians()
