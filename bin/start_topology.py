@@ -36,7 +36,7 @@ from runtime.util.secrets import without_logins
 
 if TYPE_CHECKING:
     from runtime.node.checks.findings import Checked
-    from runtime.node.start import SpecsOf
+    from runtime.node.planning import SpecsOf
 
 DESCRIPTION = """Start the run that a topology file describes, or resume it, and follow it to its end.
 
@@ -318,7 +318,8 @@ def _start(loaded: LoadedTopology, args: argparse.Namespace, specs_of: "SpecsOf"
         for problem in problems:
             screen.show(f"this node cannot take part: {problem}")
 
-    from runtime.node.start import RunRefused, StartOptions, start  # imports the bus, which other commands do not need
+    from runtime.node.planning import StartOptions  # imports the bus, which other commands do not need
+    from runtime.node.start import RunRefused, start
 
     if any(without_logins(override) != override for override in args.set):
         screen.show("note: every user of this machine can see a password on a command line: use bus.credentials")

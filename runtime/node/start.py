@@ -1,9 +1,8 @@
 """Starts or resumes a run on this node and follows it to its end."""
 
 import logging
-import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -16,9 +15,6 @@ import structlog
 
 from runtime.bus.bus import Bus
 from runtime.bus.errors import BusError
-from runtime.bus.nats.accounts import NODE_USER
-from runtime.bus.nats.certificate import own_certificate
-from runtime.bus.nats.server import ServerSettings
 from runtime.node.acceptance import READ_WITHIN_S, Acceptance, Answer, NodeStatement, NotAnswered
 from runtime.node.checks.facts import NodeFacts, facts_here
 from runtime.node.checks.machine import raise_open_files
@@ -33,7 +29,6 @@ from runtime.node.claims.rundir import (
     claimed_node,
     prepare,
     put_back,
-    raise_incarnation,
     store_result,
     stored_result,
     topology_in,
@@ -42,7 +37,6 @@ from runtime.node.claims.rundir import (
 from runtime.node.daemon import NodeDaemon
 from runtime.node.display import Show
 from runtime.node.join import JOIN_FILE, LIMITS, Join, NotJoined, joined
-from runtime.node.missing import Need, needs_of_run, waits_of
 from runtime.node.network import (
     NoAddress,
     NodeAddress,
@@ -53,55 +47,21 @@ from runtime.node.network import (
     source_towards,
 )
 from runtime.node.node_plan import NodePlan, RunEnd, exit_code_of
+from runtime.node.planning import LOGS, SpecsOf, StartOptions, bus_login, plan_of
 from runtime.node.supervisor.state_changes import GivenUp
 from runtime.node.versions import record_versions
 from runtime.process.logs import configure_logging, silenced
-from runtime.settings.derived import trains_demonstrations
-from runtime.settings.placement import (
-    AUTO,
-    BUS_PORT,
-    LOOPBACK,
-    address_setting,
-    bus_node,
-    bus_port,
-    home_node,
-    is_loopback,
-    is_networked,
-    outage_s,
-)
-from runtime.settings.plan import stream_limits
-from runtime.settings.processes import ProcessSpec
-from runtime.settings.reading.config import Problem
-from runtime.settings.sizes import min_free_bytes, stream_sizes
-from runtime.settings.topology import POLICY, Topology, answers_are_recorded, chooser_of, encode_topology, grader_names
+from runtime.settings.placement import AUTO, BUS_PORT, address_setting, home_node, is_loopback, is_networked
+from runtime.settings.topology import Topology, encode_topology
 from runtime.util.disk import LinesWhileRoom, is_full, no_space_of
 from runtime.util.exit_codes import EXIT_INPUT_ERROR, EXIT_NO_SPACE
 from runtime.util.files import write_atomically
 from runtime.util.formatting import printable_json
-from runtime.util.secrets import Login, Secret, kept_secret, read_login, with_login, without_logins
+from runtime.util.secrets import Secret, with_login, without_logins
 
-__all__ = ["End", "RunRefused", "SpecsOf", "StartOptions", "node_address", "start"]
-
-BUS_DIRECTORY = "bus"  # in the run directory
-BUS_PASSWORD_FILE = Path(BUS_DIRECTORY, "password")  # in the run directory, readable by its owner only
-LOGS = "logs"  # in the run directory; of several nodes each has a directory of its own in it
-STORE_BOUND = 1 << 50  # above the streams' own limits, which may have been larger at an earlier start
+__all__ = ["End", "RunRefused", "node_address", "start"]
 
 STATE_WITHIN_S = 60.0  # for the problems of a node
-
-SpecsOf = Callable[[Topology, str, Path], Sequence[ProcessSpec]]
-
-
-class StartOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Start options from the command line."""
-
-    node: str
-    command: str  # command that resumes the run, for messages
-    bus_login: Login | None = None  # taken from bus.url
-    join: Path | None = None  # join file of the run; none: the one in the run directory
-    take_over: bool = False  # become home although another machine holds the lease on it
-    fresh: str | None = None  # start over: name of the run to discard, "" for none
-    problems: tuple[Problem, ...] = ()  # of this node's own checks, which it reports to home, and home to all
 
 
 class End(msgspec.Struct, frozen=True, kw_only=True):
@@ -144,7 +104,7 @@ def start(
             record_versions(run_dir, topology, options.node)
             address = node_address(topology, options.node, None) if is_networked(topology) else None
             acceptance = _acceptance(topology, options, run_dir, address)
-            return _run(_plan(topology, options, claim, specs_of, address), options, show, rewrite, acceptance)
+            return _run(plan_of(topology, options, claim, specs_of, address), options, show, rewrite, acceptance)
         except RunRefused:
             put_back(claim, before)
             raise
@@ -169,7 +129,7 @@ def _report_problems(topology: Topology, options: StartOptions, run_dir: Path, s
         with _claim(run_dir, options.node) as claim:
             _refuse_beside(claim)
             address = node_address(topology, options.node, None)
-            plan = _plan(topology, options, claim, lambda topology, node, run_dir: (), address)
+            plan = plan_of(topology, options, claim, lambda topology, node, run_dir: (), address)
             acceptance = Acceptance(topology, options.node, NodeFacts(problems=options.problems), run_dir)
             _, outcome = _run_daemon(msgspec.structs.replace(plan, keeps_metrics=False), show, None, acceptance)
         why = outcome.refused or outcome.error or (outcome.failure and outcome.failure.reason) or reasons
@@ -224,7 +184,7 @@ def _take_part(
         try:
             write_atomically(run_dir / NODE_TOPOLOGY_FILE.format(node), encode_topology(topology))
             record_versions(run_dir, topology, node)
-            plan = _plan(topology, options, claim, specs_of, address, join)
+            plan = plan_of(topology, options, claim, specs_of, address, join)
             return _run(plan, options, show, rewrite, statement)
         except OSError as error:
             if not is_full(error):
@@ -271,7 +231,7 @@ def _state_facts(
     """
     node, wait_s = options.node, _wait_s(topology, options)
     facts = facts_here(topology, node, problems=options.problems, address=address.announced)
-    url = with_login(topology.bus.url or "", _login(topology, options)) if join is None else join.url_with_login
+    url = with_login(topology.bus.url or "", bus_login(topology, options)) if join is None else join.url_with_login
     certificate = None if join is None else join.certificate
     statement = NodeStatement(node, facts, run_dir)
 
@@ -318,83 +278,11 @@ def _start_over(claim: Claim, topology: Topology, options: StartOptions) -> None
     """Discard the run. Its streams are discarded on the home node only, and only if the user named the run."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))  # the log goes too
     url = topology.bus.url if options.fresh and options.node == home_node(topology) else None
-    bus_url = None if url is None else Secret(with_login(url, _login(topology, options)))
+    bus_url = None if url is None else Secret(with_login(url, bus_login(topology, options)))
     try:
         discard(claim, topology.run.name, topology.nodes, bus_url)
     except NotDiscarded as error:
         raise RunRefused(str(error)) from error
-
-
-def _plan(
-    topology: Topology,
-    options: StartOptions,
-    claim: Claim,
-    specs_of: SpecsOf,
-    address: NodeAddress | None,
-    join: Join | None = None,
-) -> NodePlan:
-    is_home, sizes = options.node == home_node(topology), stream_sizes(topology)
-    logs, pool = claim.run_dir / LOGS, topology.engines.get(POLICY)
-    return NodePlan(
-        run=topology.run.name,
-        node=options.node,
-        run_dir=claim.run_dir,
-        incarnation=raise_incarnation(claim.run_dir, claim.node),
-        num_steps=topology.train.num_steps,
-        step_groups=topology.rollout.rollout_batch_size,
-        graded=not trains_demonstrations(topology),
-        router="" if pool is None or answers_are_recorded(topology) else chooser_of(pool),
-        started=_command_started(),
-        processes=tuple(specs_of(topology, options.node, claim.run_dir)),
-        server=_server(topology, claim.run_dir, address) if bus_node(topology) == options.node else None,
-        graders=grader_names(topology),
-        address=address,
-        nodes=tuple(topology.nodes),
-        log_dir=logs if claim.node is None else logs / claim.node,
-        topology_file=None if is_home else NODE_TOPOLOGY_FILE.format(options.node),
-        bus_url=topology.bus.url if join is None else join.url,
-        bus_login=_login(topology, options) if join is None else join.login,
-        bus_certificate=None if join is None else join.certificate,
-        home=home_node(topology),
-        needs=_needs(topology, specs_of, claim.run_dir) if is_home else (),
-        waits=waits_of(topology),
-        outage_s=outage_s(topology, options.node),
-        limits=stream_limits(topology),
-        owns_streams=is_home,
-        leases_home=is_home and len(topology.nodes) > 1 and bus_node(topology) == options.node,
-        takes_over=options.take_over,
-        keeps_metrics=is_home,
-        stall_after_s=topology.run.stall_after_s if is_home else None,
-        stream_bytes=sizes.event_bytes + sizes.work_bytes + sizes.data_bytes if is_home else 0,
-        min_free_bytes=min_free_bytes(topology),
-        bus_unresponsive_after_s=max((pool.unresponsive_after_s for pool in topology.engines.values()), default=60.0),
-    )
-
-
-def _needs(topology: Topology, specs_of: SpecsOf, run_dir: Path) -> tuple[Need, ...]:
-    return needs_of_run(topology, {node: specs_of(topology, node, run_dir) for node in topology.nodes})
-
-
-def _server(topology: Topology, run_dir: Path, address: NodeAddress | None) -> ServerSettings:
-    return ServerSettings(
-        store_dir=run_dir / "nats",
-        host=LOOPBACK if address is None else address.ip,
-        port=bus_port(topology) or -1,
-        certificate=None if address is None else own_certificate(run_dir / BUS_DIRECTORY),
-        max_payload=stream_sizes(topology).max_payload_bytes,
-        max_file_store=STORE_BOUND,
-        login=Login(user=NODE_USER, password=kept_secret(run_dir / BUS_PASSWORD_FILE)),
-    )
-
-
-def _login(topology: Topology, options: StartOptions) -> Login | None:
-    """Return the login for an external bus."""
-    if topology.bus.credentials is None:
-        return options.bus_login
-    try:
-        return read_login(Path(topology.bus.credentials))
-    except (OSError, ValueError) as error:
-        raise RunRefused(f"bus.credentials: {error}") from error
 
 
 def _run(
@@ -436,13 +324,6 @@ def _run_daemon(
         configure_logging("daemon", plan.run, cast("TextIO", log_file))
         daemon = NodeDaemon(plan, show=show, rewrite=rewrite, comparison=comparison)
         return daemon, anyio.run(daemon.run, backend="asyncio")  # plain loop: children are forked from the main thread
-
-
-def _command_started() -> float:
-    """Return the Unix time at which this process started, including any program that exec replaced."""
-    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-    age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
-    return time.time() - age_s
 
 
 def _headline(run: str, outcome: RunEnd) -> str:
