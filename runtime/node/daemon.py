@@ -13,15 +13,7 @@ import msgspec
 import structlog
 
 from messages import KillAnswered, KillRequested, LocalCopyRequested, Message, Plane
-from runtime.bus.addresses import (
-    ADDRESS_VARIABLE,
-    BUS_CERTIFICATE_VARIABLE,
-    BUS_URL_VARIABLE,
-    ENGINE_KEY_VARIABLE,
-    NODE_VARIABLE,
-    engine_key,
-    host_port,
-)
+from runtime.bus.addresses import engine_key, host_port
 from runtime.bus.background import in_background
 from runtime.bus.bus import Bus
 from runtime.bus.calls import Handler
@@ -33,9 +25,10 @@ from runtime.node.bus_server import BUS_PROCESS, bus_process, invite
 from runtime.node.claims.home import HomeClaimed, HomeLease, HomeMoved, LeaseUnreadable
 from runtime.node.claims.node_claim import NodeClaim, NodeClaimed
 from runtime.node.claims.run_id import RunMismatch, check_run_id, settle_run_id
-from runtime.node.claims.rundir import BUS_FILE, TOPOLOGY_VARIABLE
+from runtime.node.claims.rundir import BUS_FILE
 from runtime.node.copying import COPIES, LocalCopies
 from runtime.node.display import Show, page_lines
+from runtime.node.environment import environment_of, with_secrets
 from runtime.node.external_clients import ClientsUnreadable, ServerAccounts
 from runtime.node.group_starts import group_starts
 from runtime.node.join import JOIN_FILE
@@ -48,7 +41,7 @@ from runtime.node.stalls import StallWatch
 from runtime.node.supervisor.state_changes import STOPPED, Change, Exited, GivenUp, Ready
 from runtime.node.supervisor.supervisor import Supervision
 from runtime.settings.placement import LOOPBACK
-from runtime.settings.processes import ProcessSpec, Tier
+from runtime.settings.processes import Tier
 from runtime.settings.tables.observe import PAGE, PAGE_FILE
 from runtime.util.disk import free_bytes, is_full, no_space, no_space_of, stored_bytes
 from runtime.util.errors import flatten
@@ -69,8 +62,6 @@ RELEASE_TIMEOUT_S = 1.0
 SHOW_WAIT_AFTER_S = 2.0  # of the end of trackers
 PAGE_EVERY_S = 1.0  # looks for the URL of the run's page, which its process writes
 BUS_LIMITS = BusLimits(drain_timeout_s=1.0)  # at the end the server may already be gone
-INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # else gloo takes the address of the host's name
-HOST_VARIABLE = "SGLANG_HOST_IP"
 
 
 class NodeDaemon:
@@ -98,7 +89,7 @@ class NodeDaemon:
         self._show = self.reporting.display.show
         self._supervision = Supervision(
             plan.run_dir,
-            environment=self._environment(),
+            environment=environment_of(plan, os.environ),
             listener=self._on_change,
             node=plan.node,
             log_dir=plan.log_dir,
@@ -305,7 +296,8 @@ class NodeDaemon:
             (self._plan.run_dir / PAGE_FILE).unlink(missing_ok=True)  # of a start that was killed
         for spec in self._plan.processes:
             agreement = spec.restart_group and agreements.get(spec.restart_group.name)
-            self._supervision.start(self._with_secrets(spec, incarnation, key), agreement)
+            started = with_secrets(spec, incarnation, key, self._bus_url, self._certificate)
+            self._supervision.start(started, agreement)
         copies = LocalCopies(self._plan.run_dir / COPIES / self._plan.node)
         handlers: dict[type[Message], Handler] = {
             KillRequested: partial(self._kill, bus),
@@ -478,32 +470,6 @@ class NodeDaemon:
         watch = StallWatch(bus, plan.stall_after_s, actors)
         tasks.start_soon(watch.run)
         return watch
-
-    def _environment(self) -> dict[str, str]:
-        plan = self._plan
-        environment = {
-            "PHYSARUM_RUN": plan.run,
-            "PHYSARUM_RUN_DIR": str(plan.run_dir),
-            NODE_VARIABLE: plan.node,
-        }
-        if plan.topology_file is not None:
-            environment[TOPOLOGY_VARIABLE] = plan.topology_file
-        if plan.address is None:
-            return environment
-        environment[ADDRESS_VARIABLE] = plan.address.ip
-        by_libraries = dict.fromkeys(INTERFACE_VARIABLES, plan.address.interface) | {HOST_VARIABLE: plan.address.ip}
-        return environment | {name: value for name, value in by_libraries.items() if name not in os.environ}
-
-    def _with_secrets(self, spec: ProcessSpec, incarnation: int, key: Secret) -> ProcessSpec:
-        """Add secrets to a process's environment. Only its owner can read it; engines and routers get no bus login."""
-        env = {"PHYSARUM_PROCESS": spec.name, **spec.env, "PHYSARUM_INCARNATION": str(incarnation)}
-        if spec.tier is Tier.ACTOR and self._bus_url is not None:
-            env[BUS_URL_VARIABLE] = self._bus_url.reveal()
-            if self._certificate is not None:
-                env[BUS_CERTIFICATE_VARIABLE] = self._certificate
-        if spec.tier is Tier.SERVICE:
-            env[ENGINE_KEY_VARIABLE] = key.reveal()
-        return msgspec.structs.replace(spec, env=env)
 
 
 async def _first_of(*events: anyio.Event) -> None:
