@@ -14,14 +14,18 @@ if __name__ == "__main__":
     handle_ctrl_c()
 
 from bin.entry import Screen, WrongInput, ended, parser_of, run
+from runtime.util.errors import flatten
 from runtime.util.exit_codes import EXIT_FAILED, EXIT_OK
 
 if TYPE_CHECKING:
     from actors.buffer.prompts.source_process import SourceSettings
     from actors.reward.frames import Graded
     from actors.reward.samples import GradedSample
-    from actors.rollout.trial import GenerateTrial
+    from actors.rollout.group_trials import FunctionTrial
+    from actors.rollout.trial import GenerateRow, GenerateTrial
+    from messages import Prompt
     from runtime.data.dumps import DumpedGroup
+    from runtime.settings.topology import Topology
 
 SHOWN: Final = 200  # characters of a text
 BLOCKED_S: Final = 0.5  # seconds without the event loop that are reported
@@ -30,6 +34,10 @@ EPILOG = """grader   Grade samples in a grader process, with the sandbox and the
          run.dump_details wrote. The reward of the run is printed too.
 generate Generate one sample for each line of FILE, against a tiny engine with the model of --topology. A line is a JSON
          object: prompt (as the model reads it), and optionally label and metadata.
+rollout  Call a rollout function for a group of samples of each line of FILE, as generate, in calls of
+         rollout.custom_rollout_prompts. They are graded by the grader of the first data source.
+evaluation
+         Call an evaluation function once, with the lines of FILE as the prompts of the first evaluation set.
 filter   Judge the groups of a DUMP. The verdict of the run is printed too.
 metrics  Compute metrics of an evaluation set from the samples of a DUMP: each group is a prompt of the set.
 source   Call the function with the numbers 0, 1, 2 and so on. A class draws its rows in the process of a
@@ -51,7 +59,8 @@ def main(argv: list[str] | None = None) -> int:
     from runtime.settings.reading.config import TopologyError
 
     kinds = {"grader": _try_grader, "generate": _try_generate, "filter": _try_filter, "source": _try_source}
-    work = (kinds | {"metrics": _try_metrics})[args.kind]
+    kinds |= {"metrics": _try_metrics, "rollout": _try_groups, "evaluation": _try_groups}
+    work = kinds[args.kind]
     expected = (TopologyError, DumpError, DataError, PluginError, GraderProcessError, EngineError, ValueError)
     return ended(lambda: _show(work(args)), *expected)
 
@@ -59,7 +68,9 @@ def main(argv: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = parser_of("try", __doc__, EPILOG)
     parser.add_argument(
-        "kind", choices=["grader", "generate", "filter", "metrics", "source"], help="What the function is."
+        "kind",
+        choices=["grader", "generate", "rollout", "evaluation", "filter", "metrics", "source"],
+        help="What the function is.",
     )
     parser.add_argument("function", help="MODULE:FUNCTION or FILE.py:FUNCTION; a grader may be a built-in one.")
     parser.add_argument("--on", type=Path, metavar="FILE|DUMP", help="Samples. Not for source.")
@@ -67,7 +78,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--group", action="store_true", help="grader: one call per prompt group; a FILE is one group.")
     parser.add_argument("--file", action="append", default=[], metavar="NAME=FILE", help="source: rows for a class.")
     parser.add_argument(
-        "--topology", type=Path, metavar="FILE", help="grader: its [reward]; generate: model and sampling."
+        "--topology",
+        type=Path,
+        metavar="FILE",
+        help="grader: its [reward]; generate, rollout, evaluation: model, sampling, grader.",
     )
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="Override a key of it.")
     return parser
@@ -169,15 +183,9 @@ def _graded(
 def _try_generate(args: argparse.Namespace) -> Iterator[tuple[str, bool]]:
     import anyio
 
-    from actors.rollout.trial import GenerateRow, try_generate
-    from runtime.settings.load import load_topology
+    from actors.rollout.trial import try_generate
 
-    if args.topology is None or args.on is None or args.on.is_dir():
-        raise WrongInput("--topology FILE and --on FILE are needed: the model, and a file of prompts")
-    topology = load_topology(args.topology, args.set).topology
-    rows = [_decoded(args.on, number, line, GenerateRow) for number, line in enumerate(_lines(args.on), 1) if line][
-        : args.limit
-    ]
+    topology, rows = _prompts(args)
 
     async def trials() -> "list[GenerateTrial]":
         return [trial async for trial in try_generate(args.function, rows, topology)]
@@ -185,6 +193,82 @@ def _try_generate(args: argparse.Namespace) -> Iterator[tuple[str, bool]]:
     for number, (row, trial) in enumerate(zip(rows, anyio.run(trials), strict=True)):
         yield f"prompt {number}: {_short(row.prompt)}", True
         yield from _generated(trial)
+
+
+def _prompts(args: argparse.Namespace, *overrides: str) -> tuple["Topology", list["GenerateRow"]]:
+    """Read the topology, and the prompts to try a function on."""
+    from actors.rollout.trial import GenerateRow
+    from runtime.settings.load import load_topology
+
+    if args.topology is None or args.on is None or args.on.is_dir():
+        raise WrongInput("--topology FILE and --on FILE are needed: the model, and a file of prompts")
+    topology = load_topology(args.topology, [*args.set, *overrides]).topology
+    rows = [_decoded(args.on, number, line, GenerateRow) for number, line in enumerate(_lines(args.on), 1) if line]
+    return topology, rows[: args.limit]
+
+
+def _try_groups(args: argparse.Namespace) -> Iterator[tuple[str, bool]]:
+    """Try a rollout or an evaluation function, which generates several samples of several prompts."""
+    import anyio
+
+    from actors.reward.frames import GraderSpec
+    from actors.reward.grader_check import open_grader
+    from actors.reward.samples import GradedSample
+    from actors.rollout.group_trials import try_evaluation, try_rollout
+    from runtime.settings.topology import own_graders
+
+    is_rollout = args.kind == "rollout"
+    key = "rollout.custom_rollout" if is_rollout else "eval.0.custom_evaluation"
+    topology, rows = _prompts(args, f"{key}={args.function}")
+    rm_type = (topology.data if is_rollout else topology.eval)[0].rm_type or ""
+    grader = own_graders(topology).get(rm_type)
+    if grader is None:
+        raise WrongInput(f"the grader {rm_type!r} needs a run; name another one with --set, such as reward.graders")
+
+    async def trial() -> "FunctionTrial":
+        async with open_grader(GraderSpec(name=grader), topology) as grade:
+
+            async def grade_text(prompt: "Prompt", index: int, response: str, status: str) -> float:
+                sample = GradedSample(
+                    index=index,
+                    prompt=prompt.text,
+                    response=response,
+                    status=status,
+                    label=prompt.label,
+                    metadata=prompt.metadata,
+                )
+                (graded,) = await grade([sample])
+                if graded.reward is None:
+                    raise ValueError(f"no grade: {graded.error}")
+                return graded.reward
+
+            return await (try_rollout if is_rollout else try_evaluation)(rows, topology, grade_text)
+
+    try:
+        found = anyio.run(trial)
+    except ExceptionGroup as errors:
+        raise flatten(errors)[0] from errors
+    yield from _generated_groups(found)
+
+
+def _generated_groups(trial: "FunctionTrial") -> Iterator[tuple[str, bool]]:
+    for number, (prompt, samples) in enumerate(zip(trial.prompts, trial.samples, strict=True)):
+        yield f"prompt {number}: {_short(prompt.text)}", True
+        for sample in samples:
+            reward = "" if sample.reward is None else f", reward {sample.reward:g}"
+            size = f"{sample.buffer.num_tokens} tokens"
+            reason = "" if sample.reason is None else f": {sample.reason}"
+            yield f"  sample {sample.index}: {_short(sample.text)}, {size}, {sample.status}{reward}{reason}", True
+        if number in trial.errors:
+            yield f"  failed: {trial.errors[number]}", False
+    if trial.error:
+        yield f"failed: {trial.error}", False
+    yield from ((f"  {line}", False) for line in (trial.trace or "").splitlines())
+    yield f"{trial.took_s:.3f} s; {trial.peak_bytes >> 20} MiB{_blocked(trial.blocked_s)}", True
+
+
+def _blocked(blocked_s: float) -> str:
+    return f"; it blocked the actor for {blocked_s:.1f} s at a time" if blocked_s >= BLOCKED_S else ""
 
 
 def _generated(trial: "GenerateTrial") -> Iterator[tuple[str, bool]]:
@@ -202,8 +286,8 @@ def _generated(trial: "GenerateTrial") -> Iterator[tuple[str, bool]]:
     yield f"  {trial.status}{f': {reason}' if reason else ''}", good
     yield from ((f"  {line}", False) for line in (trial.trace or "").splitlines())
     own_s = trial.took_s - trial.engine_s
-    blocked = f"; it blocked the actor for {trial.blocked_s:.1f} s at a time" if trial.blocked_s >= BLOCKED_S else ""
-    yield f"  {trial.took_s:.3f} s, {own_s:.3f} s outside of generate; {trial.peak_bytes >> 20} MiB{blocked}", True
+    cost = f"{trial.peak_bytes >> 20} MiB{_blocked(trial.blocked_s)}"
+    yield f"  {trial.took_s:.3f} s, {own_s:.3f} s outside of generate; {cost}", True
 
 
 def _number(value: object) -> str:

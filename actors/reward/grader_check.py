@@ -1,7 +1,8 @@
 """Tries users' graders without a run: at each start on one row per data source, and for bin/try on given samples."""
 
 import resource
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -169,8 +170,19 @@ async def try_grader(
         GraderUnusableError: the function cannot be used; says why.
         GraderStartError: the process did not start.
     """
-    config = RewardConfig() if topology is None else topology.reward
     spec = GraderSpec(name=function, group=group)
+    async with open_grader(spec, topology) as grade:
+        grades = await grade(samples)
+    peak_kib = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+    return Trial(grades=tuple(grades), peak_bytes=peak_kib << 10)
+
+
+@asynccontextmanager
+async def open_grader(
+    spec: GraderSpec, topology: Topology | None = None
+) -> AsyncGenerator[Callable[[Sequence[GradedSample]], Awaitable[list[Graded]]]]:
+    """Start one grader process; yield what grades samples in it. Raises as `try_grader` does."""
+    config = RewardConfig() if topology is None else topology.reward
     hello = Hello(graders=(spec,), reward_key=config.reward_key, cpu_s=config.cpu_s or 2 * config.timeout_s)
     settings = PoolSettings(
         hello=hello,
@@ -180,6 +192,8 @@ async def try_grader(
         max_tries=1,
     )
     async with open_pool(settings) as pool:
-        grades = await pool.grade(spec, [msgspec.structs.replace(sample, per=config.per) for sample in samples])
-    peak_kib = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
-    return Trial(grades=tuple(grades), peak_bytes=peak_kib << 10)
+
+        async def grade(samples: Sequence[GradedSample]) -> list[Graded]:
+            return await pool.grade(spec, [msgspec.structs.replace(sample, per=config.per) for sample in samples])
+
+        yield grade

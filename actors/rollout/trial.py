@@ -3,6 +3,7 @@
 import resource
 import sys
 import time
+import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ import msgspec
 
 from actors.rollout.requests.request import SampleInput
 from actors.rollout.samples.context import Context
-from actors.rollout.samples.conversation import Conversation, GenerateFunction
+from actors.rollout.samples.conversation import Conversation, GenerateFunction, Grade, grade_nothing
 from actors.rollout.samples.generate_function import find_generate_function
 from actors.rollout.samples.generating import sampling_seed
 from actors.rollout.samples.sample import OpenSample
@@ -29,7 +30,7 @@ from actors.rollout.sglang.served_model import ServedModel
 from messages import Int32Array, Prompt, SampleKey, SamplingParams
 from runtime.bus.background import in_background
 from runtime.node.supervisor.ports import free_port
-from runtime.settings.derived import rollout_sampling, sampling_params
+from runtime.settings.derived import FilledSampling, rollout_sampling, sampling_params
 from runtime.settings.topology import Topology
 from runtime.util.tracebacks import user_frames, user_traceback
 
@@ -77,12 +78,20 @@ async def try_generate(name: str, rows: Sequence[GenerateRow], topology: Topolog
     """
     function = find_generate_function(name, (Path.cwd(),))
     model = ServedModel.read(Path(topology.model.hf_checkpoint))
-    async with aiohttp.ClientSession() as session, _tiny_engine(topology, SglangClient(session)) as (client, url):
+    async with aiohttp.ClientSession() as session, tiny_engine(topology, SglangClient(session)) as (client, url):
         for number, row in enumerate(rows):
-            yield await _Trial(topology, model, client, url).of(function, number, row)
+            yield await Trial(topology, model, client, url).of(function, number, row)
 
 
-class _Trial:
+def prompt_of(row: GenerateRow, number: int, model: ServedModel) -> Prompt:
+    """Return the prompt of a row of the file."""
+    ids = Int32Array(model.encode(row.prompt))
+    return Prompt(data="try", row=number, text=row.prompt, prompt_ids=ids, label=row.label, metadata=row.metadata)
+
+
+class Trial:
+    """The samples of one prompt, against a tiny engine."""
+
     def __init__(self, topology: Topology, model: ServedModel, client: SglangClient, url: str) -> None:
         self._model = model
         self._client = client
@@ -90,26 +99,16 @@ class _Trial:
         self._seed = topology.run.seed
         self._limit_s = topology.rollout.custom_generate_timeout_s
         self._topology = topology
-        self._prompt_ids = Int32Array()
-        self._num_requests = 0
-        self._engine_s = self._blocked_s = 0.0
+        self._prompt_ids, self._row = Int32Array(), 0
+        self._engine_s = self.blocked_s = 0.0
 
     async def of(self, function: GenerateFunction, number: int, row: GenerateRow) -> GenerateTrial:
-        ids = self._prompt_ids = Int32Array(self._model.encode(row.prompt))
-        prompt = Prompt(data="try", row=number, text=row.prompt, prompt_ids=ids, label=row.label, metadata=row.metadata)
-        sample = OpenSample(index=number, prompt_len=len(ids))
-        sampling = rollout_sampling(self._topology)
-        talk = Conversation(
-            prompt,
-            sample,
-            params=sampling_params(self._topology.rollout, sampling, len(ids), trains=False),
-            ask=self._ask,
-            model=self._model,
-            keep=self._keep,
-            limit_s=self._limit_s,
-        )
+        """Call a generate function for one sample."""
+        prompt = prompt_of(row, number, self._model)
+        sample = OpenSample(index=number, prompt_len=len(prompt.prompt_ids))
+        talk = self.open(prompt, sample, rollout_sampling(self._topology))
         started, error, trace, status = time.monotonic(), None, None, "failed"
-        async with in_background(self._watch_loop):
+        async with in_background(self.watch_loop):
             await anyio.lowlevel.checkpoint()  # so that the loop is watched from the function's first line on
             try:
                 status = str(await talk.run(function))
@@ -125,15 +124,38 @@ class _Trial:
             trace=trace,
             took_s=time.monotonic() - started,
             engine_s=self._engine_s,
-            blocked_s=self._blocked_s,
+            blocked_s=self.blocked_s,
             peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
         )
 
+    def open(
+        self,
+        prompt: Prompt,
+        sample: OpenSample,
+        sampling: FilledSampling,
+        *,
+        evaluation: bool = False,
+        grade: Grade = grade_nothing,
+    ) -> Conversation:
+        """Open the conversation of a sample of the prompt."""
+        ids, self._row = prompt.prompt_ids, prompt.row
+        self._prompt_ids = ids
+        return Conversation(
+            prompt,
+            sample,
+            params=sampling_params(self._topology.rollout, sampling, len(ids), trains=False),
+            ask=self._ask,
+            model=self._model,
+            keep=self._keep,
+            limit_s=self._limit_s,
+            evaluation=evaluation,
+            grade=grade,
+        )
+
     async def _ask(self, sample: OpenSample, params: SamplingParams, limit: int) -> bool:
-        self._num_requests += 1
         ids = SampleInput(sample.prompt_of(self._prompt_ids), sample.buffer, sample.pending).ids()
-        seed = sampling_seed(self._seed, ("try",), sample.index, sample.part)
-        body = generate_body(f"try-{self._num_requests}", [ids], params, max_new_tokens=limit, seeds=[seed])
+        seed = sampling_seed(self._seed, ("try", self._row), sample.index, sample.part)
+        body = generate_body(f"try-{uuid.uuid4().hex}", [ids], params, max_new_tokens=limit, seeds=[seed])
         reader, started = AnswerReader(sample.buffer, new_input=sample.pending), time.monotonic()
         await self._client.generate(self._url, body, [reader])
         self._engine_s += time.monotonic() - started
@@ -146,18 +168,18 @@ class _Trial:
         sample.take(key, sample.prompt_of(self._prompt_ids))
         sample.end_turn()
 
-    async def _watch_loop(self) -> None:
+    async def watch_loop(self) -> None:
         """Measure how late this task wakes up: while the function blocks, nothing else runs. Never returns."""
         while True:
             before = time.monotonic()
             try:
                 await anyio.sleep(BEAT_S)
             finally:
-                self._blocked_s = max(self._blocked_s, time.monotonic() - before - BEAT_S)
+                self.blocked_s = max(self.blocked_s, time.monotonic() - before - BEAT_S)
 
 
 @asynccontextmanager
-async def _tiny_engine(topology: Topology, client: SglangClient) -> AsyncGenerator[tuple[SglangClient, str]]:
+async def tiny_engine(topology: Topology, client: SglangClient) -> AsyncGenerator[tuple[SglangClient, str]]:
     """Run a tiny engine with the model of the topology."""
     port = free_port()
     command = [sys.executable, "-P", "-m", "actors.tiny_engine", "--model-path", topology.model.hf_checkpoint]

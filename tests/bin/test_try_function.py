@@ -82,6 +82,30 @@ async def plays(conversation):
         conversation.reward = "1"
     if conversation.label == "blocks":
         time.sleep(0.7)
+
+async def best_of(groups):
+    for group in groups:
+        await group.sample(0)
+        if group.label == "raises":
+            {}["nothing"]
+        group.leave_out(1)
+
+def of_slime(args, rollout_id, data_buffer, evaluation=False):
+    from slime.rollout.sglang_rollout import GenerateState, generate_and_rm_group
+    from slime.utils.async_utils import run
+
+    (group,) = data_buffer.get_samples(args.rollout_batch_size)
+    group = run(generate_and_rm_group(args, group, GenerateState(args).sampling_params))
+    for sample in group:
+        sample.reward += 10
+    return [group]
+
+async def asks_twice(evaluation):
+    for item in range(len(evaluation.prompts)):
+        graded = await evaluation.sample(item)
+        assert graded.reward is not None
+        await evaluation.sample(item)
+    {}["nothing"]
 """
 
 
@@ -217,6 +241,42 @@ def test_a_generate_function_on_a_tiny_engine(
     assert "  failed: no such page\n" in fails
     assert "  failed: the reward 'reward' is '1', not a finite number\n" in as_text
     assert "it blocked the actor for 0." in blocks
+
+
+def on_prompts(tmp_path: Path, *labels: str) -> tuple[str, ...]:
+    prompts = tmp_path / "prompts.jsonl"
+    rows = [{"prompt": "<user>47<assistant>", "label": label} for label in labels]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sets = ("rollout.max_response_len=8", "rollout.n_samples_per_prompt=2", "eval.0.n_samples_per_eval_prompt=2")
+    given = ("--on", str(prompts), "--topology", "topologies/laptop.toml")
+    return (*given, *(part for each in sets for part in ("--set", each)))
+
+
+def test_a_rollout_function_on_a_tiny_engine(
+    functions: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = on_prompts(tmp_path, "74", "raises")
+    code, text = said(capsys, "rollout", f"{functions}:best_of", *given, "--set", "rollout.custom_rollout_prompts=2")
+    first, second = text.split("prompt ")[1:]
+    assert code == 1
+    assert first.startswith('0: "<user>47<assistant>"\n  sample 0: ')
+    assert ", reward 0" in first
+    assert 'sample 1: "", 0 tokens, failed: rollout.custom_rollout left it out\n' in first
+    assert "  failed: rollout.custom_rollout: KeyError('nothing')\n" in second
+    assert '    {}["nothing"]' in second
+    code, text = said(capsys, "rollout", f"slime:{functions}:of_slime", *on_prompts(tmp_path, "74"))
+    assert (code, text.count(", reward 10")) == (0, 2)
+    code, text = said(capsys, "rollout", f"{functions}:best_off", *given)
+    assert (code, "did you mean 'best_of'?" in text) == (2, True)
+
+
+def test_an_evaluation_function_on_a_tiny_engine(
+    functions: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, text = said(capsys, "evaluation", f"{functions}:asks_twice", *on_prompts(tmp_path, "74", "1"))
+    assert code == 1
+    assert [prompt.count(", reward ") for prompt in text.split("prompt ")] == [0, 2, 2]
+    assert "\nfailed: eval.0.custom_evaluation: KeyError('nothing')\n" in text
 
 
 def test_a_class_as_source_draws_in_its_process_and_again_after_a_kill(
