@@ -11,9 +11,13 @@ from fractions import Fraction
 from types import FrameType
 from typing import Any, Final
 
+from actors.reward.graders.math.powers import equal_powers
+
 LIMIT_S: Final = 5.0  # CPU time of all comparisons of one answer
 AGAIN_S: Final = 0.2  # sympy may catch the first exception
 MAX_CHARS: Final = 1_000
+SMALL: Final = 1e-15
+SAME_PART: Final = 1e-9
 MAX_EXPONENT: Final = 64  # of an expression with letters: sympy expands powers
 
 _DECIMAL: Final = re.compile(r"(?<![\d.])(\d*)\.(\d+)(?!\d*\.\d)")
@@ -79,20 +83,41 @@ def exact_decimals(text: str) -> str:
 def symbolically_equal(response: str, label: str) -> bool:
     """Whether two LaTeX expressions are equal by algebra, in the order of variables, sets and relations.
 
-    Expressions that are too large for sympy are unequal. It has no limit of time: see cpu_limit.
+    Expressions that are too large for sympy are unequal, but for quotients of polynomials: see powers. It has no limit
+    of time: see cpu_limit.
     """
     response, label = (_DEGREES.sub(r"(\\frac{\g<angle>\\cdot\\pi}{180})", text) for text in (response, label))
     if not (is_safe(response) and is_safe(label)):
-        return False
+        return equal_powers(response, label)
     ours, theirs = _parsed(response), _parsed(label)
     if not ours or not theirs:
         return False
     library = _math_verify()
-    return bool(
-        library.verify(
-            theirs, ours, float_rounding=30, numeric_precision=50, allow_set_relation_comp=True, timeout_seconds=None
-        )
+    equal = library.verify(
+        theirs, ours, float_rounding=30, numeric_precision=50, allow_set_relation_comp=True, timeout_seconds=None
     )
+    return bool(equal) and not _differ_by_little(ours[0], theirs[0])
+
+
+def _differ_by_little(ours: Any, theirs: Any) -> bool:
+    """Whether two small numbers differ, which math-verify takes for equal after 30 decimals."""
+    if not (getattr(ours, "is_number", False) and getattr(theirs, "is_number", False)) or ours == theirs:
+        return False
+    try:
+        values = complex(ours), complex(theirs)
+    except (TypeError, ValueError, OverflowError):
+        return False
+    return 0 < max(map(abs, values)) < SMALL and abs(values[0] - values[1]) > max(map(abs, values)) * SAME_PART
+
+
+def numerical_value(text: str) -> float | None:
+    """Value of a real number that is small enough for sympy; None for another text."""
+    for expression in _parsed(text) if is_safe(text) else ():
+        try:
+            return float(expression)
+        except (TypeError, ValueError, OverflowError):
+            return None
+    return None
 
 
 def _parsed(text: str) -> list[Any]:

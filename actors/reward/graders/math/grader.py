@@ -18,6 +18,7 @@ from actors.reward.graders.math.latex import (
     words,
 )
 from actors.reward.graders.math.notations import by_base, by_ratio, by_time
+from actors.reward.graders.math.readings import EQUALS, LIST, other_readings
 from actors.reward.graders.math.sets import Piece, connective, pieces, says_set
 from actors.reward.graders.math.units import Quantity, quantity
 
@@ -30,21 +31,20 @@ _INTEGER: Final = re.compile(r"-?[0-9]{1,1000}")
 _THOUGHT_END: Final = "</think>"
 _RESPONSE: Final = "###Response"
 _COMMA: Final = re.compile(r"[,;]")
-_LIST: Final = re.compile(
-    r"[,;、或和]| ?\\(?:text|mathrm|mbox)\s*\{\s*(?:[,;]|,? ?(?:and|or))\s*\}| (?:and|or) |\\l(?:or|and)(?![A-Za-z])"
-)
 _UNION: Final = re.compile(r"\\cup(?![A-Za-z])|(?<=[\])}]) ?U ?(?=[\[({\\])")
-_EQUALS: Final = re.compile(r"(?<![<>!\\:])=(?!=)")
 _LETTER_NAME: Final = r"(?:\\(?!frac|sqrt)[A-Za-z]+|[A-Za-z])(?:_(?:\{[^{}]*\}|\w))?'*"
 _NAME: Final = re.compile(
-    rf"(?:m ?)?{_LETTER_NAME}(?:\([^()]*\))?|[A-Z]{{2,3}}|\([a-z](?:,[a-z])+\)"
+    rf"(?:m ?)?{_LETTER_NAME}(?:(?:\^\{{?-1\}}?)?\([^()]*\))?|[A-Z]{{2,3}}|\([a-z](?:,[a-z])+\)"
     rf"|\\(?:vec|overline|overrightarrow)\{{[A-Za-z]+\}}"
     r"|\\(?:angle|triangle) ?[A-Z]{1,3}|\\(?:text|mathrm|operatorname)\{[^{}]*\}|\\frac\{d[a-z]\}\{d[a-z]\}"
     rf"|\|(?:[A-Z]{{2}}|{_LETTER_NAME})\||\\(?:gcd|lcm|max|min|det|deg|arg) ?[({{\\].*"
     rf"|\\(?:sin|cos|tan|cot|sec|csc|ln|log) ?\(?(?:\\angle)? ?(?:{_LETTER_NAME}|[A-Z]{{3}})\)?"
     r"|[A-Za-z]{1,2}(?::[A-Za-z]{1,2})+"
 )
-_SUM: Final = re.compile(rf"{_LETTER_NAME}(?:\+{_LETTER_NAME})+")  # m + n = 5 answers 5, but as a label it is a line
+_SUM: Final = re.compile(  # m + n = 5 and a/b = 5 answer 5, but as labels they are lines
+    rf"{_LETTER_NAME}(?:\+{_LETTER_NAME})+|\\frac\{{(?:{_LETTER_NAME}|[A-Z]{{2}})\}}\{{(?:{_LETTER_NAME}|[A-Z]{{2}})\}}"
+    rf"|(?:{_LETTER_NAME}|[A-Z]{{2}})/(?:{_LETTER_NAME}|[A-Z]{{2}})"
+)
 _ELEMENT: Final = re.compile(r"^[A-Za-z] ?\\in(?![A-Za-z]) ?")
 _MATRIX: Final = re.compile(
     r"\\begin\{(?P<kind>[pbBvV]?matrix|array|cases)\}(?:\{[lcr|]*\})?(?P<body>.*?)\\end\{(?P=kind)\}", re.DOTALL
@@ -52,6 +52,7 @@ _MATRIX: Final = re.compile(
 _ARRAY: Final = re.compile(r"^[(\[] ?(\\begin\{array\}.*\\end\{array\}) ?[)\]]$", re.DOTALL)
 _CHOICE: Final = re.compile(r"\(?\s*([A-Za-z])\s*[).]?")
 _LED: Final = re.compile(r"(?:\(([A-Z])\)|([A-Z])[.):])\s+(?![,;+\-*/=^_(<>&]|\\(?:cdot|cup|cap|pm)|and\b|or\b)\S")
+_LED_BY_LETTER: Final = re.compile(r"\\(?:text|textbf|mathrm) ?\{ ?\([A-Z]\) ?\} ?([^,;+\-*/=^_ ].*)", re.DOTALL)
 _SPACED: Final = re.compile(r"[-+]?\d+(?: \d+)+")
 _WORD: Final = re.compile(r"[a-z][a-z' -]*")
 _SPACE: Final = re.compile(r"(?<!\d) | (?!\d)")
@@ -65,6 +66,7 @@ _BOARD: Final = re.compile(r"\\mathbb\{([A-Z])\}")
 _PLUS_MINUS: Final = re.compile(r"\\(?:pm|mp)(?![A-Za-z])")
 _RESIDUE: Final = re.compile(r"(?:[A-Za-z] ?\\equiv ?)?([^=]*?) ?\\pmod ?\{?\w+\}?")
 _FOR_ALL: Final = re.compile(r",? ?(?:\\text ?\{[ ,]*)?(?<![A-Za-z])(?:for (?:all|any|every|each)|where)(?![A-Za-z]).*")
+_ANGLE: Final = re.compile(r"(\\angle ?[A-Z])([A-Z])([A-Z])")
 _RADIANS: Final = r"\cdot\frac{\pi}{180}"
 _FBOX: Final = re.compile(r"\\(?:fbox|framebox)(?=\s*\{)")
 
@@ -76,8 +78,8 @@ def math(response: str, label: Label) -> float:
     2000000, 0.333... = 1/3. 50\% equals both 50 and 0.5. Units must be equal where both have one. Words are compared as
     text, lists and unions in any order, tuples, intervals and matrices by element. A choice may have its text: (A) 5 is
     A. x=1, y=2 is (1,2). An inequality is its interval, 3:1 is 6:2, 1010_2 is 10, "three" is 3, "no solution" the empty
-    set. An equation equals a value if its sides do, but for a name: m+n=5 is 5, 8=5 and xy=5 are not. All else is
-    compared by algebra (math-verify, extra `math`).
+    set. An equation equals a value if its sides do, but for a name: m+n=5 and a/b=5 are 5, 8=5 and xy=5 are not. One
+    value said twice (2/5 or 40\%) is that value. All else is compared by algebra (math-verify, extra `math`).
 
     Args:
         response: The whole response.
@@ -89,7 +91,8 @@ def math(response: str, label: Label) -> float:
     Edges:
         A response without a box scores 0, as do an empty box, a box that is not closed, and an empty label or none. The
         last of several boxes counts, and the inner one of nested ones. Answers of over 5,000 characters equal the same
-        text alone, and so does an expression too large to compute (9**9**9**9). A comparison that takes over 5 s of CPU
+        text alone, and so does an expression too large to compute (9**9**9**9); x^{2020}+1 is not. An approximation,
+        as in \pi \approx 3.14, is read only if it rounds the value before it. A comparison that takes over 5 s of CPU
         time scores 0; outside of a main thread, where no signal arrives, it has no such limit. Never raises.
 
     Source:
@@ -151,13 +154,10 @@ def equal_answers(response: str, label: str) -> bool:
     ours, theirs = normal(response), normal(label)
     if not ours or not theirs:
         return False
-    return _equal(ours, theirs) or _equal_lists(response, label, ours, theirs)
-
-
-def _equal_lists(response: str, label: str, ours: str, theirs: str) -> bool:
-    """Whether 100,200 is the list 100, 200 of the other side."""
-    apart = normal(response, joined=False), normal(label, joined=False)
-    return (apart[0] == ours) != (apart[1] == theirs) and _equal(*apart)
+    if _equal(ours, theirs):
+        return True
+    others = other_readings(response, label, ours, theirs)
+    return any(all(_equal(*pair) for pair in reading) for reading in others)
 
 
 def _equal(ours: str, theirs: str) -> bool:
@@ -195,7 +195,11 @@ def _swapped(ours: str, theirs: str) -> bool:
 
 
 def _squeezed(text: str) -> str:
-    """Remove spaces, except between digits (1 1/2 is not 11/2), and take \\mathbb{R} for R."""
+    r"""Remove spaces, except between digits (1 1/2 is not 11/2). \mathbb{R} is R, \{x: x>1\} has a bar, ABC is CBA."""
+    if text.startswith(r"\{"):
+        text = text.replace(r"\mid", ":").replace("|", ":")
+    elif text.startswith(r"\angle") and (angle := _ANGLE.fullmatch(text)) and angle[1][-1] > angle[3]:
+        text = rf"\angle {angle[3]}{angle[2]}{angle[1][-1]}"
     return _BOARD.sub(r"\1", _SPACE.sub("", text))
 
 
@@ -210,7 +214,7 @@ def _by_assignment(ours: str, theirs: str) -> bool | None:
     ours, theirs = _FOR_ALL.sub("", ours) or ours, _FOR_ALL.sub("", theirs) or theirs
     for solution, point in ((_solution(ours), theirs), (_solution(theirs), ours)):
         at = _bracketed(_value_of_tuple(point)) if solution else None
-        values = at[1] if at and at[0] == "()" else split_top(point, _LIST)
+        values = at[1] if at and at[0] == "()" else split_top(point, LIST)
         if len(solution) == len(values) and not _is_equation(values[0]):
             return all(map(_equal, solution, values))
     left, right = _assignment(ours), _assignment(theirs)
@@ -225,18 +229,18 @@ def _by_assignment(ours: str, theirs: str) -> bool | None:
     if stated:
         return all(_equal(side, value) for side in stated[1])
     # A list of assignments equals a list of values
-    return None if len(split_top(ours if equations[0] else theirs, _LIST)) > 1 else False
+    return None if len(split_top(ours if equations[0] else theirs, LIST)) > 1 else False
 
 
 def _is_equation(text: str) -> bool:
-    return "=" in text and len(split_top(text, _EQUALS)) > 1
+    return "=" in text and len(split_top(text, EQUALS)) > 1
 
 
 def _assignment(text: str, *, sums: bool = False) -> tuple[str, list[str]] | None:
     """Name and sides of x = 5, 5 = x, f(x) = 2x, x = 2 + 3 = 5; the name is "" in 2 + 3 = 5. None for x = 1, y = 2."""
-    if len(split_top(text, _LIST)) > 1 and len(_EQUALS.findall(text)) > 1:
+    if len(split_top(text, LIST)) > 1 and len(EQUALS.findall(text)) > 1:
         return None
-    sides = split_top(text, _EQUALS)
+    sides = split_top(text, EQUALS)
     if len(sides) < 2:
         return None
     for name, values in ((sides[0], sides[1:]), (sides[-1], sides[:-1])):
@@ -248,7 +252,7 @@ def _assignment(text: str, *, sums: bool = False) -> tuple[str, list[str]] | Non
 
 def _solution(text: str) -> list[str]:
     """Values of x = 1, y = 2 and of x = y = 1, whose names are letters in alphabetical order; else empty."""
-    found = [split_top(part, _EQUALS) for part in split_top(text, _LIST) if part]
+    found = [split_top(part, EQUALS) for part in split_top(text, LIST) if part]
     pairs = [(name, part[-1]) for part in found for name in part[:-1]]
     names = [name for name, _ in pairs]
     alphabetical = all(len(name) == 1 and name.isalpha() for name in names) and names == sorted({*names})
@@ -274,13 +278,17 @@ def _by_text(ours: str, theirs: str) -> bool | None:
         led = _LED.match(without_text_commands(ours if letters[0] is None else theirs).strip())
         if led:
             return (led[1] or led[2]) == (letters[0] or letters[1] or "").upper()
+    led = [_LED_BY_LETTER.match(text) for text in (ours, theirs)]
+    if bool(led[0]) != bool(led[1]):  # (B) 3/2 is 3/2
+        texts = (match[1] if match else text for match, text in zip(led, (ours, theirs), strict=True))
+        return _equal(*texts) or None
     if letters[0] is not None and letters[1] is not None:
         # Case counts without brackets: a and A are two variables
         return letters[0] == letters[1] or ("(" in ours and letters[0].upper() == letters[1].upper())
     if left == right and (is_text(ours) or is_text(theirs)):
         return True
     if _is_words(ours) or _is_words(theirs):
-        lists = [split_top(without_text_commands(text), _LIST) for text in (ours, theirs)]
+        lists = [split_top(without_text_commands(text), LIST) for text in (ours, theirs)]
         return left == right or (min(map(len, lists)) > 1 and _in_any_order(*lists))
     return None
 
@@ -404,7 +412,7 @@ def _by_one_bracket(bracketed: tuple[str, list[str]] | None, text: str) -> bool 
         elements = point[1]
     else:
         elements = split_top(text, _COMMA)
-    if not 1 < len(elements) == len(bracketed[1]) <= MAX_PARTS or any(_EQUALS.search(each) for each in elements):
+    if not 1 < len(elements) == len(bracketed[1]) <= MAX_PARTS or any(EQUALS.search(each) for each in elements):
         return None
     return all(map(_equal, elements, bracketed[1])) or None
 
@@ -433,7 +441,7 @@ def _bracketed(text: str) -> tuple[str, list[str]] | None:
 
 def _by_list(ours: str, theirs: str) -> bool | None:
     """1, 2 equals 2, 1; x = 1 or x = 2 equals 1, 2; and a set equals its elements without braces. AC is A, C."""
-    left, right = (split_top(_without_braces(text), _LIST) for text in (ours, theirs))
+    left, right = (split_top(_without_braces(text), LIST) for text in (ours, theirs))
     left, right = [part for part in left if part], [part for part in right if part]
     if len(left) == 1 and len(right) == 1:
         return None

@@ -40,12 +40,13 @@ _SUPERSCRIPTS: Final = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "01
 _SUPERSCRIPT: Final = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ]+")
 _VULGAR: Final = re.compile("[¼-¾⅐-⅞]")
 _ROOT_SIGN: Final = re.compile(r"([√∛]) ?(\d+(?:\.\d+)?|[A-Za-z](?![A-Za-z]))")
-_CASES: Final = re.compile(r"\\begin\{(cases|aligned)\}([^&]*)\\end\{\1\}")
+_CASES: Final = re.compile(r"\\begin\{(cases|aligned)\}((?:[^&]|& ?(?==))*)\\end\{\1\}")
 _MODULUS: Final = re.compile(
     r"\(? ?(?:\\[bp]?mod(?![a-z])|\\(?:text|mathrm|operatorname)\{ ?mod ?\}|(?<![a-z\\])mod(?![a-z])) ?\{?(\w+)\}? ?\)?"
 )
 _LEAD: Final = (
-    r"(?:(?:the )?(?:(?:final|correct|right) )?answer(?: is)?\b|(?:option|choice)\b|答案是?为?|答(?=:)) ?:? ?"
+    r"(?:(?:the )?(?:(?:final|correct|right) )?answer(?: is)?\b|(?:option|choice)\b|答案是?为?|答(?=:)|it(?: i|')s\b"
+    r"|(?:about|approximately|approx\.?|roughly|around)(?= |\}|\\)) ?:? ?"
 )
 _LEADS: Final = (
     (re.compile(rf"^\\(?:text|textbf|mathrm|mbox) ?\{{ *{_LEAD}\}} *(?=\S)", re.IGNORECASE), ""),
@@ -82,7 +83,12 @@ _COMMAND: Final = re.compile(r"\\([A-Za-z]+)")
 # A text that each pattern needs, which is quicker to look for, the pattern, and what takes its place
 _FORMS: Final = (
     ("frac", re.compile(r"\\frac ?(\d) ?(?=[\d{\\])"), r"\\frac{\1}"),
-    ("frac", re.compile(r"(\\frac\{[^{}]*\}) ?(\d)"), r"\1{\2}"),
+    (
+        "frac",
+        re.compile(r"\\frac ?(\\(?:pi|alpha|beta|theta)|(?<= )[A-Za-z]) ?(?=[\d{\\]|[A-Za-z](?![A-Za-z]))"),
+        r"\\frac{\1}",
+    ),
+    ("frac", re.compile(r"(\\frac\{[^{}]*\}) ?(\d|[A-Za-z]|\\pi(?![A-Za-z]))"), r"\1{\2}"),
     ("^{", re.compile(r"(\\(?:text|mathrm)\{[^{}]*\^)\{(-?\d)\}"), r"\1\2"),
     ("frac", re.compile(rf"\\frac\{{({_UNIT_TEXT})\}}\{{({_UNIT_TEXT})\}}"), r"\1/\2"),
     ("/", re.compile(rf"({_UNIT_TEXT}) ?/ ?(?={_UNIT_TEXT})"), r"\1/"),
@@ -102,6 +108,16 @@ _FORMS: Final = (
     ("mathbb", re.compile(r"\\mathbb ?([A-Z])(?![A-Za-z])"), r"\\mathbb{\1}"),
     ("circ", re.compile(r"\^\s*\{?\s*\\circ\s*\}?"), r"^\\circ "),
     ("circ", re.compile(r"\^\\circ +(?:([CF])(?![A-Za-z])|\\(?:text|mathrm)\{ ?([CF]) ?\})"), r"^\\circ \\text{\1\2}"),
+    (
+        "^",
+        re.compile(
+            r"\^ ?(?:\{ ?(?:\\top|\\intercal|T|\\(?:text|mathrm)\{T\}) ?\}"
+            r"|\\(?:top|intercal)(?![A-Za-z])|\\(?:text|mathrm)\{T\})"
+        ),
+        "^T",
+    ),
+    ("^", re.compile(r"(?<=\d) ?\^ ?(?:\{ ?)?\\(?:text|mathrm) ?\{ ?(st|nd|rd|th) ?\}(?: ?\})?"), r"\\text{\1}"),
+    ("overline", re.compile(r"\\overline ?\{ ?([A-Z]{2}) ?\}"), r"\1"),
     ("prime", re.compile(r"\^\{?\\prime\}?"), "'"),
     ('"', re.compile(r"(?<=\d)\""), "''"),
     ("choose", re.compile(r"\{([^{}]*)\\choose(?![A-Za-z])([^{}]*)\}"), r"\\binom{\1}{\2}"),
@@ -155,7 +171,7 @@ def normal(text: str, *, joined: bool = True) -> str:
     if "approx" in text:
         text = _without_approximation(text)
     if "cases" in text or "aligned" in text:
-        text = _CASES.sub(lambda match: ", ".join(match[2].strip().strip("\\").split(r"\\")), text)
+        text = _CASES.sub(lambda match: ", ".join(match[2].replace("&", "").strip().strip("\\").split(r"\\")), text)
     if "begin" not in text:
         text = text.replace(r"\\", ", ")
     if "equiv" in text or "(mod" in text:
@@ -229,14 +245,20 @@ _CALLED: Final = (
     (re.compile(r"(?:it )?does not exist|dne"), r"\text{DNE}"),
 )
 
+_ALL_BUT: Final = re.compile(
+    r"(?:(?:the )?set of )?all real numbers,? (?:except|other than|but)(?: for)? (?:[a-z] ?= ?)?(-?[\d./]+|\\frac\d\d)"
+)
+
 
 def called(text: str) -> str:
     r"""The sign of what an answer names: 3 of three, \emptyset of "no solution"; another text as it is."""
-    if not (is_text(text) or text[:1].isalpha()) or len(text) > 60:
+    if not (text.startswith((r"\text", r"\mathrm", r"\mbox")) or text[:1].isalpha()) or len(text) > 60:
         return text
     plain = words(text)
     if plain in NUMBERS:
         return str(NUMBERS[plain])
+    if excepted := _ALL_BUT.fullmatch(plain):
+        return rf"\mathbb{{R}}\setminus\{{{excepted[1]}\}}"
     return next((sign for pattern, sign in _CALLED if pattern.fullmatch(plain)), text)
 
 
@@ -244,7 +266,8 @@ def words(text: str) -> str:
     r"""Return a text in lower case without LaTeX's text commands, a leading article, and marks at its ends."""
     text = _TEXTS.sub(r" \1 ", text)
     text = re.sub(r"[{}]", "", text)
-    return _ARTICLE.sub("", _SPACE.sub(" ", text).strip(" .,;:!?\"'()").lower())
+    plain = _SPACE.sub(" ", text).strip(" .,;:!?\"'()").lower()
+    return _ARTICLE.sub("", plain.removesuffix(" only"))
 
 
 def is_text(text: str) -> bool:

@@ -7,7 +7,7 @@ from actors.reward.graders.math.arithmetic import exact_value
 from actors.reward.graders.math.latex import NUMBERS, split_top, without_text_commands
 
 _BASE: Final = re.compile(r"\(?(\d[\dA-Fa-f]*)\)?(?:_\{? ?\(?(?:base )?(\w+)\)? ?\}?| ?\(?base (\w+)\)?)")
-_TIME: Final = re.compile(r"(\d{1,2})(?::(\d\d))? ?(?:([ap])\.? ?m\.?)?", re.IGNORECASE)
+_TIME: Final = re.compile(r"(\d{1,2})(?::(\d\d))? *(?:([ap])\.? ?m\.?)?", re.IGNORECASE)
 _RATIO: Final = re.compile(r":| to |\\text\{ ?to ?\}")
 MAX_DIGITS: Final = 1_000  # of a number in another base
 

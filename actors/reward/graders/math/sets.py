@@ -17,6 +17,9 @@ _BUILDER: Final = re.compile(
 _VARIABLE: Final = re.compile(r"\\?[A-Za-z]+(?:_\{?\w\}?)?")
 _CONSTANTS: Final = (r"\pi", r"\infty", "e")
 _COMMA: Final = re.compile("[,;]")
+_WITHOUT: Final = re.compile(
+    r"(?:\\mathbb\{R\}|R|\(-\\infty, ?\\infty\)) ?\\setminus ?\\\{([^,;{}]*(?:\{[^{}]*\}[^,;{}]*)*)\\\}"
+)
 _LINE: Final = (r"\mathbb{R}", r"(-\infty,\infty)")
 
 
@@ -48,7 +51,11 @@ def pieces(text: str) -> list[Piece] | None:
 
 def says_set(text: str) -> bool:
     """Whether a text can only be a set of numbers: an inequality, a union, ]0,1[."""
-    return bool(_RELATION.search(text) or r"\cup" in text) or text.startswith("]") or text.endswith("[")
+    return (
+        bool(_RELATION.search(text) or r"\cup" in text or r"\setminus" in text)
+        or text.startswith("]")
+        or text.endswith("[")
+    )
 
 
 def connective(text: str) -> str:
@@ -64,6 +71,9 @@ def _pieces_of(text: str) -> list[Piece]:
     sides = [side.strip() for side in _RELATION.split(text)]
     if len(sides) > 1:
         return _of_relation(sides)
+    if without := _WITHOUT.fullmatch(text):
+        point = without[1].strip()
+        return [Piece(r"-\infty", False, point, False), Piece(point, False, r"\infty", False)]
     if text in _LINE:
         return [Piece(r"-\infty", False, r"\infty", False)]
     if text.startswith(r"\{") and text.endswith(r"\}") and balanced(text[2:-2]):
