@@ -349,6 +349,7 @@ class RewardActor(Actor):
             samples,
             causes=self._retried,
             max_tries=self._settings.max_tries,
+            max_wait_s=self._settings.timeout_s if limits is None else limits.timeout_s,
             group=group,
         )
 

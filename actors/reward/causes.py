@@ -1,6 +1,11 @@
 """Why a sample has no reward: the named causes, and the cause of an exception. Imports little."""
 
-from typing import Final, Literal, get_args
+import math
+import time
+from collections.abc import Mapping
+from email.message import Message
+from email.utils import mktime_tz, parsedate_tz
+from typing import Any, Final, Literal, cast, get_args
 
 Cause = Literal["timeout", "worker_lost", "sandbox_lost", "rate_limited", "refused", "bad_answer", "raised"]
 CAUSES: Final[tuple[Cause, ...]] = get_args(Cause)
@@ -42,6 +47,36 @@ def cause_of(error: BaseException) -> Cause:
     if names & _LOST or isinstance(getattr(error, "reason", None), ConnectionError):
         return "worker_lost"
     return "raised"
+
+
+def retry_after_s(error: BaseException) -> float:
+    """Return the seconds after which a server wants the next request, from the header Retry-After; 0 without one.
+
+    The header is looked for where HTTP clients have it: in `headers` of the exception or of its response.
+
+    Args:
+        error: raised by a grader.
+    """
+    for holder in (error, getattr(error, "response", None)):
+        headers: Any = getattr(holder, "headers", None)
+        known = isinstance(headers, Mapping | Message)
+        found = cast("Mapping[str, object]", headers).get("Retry-After") if known else None
+        if isinstance(found, str):
+            return seconds_of(found)
+    return 0.0
+
+
+def seconds_of(retry_after: str) -> float:
+    """Return the seconds from now that a Retry-After header says, as a number or a date; 0 for anything else."""
+    try:
+        seconds = float(retry_after)
+    except ValueError:
+        try:
+            date = parsedate_tz(retry_after)
+            seconds = mktime_tz(date) - time.time() if date else 0.0
+        except (ValueError, OverflowError):
+            return 0.0
+    return max(0.0, seconds) if math.isfinite(seconds) else 0.0
 
 
 def late(timeout_s: float) -> str:

@@ -64,6 +64,7 @@ class Graded(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     trace: str | None = None  # traceback of the error, if Hello requests them
     cause: Cause | None = None  # of the error
     of_call: bool = False  # the whole call failed, so the error may be another sample's
+    wait_s: float = 0.0  # after which the server that refused wants the next request; 0: it did not say
     final: bool = False  # the sample has been tried `max_tries` times: a further call would not help
     token_rewards: bytes | None = None  # [T] float32, of the response, if the grader gave a reward per token or turn
 

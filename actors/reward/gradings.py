@@ -108,7 +108,13 @@ class RunningTime:
 
 
 async def graded_again(
-    grade: GradeAll, samples: Sequence[GradedSample], *, causes: Collection[Cause], max_tries: int, group: bool
+    grade: GradeAll,
+    samples: Sequence[GradedSample],
+    *,
+    causes: Collection[Cause],
+    max_tries: int,
+    max_wait_s: float,
+    group: bool,
 ) -> list[Graded]:
     """Grade samples, and those again whose score failed for one of these causes and is not final.
 
@@ -117,6 +123,7 @@ async def graded_again(
         samples: the samples of a request.
         causes: causes after which a sample is graded again.
         max_tries: number of times that a sample is graded at most.
+        max_wait_s: longest wait for a server that said when it wants the next request.
         group: whether one call grades all samples; then all are graded again.
 
     Returns:
@@ -127,8 +134,9 @@ async def graded_again(
         places = [place for place, graded in enumerate(grades) if graded.cause in causes and not graded.final]
         if not places:
             break
+        wanted_s = min(max_wait_s, max(grades[place].wait_s for place in places))
         places = list(range(len(samples))) if group else places
-        await anyio.sleep(PAUSES.pause_s(num_tries))
+        await anyio.sleep(max(wanted_s, PAUSES.pause_s(num_tries)))
         again = await grade([samples[place] for place in places])
         for place, graded in zip(places, again, strict=True):
             grades[place] = graded

@@ -11,7 +11,7 @@ from typing import Any, Final, cast
 
 import msgspec
 
-from actors.reward.causes import cause_of
+from actors.reward.causes import cause_of, retry_after_s
 from actors.reward.frames import Graded, GraderSpec
 from actors.reward.graders.builtin import find_grader
 from actors.reward.graders.parsers import find_parser
@@ -194,7 +194,9 @@ def _call(grader: Call, argument: Any, wait: Wait) -> tuple[Any, Graded | None]:
 
 def _raised(error: BaseException) -> Graded:
     trace = None if error.__traceback__ is None else user_traceback(error)
-    return Graded(error=_cut(f"raised {shown_error(error)}"), trace=trace, cause=cause_of(error))
+    return Graded(
+        error=_cut(f"raised {shown_error(error)}"), trace=trace, cause=cause_of(error), wait_s=retry_after_s(error)
+    )
 
 
 def _bad(reason: str) -> Graded:

@@ -22,11 +22,14 @@ CHUNK_BYTES: Final = 1 << 16
 class RemoteError(Exception):
     """A server gave no reward. `cause` or `status` says why."""
 
-    def __init__(self, reason: str, *, status: int | None = None, cause: Cause | None = None) -> None:
+    def __init__(
+        self, reason: str, *, status: int | None = None, cause: Cause | None = None, headers: Mapping[str, str] = {}
+    ) -> None:
         """Describe the failure, without the key."""
         super().__init__(reason)
         self.status = status
         self.cause = cause
+        self.headers = {"Retry-After": headers["Retry-After"]} if "Retry-After" in headers else {}
 
 
 async def remote_rm(sample: GradedSample, url: str | None = None, key: str | None = None) -> Any:
@@ -34,7 +37,8 @@ async def remote_rm(sample: GradedSample, url: str | None = None, key: str | Non
 
     The server gets a POST with the JSON `{"prompt", "response", "label", "metadata"}`, and the key as
     `Authorization: Bearer`. It is sent once: the run repeats it by the cause of its failure (`reward.failures`), within
-    its limits (`reward.limits.remote_rm`).
+    its limits (`reward.limits.remote_rm`). Before that it waits as long as the answer's header Retry-After says, in
+    seconds or as a date, but no longer than the timeout of one call.
 
     Args:
         sample: What is sent.
@@ -75,7 +79,7 @@ async def remote_rm(sample: GradedSample, url: str | None = None, key: str | Non
                         address = str(_same_origin(response, secret))
                         continue
                     body = _masked(await _bounded(response), secret)
-                    return _answer_in(response.status, body)
+                    return _answer_in(response.status, body, response.headers)
             except aiohttp.ClientResponseError as error:  # its text has the headers, and so the key
                 shown = _shown(_hidden(error.message, secret))
                 raise RemoteError(f"the answer is not HTTP: {shown}", cause="bad_answer") from None
@@ -142,10 +146,10 @@ def _shown(text: str) -> str:
     return _clipped(" ".join(text.split()))
 
 
-def _answer_in(status: int, body: bytes) -> Any:
+def _answer_in(status: int, body: bytes, headers: Mapping[str, str]) -> Any:
     shown = _shown(body.decode("utf-8", "replace"))
     if not 200 <= status < 300:
-        raise RemoteError(f"status {status}{shown and f': {shown}'}", status=status)
+        raise RemoteError(f"status {status}{shown and f': {shown}'}", status=status, headers=headers)
     try:
         return msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

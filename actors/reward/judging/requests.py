@@ -7,6 +7,7 @@ from typing import Annotated, Any, Final, Literal, NamedTuple
 import msgspec
 
 from actors.reward.causes import Cause as ScoreCause
+from actors.reward.causes import seconds_of
 from actors.reward.samples import GradedSample
 from messages.plain import clipped
 
@@ -119,15 +120,7 @@ def error_of(status: int, body: bytes, retry_after: str | None) -> JudgeError:
     text = clipped(" ".join(body.decode("utf-8", "replace").split()), MAX_REASON)
     reason = f"status {status}{text and f': {text}'}"
     if status == 429:
-        return JudgeError("rate_limited", reason, status=status, wait_s=_seconds(retry_after))
+        return JudgeError("rate_limited", reason, status=status, wait_s=seconds_of(retry_after or ""))
     if status in _BUSY:
-        return JudgeError("failed", reason, status=status, wait_s=_seconds(retry_after))
+        return JudgeError("failed", reason, status=status, wait_s=seconds_of(retry_after or ""))
     return JudgeError("refused", reason, status=status)
-
-
-def _seconds(retry_after: str | None) -> float:
-    """The seconds in a Retry-After header; 0 for a date or anything else."""
-    try:
-        return max(0.0, float(retry_after or 0))
-    except ValueError:
-        return 0.0

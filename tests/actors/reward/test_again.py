@@ -1,10 +1,13 @@
 """Which scores are tried again, by the cause of their failure."""
 
+import time
 from collections.abc import Sequence
+from email.utils import formatdate
 
+import anyio
 import pytest
 
-from actors.reward.causes import Cause, cause_of
+from actors.reward.causes import Cause, cause_of, retry_after_s, seconds_of
 from actors.reward.frames import Graded, GraderSpec
 from actors.reward.gradings import Grading, graded_again
 from actors.reward.recipe import retried_causes
@@ -54,9 +57,35 @@ async def test_a_score_is_tried_again_by_its_cause_and_not_for_ever(
     cause: Cause, num_failures: int, group: bool, calls: list[str], ended: str | None
 ) -> None:
     grader, causes = Grader(cause, num_failures), retried_causes(topology_with().reward)
-    grades = await graded_again(grader, SAMPLES, causes=causes, max_tries=3, group=group)
+    grades = await graded_again(grader, SAMPLES, causes=causes, max_tries=3, max_wait_s=1.0, group=group)
     assert grader.calls == calls
     assert [graded.cause for graded in grades] == [None, ended, None]
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(("wanted_s", "waited_s"), [(0.2, 0.2), (3600.0, 0.3), (0.0, 0.0)])
+async def test_a_server_is_asked_again_when_it_wants_that_up_to_the_longest_wait(
+    wanted_s: float, waited_s: float
+) -> None:
+    started: list[float] = []
+
+    async def grade(samples: Sequence[GradedSample]) -> list[Graded]:
+        started.append(anyio.current_time())
+        return [Graded(error="status 429", cause="rate_limited", wait_s=wanted_s) for _ in samples]
+
+    causes = retried_causes(topology_with().reward)
+    await graded_again(grade, SAMPLES[:1], causes=causes, max_tries=2, max_wait_s=0.3, group=False)
+    first, second = started
+    assert waited_s <= second - first < waited_s + 2
+
+
+def test_retry_after_is_a_number_of_seconds_or_a_date() -> None:
+    assert [seconds_of(text) for text in ("7", "0.5", "-3", "soon", "", "nan", "inf")] == [7, 0.5, 0, 0, 0, 0, 0]
+    assert seconds_of("Fri, 31 Dec 1999 23:59:59 GMT") == 0
+    assert 20 < seconds_of(formatdate(time.time() + 30, usegmt=True)) <= 30
+    response = type("Response", (), {"headers": {"Retry-After": "4"}, "status_code": 503})
+    error = type("HTTPStatusError", (Exception,), {"response": response()})()
+    assert (cause_of(error), retry_after_s(error), retry_after_s(ValueError())) == ("worker_lost", 4.0, 0.0)
 
 
 @pytest.mark.anyio
@@ -70,7 +99,9 @@ async def test_a_sample_that_ended_enough_processes_of_the_pool_is_not_tried_aga
         return tried.grades
 
     causes = retried_causes(topology_with().reward)
-    assert await graded_again(grade, SAMPLES[:1], causes=causes, max_tries=3, group=False) == tried.grades
+    assert (
+        await graded_again(grade, SAMPLES[:1], causes=causes, max_tries=3, max_wait_s=1.0, group=False) == tried.grades
+    )
     assert calls == [1]
 
 

@@ -72,7 +72,12 @@ async def test_a_killed_sandbox_of_a_program_is_no_wrong_answer(number: int) -> 
     ):
         tasks.start_soon(killer.run)
         grades = await graded_again(
-            lambda some: pool.grade(GraderSpec(name="code"), some), samples, causes=causes, max_tries=3, group=False
+            lambda some: pool.grade(GraderSpec(name="code"), some),
+            samples,
+            causes=causes,
+            max_tries=3,
+            max_wait_s=1.0,
+            group=False,
         )
         tasks.cancel_scope.cancel()
         counts = pool.stats()

@@ -15,7 +15,7 @@ ANSWERS = {
     "/nonsense": b"<html>oops</html>",
     "/empty": b"",
 }
-STATUS = {"/busy": 429, "/slow": 408, "/refused": 403, "/missing": 404, "/broken": 500}
+STATUS = {"/busy": 429, "/later": 503, "/slow": 408, "/refused": 403, "/missing": 404, "/broken": 500}
 
 
 def say(line: str) -> None:
@@ -56,6 +56,8 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(body)))
         if location is not None:
             self.send_header("Location", location)
+        if self.path == "/later":
+            self.send_header("Retry-After", "7")
         self.end_headers()
         self.wfile.write(body)
 

@@ -88,6 +88,11 @@ async def test_a_failure_has_its_cause_and_shows_no_key(server: Server, path: st
     assert KEY not in f"{caught.value!r}{caught.value}"
 
 
+async def test_the_grade_says_when_the_server_wants_the_next_request(server: Server) -> None:
+    (one,) = await graded(f"{server.url}/later", 1, 30.0)
+    assert (one.cause, one.wait_s) == ("worker_lost", 7.0)
+
+
 async def test_a_lone_surrogate_is_sent(server: Server) -> None:
     assert await remote_rm(GradedSample(response="\ud800"), f"{server.url}/number") == 0.5
     assert server.request()["body"]["response"] == "\ud800"
