@@ -55,6 +55,10 @@ _CONCLUDED: Final = re.compile(
     rf"\.?{_FILLER}{{0,8}}{_OPEN}{_CAPITAL}"
     r"(?=[)\]>）】]*(?:\s*[.!;]?\s*(?:\n|\Z)|[.!;]\s|\s+(?:because|since|remains|fits|satisfies|works)\b))"
 )
+_TAKEN_BACK: Final = re.compile(  # behind a statement; only a conclusion after it corrects the statement
+    r"(?i)(?<=[.!;,—–\n-])\s*(?:actually|wait|hmm|no|oops|sorry|correction|scratch that|"
+    r"on second thoughts?|i was wrong|that(?:'s| is) (?:wrong|incorrect|not right))\b(?=[,.!:;—–-]|\s)"
+)
 _MENTIONED: Final = re.compile(rf"(?i:\b(?:option|choice))\s*[:=]?\s*{_OPEN}{_CAPITAL}")
 _ALONE: Final = re.compile(r"(?i:\W*(?:option|choice|letter)\b)?\W*(?P<letter>[A-Za-z])\W*")
 _LABELLED: Final = re.compile(
@@ -76,6 +80,7 @@ _ANOTHER: Final = (
     )
 )
 _SAID: Final = re.compile(rf"(?i)(?:{_KEY}(?:\s+(?:is|was|be)\b)?[是为為]?\s*[:：=]?)\s*(?P<rest>[^\n]+)")
+_ARTICLE: Final = re.compile(r"^\s*(?:the|an?)\s+(?=\w{2})")
 _REASON: Final = re.compile(r"(?i)[.,;]\s|\s\(|\b(?:because|since|which)\b")
 
 
@@ -130,7 +135,10 @@ def chosen_letter(text: str, choices: Choices) -> str | None:
     if not lines:
         return None
     if said := [each for pattern in _STATED for each in _found(pattern, text, choices)]:
-        return max(said, key=lambda each: each[0])[1]
+        place, letter = max(said, key=lambda each: each[0])
+        taken_back = _TAKEN_BACK.search(text, place)
+        corrected = list(_found(_CONCLUDED, text[taken_back.end() :], choices)) if taken_back else []
+        return corrected[-1][1] if corrected else letter
     if letter := _letter_alone(lines[-1], choices):
         return letter
     if concluded := list(_found(_CONCLUDED, text, choices)):
@@ -203,6 +211,8 @@ def _said_texts(text: str, lines: Sequence[str]) -> list[str]:
     """What a text states as its answer, without the reason after it; and its last line."""
     said = [match["rest"] for match in _SAID.finditer(text)][-1:]
     is_list = len({match["letter"] for line in lines if (match := _LABELLED.match(line))}) > 1
+    while said and (inner := _SAID.search(said[-1])):  # B is no answer; the answer is C
+        said.append(inner["rest"])
     said += [] if is_list and _LABELLED.match(lines[-1]) else [lines[-1]]
     return [part for each in said for part in (each, _REASON.split(each)[0])]
 
@@ -220,5 +230,6 @@ def _letter_of_text(said: Sequence[str], choices: Choices) -> str | None:
 
 def _compared(text: str) -> str:
     """A text in lower case, without markup, spaces, and signs at its ends."""
-    plain = re.sub(r"[\s\\]|(?<=[a-z])-(?=[a-z])", "", _plain(text).lower())
+    text = _ARTICLE.sub("", _plain(text).lower())
+    plain = re.sub(r"[\s\\]|(?<=[a-z])-(?=[a-z])", "", text)
     return plain.strip(".,;:!?'\"’‘()")

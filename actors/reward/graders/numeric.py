@@ -8,7 +8,8 @@ from actors.reward.graders.boxed import last_boxed
 from actors.reward.graders.labels import Label, text_of
 from actors.reward.graders.thoughts import after_thought
 
-_DIGITS = r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{1,2}(?!\w))?(?:/\d+)?"
+_WHOLE = r"(?:\d{1,3} +(?=\d{1,3}/\d{1,3}(?!\d)))?"  # of 3 1/2
+_DIGITS = _WHOLE + r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{1,2}(?!\w))?(?:/\d+)?"
 _SCALES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 _SCALE = rf"(?:[ \t]*(?P<scale>(?i:{'|'.join(_SCALES)}))(?![^\W\d_]))?"
 _NUMBER = re.compile(r"[-+]?" + _DIGITS)
@@ -24,6 +25,7 @@ _LATEX_SIGNS = re.compile(
     r"\\(?:left|right)(?![A-Za-z])|\\[!,](?=,?\d)|\\[! ,$%()\[\]]|\{(?=,\})|(?<=\{,)\}|\^\{?\\circ\}?"
 )
 _MIXED = re.compile(r"(?<=\d) +(?=\d+/\d)")
+_MIXED_NUMBER = re.compile(r"([-+]?)(\d+) +(\d+)/(\d+)")
 _MINUS = str.maketrans("−–", "--")
 
 
@@ -32,7 +34,7 @@ def numeric(response: str, label: Label) -> float:
 
     The answer is the last \boxed{...}, or else the line after the last "####". Without either, it is the last number in
     the text if the label is a number, and otherwise the whole text. Only what follows the last `</think>` counts.
-    Numbers are compared by exact value (1,000 = 1000.0, 0.5 = 1/2 = \frac{1}{2}, 2 million = 2,000,000), with or
+    Numbers are compared by exact value (1,000 = 1000.0, 1.5 = 1 1/2 = \frac{3}{2}, 2 million = 2,000,000), with or
     without words beside them (72 clips) and what leads to them (x = 72). Other answers are compared as text without
     spaces, dollar signs and text commands: x+1 and 1+x differ. The `math` grader is a different one.
 
@@ -112,6 +114,8 @@ def _number(text: str) -> Fraction | None:
         return None
     top, _, bottom = text.replace(",", "").partition("/")
     try:
+        if mixed := _MIXED_NUMBER.fullmatch(text):
+            return int(f"{mixed[1]}1") * (int(mixed[2]) + Fraction(int(mixed[3]), int(mixed[4])))
         return Fraction(top) / Fraction(bottom or "1")
     except (ValueError, ZeroDivisionError):
         return None

@@ -83,8 +83,8 @@ def gpqa(response: str, label: Any, metadata: Mapping[str, Any] | None = None) -
     Read, in this order: the last \boxed{...}; the last statement such as "answer is (B)", "Answer: b", "I choose B" or
     "B is correct"; a last line that is a letter alone; "so B." and the like; an answer or a last line that repeats the
     text of a choice; the only option that is named ("option B"); a first or last line such as "B) 12", unless other
-    lines begin so too. A statement that is denied ("not B") does not count, and a lone capital letter elsewhere, such
-    as the pronoun I, chooses nothing. Only what follows the last `</think>` counts.
+    lines begin so too. A statement that is denied ("not B") or taken back ("B. No, it's D.") does not count, and a lone
+    capital letter elsewhere, such as the pronoun I, chooses nothing. Only what follows the last `</think>` counts.
 
     Args:
         response: The whole response.

@@ -13,6 +13,8 @@ from typing import Any, Final, cast
 
 from actors.reward.graders.instructions.package import RuleError, checker_of, language_of, sentences_in
 
+MIN_WORDS: Final = 8  # that the detector of languages needs
+
 Arguments = Mapping[str, Any]
 _EDGES: Final = string.punctuation + "“”‘’…–— "
 _CAPITALS: Final = (
@@ -58,7 +60,9 @@ def _language(arguments: Arguments, text: str) -> bool:
 
 def _english_capital(_: Arguments, text: str) -> bool:
     """Package: its detector takes "THE DOG RUNS FAST" for German, since it learned from texts in lower case."""
-    return text.isupper() and "en" in (language_of(text), language_of(text.lower()))
+    found = language_of(text.lower())
+    few = len(text.split()) < MIN_WORDS  # too few for the detector
+    return text.isupper() and (found == "en" or (few and language_of(text) == "en"))
 
 
 def _keywords(arguments: Arguments, text: str) -> bool:
