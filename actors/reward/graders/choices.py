@@ -42,7 +42,7 @@ _STATED: Final = (
         rf"{_FILLER}{{0,8}}{_OPEN}{_CAPITAL}{_NO_WORD}"
     ),
     re.compile(
-        rf"(?<![A-Za-z0-9'’+/-])(?<!\d ){_CAPITAL}[)\]>）】]*\s+(?i:is|was|must be|should be"
+        rf"(?<![A-Za-z0-9'’+/-])(?<!\d ){_CAPITAL}[)\]>）】]*,?\s+(?i:is|was|must be|should be"
         r"|would be(?![^.\n]{0,60}\bif\b)|seems)\s+"
         r"(?i:(?:the|our|my|most|only|clearly|indeed|therefore|thus|likely|probably|final|single|best|correct|right)\s+)*"
         r"(?i:correct(?!\s+(?:in|that|about|for|only|when|if|to)\b)|right|best\s*(?=[.!\n]|\Z)|answer|choice|option"

@@ -17,7 +17,7 @@ EQUALS: Final = re.compile(r"(?<![<>!\\:])=(?!=)")
 
 _DOMAIN: Final = re.compile(
     r",? ?(?:\\text ?\{[ ,]*(?:for|where|with)?[ ,]*\} ?)?[(\[]? ?"
-    r"(?:(?P<letter>[A-Za-z]) ?\\in ?(?P<set>\\mathbb\{[NZ]\})"
+    r"(?:(?P<letter>[A-Za-z]) ?\\in ?(?P<set>\\mathbb\{[NZ]\}|[NZ])"
     r"|(?P<name>[a-z]) ?\\text ?\{[ ]?is an integer ?\}) ?[)\]]?$"
 )
 _PARAMETERS: Final = re.compile(r"(?<![A-Za-z\\])[kmnl](?![A-Za-z])")
@@ -56,7 +56,7 @@ def _families(ours: str, theirs: str) -> Iterator[list[Pair]]:
     if not any(sign in text for text in (ours, theirs) for sign in (r"\in", "integer")):
         return
     domains = _DOMAIN.search(ours), _DOMAIN.search(theirs)
-    if domains == (None, None) or len({match["set"] or r"\mathbb{Z}" for match in domains if match}) > 1:
+    if domains == (None, None) or len({"N" in (match["set"] or "") for match in domains if match}) > 1:
         return
     texts = [text[: match.start()] if match else text for text, match in zip((ours, theirs), domains, strict=True)]
     letters = [

@@ -197,6 +197,7 @@ CHOICES = {"choices": ["red", "green", "blue", "sky"]}
         ("The answer is B. Actually, no: it's D.", "D", {}, 1.0),
         ("The answer is B. Actually, no: it's D.", "B", {}, 0.0),
         ("The answer is B. No other option fits.", "B", {}, 1.0),
+        ("C is wrong. The remaining option, A, is correct.", "A", {}, 1.0),
         ("The answer is B. Actually, A gives 5, so it is close.", "B", {}, 1.0),
         ("The answer is the ribosome.", "C", {"choices": ["Nucleus", "Golgi apparatus", "Ribosome"]}, 1.0),
         ("The nucleus is not the answer; the answer is a ribosome.", "B", {"choices": ["Nucleus", "Ribosome"]}, 1.0),
