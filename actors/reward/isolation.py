@@ -125,20 +125,7 @@ def enter_other_namespaces(
 
 def refusal() -> str | None:
     """Why this machine cannot isolate graders, or None if it can. Tries it in a child process."""
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            os.close(reading)
-            reason = _refusal_here()
-            os.write(writing, (reason or "").encode()[:4096])
-        finally:
-            os._exit(0)
-    os.close(writing)
-    with os.fdopen(reading, "rb") as answer:
-        reason = answer.read().decode()
-    os.waitpid(child, 0)
-    return reason or None
+    return _reason_of_child(_refusal_here)
 
 
 def _refusal_here() -> str | None:
@@ -147,21 +134,24 @@ def _refusal_here() -> str | None:
     with tempfile.TemporaryDirectory(prefix="physarum-grader-") as folder:
         if (reason := attempted(enter_user_and_pid_namespaces)) is not None:
             return reason
-        reading, writing = os.pipe()
-        child = os.fork()
-        if child == 0:
-            try:
-                os.write(
-                    writing,
-                    (attempted(lambda: enter_other_namespaces(folder, (), isolates=True)) or "").encode()[:4096],
-                )
-            finally:
-                os._exit(0)
-        os.close(writing)
-        with os.fdopen(reading, "rb") as answer:
-            reason = answer.read().decode()
-        os.waitpid(child, 0)
-        return reason or None
+        return _reason_of_child(lambda: attempted(lambda: enter_other_namespaces(folder, (), isolates=True)))
+
+
+def _reason_of_child(find: Callable[[], str | None]) -> str | None:
+    """Call a function in a child process of this one, and return the reason that it finds."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.close(reading)
+            os.write(writing, (find() or "").encode()[:4096])
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as answer:
+        reason = answer.read().decode()
+    os.waitpid(child, 0)
+    return reason or None
 
 
 def _mount_devices(stage: str) -> None:
