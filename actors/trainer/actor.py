@@ -1,6 +1,5 @@
 """Trainer actor: starts a rank, which then leads (rank 0) or follows."""
 
-import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,7 +18,7 @@ from actors.trainer.leader import Leader
 from actors.trainer.phases.colocation import Colocation
 from actors.trainer.rendezvous import meet, own_rank
 from actors.trainer.torch_thread import TorchThread
-from actors.trainer.weights.calls import AskOf, from_threads
+from actors.trainer.weights.calls import AskOf, ThreadCalls
 from messages import (
     BatchTrained,
     BucketSent,
@@ -143,19 +142,22 @@ class TrainerActor(Actor):
             Fenced: another trainer started after this one.
             ValueError, OSError: the model cannot be used.
         """
-        ask_of = partial(from_threads, self._bus, asyncio.get_running_loop())
         with TorchThread(self._topology.trainer.device) as torch_thread:
-            store = await meet(self._topology, self._bus, self._rank)
-            build = partial(self._build_rank, store, ask_of)
-            if self._rank == 0:
-                await self._lead(torch_thread, build, task_status)
-                return
-            rank = await torch_thread.run(build)
-            task_status.started()
-            try:
-                await torch_thread.run(rank.follow)
-            finally:
-                rank.stop_following()
+            async with ThreadCalls.opened(self._bus) as calls:
+                await self._run(torch_thread, calls.ask_of, task_status)
+
+    async def _run(self, torch_thread: TorchThread, ask_of: AskOf, task_status: TaskStatus[None]) -> None:
+        store = await meet(self._topology, self._bus, self._rank)
+        build = partial(self._build_rank, store, ask_of)
+        if self._rank == 0:
+            await self._lead(torch_thread, build, task_status)
+            return
+        rank = await torch_thread.run(build)
+        task_status.started()
+        try:
+            await torch_thread.run(rank.follow)
+        finally:
+            rank.stop_following()
 
     async def _lead(
         self, torch_thread: TorchThread, build: Callable[[], "TrainerRank | CriticRank"], task_status: TaskStatus[None]

@@ -1,10 +1,12 @@
 """Calls to rollout actors about their engines, from the event loop and from threads."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
+from contextlib import asynccontextmanager
 from functools import partial
-from typing import Final
+from typing import Final, Self
 
 import anyio
 
@@ -100,8 +102,57 @@ async def _incarnation(bus: Bus, instance: str) -> int | None:
     return next((member.incarnation for member in members if member.instance == instance), None)
 
 
-def from_threads(bus: Bus, loop: asyncio.AbstractEventLoop, instances: Sequence[str]) -> Ask:
-    """Return `ask_all` for threads other than the event loop's."""
-    return lambda request, timeout_s: asyncio.run_coroutine_threadsafe(
-        ask_all(bus, instances, request, timeout_s), loop
-    )
+class ThreadCalls:
+    """`ask_all` for threads other than the event loop's.
+
+    When the task of the context is cancelled or the context ends, calls in progress and all later ones are cancelled:
+    the rollout actors may have stopped, and the thread that waits for an answer holds a bucket in shared memory.
+    """
+
+    def __init__(self, bus: Bus) -> None:
+        """Start without a call, on the running event loop."""
+        self._bus = bus
+        self._loop = asyncio.get_running_loop()
+        self._lock = threading.Lock()
+        self._is_open = True
+        self._running = set[Future[dict[str, str]]]()
+
+    @classmethod
+    @asynccontextmanager
+    async def opened(cls, bus: Bus) -> AsyncGenerator[Self]:
+        """Allow calls until the block ends or is cancelled, even if something in it is shielded."""
+        calls = cls(bus)
+        async with in_background(calls._close_at_the_end):
+            yield calls
+
+    async def _close_at_the_end(self) -> None:
+        try:
+            await anyio.sleep_forever()
+        finally:
+            self._close()
+
+    def _close(self) -> None:
+        with self._lock:
+            self._is_open = False
+            running = tuple(self._running)
+        for call in running:
+            call.cancel()
+
+    def ask_of(self, instances: Sequence[str]) -> Ask:
+        """Return the calls to several rollout actors."""
+        return lambda request, timeout_s: self._call(instances, request, timeout_s)
+
+    def _call(self, instances: Sequence[str], request: Message, timeout_s: float) -> Future[dict[str, str]]:
+        with self._lock:
+            if not self._is_open:
+                call = Future[dict[str, str]]()
+                call.cancel()
+                return call
+            call = asyncio.run_coroutine_threadsafe(ask_all(self._bus, instances, request, timeout_s), self._loop)
+            self._running.add(call)
+        call.add_done_callback(self._forget)
+        return call
+
+    def _forget(self, call: Future[dict[str, str]]) -> None:
+        with self._lock:
+            self._running.discard(call)
