@@ -237,6 +237,7 @@ class Context:
                 sample.buffer.append_input(sample.pending)
                 sample.buffer.append(ids, log_probs, text, "")
                 await self._run.over_bus(self._run.keep(sample))
+        self._sample.turn_status = SampleStatus.COMPLETED  # only the function knows whether its service was cut off
         return self._end_turn(turn, train=train)
 
     def append(self, text: str) -> None:
@@ -344,6 +345,7 @@ class Context:
         if turn.temperature != temperature:
             where = f"temperature of turn {self._num_turns + 1}"
             await self._run.leave(mismatch=f"{where}: {turn.temperature}, now {temperature}")
+        sample.turn_status = SampleStatus.PENDING
         return turn
 
     @contextmanager

@@ -13,7 +13,7 @@ from typing import Final
 from actors.rollout.samples.arguments import checked_ids, checked_text, shown_ids
 from actors.rollout.samples.context import NO_POOLS, Ask, AskPool, Context, FunctionRun, Keep
 from actors.rollout.samples.generate_function import KEY
-from actors.rollout.samples.sample import FINISHED, OpenSample
+from actors.rollout.samples.sample import FINISHED, OpenSample, tokens_left
 from actors.rollout.sglang.errors import EngineError
 from actors.rollout.sglang.served_model import ServedModel
 from messages import Int32Array, Prompt, SampleStatus, SamplingParams
@@ -78,7 +78,7 @@ class Conversation(Context):
         self._grade = grade
         self.starts_again = False  # the function asks for another start from the prompt
         self.reason, self.key = "", KEY  # why it failed, and the setting whose function says so
-        self._end = SampleStatus.COMPLETED
+        self._end: SampleStatus | None = None  # that the function set
         self._opened: list[Context] = []
         self._has_begun = False
         self._was_cancelled = False  # a cancellation reached the function, also if it caught that
@@ -168,7 +168,7 @@ class Conversation(Context):
             return await self._run.over_bus(self._grade(text, prompt))
 
     def end(self, status: str, reason: str = "") -> None:
-        """Say how the sample ends, before the function returns.
+        """Say how the sample ends, before the function returns. Without a call: as its newest turn did.
 
         Args:
             status: "completed", "truncated", "failed" (it does not train; needs a reason), or "aborted" (it starts
@@ -225,7 +225,7 @@ class Conversation(Context):
         if run.over is None and run.mismatch is None:
             run.mismatch = self._left_out(conversations)
         self.starts_again = run.mismatch is not None or (run.over is None and self._end is SampleStatus.ABORTED)
-        status = SampleStatus.ABORTED if run.mismatch is not None else run.over or self._end
+        status = SampleStatus.ABORTED if run.mismatch is not None else run.over or self._end or self._own_end()
         if status in FINISHED:
             try:
                 for each in conversations:
@@ -255,6 +255,15 @@ class Conversation(Context):
         """Whether the function was cancelled by a halt, or for lack of room, also if it caught that."""
         run = self._run
         return self._was_cancelled and (run.halted or run.over is not None)
+
+    def _own_end(self) -> SampleStatus:
+        """Return the status if the function set none: truncated if the newest turn was cut off because the room ended.
+
+        A replay does not know how a turn ended. One that fills the room was cut off then.
+        """
+        is_full = tokens_left(self._sample, self._limit) <= 0
+        cut_off = is_full and self._sample.turn_status is not SampleStatus.COMPLETED
+        return SampleStatus.TRUNCATED if cut_off else SampleStatus.COMPLETED
 
     def _check_end(self, conversations: Sequence[Context]) -> None:
         run, was_cancelled = self._run, self._run.scope.cancelled_caught or self._was_ended

@@ -35,6 +35,50 @@ async def ask_nobody(sample: OpenSample, params: SamplingParams, limit: int) -> 
     raise AssertionError("an engine was asked")
 
 
+@pytest.mark.parametrize(
+    ("num_tokens", "turn_status", "end", "status"),
+    [
+        (4, SampleStatus.TRUNCATED, "", SampleStatus.TRUNCATED),
+        (4, SampleStatus.TRUNCATED, "completed", SampleStatus.COMPLETED),
+        (4, SampleStatus.COMPLETED, "", SampleStatus.COMPLETED),  # its last token ended it
+        (3, SampleStatus.TRUNCATED, "", SampleStatus.COMPLETED),  # the function's own limit
+    ],
+)
+async def test_a_sample_whose_last_turn_fills_the_room_is_truncated_unless_the_function_says_otherwise(
+    num_tokens: int, turn_status: SampleStatus, end: str, status: SampleStatus
+) -> None:
+    async def ask(sample: OpenSample, params: SamplingParams, limit: int) -> bool:
+        assert limit == num_tokens
+        sample.buffer.append(np.arange(num_tokens), np.zeros(num_tokens), "text", "1@engine")
+        sample.take(SampleKey(group_id=0, attempt=0, index=0), task(0).prompt.prompt_ids)
+        sample.turn_status = turn_status
+        return False
+
+    async def talks(talk: Conversation) -> None:
+        await talk.generate(max_new_tokens=num_tokens)
+        if end:
+            talk.end(end)
+
+    sample, params = OpenSample(index=0, prompt_len=2), SamplingParams(max_new_tokens=4)
+    talk = Conversation(task(0).prompt, sample, params=params, ask=ask, model=AnyTokens())
+    assert await talk.run(talks) is status
+
+
+async def test_a_service_that_fills_the_room_is_not_taken_to_be_cut_off() -> None:
+    async def keep(sample: OpenSample) -> None:
+        sample.take(SampleKey(group_id=0, attempt=0, index=0), task(0).prompt.prompt_ids)
+
+    async def talks(talk: Conversation) -> None:
+        async def service(ids: list[int]) -> tuple[list[int], list[float], str]:
+            return [1, 2, 3, 4], [-1.0] * 4, "text"
+
+        await talk.generate_by(service)
+
+    sample, params = OpenSample(index=0, prompt_len=2), SamplingParams(max_new_tokens=4)
+    talk = Conversation(task(0).prompt, sample, params=params, ask=ask_nobody, model=AnyTokens(), keep=keep)
+    assert await talk.run(talks) is SampleStatus.COMPLETED
+
+
 async def test_a_replay_that_is_halted_forgets_no_turn() -> None:
     reached = anyio.Event()
 
