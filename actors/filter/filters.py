@@ -17,7 +17,7 @@ from messages import SampleStatus, SampleSummary, Segment
 from messages.events import GroupCompleted, Outcome
 from runtime.data.dumps import DumpedGroup
 from runtime.process.user_process import UserLimits, UserProcess
-from runtime.settings.plugins import OWN, is_plugin, load_plugin
+from runtime.settings.plugins import OWN, dotted_hint, is_plugin, load_plugin
 from runtime.settings.tables.rollout import FilterField
 from runtime.settings.topology import Topology
 
@@ -200,9 +200,9 @@ def find_filter(name: str | None, base_dirs: Sequence[Path] = ()) -> Filter:
     found = BUILT_IN_FILTERS.get(name or "none")
     if found is None:
         close = get_close_matches(str(name), BUILT_IN_FILTERS, n=1)
-        hint = f"did you mean {close[0]!r}? " if close else ""
+        hint = dotted_hint(str(name)) or (f"did you mean {close[0]!r}?" if close else "")
         names = ", ".join(BUILT_IN_FILTERS)
-        raise ValueError(f"no filter {name!r}: {hint}allowed: {names}, or {OWN}")
+        raise ValueError(f"no filter {name!r}: {hint}{' ' if hint else ''}allowed: {names}, or {OWN}")
     return found
 
 

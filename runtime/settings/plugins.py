@@ -152,12 +152,15 @@ def file_of(value: str) -> str:
     return value.removeprefix(PREFIX).rpartition(":")[0]
 
 
-def _form_problem(value: str) -> str:
-    problem = f"write {OWN}"
+def dotted_hint(value: str) -> str | None:
+    """Return a hint for a function named as `module.function`, as in slime; None for other names."""
     module, dot, function = value.rpartition(".")
-    if dot and module and ":" not in value and "/" not in value:
-        problem += f'; did you mean "{module}:{function}"?'
-    return problem
+    return f'did you mean "{module}:{function}"?' if dot and module and ":" not in value and "/" not in value else None
+
+
+def _form_problem(value: str) -> str:
+    hint = dotted_hint(value)
+    return f"write {OWN}; {hint}" if hint else f"write {OWN}"
 
 
 def _refuse_ours(key: str, value: str, place: str, attribute: str) -> None:
@@ -183,7 +186,7 @@ def _file_form(place: str, attribute: str) -> str:
 def _load_module(key: str, value: str, place: str, attribute: str, base_dirs: Sequence[Path]) -> ModuleType:
     if place.endswith(".py"):
         path = find_file(key, value, Path(place), base_dirs)
-        return _guarded_import(key, value, lambda: _import_file(path), missing=None)
+        return _guarded_import(key, value, lambda: _import_file(path), missing=None, folder=path.parent)
     if "/" in place:
         raise PluginError(key, value, f"{place} does not end in .py")
     _refuse_ours(key, value, place, attribute)
@@ -206,16 +209,28 @@ def find_file(key: str, value: str, path: Path, base_dirs: Sequence[Path]) -> Pa
     raise PluginError(key, value, f"no such file; looked for {', '.join(str(candidate) for candidate in candidates)}")
 
 
-def _guarded_import(key: str, value: str, load: Callable[[], ModuleType], *, missing: str | None) -> ModuleType:
+def _guarded_import(
+    key: str, value: str, load: Callable[[], ModuleType], *, missing: str | None, folder: Path | None = None
+) -> ModuleType:
     try:
         return load()
     except ModuleNotFoundError as error:
         if missing is not None and error.name is not None and f"{missing}.".startswith(f"{error.name}."):
             raise PluginError(key, value, f"no module named {error.name!r}") from error
-        raise PluginError(key, value, f"importing it failed: {error}{_place(error)}") from error
+        problem = f"importing it failed: {error}{_place(error)}{_where_it_lies(error, folder)}"
+        raise PluginError(key, value, problem) from error
     except (Exception, SystemExit) as error:
         # a user module may raise anything, and many scripts end in sys.exit
         raise PluginError(key, value, f"importing it failed: {type(error).__name__}: {error}{_place(error)}") from error
+
+
+def _where_it_lies(error: ModuleNotFoundError, folder: Path | None) -> str:
+    """A hint if the module that was not found lies beside the user's file, or in the folder above."""
+    top = (error.name or "").partition(".")[0]
+    for place in (folder, folder.parent) if folder is not None and top else ():
+        if (place / f"{top}.py").is_file() or (place / top).is_dir():
+            return f"; to import {top}, start in {place}, or with PYTHONPATH={place}"
+    return ""
 
 
 def _place(error: BaseException) -> str:

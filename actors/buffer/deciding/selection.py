@@ -11,7 +11,7 @@ from typing import Any, Literal, cast
 import msgspec
 
 from runtime.ledger.fold import Group
-from runtime.settings.plugins import OWN, is_plugin, load_plugin
+from runtime.settings.plugins import OWN, dotted_hint, is_plugin, load_plugin
 
 Kind = Literal["over_sampling_filter", "buffer_filter"]
 
@@ -117,8 +117,8 @@ def find_selection(kind: Kind, name: str, base_dirs: Sequence[Path] = ()) -> Cal
     known = BUILT_IN[kind]
     if name not in known:
         close = get_close_matches(name, known, n=1)
-        hint = f"did you mean {close[0]!r}? " if close else ""
-        raise ValueError(f"no {kind} {name!r}: {hint}allowed: {', '.join(known)}, or {OWN}")
+        hint = dotted_hint(name) or (f"did you mean {close[0]!r}?" if close else "")
+        raise ValueError(f"no {kind} {name!r}: {hint}{' ' if hint else ''}allowed: {', '.join(known)}, or {OWN}")
     return None
 
 

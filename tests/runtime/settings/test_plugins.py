@@ -128,6 +128,21 @@ def test_a_file_that_cannot_be_imported_says_why(folder: Path, code: str, proble
         assert problem.replace("FOLDER", str(folder)) in str(caught.value)
 
 
+@pytest.mark.parametrize(("name", "place"), [("beside_it", "inner"), ("inner.beside_it", "")])
+def test_a_module_beside_a_file_is_not_found_by_itself_and_the_error_says_what_to_do(
+    tmp_path: Path, name: str, place: str
+) -> None:
+    """A name that two folders have would otherwise be another module than the author meant, without a word."""
+    inner = tmp_path / "inner"
+    inner.mkdir()
+    (inner / "beside_it.py").touch()
+    (inner / "mine.py").write_text(f"import {name}")
+    with pytest.raises(PluginError) as caught:
+        load(tmp_path, "inner/mine.py:f")
+    top, found = name.partition(".")[0], tmp_path / place
+    assert str(caught.value).endswith(f"; to import {top}, start in {found}, or with PYTHONPATH={found}")
+
+
 def test_a_colon_makes_a_plugin() -> None:
     assert is_plugin("a:b")
     assert not is_plugin("exact_match")

@@ -212,7 +212,12 @@ def test_labels_may_be_numbers_but_not_missing_or_lists() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "hint"), [("exact_mach", "did you mean 'exact_match'?"), ("boxed_numerics", "did you mean 'numeric'?")]
+    ("name", "hint"),
+    [
+        ("exact_mach", "did you mean 'exact_match'?"),
+        ("boxed_numerics", "did you mean 'numeric'?"),
+        ("my.rewards.f", 'did you mean "my.rewards:f"?'),
+    ],
 )
 def test_an_unknown_grader_is_refused_with_the_nearest_name(name: str, hint: str) -> None:
     with pytest.raises(ValueError, match="allowed: exact_match, positional_match, f1, numeric, math") as caught:
