@@ -101,7 +101,7 @@ async def test_a_second_signal_ends_the_wait_for_them(tmp_path: Path) -> None:
         os.kill(os.getpid(), signal.SIGINT)
     assert running.outcome is not None
     assert running.outcome.finished
-    assert anyio.current_time() - began < 9
+    assert anyio.current_time() - began < 50
 
 
 async def test_a_page_that_is_killed_comes_back_with_its_token_and_the_run_does_not_notice(tmp_path: Path) -> None:
