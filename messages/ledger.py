@@ -97,6 +97,7 @@ class EvalSetSize(msgspec.Struct, frozen=True, kw_only=True):
     set: str
     num_items: int
     keeps: bool = False  # whether the ledger keeps the samples' summaries until the end, for a function of metrics
+    has_function: bool | None = None  # whether an evaluation function asks for its samples; None: not stated
 
 
 @register

@@ -12,6 +12,7 @@ from anyio import to_thread
 from anyio.abc import TaskStatus
 
 from actors.buffer.deciding.decide import Schedule, decide, events_of, halt_by_hand, snapshot_of
+from actors.buffer.deciding.evaluation import changed_function
 from actors.buffer.deciding.measuring import EvalMetrics
 from actors.buffer.deciding.selecting import Selector
 from actors.buffer.deciding.selection import Selection
@@ -216,6 +217,8 @@ class BufferActor(Actor):
         ):
             await self._log.take_over(events, lambda: self._fold_next(events))  # the trimmer empties a full log
             await self._resume_source(prompts)
+            if changed := changed_function(self._state, schedule.evals, self._topology.run.name):
+                raise InputError(changed)
             for loaded in prompts.loaded:
                 await self._bus.publish(loaded)
             task_status.started()

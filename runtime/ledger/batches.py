@@ -128,6 +128,7 @@ def evaluate(state: LedgerState, event: EvalIssued | EvalCompleted | EvalEnded) 
                     items=items,
                     payload_seq=event.payload_seq,
                     kept=tuple(size.set for size in event.sets if size.keeps),
+                    has_function={size.set: size.has_function for size in event.sets if size.has_function is not None},
                 )
         case EvalCompleted():
             if running is not None and running.step == event.step:

@@ -108,6 +108,7 @@ class Evaluation(msgspec.Struct, kw_only=True):
     same_until: int = 0  # newest version that republished the same weights; 0: none
     kept: tuple[str, ...] = ()  # sets whose samples are kept
     failed: dict[str, str] = {}  # by set, why its evaluation function failed
+    has_function: dict[str, bool] = {}  # by set, whether an evaluation function asks for its samples
 
     @property
     def complete(self) -> bool:

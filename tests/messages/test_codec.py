@@ -213,9 +213,11 @@ GOLDEN = [
     ),
     (
         JSON,
-        b'{"type":"eval_issued","incarnation":1,"step":2,"version":3,"sets":[{"set":"s","num_items":4,"keeps":true}],'
-        b'"payload_seq":0}',
-        EvalIssued(incarnation=1, step=2, version=3, sets=(EvalSetSize(set="s", num_items=4, keeps=True),)),
+        b'{"type":"eval_issued","incarnation":1,"step":2,"version":3,"sets":[{"set":"s","num_items":4,"keeps":true,'
+        b'"has_function":true}],"payload_seq":0}',
+        EvalIssued(
+            incarnation=1, step=2, version=3, sets=(EvalSetSize(set="s", num_items=4, keeps=True, has_function=True),)
+        ),
     ),
     (
         JSON,

@@ -18,6 +18,23 @@ class EvalPlan(msgspec.Struct, frozen=True, kw_only=True):
     num_items: int
     skip_before_train: bool = False
     keeps: bool = False  # whether a function computes metrics from its samples
+    has_function: bool = False  # whether an evaluation function asks for its samples
+
+
+def changed_function(state: LedgerState, plans: tuple[EvalPlan, ...], run: str) -> str | None:
+    """Return why the running evaluation cannot go on: a set has gained or lost its function. None: it can."""
+    running = state.evaluation
+    for index, plan in enumerate(plans):
+        had = None if running is None else running.has_function.get(plan.name)
+        if running is None or had in (None, plan.has_function) or len(running.items[plan.name]) == plan.num_items:
+            continue
+        changed, resume = ("removed", "with it") if had else ("added", "without it")
+        return (
+            f"eval.{index}.custom_evaluation was {changed} in the middle of the evaluation of step {running.step} "
+            f"(set {plan.name}), whose answers would be mixed: resume {resume} until that has ended, choose another "
+            f"run.name, or start over with --fresh {run}"
+        )
+    return None
 
 
 def end_of(state: LedgerState) -> EvalEnded | None:
@@ -42,7 +59,10 @@ def issue_of(state: LedgerState, plans: tuple[EvalPlan, ...], num_steps: int) ->
     due = due_evals(state, plans, num_steps)
     if not due or state.evaluation is not None:
         return None
-    sets = tuple(EvalSetSize(set=plan.name, num_items=plan.num_items, keeps=plan.keeps) for plan in due)
+    sets = tuple(
+        EvalSetSize(set=plan.name, num_items=plan.num_items, keeps=plan.keeps, has_function=plan.has_function)
+        for plan in due
+    )
     return EvalIssued(incarnation=state.incarnation, step=state.version_step, version=state.version, sets=sets)
 
 

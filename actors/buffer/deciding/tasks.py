@@ -57,6 +57,7 @@ def schedule_of(topology: Topology, eval_sizes: Mapping[str, int]) -> Schedule:
             num_items=eval_sizes[item.name],
             skip_before_train=item.skip_eval_before_train,
             keeps=item.custom_metrics is not None,
+            has_function=item.custom_evaluation is not None,
         )
         for item in topology.eval
         if not trains_pairs(topology)  # the trainer evaluates pairs

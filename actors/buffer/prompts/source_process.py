@@ -22,6 +22,7 @@ from runtime.process.user_limits import LENGTH_BYTES, environment, forward, how_
 from runtime.settings.recipe import Recipe
 from runtime.settings.tables.reward import RewardConfig
 from runtime.settings.topology import Topology
+from runtime.util.formatting import count_of
 
 START_TIMEOUT_S: Final = 60.0  # to import the user's module and read the files
 KILL_TIMEOUT_S: Final = 5.0
@@ -149,7 +150,9 @@ class SourceProcess:
             except _DiedError as error:
                 self.kill()
                 if tries == self._max_tries:
-                    raise DataError(f"{name}: drawing row {first}: {error}, {self._max_tries} times") from None
+                    raise DataError(
+                        f"{name}: drawing row {first}: {error}, {count_of(self._max_tries, 'time')}"
+                    ) from None
                 log.warning("source_process_died", source=name, reason=str(error))
         else:
             raise AssertionError("the loop breaks or raises")

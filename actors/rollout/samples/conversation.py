@@ -13,6 +13,7 @@ from typing import Final
 from actors.rollout.samples.arguments import checked_ids, checked_text, shown_ids
 from actors.rollout.samples.context import NO_POOLS, Ask, AskPool, Context, FunctionRun, Keep
 from actors.rollout.samples.generate_function import KEY
+from actors.rollout.samples.must_end import must_end
 from actors.rollout.samples.sample import FINISHED, OpenSample, tokens_left
 from actors.rollout.sglang.errors import EngineError
 from actors.rollout.sglang.served_model import ServedModel
@@ -200,7 +201,8 @@ class Conversation(Context):
         num_cancellations = task.cancelling()
         with run.scope:
             try:
-                await function(self)
+                with must_end(KEY, run.scope, lambda: run.is_waiting):
+                    await function(self)
             except EngineError:  # an error of this project, raised through the function
                 raise
             except BaseException as error:

@@ -16,6 +16,7 @@ import anyio
 import anyio.lowlevel
 
 from actors.rollout.samples.conversation import GenerateFunction, is_cancelled
+from actors.rollout.samples.must_end import must_end
 from actors.rollout.samples.rollout_function import GeneratedSample
 from actors.rollout.samples.sample import OpenSample
 from messages import Prompt, SampleSummary
@@ -146,7 +147,8 @@ class SetEvaluation:
         self._let_work()
         with self._scope:
             try:
-                returned: object = await function(self)
+                with must_end(self._key, self._scope, lambda: self.is_waiting):
+                    returned: object = await function(self)
                 if returned is not None:
                     reason = f"returned {returned!r:.200}; expected nothing: the samples that it asked for count"
             except BaseException as error:

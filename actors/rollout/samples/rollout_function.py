@@ -16,6 +16,7 @@ from typing import Any, Final
 import anyio
 
 from actors.rollout.samples.conversation import Conversation, FunctionRaised, GenerateFunction, is_cancelled
+from actors.rollout.samples.must_end import must_end
 from actors.rollout.samples.sample import OpenSample
 from actors.rollout.samples.slots import GroupSlots
 from actors.rollout.samples.tasks import GroupTask
@@ -287,7 +288,8 @@ class _Call:
 
     async def _run(self, function: RolloutFunction) -> None:
         try:
-            await function(list(self.groups) if self._takes_list else self.groups[0])
+            with must_end(KEY, self._scope, lambda: self._num_running > 0):
+                await function(list(self.groups) if self._takes_list else self.groups[0])
         except BaseException as error:
             if is_cancelled(error):
                 raise

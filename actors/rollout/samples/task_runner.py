@@ -33,6 +33,7 @@ from runtime.settings.derived import eval_request, needs_baseline
 from runtime.settings.placement import num_engines
 from runtime.settings.topology import Topology
 from runtime.util.errors import flatten
+from runtime.util.formatting import count_of
 from runtime.util.tracebacks import user_frames, user_traceback
 
 log = structlog.get_logger()
@@ -72,9 +73,8 @@ class TaskRunner:
         self.slots = Slots(engines.concurrency)
         # without overlap nothing else runs during an evaluation
         self._eval_share = EVAL_SLOTS_SHARE if topology.rollout.eval_overlap else 1
-        self._eval_slots = Slots(max(1, engines.concurrency // self._eval_share))
-        # of their own: an evaluation function asks for the next sample only when it has seen others
-        self._set_slots = Slots(self._eval_slots.total)
+        # evaluation functions have slots of their own: they ask for the next sample only when they have seen others
+        self._eval_slots, self._set_slots = map(Slots, self._slots_of_evals(engines.concurrency))
         self._evaluations: dict[tuple[int, str], SetEvaluation] = {}  # by step and set: with a running function
         self._sets_at_work: dict[tuple[int, str], anyio.Event] = {}  # running tasks of sets -> set when it has ended
         self._inheritance = Inheritance(bus)
@@ -93,8 +93,8 @@ class TaskRunner:
     def resize(self, total: int) -> None:
         """Set the number of samples in flight, those of evaluations apart."""
         self.slots.resize(total)
-        self._eval_slots.resize(max(1, total // self._eval_share))
-        self._set_slots.resize(self._eval_slots.total)
+        for slots, number in zip((self._eval_slots, self._set_slots), self._slots_of_evals(total), strict=True):
+            slots.resize(number)
 
     async def pull_groups(self, tools: GroupDependencies, need: Callable[[int], None]) -> None:
         """Run the tasks of training groups. Never returns.
@@ -160,6 +160,13 @@ class TaskRunner:
             async for delivery in deliveries:
                 need(delivery.message.version)
                 group.start_soon(self._run_eval_set, tools, delivery)
+
+    def _slots_of_evals(self, total: int) -> tuple[int, int]:
+        """Return the slots of sets without and with an evaluation function: half each if there are both."""
+        number = max(1, total // self._eval_share)
+        if len({item.custom_evaluation is None for item in self._topology.eval}) < 2:
+            return number, number
+        return max(1, number - number // 2), max(1, number // 2)
 
     def waits_for(self) -> str:
         """Describe evaluation functions that generate nothing; empty if there are none."""
@@ -305,7 +312,8 @@ class TaskRunner:
         index, config = next((i, each) for i, each in enumerate(self._topology.eval) if each.name == task.set)
         key, evaluation, prompts, failed = f"eval.{index}.custom_evaluation", None, (), ""
         if num_delivered > EVAL_MAX_TRIES:
-            failed = f"{key}: its rollout actor ended {num_delivered - 1} times while the function ran"
+            begun = f"begun {count_of(num_delivered - 1, 'time')} without an end"
+            failed = f"{key}: {begun}: its rollout actor ended, or was without the bus"
         try:
             prompts = () if failed else await prompts_of_set(self._bus, task)
         except PayloadLost as error:

@@ -23,7 +23,7 @@ from runtime.settings.devices import with_own_gpus
 from runtime.settings.placement import LOOPBACK
 from runtime.settings.processes import NotReady, ProcessSpec, SendsHeartbeats, Tier, with_address
 from runtime.util.exit_codes import EXIT_FENCED, EXIT_INPUT_ERROR, EXIT_NO_SPACE, EXIT_NOT_STARTED
-from runtime.util.formatting import signal_name
+from runtime.util.formatting import count_of, signal_name
 from runtime.util.secrets import Secret, split_login
 
 DRAIN_S = 1.0  # for the last output of a process that ended
@@ -257,7 +257,8 @@ class Supervisor:
         delay_s = self._budget.spend(anyio.current_time() - self._began)
         self._announce(Exited(spec=self.spec, pid=pid, exit_code=code, reason=reason, restart_in_s=delay_s))
         if delay_s is None:
-            return self._give_up(code, f"{reason}; restarted {self.spec.max_restarts} times without progress")
+            restarted = f"restarted {count_of(self.spec.max_restarts, 'time')} without progress"
+            return self._give_up(code, f"{reason}; {restarted}")
         return delay_s
 
     def _give_up(self, code: int, reason: str) -> None:

@@ -56,9 +56,11 @@ from runtime.data.stored_prompts import prompts_of_set
 from runtime.ledger.fold import LEDGER_EVENTS, LedgerState, fold
 from runtime.ledger.snapshots import newest_snapshot
 from runtime.ledger.state import MAX_ENDINGS_LOST
+from runtime.process.actor import InputError
 from runtime.process.hosting import host
 from runtime.settings.tables.prompts import EvalConfig
 from runtime.settings.topology import Topology
+from runtime.util.errors import flatten
 from tests.build.events import trained
 from tests.build.topology import topology_with
 from tests.fixtures.nats import TEST_STREAMS, NatsServer, eventually
@@ -405,7 +407,7 @@ async def test_metrics_of_an_evaluation_are_of_all_its_samples_and_stored_once(
 
 
 async def test_a_set_with_an_evaluation_function_is_one_task(bus: Bus, topology: Topology, tmp_path: Path) -> None:
-    """A second buffer does not ask twice. Why the function failed stands in the end of the evaluation."""
+    """A second buffer does not ask twice, and refuses to go on without the function. Why that failed is in the end."""
     (tmp_path / "mine.py").write_text("def rows(samples): return {'num': len(samples)}")
     lines = [json.dumps({"input": f"{n}" * (14_000 if n == 4 else 500), "label": f"l{n}"}) for n in range(40)]
     (tmp_path / "eval.jsonl").write_text("\n".join(lines))
@@ -415,6 +417,13 @@ async def test_a_set_with_an_evaluation_function_is_one_task(bus: Bus, topology:
     async with buffer(bus, with_eval):
         await bus.publish(announcement(1))
         await next_event(bus, EvalIssued)
+    without = msgspec.convert([{**item, "custom_evaluation": None}], tuple[EvalConfig, ...])
+    with pytest.raises(BaseExceptionGroup) as refused:
+        async with buffer(bus, msgspec.structs.replace(topology, eval=without)):
+            await anyio.sleep_forever()
+    (error,) = flatten(refused.value)
+    removed = "eval.0.custom_evaluation was removed in the middle of the evaluation of step 0 (set test)"
+    assert (type(error), removed in str(error)) == (InputError, True)
     async with (
         buffer(bus, with_eval),
         bus.consume(EvalSetRequested, durable="eval-set") as sets,

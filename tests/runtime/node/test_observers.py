@@ -66,9 +66,7 @@ async def test_a_run_does_not_notice_observers_and_gives_them_its_last_row(tmp_p
     assert running.outcome is not None
     assert running.outcome.finished
     why = "ValueError: no server (exit code 1)"
-    assert line.startswith(
-        f"tracker.broken is off until the next start: {why}; restarted 1 times without progress; the"
-    )
+    assert line.startswith(f"tracker.broken is off until the next start: {why}; restarted 1 time without progress; the")
     ended = [line for line in running.lines if "is started again" in line]
     assert ended == [f"tracker.broken ended and is started again: {why}; the run goes on"]
     assert counted.read_text() == "3"

@@ -141,7 +141,7 @@ def test_a_function_runs_in_a_process_with_limits(tmp_path: Path, monkeypatch: p
         assert row == {"pid": source.pid, "secret": None}
         with pytest.raises(DataError, match=r"drawing rows 1 to 1 took longer than 0\.5 s \(data\.0\.timeout_s\)"):
             source.draw(1, 1)
-        with pytest.raises(DataError, match=r"drawing row 2: its process was killed by SIGKILL, 1 times"):
+        with pytest.raises(DataError, match=r"drawing row 2: its process was killed by SIGKILL, 1 time"):
             source.draw(2, 1)
         assert source.pid is None
 

@@ -13,10 +13,12 @@ import msgspec
 import pytest
 
 from actors.hooks import check_hooks
+from actors.rollout.engines.target import TargetWeights
 from actors.rollout.samples.conversation import Conversation
 from actors.rollout.samples.evaluation_function import GradedSample, SetEvaluation
 from actors.rollout.samples.generating import sampling_seed
 from actors.rollout.samples.sample import OpenSample
+from actors.rollout.samples.task_runner import TaskRunner
 from messages import (
     EvalCompleted,
     EvalSetRequested,
@@ -314,7 +316,7 @@ async def test_a_function_that_ends_its_actor_each_time_ends_its_evaluation(bus:
         async with rollout_actor(bus, router_url, [engine], with_function("adaptive")):
             await bus.publish(announcement(1))
             found = await answers(bus)
-    assert found[0].failed == f"{KEY}: its rollout actor ended 5 times while the function ran"
+    assert found[0].failed == f"{KEY}: begun 5 times without an end: its rollout actor ended, or was without the bus"
     assert all(event.not_asked for event in found.values())
     assert SEEN == []
 
@@ -359,3 +361,17 @@ def test_a_function_that_cannot_be_used_is_refused_before_the_start() -> None:
     assert [each for each in check_hooks(with_function("adaptive")) if each.key == KEY] == []
     with pytest.raises(TopologyError, match=KEY):
         load_topology(ROOT / "topologies/examples/dpo.toml", (f"{KEY}=m:f",))
+
+
+@pytest.mark.parametrize(("overlap", "bound"), [(False, 16), (True, 4)])
+async def test_sets_with_and_without_a_function_share_the_slots_of_evaluations(
+    overlap: bool, bound: int, bus: Bus
+) -> None:
+    topology = with_function("adaptive", eval_overlap=overlap)
+    (own,) = topology.eval
+    for sets in ((own,), (own, msgspec.structs.replace(own, name="plain", custom_evaluation=None))):
+        runner = TaskRunner(msgspec.structs.replace(topology, eval=sets), bus, "policy", TargetWeights())
+        for total, expected in ((16, bound), (2 * 16, 2 * bound)):
+            runner.resize(total)
+            slots = [runner._eval_slots.total, runner._set_slots.total]
+            assert slots == ([expected] * 2 if len(sets) == 1 else [expected // 2] * 2)
