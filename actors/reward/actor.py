@@ -16,9 +16,8 @@ from anyio.abc import TaskStatus
 from actors.reward.answers import StoredPrompts, answers_of, sample_of
 from actors.reward.batches import Batches
 from actors.reward.frames import Graded, GraderSpec, Hello
-from actors.reward.graders.remote import remote_environment
 from actors.reward.gradings import CallLimits, RateLimit, graded_again, summed
-from actors.reward.judging.keys import KeyProblem, remote_key
+from actors.reward.judging.keys import KeyProblem, remote_variables
 from actors.reward.judging.requests import FAILED
 from actors.reward.pool import GraderPool, PoolSettings, open_pool
 from actors.reward.recipe import graders_of, retried_causes
@@ -241,10 +240,9 @@ class RewardActor(Actor):
         """
         reward = self._topology.reward
         try:
-            key = remote_key(reward)
+            named = remote_variables(reward)
         except KeyProblem as error:
             raise InputError(f"reward.{error.setting} = {error.value!r}: {error}") from error
-        named = remote_environment(reward.rm_url, None if key is None else key.reveal())
         sandbox = msgspec.structs.replace(self._settings.sandbox, also={**self._settings.sandbox.also, **named})
         self._settings = replace(self._settings, sandbox=sandbox)
 

@@ -11,8 +11,9 @@ import msgspec
 
 from actors.reward.frames import FrameError, Grade, Graded, GraderSpec, Hello, encode_frame
 from actors.reward.graders.code.running import NOT_ISOLATED
+from actors.reward.judging.keys import KeyProblem, remote_variables
 from actors.reward.pool import PoolSettings, open_pool
-from actors.reward.process import START_TIMEOUT_S, GraderProcess, GraderProcessError
+from actors.reward.process import START_TIMEOUT_S, GraderProcess, GraderProcessError, GraderUnusableError
 from actors.reward.recipe import graders_of
 from actors.reward.samples import GradedSample, Turn
 from actors.reward.sandbox import Sandbox, sandbox_of
@@ -186,7 +187,7 @@ async def open_grader(
     hello = Hello(graders=(spec,), reward_key=config.reward_key, cpu_s=config.cpu_s or 2 * config.timeout_s)
     settings = PoolSettings(
         hello=hello,
-        sandbox=Sandbox() if topology is None else sandbox_of(topology),
+        sandbox=_sandbox_with_server(topology),
         num_processes=1,
         timeout_s=config.timeout_s,
         max_tries=1,
@@ -197,3 +198,15 @@ async def open_grader(
             return await pool.grade(spec, [msgspec.structs.replace(sample, per=config.per) for sample in samples])
 
         yield grade
+
+
+def _sandbox_with_server(topology: Topology | None) -> Sandbox:
+    """The sandbox of a run's graders, whose processes know the server of `remote_rm`."""
+    if topology is None:
+        return Sandbox()
+    sandbox = sandbox_of(topology)
+    try:
+        named = remote_variables(topology.reward)
+    except KeyProblem as error:
+        raise GraderUnusableError(f"reward.{error.setting} = {error.value!r}: {error}") from error
+    return msgspec.structs.replace(sandbox, also={**sandbox.also, **named})

@@ -1,8 +1,10 @@
 """The API key of a judge with a URL, or of `reward.rm_url`, from an environment variable or a private file."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
+from actors.reward.graders.remote import remote_environment
 from runtime.settings.tables.reward import JudgeConfig, RewardConfig
 from runtime.util.secrets import Secret, read_private
 
@@ -28,6 +30,12 @@ def remote_key(config: RewardConfig) -> Secret | None:
         return read_key(config.rm_api_key_env, config.rm_api_key_file)
     except KeyProblem as error:
         raise KeyProblem(f"rm_{error.setting}", error.value, str(error)) from error
+
+
+def remote_variables(config: RewardConfig) -> Mapping[str, str]:
+    """Variables that name the server of `remote_rm` and its key to grader processes. Raises as `remote_key`."""
+    key = remote_key(config)
+    return remote_environment(config.rm_url, None if key is None else key.reveal())
 
 
 def read_key(name: str | None, path: str | None) -> Secret | None:

@@ -14,16 +14,19 @@ import pytest
 
 from actors.reward.causes import cause_of
 from actors.reward.frames import Graded, GraderSpec, Hello
+from actors.reward.grader_check import try_grader
 from actors.reward.graders.builtin import find_grader
 from actors.reward.graders.calling import grade_of
 from actors.reward.graders.remote import RemoteError, remote_environment, remote_rm
 from actors.reward.pool import PoolSettings, open_pool
 from actors.reward.samples import GradedSample
 from actors.reward.sandbox import Sandbox
+from runtime.settings.load import load_topology
 
 pytestmark = pytest.mark.anyio
 
 KEY = "sk-very-secret"
+LAPTOP = Path(__file__).parents[4] / "topologies/laptop.toml"
 SAMPLE = GradedSample(prompt="1+1?", response="It is 2 😀é", label=["2"], metadata={"level": 3})
 
 
@@ -133,6 +136,14 @@ async def graded(url: str, number: int, timeout_s: float) -> list[Graded]:
 async def test_grader_processes_know_the_server_and_ask_it_together(server: Server) -> None:
     assert [one.reward for one in await graded(f"{server.url}/number", 20, 30.0)] == [0.5] * 20
     assert server.request()["key"] == f"Bearer {KEY}"
+
+
+async def test_bin_try_asks_the_server_of_the_topology(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RM_KEY", KEY)
+    overrides = ["data.0.rm_type=remote_rm", f"reward.rm_url='{server.url}/number'", "reward.rm_api_key_env=RM_KEY"]
+    topology = load_topology(LAPTOP, overrides).topology
+    (grade,) = (await try_grader("remote_rm", [SAMPLE], topology=topology)).grades
+    assert (grade.reward, server.request()["key"]) == (0.5, f"Bearer {KEY}")
 
 
 async def test_a_server_that_hangs_costs_a_timeout(server: Server) -> None:
