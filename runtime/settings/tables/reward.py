@@ -43,7 +43,8 @@ class JudgeConfig(Config, frozen=True, kw_only=True):
     # because it ended do not count.
     max_tries: Positive = 3
     # Seconds that a request may wait for an engine of the pool: for the first one, or for one in place of an engine
-    # that ended. Then the sample fails.
+    # that ended. Then the sample fails. It also bounds the time in which refusals of a server that limits the rate, and
+    # answers others, do not count as failed requests.
     wait_s: Timeout = 600.0
     # Number of requests that the run may send. Further samples fail. Reward actors share it equally.
     budget_requests: Positive | None = None
