@@ -368,8 +368,10 @@ def _by_pieces(ours: str, theirs: str) -> bool | None:
     if {connective(ours), connective(theirs)} == {"and", "or"}:
         return False
     left, right = pieces(ours), pieces(theirs)
-    if left is None or right is None or len({piece.variable for piece in (*left, *right)} - {""}) > 1:
+    if left is None or right is None:
         return None
+    if len({piece.variable for piece in (*left, *right)} - {""}) > 1:
+        return False
     return _matched(left, right, _same_piece) or None  # (0,1] with (1,2] is (0,2] too: algebra decides
 
 

@@ -16,6 +16,7 @@ _BUILDER: Final = re.compile(
 )
 _VARIABLE: Final = re.compile(r"\\?[A-Za-z]+(?:_\{?\w\}?)?")
 _CONSTANTS: Final = (r"\pi", r"\infty", "e")
+_ELEMENT: Final = re.compile(r"([A-Za-z]) ?\\in(?![A-Za-z]) ?")
 _COMMA: Final = re.compile("[,;]")
 _WITHOUT: Final = re.compile(
     r"(?:\\mathbb\{R\}|R|\(-\\infty, ?\\infty\)) ?\\setminus ?\\\{([^,;{}]*(?:\{[^{}]*\}[^,;{}]*)*)\\\}"
@@ -42,7 +43,10 @@ def pieces(text: str) -> list[Piece] | None:
         parts = split_top(text, _AND)  # (1,2), (3,4) lists two intervals; x > 1, x < 2 are one
     found: list[Piece] = []
     for part in parts:
-        piece = _pieces_of(re.sub(r"^[A-Za-z] ?\\in(?![A-Za-z]) ?", "", part))
+        named = _ELEMENT.match(part)
+        piece = _pieces_of(part[named.end() :] if named else part)
+        if named:
+            piece = [each._replace(variable=each.variable or named[1]) for each in piece]
         if not piece:
             return None
         found += piece
