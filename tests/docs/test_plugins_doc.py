@@ -5,6 +5,7 @@ from array import array
 from pathlib import Path
 
 import anyio
+import msgspec
 import numpy as np
 import pytest
 
@@ -99,6 +100,8 @@ def test_the_selections_of_the_pages_work(folder: Path) -> None:
     assert choose is not None
     asked = Selection(kind="over_sampling_filter", groups=tuple(groups), count=2)
     assert chosen_of(asked, choose(groups)).group_ids == (2, 0, 1)
+    left_out = msgspec.structs.replace(groups[1], indices=[0, 1], rewards=[None, 0.5], response_lens=[9, 3])
+    assert chosen_of(asked, choose([left_out, groups[0]])).group_ids == (0, 1)
     choose = find_selection("buffer_filter", "my_choice.py:nearly_done", [folder])
     assert choose is not None
     asked = Selection(kind="buffer_filter", groups=tuple(groups), count=2)
