@@ -110,7 +110,7 @@ def test_the_advantages_are_above_the_median_of_a_prompt(folder: Path) -> None:
 
 def test_the_hook_writes_a_line_for_each_train_step(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
-    topology = topology_with(train={"custom_megatron_before_train_step_hook": "my_steps.py:log_norms"})
+    topology = topology_with(train={"custom_megatron_before_train_step_hook": "my_norms.py:log_norms"})
     run = hook(topology, "custom_megatron_before_train_step_hook")
     layer = torch.nn.Linear(1, 1)
     with torch.no_grad():
@@ -127,7 +127,7 @@ def test_the_data_lose_tokens_on_which_engine_and_trainer_disagree(folder: Path)
     trained = np.flatnonzero(batch.loss_mask_N)
     old_N[trained[3]] -= 2.5
     columns: dict[str, Any] = {"old_log_probs": old_N, "ref_log_probs": None, "advantages": np.zeros_like(old_N)}
-    data = Postprocess("my_data.py:without_mismatch", (folder,)).changed(rollout_data(batch, **columns))
+    data = Postprocess("my_masks.py:without_mismatch", (folder,)).changed(rollout_data(batch, **columns))
     assert np.flatnonzero(data.loss_mask).tolist() == [token for token in trained if token != trained[3]]
 
 
