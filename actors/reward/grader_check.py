@@ -63,6 +63,7 @@ def check_graders(
     names = own_graders(topology)
     sums = topology.reward.sums
     tried = [(key, row, part) for key, row in rows.items() for part in sums.get(row.prompt.rm_type or "", (None,))]
+    loaded = graders_of(topology)  # by the first process, as by those of a run; each further one loads only its grader
     for key, row, part in tried:
         rm_type = part or row.prompt.rm_type
         name = names.get(rm_type or "", "")
@@ -74,7 +75,9 @@ def check_graders(
         doing(f"{key}.rm_type", name, f"grading {'a program' if program else 'an empty answer'}", limit_s=limit_s)
         try:
             group = row.group or (takes_list(topology.reward, rm_type) and not topology.reward.group_rm)
-            error = anyio.run(_error_of, topology, GraderSpec(name=name, group=group), row, program)
+            spec = GraderSpec(name=name, group=group)
+            error = anyio.run(_error_of, topology, spec, row, program, loaded or (spec,))
+            loaded = ()
         except GraderProcessError as refusal:
             yield Problem.of(f"{key}.rm_type", name, f"a grader process does not start with this grader: {refusal}")
             return
@@ -86,16 +89,16 @@ def check_graders(
             notes.append(f"{key}.rm_type: the grader {name} failed on row {row.prompt.row} with {answer}: {error}")
 
 
-async def _error_of(topology: Topology, spec: GraderSpec, row: SampleRow, response: str) -> str | None:
-    """Grade a response to a row; return the error, or None if it succeeds.
+async def _error_of(
+    topology: Topology, spec: GraderSpec, row: SampleRow, response: str, loaded: tuple[GraderSpec, ...]
+) -> str | None:
+    """Grade a response to a row in a process that loads these graders; return the error, or None if it succeeds.
 
     Raises:
         GraderProcessError: the grader process does not start.
     """
     config, prompt = topology.reward, row.prompt
-    hello = Hello(
-        graders=graders_of(topology), reward_key=config.reward_key, cpu_s=config.cpu_s or 2 * config.timeout_s
-    )
+    hello = Hello(graders=loaded, reward_key=config.reward_key, cpu_s=config.cpu_s or 2 * config.timeout_s)
     number = topology.rollout.n_samples_per_prompt if row.group else 1
     fields: dict[str, Any] = {EMPTY[field][0]: EMPTY[field][1] for field in sample_fields(config)}
     fields |= {"prompt": prompt.text, "label": prompt.label, "metadata": prompt.metadata, "per": config.per}

@@ -3,6 +3,7 @@
 from array import array
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -50,6 +51,27 @@ def test_the_check_tries_the_functions_of_a_sum() -> None:
     assert list(check_graders(topology, {"data.0": SampleRow(prompt, group=False)}, unlimited, notes)) == []
     (note,) = notes
     assert "user_graders.py:full failed on row 3 with an empty answer" in note
+
+
+def test_only_the_first_process_of_the_check_imports_all_graders(tmp_path: Path) -> None:
+    # An import of 10 s cost 10 s for each data source, also for those with other graders.
+    imports = tmp_path / "imports.txt"
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.py").write_text(
+            f"with open({str(imports)!r}, 'a') as file:\n    print({name!r}, file=file)\n"
+            "def grade(sample):\n    return 0.0\n"
+        )
+    data = [{"name": name, "path": "p", "rm_type": f"{tmp_path}/{name}.py:grade"} for name in ("one", "two")]
+    topology = topology_with(data=data, reward={"sandbox": "none"})
+    rows = {
+        f"data.{number}": SampleRow(
+            Prompt(data=source["name"], row=0, text="p", prompt_ids=Int32Array([1]), rm_type=source["rm_type"]), False
+        )
+        for number, source in enumerate(data)
+    }
+    notes: list[str] = []
+    assert (list(check_graders(topology, rows, unlimited, notes)), notes) == ([], [])
+    assert sorted(imports.read_text().split()) == ["one", "two", "two"]
 
 
 def test_a_sum_adds_rewards_per_token_and_puts_a_single_reward_on_the_last_token() -> None:
