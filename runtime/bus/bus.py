@@ -163,6 +163,14 @@ class Bus:
             await self._room.wait_and_take(len(encoded.payload))
         return await self._store.put(subject_of(self.run, message), encoded.payload, encoded.headers)
 
+    async def flush(self) -> None:
+        """Wait until the server has processed all that was sent, such as acknowledgements.
+
+        Raises:
+            BusUnavailable: it does not answer.
+        """
+        await self._connection.flush()
+
     async def withdraw(self, seq: int) -> None:
         """Remove a task of this run from the work stream, if it is still there: its caller no longer waits.
 

@@ -75,12 +75,14 @@ def task(
     )
 
 
-async def grade(bus: Bus, reward: float = 1.0) -> None:
+async def grade(bus: Bus, reward: float = 1.0, details: dict[str, Any] | None = None) -> None:
     """Run a reward worker that gives every sample the same reward."""
     async with bus.consume(ScoreRequested, durable="reward") as deliveries:
         async for delivery in deliveries:
             request = delivery.message
-            scores = tuple(Score(index=item.index, part=item.part, reward=reward) for item in request.items)
+            scores = tuple(
+                Score(index=item.index, part=item.part, reward=reward, details=details) for item in request.items
+            )
             await bus.notify(ScoresGiven(request_id=request.request_id, scores=scores), to=request.reply_to)
             await delivery.ack()
 

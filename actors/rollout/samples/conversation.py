@@ -13,7 +13,7 @@ from typing import Final
 from actors.rollout.samples.arguments import checked_ids, checked_text, shown_ids
 from actors.rollout.samples.context import NO_POOLS, Ask, AskPool, Context, FunctionRun, Keep
 from actors.rollout.samples.generate_function import KEY
-from actors.rollout.samples.must_end import must_end
+from actors.rollout.samples.must_end import GiveUp, gives_up_nothing, must_end
 from actors.rollout.samples.sample import FINISHED, OpenSample, tokens_left
 from actors.rollout.sglang.errors import EngineError
 from actors.rollout.sglang.served_model import ServedModel
@@ -70,13 +70,14 @@ class Conversation(Context):
         evaluation: bool = False,
         grade: Grade = grade_nothing,
         pools: Mapping[str, AskPool] = NO_POOLS,
+        give_up: GiveUp = gives_up_nothing,
     ) -> None:
         if not sample.buffer.num_tokens:  # an earlier start of the function may have begun with another prompt
             sample.own_prompt, sample.prompt_len = None, len(prompt.prompt_ids)
         super().__init__(FunctionRun(prompt, params, ask, keep, model, trains_temperatures, limit_s, pools), sample)
         self.model, self.index = model, sample.index
         self.sampling, self.evaluation = params, evaluation
-        self._grade = grade
+        self._grade, self._give_up = grade, give_up
         self.starts_again = False  # the function asks for another start from the prompt
         self.reason, self.key = "", KEY  # why it failed, and the setting whose function says so
         self._end: SampleStatus | None = None  # that the function set
@@ -201,7 +202,8 @@ class Conversation(Context):
         num_cancellations = task.cancelling()
         with run.scope:
             try:
-                with must_end(KEY, run.scope, lambda: run.is_waiting):
+                is_halted, is_waiting = lambda: run.halted, lambda: run.is_waiting
+                with must_end(KEY, run.scope, is_waiting, give_up=self._give_up, is_halted=is_halted):
                     await function(self)
             except EngineError:  # an error of this project, raised through the function
                 raise

@@ -16,7 +16,7 @@ import anyio
 import anyio.lowlevel
 
 from actors.rollout.samples.conversation import GenerateFunction, is_cancelled
-from actors.rollout.samples.must_end import must_end
+from actors.rollout.samples.must_end import GiveUp, gives_up_nothing, must_end
 from actors.rollout.samples.rollout_function import GeneratedSample
 from actors.rollout.samples.sample import OpenSample
 from messages import Prompt, SampleSummary
@@ -82,12 +82,14 @@ class SetEvaluation:
         num_samples: int,
         key: str,
         limit_s: float = 300.0,
+        give_up: GiveUp = gives_up_nothing,
     ) -> None:
         self.name, self.step, self.num_samples = name, step, num_samples
         self.prompts = tuple(EvalPrompt(each.text, deepcopy(each.label), deepcopy(each.metadata)) for each in prompts)
         self._lengths = [len(each.prompt_ids) for each in prompts]
         self._run_sample, self._key = run_sample, key
         self._limit_s = limit_s  # without a sample that generates
+        self._give_up = give_up
         self._scope = anyio.CancelScope()
         self._summaries: list[list[SampleSummary]] = [[] for _ in prompts]
         self._num_running = 0
@@ -147,7 +149,7 @@ class SetEvaluation:
         self._let_work()
         with self._scope:
             try:
-                with must_end(self._key, self._scope, lambda: self.is_waiting):
+                with must_end(self._key, self._scope, lambda: self.is_waiting, give_up=self._give_up):
                     returned: object = await function(self)
                 if returned is not None:
                     reason = f"returned {returned!r:.200}; expected nothing: the samples that it asked for count"

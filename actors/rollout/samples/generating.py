@@ -142,6 +142,7 @@ class Generation:
             evaluation=self._task.round is None,
             grade=partial(grade_text, self._tools.scorer, self._task, sample.index),
             pools={name: partial(self._ask_pool, pool) for name, pool in self._tools.function_pools.items()},
+            give_up=self._task.give_up,
         )
         self._conversations.append(conversation)
         self._tools.conversations.add(conversation)

@@ -288,7 +288,8 @@ class _Call:
 
     async def _run(self, function: RolloutFunction) -> None:
         try:
-            with must_end(KEY, self._scope, lambda: self._num_running > 0):
+            is_halted, is_waiting = lambda: self.is_halted, lambda: self._num_running > 0
+            with must_end(KEY, self._scope, is_waiting, give_up=self._give_up, is_halted=is_halted):
                 await function(list(self.groups) if self._takes_list else self.groups[0])
         except BaseException as error:
             if is_cancelled(error):
@@ -297,6 +298,11 @@ class _Call:
             self.error = ours[0] if ours else FunctionRaised(f"{KEY}: {'; '.join(map(shown_error, flatten(error)))}")
             if not ours:
                 self.error.__cause__ = error
+
+    async def _give_up(self, reason: str) -> None:
+        """Let all groups fail, since the function cannot be ended."""
+        for group in self.groups:
+            await group.task.give_up(reason)
 
     def _let_work(self) -> None:
         """Give the function its time until it generates the next sample."""

@@ -47,7 +47,8 @@ class CallSettings:
     generate: Function  # generates a sample, as slime's generate functions do
     model: ServedModel
     config: RolloutConfig
-    group_rm: bool  # the grader grades whole groups: the function sees no rewards
+    group_rm: bool  # the grader grades whole groups
+    sees_rewards: bool  # whether generate_and_rm grades; otherwise the grader does it after the call
 
 
 def cancel_all(loop: asyncio.AbstractEventLoop) -> None:
@@ -133,7 +134,7 @@ class Call:
         token = router_of_function.set(router)
         try:
             returned = await function(own, sample, dict(sampling_params), **more)
-            if not self._settings.group_rm:
+            if self._settings.sees_rewards:
                 await _grade(router, flat([returned]))
         except Exception as error:  # noqa: BLE001 - of the user's function, or because the sample ended
             held.reason = f"generate: {shown_error(error)}"

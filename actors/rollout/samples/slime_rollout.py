@@ -119,7 +119,9 @@ def slime_rollout(function: Function, topology: Topology, model: ServedModel) ->
     generate: Function = generate_once
     if name is not None:  # also of slime, as the rules check
         generate = load_plugin(GENERATE_KEY, name, parameters=("conversation",), allow_async=True).function
-    return SlimeRollout(function, CallSettings(generate, model, topology.rollout, topology.reward.group_rm))
+    group_rm = topology.reward.group_rm
+    sees_rewards = not (group_rm or topology.algorithm.gdpo_reward_keys)  # a sample has one number, no named rewards
+    return SlimeRollout(function, CallSettings(generate, model, topology.rollout, group_rm, sees_rewards))
 
 
 class _Job:

@@ -3,9 +3,10 @@
 import time
 import uuid
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Final
 
 import anyio
@@ -16,6 +17,7 @@ from actors.rollout.samples.conversation import FunctionRaised, GenerateFunction
 from actors.rollout.samples.endings import Ending, Endings, publish_eval
 from actors.rollout.samples.evaluation_function import SetEvaluation
 from actors.rollout.samples.group import GroupRun
+from actors.rollout.samples.must_end import GiveUp
 from actors.rollout.samples.partial import Inheritance
 from actors.rollout.samples.sample import OpenSample, fresh_samples
 from actors.rollout.samples.slots import GroupSlots, Slots
@@ -46,6 +48,8 @@ GIVE_BACK_S = 2.0  # to give tasks back at shutdown
 LOOKS_PER_SPILL = 4  # checks per `spill_every_s` for groups that are due to spill
 NO_PROMPT: Final = Prompt(data="", row=0, text="", prompt_ids=Int32Array())
 EVAL_SLOTS_SHARE = 4  # evaluation may hold 1/4 of the slots while a round is running
+
+AnyDelivery = Delivery[RolloutRequested] | Delivery[EvalRequested] | Delivery[EvalSetRequested]
 
 
 class TaskRunner:
@@ -83,6 +87,7 @@ class TaskRunner:
         self.num_pulled = 0  # running tasks, training and evaluation
         # running attempts: (group, attempt) -> set when it has ended
         self._at_work: dict[tuple[int, int], anyio.Event] = {}
+        self._given_up: set[AnyDelivery] = set()  # tasks that were ended though a function of the user goes on
         # ended attempts whose tasks may come again: those with a lost acknowledgement, and those fetched ahead
         self._ended = deque[tuple[int, int]](maxlen=self._num_slots + MAX_PREFETCH)
 
@@ -209,7 +214,12 @@ class TaskRunner:
             return endings.failed(f"prompt: {error}")
         endings = replace(endings, task=task)
         samples = await self._inheritance.samples(task, carried)
-        run = GroupRun(training_task(task, endings.lease, group_rm=self._topology.reward.group_rm), samples, tools)
+
+        async def give_up(reason: str) -> None:
+            await self._give_up(delivery, partial(endings.publish, self._bus, endings.failed(reason)))
+
+        group_rm = self._topology.reward.group_rm
+        run = GroupRun(training_task(task, endings.lease, group_rm=group_rm, give_up=give_up), samples, tools)
         reason = None
         self._runs.add(run)
         try:
@@ -222,6 +232,7 @@ class TaskRunner:
             await self._show(errors)
         finally:
             self._runs.discard(run)
+        await self._stay_given_up(delivery)
         if reason is None:
             return endings.of(run)
         log.warning("group_failed", reason=reason)
@@ -244,9 +255,7 @@ class TaskRunner:
                     run.spill()
 
     @asynccontextmanager
-    async def _pulled(
-        self, delivery: Delivery[RolloutRequested] | Delivery[EvalRequested] | Delivery[EvalSetRequested]
-    ) -> AsyncGenerator[None]:
+    async def _pulled(self, delivery: AnyDelivery) -> AsyncGenerator[None]:
         """Extend a task's ack deadline during the block; on cancellation, e.g. at shutdown, give the task back."""
         self.num_pulled += 1
         try:
@@ -259,6 +268,21 @@ class TaskRunner:
             raise
         finally:
             self.num_pulled -= 1
+
+    async def _give_up(self, delivery: AnyDelivery, publish: Callable[[], Awaitable[None]]) -> None:
+        """End a task whose run cannot be ended, with what `publish` says of it. This process ends afterwards."""
+        if delivery in self._given_up:  # by another one of its samples
+            return
+        self._given_up.add(delivery)
+        await publish()
+        if not delivery.ended:
+            await delivery.ack()
+        await self._bus.flush()
+
+    async def _stay_given_up(self, delivery: AnyDelivery) -> None:
+        """Let nothing follow the end of a task that was given up, should its function end before this process does."""
+        if delivery in self._given_up:
+            await anyio.sleep_forever()
 
     async def _run_eval(self, tools: GroupDependencies, delivery: Delivery[EvalRequested], slots: GroupSlots) -> None:
         task = delivery.message
@@ -276,12 +300,23 @@ class TaskRunner:
                 await delivery.ack()
                 return
             samples = fresh_samples(task.num_samples, task.prompt.prompt_ids)
-            run = GroupRun(eval_task(task, uuid.uuid4().hex), samples, tools)
+            requested = task
+
+            async def give_up(reason: str) -> None:
+                for sample in samples:
+                    if not sample.finished:
+                        sample.give_up(reason)
+                found = tuple(sample.summary() for sample in samples)
+                await self._give_up(delivery, partial(publish_eval, self._bus, requested, found))
+
+            run = GroupRun(eval_task(task, uuid.uuid4().hex, give_up), samples, tools)
             try:
                 await run.run(slots)
+                await self._stay_given_up(delivery)
             except* EnginesUnwilling as errors:
                 raise InputError(str(flatten(errors)[0])) from errors
             except* POISON as errors:
+                await self._stay_given_up(delivery)
                 log.warning("eval_item_failed", set=task.set, item=task.item, reason=str(flatten(errors)[0]))
                 await self._show(errors)
             else:
@@ -302,13 +337,14 @@ class TaskRunner:
                 log.info("eval_set_left_out", set=task.set, step=task.step)
             else:
                 ended = self._sets_at_work[key] = anyio.Event()
-                await self._evaluate_set(tools, task, delivery.num_delivered)
+                await self._evaluate_set(tools, delivery)
                 del self._sets_at_work[key]
                 ended.set()
             await delivery.ack()
 
-    async def _evaluate_set(self, tools: GroupDependencies, task: EvalSetRequested, num_delivered: int) -> None:
+    async def _evaluate_set(self, tools: GroupDependencies, delivery: Delivery[EvalSetRequested]) -> None:
         """Run the evaluation function of a set, and publish the outcome of each of its prompts."""
+        task, num_delivered = delivery.message, delivery.num_delivered
         index, config = next((i, each) for i, each in enumerate(self._topology.eval) if each.name == task.set)
         key, evaluation, prompts, failed = f"eval.{index}.custom_evaluation", None, (), ""
         if num_delivered > EVAL_MAX_TRIES:
@@ -324,7 +360,10 @@ class TaskRunner:
             own = tools
             if function is not None:
                 own = replace(tools, eval_generate={**tools.eval_generate, task.set: function})
-            await self._run_eval_sample(own, items[item], sample)
+            await self._run_eval_sample(own, items[item], sample, give_up)
+
+        async def give_up(reason: str) -> None:
+            await self._give_up(delivery, partial(self._publish_set, task, evaluation, reason))
 
         if not failed:
             evaluation = self._evaluations[task.step, task.set] = SetEvaluation(
@@ -335,24 +374,32 @@ class TaskRunner:
                 num_samples=config.n_samples_per_eval_prompt,
                 key=key,
                 limit_s=tools.function_limit_s,
+                give_up=give_up,
             )
             try:
                 failed = await evaluation.run(tools.eval_functions[task.set])
             finally:
                 del self._evaluations[task.step, task.set]
-        if failed:
-            log.warning("evaluation_function_failed", set=task.set, step=task.step, reason=failed)
+        await self._stay_given_up(delivery)
         if evaluation is not None:
             await self._tracebacks.publish(key, evaluation.traceback)
+        await self._publish_set(task, evaluation, failed)
+
+    async def _publish_set(self, task: EvalSetRequested, evaluation: SetEvaluation | None, failed: str) -> None:
+        """Publish the outcome of each prompt of a set, and why its function failed."""
+        if failed:
+            log.warning("evaluation_function_failed", set=task.set, step=task.step, reason=failed)
         for number in range(task.num_items):
             samples = () if evaluation is None else evaluation.samples(number)
             item = self._item_of(task, number)
             await publish_eval(self._bus, item, samples, not_asked=not samples, failed="" if number else failed)
 
-    async def _run_eval_sample(self, tools: GroupDependencies, task: EvalRequested, sample: OpenSample) -> None:
+    async def _run_eval_sample(
+        self, tools: GroupDependencies, task: EvalRequested, sample: OpenSample, give_up: GiveUp
+    ) -> None:
         """Generate and grade one sample of an evaluation function. What it does wrong costs this sample alone."""
         for num_tries in range(1, EVAL_MAX_TRIES + 1):
-            run, is_poison = GroupRun(eval_task(task, uuid.uuid4().hex), [sample], tools), False
+            run, is_poison = GroupRun(eval_task(task, uuid.uuid4().hex, give_up), [sample], tools), False
             async with self._set_slots.reserve(1) as slots:
                 try:
                     await run.run(slots)

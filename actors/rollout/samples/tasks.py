@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from actors.rollout.samples.must_end import GiveUp, gives_up_nothing
 from messages import EvalRequested, Prompt, RolloutRequested, SamplingParams
 
 
@@ -20,9 +21,12 @@ class GroupTask:
     store: bool  # whether the segments are published
     group_rm: bool  # a single score request for the whole group, once all samples ended
     eval_set: str | None = None  # of an evaluation
+    give_up: GiveUp = gives_up_nothing  # ends the delivery while a function of the user cannot be ended
 
 
-def training_task(task: RolloutRequested, lease: str, *, group_rm: bool) -> GroupTask:
+def training_task(
+    task: RolloutRequested, lease: str, *, group_rm: bool, give_up: GiveUp = gives_up_nothing
+) -> GroupTask:
     """Convert one delivery of a training task."""
     return GroupTask(
         source=("group", task.group_id),
@@ -35,10 +39,11 @@ def training_task(task: RolloutRequested, lease: str, *, group_rm: bool) -> Grou
         sampling=task.sampling,
         store=True,
         group_rm=group_rm,
+        give_up=give_up,
     )
 
 
-def eval_task(task: EvalRequested, lease: str) -> GroupTask:
+def eval_task(task: EvalRequested, lease: str, give_up: GiveUp) -> GroupTask:
     """Convert one delivery of an evaluation task."""
     return GroupTask(
         eval_set=task.set,
@@ -52,4 +57,5 @@ def eval_task(task: EvalRequested, lease: str) -> GroupTask:
         sampling=task.sampling,
         store=False,
         group_rm=False,  # evaluation is scored sample by sample
+        give_up=give_up,
     )

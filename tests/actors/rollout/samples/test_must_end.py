@@ -1,4 +1,7 @@
-"""A user's function that catches its cancellation for ever ends its process; one that ends in time does not."""
+"""A user's function that catches its cancellation for ever fails its task and ends its process.
+
+One that ends in time does neither.
+"""
 
 import subprocess
 import sys
@@ -7,17 +10,35 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import msgspec
 import pytest
 
 from actors.rollout.samples import must_end as module
+from actors.rollout.samples.conversation import Conversation
 from actors.rollout.samples.evaluation_function import SetEvaluation
 from actors.rollout.samples.must_end import must_end
 from actors.rollout.samples.rollout_function import PromptGroup, RolloutCalls
 from actors.rollout.samples.sample import fresh_samples
 from actors.rollout.samples.slots import Slots
 from actors.rollout.samples.tasks import training_task
-from messages import Int32Array, Prompt
-from tests.support.rollout import task
+from messages import (
+    EvalCompleted,
+    EvalRequested,
+    EvalSetRequested,
+    GroupAborted,
+    GroupCompleted,
+    GroupFailed,
+    Int32Array,
+    Prompt,
+    RoundHalted,
+    SampleStatus,
+    SamplingParams,
+)
+from runtime.bus.bus import Bus
+from tests.build.topology import topology_with
+from tests.fixtures.nats import eventually
+from tests.support.rollout import announcement, grade, next_event, rollout_actor, task
+from tests.support.scripted_engine import ScriptedEngine, serving
 
 pytestmark = pytest.mark.anyio
 ROOT = Path(__file__).parents[4]
@@ -37,6 +58,39 @@ async def main():
 
 anyio.run(main)
 """
+HERE = "tests.actors.rollout.samples.test_must_end"
+CODES: list[int] = []  # of the process, which does not end here
+HANGING: list[Any] = []  # calls that caught their cancellation or wait for it
+
+
+@pytest.fixture
+def codes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    CODES.clear()
+    HANGING.clear()
+    monkeypatch.setattr(module, "LIMIT_S", 0.3)
+    monkeypatch.setattr(module.os, "_exit", CODES.append)
+    return CODES
+
+
+async def catches_all(called_with: Any) -> None:
+    """Ends only with its process, which is here the fixture's list."""
+    HANGING.append(called_with)
+    while not CODES:
+        try:
+            await anyio.sleep(0.01)
+        except BaseException:  # noqa: BLE001 - the mistake
+            pass
+
+
+async def hangs_for_one(conversation: Conversation) -> None:
+    await conversation.generate(max_new_tokens=4)
+    if conversation.label == "hang":
+        await catches_all(conversation)
+
+
+def labelled(group_id: int, label: str) -> Any:
+    given = task(group_id)
+    return msgspec.structs.replace(given, prompt=msgspec.structs.replace(given.prompt, label=label))
 
 
 def test_the_process_ends_and_names_the_setting() -> None:
@@ -74,18 +128,92 @@ async def rolled_out(function: Callable[[Any], Awaitable[None]]) -> None:
 
 
 @pytest.mark.parametrize("run", [evaluated, rolled_out])
-async def test_functions_that_ask_for_samples_must_end(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    codes: list[int] = []
-    monkeypatch.setattr(module, "LIMIT_S", 0.1)
-    monkeypatch.setattr(module.os, "_exit", codes.append)
-
-    async def catches_all(_: Any) -> None:
-        while not codes:
-            try:
-                await anyio.sleep(0.01)
-            except BaseException:  # noqa: BLE001 - the mistake
-                pass
-
+async def test_functions_that_ask_for_samples_must_end(run: Any, codes: list[int]) -> None:
     with anyio.fail_after(20):
         await run(catches_all)
-    assert codes[0] == 1
+    assert codes == [1]
+
+
+async def test_the_group_of_such_a_function_fails_alone_and_does_not_come_again(
+    bus: Bus, router_url: str, codes: list[int]
+) -> None:
+    of = {"custom_generate": f"{HERE}:hangs_for_one", "custom_generate_timeout_s": 0.2}
+    topology = topology_with(rollout=of)
+    async with serving(ScriptedEngine()) as engine, anyio.create_task_group() as group:
+        group.start_soon(grade, bus)
+        async with rollout_actor(bus, router_url, [engine], topology, ack_wait_s=1.0):
+            await bus.publish(announcement(1))
+            await bus.publish(labelled(0, "hang"))
+            await bus.publish(task(1))
+            failed, _ = await next_event(bus, GroupFailed)
+            assert not codes, "the process has ended before the event"
+            await eventually(lambda: bool(codes))
+        num_hanging = len(HANGING)
+        async with rollout_actor(bus, router_url, [engine], topology, ack_wait_s=1.0):  # started again
+            await bus.publish(task(2))
+            await eventually(lambda: _ended(bus, 3))
+        group.cancel_scope.cancel()
+    assert isinstance(failed, GroupFailed)
+    assert failed.group_id == 0
+    assert failed.reason == (
+        "rollout.custom_generate: goes on 0.3 s after its cancellation, which it catches (except BaseException)"
+    )
+    assert (num_hanging, len(HANGING)) == (2, 2)
+
+
+async def _ended(bus: Bus, number: int) -> bool:
+    """Whether there are exactly so many events of ended groups."""
+    async with bus.read(GroupCompleted, GroupFailed, GroupAborted) as events:
+        found = [await events.next(5) for _ in range(number)]
+        return all(found) and await events.next(0.2) is None
+
+
+async def test_a_group_whose_function_catches_a_halt_is_given_back(bus: Bus, router_url: str, codes: list[int]) -> None:
+    topology = topology_with(rollout={"custom_generate": f"{HERE}:hangs_for_one"})
+    async with serving(ScriptedEngine()) as engine, rollout_actor(bus, router_url, [engine], topology):
+        await bus.publish(announcement(1))
+        await bus.publish(labelled(0, "hang"))
+        await eventually(lambda: len(HANGING) == 2)
+        await bus.publish(RoundHalted(incarnation=1, round=0))
+        ended, _ = await next_event(bus, GroupAborted, GroupFailed)
+    assert codes
+    assert isinstance(ended, GroupAborted)
+
+
+async def test_evaluations_of_such_functions_end_with_the_reason(bus: Bus, router_url: str, codes: list[int]) -> None:
+    """One item of a set without an evaluation function, and a whole set with one."""
+    of = {"custom_generate": f"{HERE}:hangs_for_one", "custom_generate_timeout_s": 0.2}
+    own = {"name": "own", "path": "p.jsonl", "interval": 1, "custom_evaluation": f"{HERE}:catches_all"}
+    plain = {"name": "plain", "path": "p.jsonl", "interval": 1}
+    topology = topology_with(rollout=of, eval=[own, plain])
+    prompt = labelled(0, "hang").prompt
+    requests = [
+        EvalRequested(
+            step=0,
+            set="plain",
+            item=0,
+            version=1,
+            prompt=prompt,
+            num_samples=1,
+            sampling=SamplingParams(max_new_tokens=8),
+        ),
+        EvalSetRequested(step=0, set="own", version=1, num_items=1, prompts=(prompt,)),
+    ]
+    found: dict[str, EvalCompleted] = {}
+    async with serving(ScriptedEngine()) as engine:
+        for number, request in enumerate(requests):
+            codes.clear()
+            async with rollout_actor(bus, router_url, [engine], topology):
+                if not number:
+                    await bus.publish(announcement(1))
+                await bus.publish(request)
+                await eventually(lambda: bool(codes))
+    async with bus.read(EvalCompleted) as events:
+        for _ in requests:
+            received = await events.next(15)
+            assert received is not None
+            found[received.message.set] = received.message
+    said = "goes on 0.3 s after its cancellation, which it catches (except BaseException)"
+    (sample,) = found["plain"].samples
+    assert (sample.status, sample.reason) == (SampleStatus.FAILED, f"rollout.custom_generate: {said}")
+    assert found["own"].failed == f"eval.0.custom_evaluation: {said}"

@@ -271,11 +271,11 @@ async def ended_groups(bus: Bus, number: int) -> dict[int, GroupCompleted | Grou
 
 
 async def run_groups(
-    bus: Bus, router_url: str, topology: Topology, labels: Sequence[str]
+    bus: Bus, router_url: str, topology: Topology, labels: Sequence[str], details: dict[str, Any] | None = None
 ) -> tuple[dict[int, Any], ScriptedEngine]:
     """Return how each group ended, and the engine."""
     async with serving(ScriptedEngine()) as engine, anyio.create_task_group() as group:
-        group.start_soon(grade, bus)
+        group.start_soon(grade, bus, 1.0, details)
         async with rollout_actor(bus, router_url, [engine], topology):
             await bus.publish(announcement(1))
             for number, label in enumerate(labels):
@@ -325,6 +325,15 @@ async def test_samples_have_the_generate_function_of_the_recipe_and_one_that_rai
     ended, _ = await run_groups(bus, router_url, topology, ["1", "bad"])
     assert [each.reward for each in ended[0].samples] == [3.0, 3.0]
     assert ended[1].reason == "rollout.custom_rollout: generate: KeyError(2)"
+
+
+async def test_named_rewards_come_from_the_grader_after_the_call(bus: Bus, router_url: str, folder: Path) -> None:
+    """generate_and_rm would give one number, and the sample would lack the others."""
+    topology = with_function(folder, "one_by_one", custom_rollout_prompts=1)
+    named = msgspec.structs.replace(topology.algorithm, advantage_estimator="gdpo", gdpo_reward_keys=("a", "b"))
+    topology = msgspec.structs.replace(topology, algorithm=named)
+    ended, _ = await run_groups(bus, router_url, topology, ["1"], {"a": 1.0, "b": 2.0})
+    assert [each.rewards for each in ended[0].samples] == [{"a": 1.0, "b": 2.0}] * 2
 
 
 async def test_a_halted_group_runs_the_function_again_and_keeps_its_turns(
