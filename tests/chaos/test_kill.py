@@ -15,7 +15,8 @@ from tests.fixtures.nats import eventually
 pytestmark = [pytest.mark.chaos, pytest.mark.anyio, pytest.mark.timeout(400)]
 
 EVAL_ITEMS = 22  # of the held-out set
-GRADERS = Path(__file__).with_name("graders.py")
+HERE = Path(__file__).parent
+GRADERS = HERE / "graders.py"
 ENVIRONMENT = Path(__file__).parents[2] / "topologies/examples/environment.py"
 
 
@@ -161,10 +162,17 @@ async def test_every_process_is_killed_while_a_function_generates(tmp_path: Path
     await audit(run, killed=names)
 
 
-async def test_processes_are_killed_while_a_rollout_function_generates(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "function",
+    [
+        f"{HERE}/rollout_order.py:one_then_others",
+        pytest.param(f"slime:{HERE}/slime_rollout.py:first_and_others", marks=pytest.mark.nightly),
+    ],
+    ids=["own", "of slime"],
+)
+async def test_processes_are_killed_while_a_rollout_function_generates(tmp_path: Path, function: str) -> None:
     """It gets up to four prompts at once, and runs again; no sample is lost, and none is trained twice."""
-    function = Path(__file__).with_name("rollout_order.py")
-    overrides = (f"rollout.custom_rollout={function}:one_then_others", "rollout.custom_rollout_prompts=4")
+    overrides = (f"rollout.custom_rollout={function}", "rollout.custom_rollout_prompts=4")
     names = ["rollout", "engine.policy.0", "buffer", "rollout", "rollout"]
     run = Run(tmp_path, num_steps=2 * len(names) + 2, overrides=overrides)  # a kill is up to two steps after the last
     async with run.started() as command:
