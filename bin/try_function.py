@@ -215,12 +215,14 @@ def _try_groups(args: argparse.Namespace) -> Iterator[tuple[str, bool]]:
     from actors.reward.grader_check import open_grader
     from actors.reward.samples import GradedSample
     from actors.rollout.group_trials import try_evaluation, try_rollout
+    from runtime.settings.derived import eval_data
     from runtime.settings.topology import own_graders
 
     is_rollout = args.kind == "rollout"
     key = "rollout.custom_rollout" if is_rollout else "eval.0.custom_evaluation"
     topology, rows = _prompts(args, f"{key}={args.function}")
-    rm_type = (topology.data if is_rollout else topology.eval)[0].rm_type or ""
+    data = topology.data[0] if is_rollout else eval_data(topology, topology.eval[0])
+    rm_type = data.rm_type or ""
     grader = own_graders(topology).get(rm_type)
     if grader is None:
         raise WrongInput(f"the grader {rm_type!r} needs a run; name another one with --set, such as reward.graders")

@@ -243,12 +243,12 @@ def test_a_generate_function_on_a_tiny_engine(
     assert "it blocked the actor for 0." in blocks
 
 
-def on_prompts(tmp_path: Path, *labels: str) -> tuple[str, ...]:
+def on_prompts(tmp_path: Path, *labels: str, topology: str = "topologies/laptop.toml") -> tuple[str, ...]:
     prompts = tmp_path / "prompts.jsonl"
     rows = [{"prompt": "<user>47<assistant>", "label": label} for label in labels]
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     sets = ("rollout.max_response_len=8", "rollout.n_samples_per_prompt=2", "eval.0.n_samples_per_eval_prompt=2")
-    given = ("--on", str(prompts), "--topology", "topologies/laptop.toml")
+    given = ("--on", str(prompts), "--topology", topology)
     return (*given, *(part for each in sets for part in ("--set", each)))
 
 
@@ -273,7 +273,12 @@ def test_a_rollout_function_on_a_tiny_engine(
 def test_an_evaluation_function_on_a_tiny_engine(
     functions: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, text = said(capsys, "evaluation", f"{functions}:asks_twice", *on_prompts(tmp_path, "74", "1"))
+    """Its grader is that of the data, as the set names none."""
+    own = tmp_path / "own.toml"
+    table = '[[eval]]\nname = "e"\npath = "e.jsonl"\ninterval = 1\n'
+    own.write_text(f'include = "{Path("topologies/laptop.toml").resolve()}"\n{table}')
+    given = on_prompts(tmp_path, "74", "1", topology=str(own))
+    code, text = said(capsys, "evaluation", f"{functions}:asks_twice", *given)
     assert code == 1
     assert [prompt.count(", reward ") for prompt in text.split("prompt ")] == [0, 2, 2]
     assert "\nfailed: eval.0.custom_evaluation: KeyError('nothing')\n" in text
