@@ -115,7 +115,10 @@ class Events(Generic[MessageT]):
         )
 
     async def so_far(self) -> AsyncGenerator[Received[MessageT], None]:
-        """The events stored by now. Ends once the reader caught up."""
+        """The events stored by now. Ends once the reader caught up.
+
+        In a cluster, the server that sends them may lag behind the leader. The newest events then follow later.
+        """
         while self.pending:
             received = await self.next()
             if received is not None:

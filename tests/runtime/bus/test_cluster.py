@@ -24,6 +24,7 @@ REPLICATED = msgspec.structs.replace(TEST_STREAMS, replicas=3)
 LIMITS = BusLimits(outage_s=120.0)
 NUM_WRITERS = 4
 AFTER_ELECTION_S = 2.5  # for an append that waited for a new leader
+CONFIRMED_S = 30.0  # for reading what was confirmed, also from a server that lags behind the leader
 
 
 @pytest.fixture
@@ -95,11 +96,13 @@ async def check(cluster: Cluster, load: Load) -> None:
         failed: list[int] = []
         ledger: list[int] = []
         async with bus.read() as events:
-            async for event in events.so_far():
-                if isinstance(event.message, GroupFailed):
-                    failed.append(event.message.group_id)
-                else:
-                    ledger.append(event.seq)
+            with anyio.move_on_after(CONFIRMED_S):
+                while len(failed) + len(ledger) < len(load.published) + len(load.appended) or events.pending:
+                    event = await events.next(1.0)
+                    if event is not None and isinstance(event.message, GroupFailed):
+                        failed.append(event.message.group_id)
+                    elif event is not None:
+                        ledger.append(event.seq)
     assert ledger == load.appended
     assert sorted(failed) == sorted(load.published)
     assert load.worked == load.asked
