@@ -22,6 +22,7 @@ ALLOWED = {
     "actors/rollout/samples/context.py": 4,  # what a generate function reads: prompt_ids, ids and turns
     "actors/rollout/samples/evaluation_function.py": 1,  # ids of an ended sample, which an evaluation function reads
     "actors/rollout/samples/rollout_function.py": 1,  # ids of an ended sample, which a rollout function reads
+    "actors/rollout/samples/slime_call.py": 1,  # ids of the prompt, which a rollout function of slime posts
     "actors/rollout/sglang/body.py": 1,  # the tokens so far, which a request begins with
     "actors/rollout/sglang/served_model.py": 1,  # the last few tokens, for a tokenizer
 }
