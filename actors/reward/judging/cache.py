@@ -76,10 +76,9 @@ class AnswerCache:
                 if row is None or _is_sound(row[0]):
                     return None if row is None else row[0][SUM_BYTES:]
                 with self._database:
-                    self._database.execute("DELETE FROM answers WHERE key = ?", (key,))
+                    self._remove(key)
             except sqlite3.Error as error:
                 raise self._failed("not read", error) from error
-            self._num_bytes -= len(row[0])
             raise CacheError("an answer was damaged, and is requested again")
 
     def put(self, key: bytes, body: bytes) -> None:
@@ -102,6 +101,19 @@ class AnswerCache:
             except sqlite3.Error as error:
                 raise self._failed("not written", error) from error
             self._num_bytes = num_bytes
+
+    def forget(self, key: bytes) -> None:
+        """Remove a stored response.
+
+        Raises:
+            CacheError: the file cannot be written.
+        """
+        with self._lock:
+            try:
+                with self._database:
+                    self._remove(key)
+            except sqlite3.Error as error:
+                raise self._failed("not written", error) from error
 
     def close(self) -> None:
         """Close the file."""
@@ -140,6 +152,10 @@ class AnswerCache:
                 return failed
             return CacheError(f"damaged ({error}), and begun anew")
         return CacheError(f"{what}: {error}")
+
+    def _remove(self, key: bytes) -> None:
+        removed = self._database.execute("DELETE FROM answers WHERE key = ? RETURNING length(body)", (key,)).fetchall()
+        self._num_bytes -= sum(length for (length,) in removed)
 
     def _remove_oldest(self, left: int) -> int:
         """Remove the oldest answers; return the bytes that are left."""
@@ -183,6 +199,11 @@ class Caches:
         """Keep the response of a judge to a request."""
         with self._reported(name):
             await anyio.to_thread.run_sync(self._caches[name].put, key, body)
+
+    async def forget(self, name: str, key: bytes) -> None:
+        """Remove the kept response of a judge to a request."""
+        with self._reported(name):
+            await anyio.to_thread.run_sync(self._caches[name].forget, key)
 
     def close(self) -> None:
         """Close the files."""

@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import aiohttp
@@ -20,6 +21,7 @@ log = structlog.get_logger()
 
 RESEND: Final = Backoff(first_s=0.2, max_s=5.0)
 LONGEST_WAIT_S: Final = 60.0  # that a server may ask for between two requests
+ANSWERLESS_S: Final = 120.0  # limits hold for a second or a minute; after a longer time the quota is spent
 MAX_ANSWER_BYTES: Final = 8 << 20
 CHUNK_BYTES: Final = 1 << 16
 
@@ -42,7 +44,8 @@ class Judge:
     for `wait_s` at most. Timeouts, busy servers and unreadable answers count as tries.
 
     A server that limits the rate gets no request until the time that it says. Fewer requests are then in flight, and
-    one more after as many answers. Its refusals count as tries only if it answers no other request in between.
+    one more after as many answers. Its refusals are no tries. A request fails by them once the server has answered
+    nothing for ANSWERLESS_S, or `wait_s` after its first refusal.
     """
 
     def __init__(
@@ -63,7 +66,7 @@ class Judge:
         self._slots = anyio.CapacityLimiter(limits.at_once)
         self._num_at_once = float(limits.at_once)  # of `_slots`; less while a server limits the rate
         self._held: dict[str, float] = {}  # servers that want no request until this time
-        self._num_answers = 0
+        self._refused_since = math.inf  # when a server first limited the rate since the last answer
         self._num_waiting = 0  # requests without an answer
         self._failures: Counter[tuple[str, str]] = Counter()  # by server and cause
         self.counts: Counter[str] = Counter()
@@ -81,17 +84,17 @@ class Judge:
             request: body of a chat completion, without the model's name.
 
         Raises:
-            JudgeError: the judge refused it, `max_tries` requests failed, no engine came within `wait_s`, or the budget
-                is spent. It names the judge and the cause.
+            JudgeError: the judge refused it, `max_tries` requests failed, no engine came within `wait_s`, the rate was
+                limited for too long, or the budget is spent. It names the judge and the cause.
         """
         self._num_waiting += 1
-        failures = _Failures(self._num_answers)
+        failures = _Failures()
         try:
             while True:
                 async with self._slots:
                     answer = await self._answered(request, failures)
                 if answer is not None:
-                    self._num_answers += 1
+                    self._refused_since = math.inf
                     self._set_at_once(self._num_at_once + 1 / self._num_at_once)
                     return answer
                 await anyio.sleep_until(failures.next_at)
@@ -104,31 +107,39 @@ class Judge:
         waiting_since = anyio.current_time()
         while True:
             failed = server = await self._next_server(failed, waiting_since)
-            await anyio.sleep_until(self._held.get(server.name, -math.inf))
+            while (held := self._held.get(server.name, -math.inf)) > anyio.current_time():  # noqa: ASYNC110 - a refusal may move it
+                await anyio.sleep_until(held)
             try:
                 return await self._send(server, request)
             except JudgeError as error:
                 self._note(server, error)
-                if error.cause == "unreachable" and self._servers.is_pool:
-                    failures.num_uncounted += 1
-                elif error.cause == "rate_limited" and failures.is_queue(self._num_answers, self._limits.wait_s):
+                is_limited = error.cause == "rate_limited"
+                if is_limited or (error.cause == "unreachable" and self._servers.is_pool):
                     failures.num_uncounted += 1
                 else:
                     failures.tries += 1
                     waiting_since = anyio.current_time()
                 tries = failures.tries
-                if error.cause == "refused" or tries >= self._limits.max_tries:
+                is_last = tries >= self._limits.max_tries or (is_limited and not self._may_answer_later(failures))
+                if error.cause == "refused" or is_last:
                     times = f", {tries} times" if tries > 1 else ""
                     named = f"{error}{times} (judge {self.name}, {server.name})"
                     raise _renamed(error, named) from error
                 if error.cause == "timeout":
                     await self._doubt(server, str(error))
                 pause_s = max(RESEND.pause_s(tries + failures.num_uncounted), min(error.wait_s, LONGEST_WAIT_S))
-                if error.cause == "rate_limited":
+                if is_limited:
                     failures.next_at = anyio.current_time() + pause_s
                     self._slow_down(server, failures.next_at)
                     return None
             await anyio.sleep(pause_s)
+
+    def _may_answer_later(self, failures: "_Failures") -> bool:
+        """Return whether a server that limits the rate has answered others lately, and the request may wait."""
+        now = anyio.current_time()
+        self._refused_since = min(self._refused_since, now)
+        failures.refused_until = min(failures.refused_until, now + self._limits.wait_s)
+        return now < min(self._refused_since + ANSWERLESS_S, failures.refused_until)
 
     def _slow_down(self, server: JudgeServer, until: float) -> None:
         """Halve the requests in flight, once for all that were refused in the same time."""
@@ -189,26 +200,14 @@ class Judge:
             await server.kill(reason)
 
 
+@dataclass(eq=False)
 class _Failures:
     """The failed requests for one answer."""
 
-    def __init__(self, num_answers: int) -> None:
-        self.tries = 0
-        self.num_uncounted = 0
-        self.next_at = 0.0  # when the next request is sent
-        self._num_answers = num_answers  # of the judge, at the last refusal
-        self._until = math.inf
-
-    def is_queue(self, num_answers: int, wait_s: float) -> bool:
-        """Return whether a server that limits the rate has answered others since the last refusal.
-
-        Args:
-            num_answers: of the judge so far.
-            wait_s: seconds from the first refusal on in which this may be so.
-        """
-        has_answered, self._num_answers = num_answers > self._num_answers, num_answers
-        self._until = min(self._until, anyio.current_time() + wait_s)
-        return has_answered and anyio.current_time() < self._until
+    tries: int = 0
+    num_uncounted: int = 0
+    next_at: float = 0.0  # when the next request is sent
+    refused_until: float = math.inf  # end of the wait for a server that limits the rate
 
 
 def _renamed(error: JudgeError, text: str) -> JudgeError:

@@ -50,8 +50,10 @@ class Judges:
         judges: Mapping[str, Judge],
         env: Mapping[str, str],
         caches: Caches,
+        models: Mapping[str, str],
     ) -> None:
         self._configs = configs
+        self._models = models  # of each judge, for the keys of its cache
         self._caches = caches
         self._judges = judges
         self.env = env  # for grader processes
@@ -85,7 +87,11 @@ class Judges:
                 group.start_soon(ask, index)
         spec = GraderSpec(name=self._configs[name].parser, parses=True)
         ready = [sample for sample in answered if isinstance(sample, GradedSample)]
-        parsed = iter(await pool.grade(spec, ready))
+        grades = await pool.grade(spec, ready)
+        for sample, graded in zip(ready, grades, strict=True):
+            if graded.error is not None:
+                await self._forget(name, sample)
+        parsed = iter(grades)
         return [one if isinstance(one, Graded) else _with_answer(next(parsed), one, name) for one in answered]
 
     async def _answered(self, name: str, sample: GradedSample) -> GradedSample | Graded:
@@ -93,10 +99,9 @@ class Judges:
         if config.template is None:
             return Graded(error=f"the judge {name} has no template (reward.judges.{name}.template)", cause="refused")
         try:
-            prompt = render(config.template, sample)
+            request = _request_of(config, sample)
         except ValueError as error:
             return Graded(error=f"judge {name}: {error}", cause="refused")
-        request = request_of(prompt, config.temperature, config.max_tokens, config.extra_body)
         try:
             answer = await self._kept_or_asked(name, request, evaluation=sample.evaluation)
         except JudgeError as error:
@@ -104,10 +109,10 @@ class Judges:
         return msgspec.structs.replace(sample, judge_answer=answer.text, judge_truncated=answer.truncated)
 
     async def _kept_or_asked(self, name: str, request: Mapping[str, Any], *, evaluation: bool) -> JudgeAnswer:
-        config, judge = self._configs[name], self._judges[name]
-        if name not in self._caches or (evaluation and not config.cache_in_eval):
+        judge = self._judges[name]
+        if not self._is_cached(name, evaluation=evaluation):
             return await judge.ask(request)
-        key = key_of(config.model or "", request)
+        key = key_of(self._models[name], request)
         kept = await self._caches.get(name, key)
         if kept is not None:
             judge.counts["kept_answers"] += 1
@@ -115,6 +120,25 @@ class Judges:
         answer = await judge.ask(request)
         await self._caches.put(name, key, answer.body)
         return answer
+
+    async def _forget(self, name: str, sample: GradedSample) -> None:
+        """Remove the kept answer that had no score for a sample, so that the next request gets another one."""
+        if self._is_cached(name, evaluation=sample.evaluation):
+            request = _request_of(self._configs[name], sample)
+            await self._caches.forget(name, key_of(self._models[name], request))
+
+    def _is_cached(self, name: str, *, evaluation: bool) -> bool:
+        return name in self._caches and (self._configs[name].cache_in_eval or not evaluation)
+
+
+def _request_of(config: JudgeConfig, sample: GradedSample) -> dict[str, Any]:
+    """Build the request of a judge for a sample.
+
+    Raises:
+        ValueError: the sample has no value for a placeholder of the template.
+    """
+    prompt = render(config.template or "", sample)
+    return request_of(prompt, config.temperature, config.max_tokens, config.extra_body)
 
 
 def _with_answer(graded: Graded, sample: GradedSample, name: str) -> Graded:
@@ -134,7 +158,7 @@ async def open_judges(topology: Topology, bus: Bus) -> AsyncGenerator[Judges]:
     """
     configs = topology.reward.judges
     if not configs:
-        yield Judges({}, {}, {}, Caches({}))
+        yield Judges({}, {}, {}, Caches({}), {})
         return
     send, failures = anyio.create_memory_object_stream[EngineRequestsFailed](EVENTS_WAITING)
 
@@ -169,7 +193,8 @@ async def open_judges(topology: Topology, bus: Bus) -> AsyncGenerator[Judges]:
         }
         with closing(Caches(_cache_files(topology, bus), report)) as caches:
             async with gateway(judges) as env:
-                yield Judges(configs, judges, env if topology.reward.sandbox != "isolated" else {}, caches)
+                models = {name: _model(topology, name) for name in configs}
+                yield Judges(configs, judges, env if topology.reward.sandbox != "isolated" else {}, caches, models)
             group.cancel_scope.cancel()
 
 
@@ -201,6 +226,12 @@ def _servers(topology: Topology, name: str, bus: Bus, group: TaskGroup) -> Judge
 def _served_name(topology: Topology, engine: EngineConfig) -> str:
     named = (argument.value for argument in sglang_arguments(engine) if argument.name == "served_model_name")
     return str(next(named, model_of(topology, engine)))
+
+
+def _model(topology: Topology, name: str) -> str:
+    """Return the model of a judge: its name at a URL, or the checkpoint of its pool."""
+    pool = judge_pools(topology).get(name)
+    return topology.reward.judges[name].model or "" if pool is None else model_of(topology, topology.engines[pool])
 
 
 def _limits(topology: Topology, name: str) -> JudgeLimits:

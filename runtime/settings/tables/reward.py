@@ -40,11 +40,10 @@ class JudgeConfig(Config, frozen=True, kw_only=True):
     # Seconds that one request to the judge may take.
     timeout_s: Timeout = 60.0
     # Number of requests for one score that may fail. Then the sample fails. Requests that an engine of the pool lost
-    # because it ended do not count.
+    # because it ended do not count, nor do those that a server refused because it limits the rate.
     max_tries: Positive = 3
     # Seconds that a request may wait for an engine of the pool: for the first one, or for one in place of an engine
-    # that ended. Then the sample fails. It also bounds the time in which refusals of a server that limits the rate, and
-    # answers others, do not count as failed requests.
+    # that ended. Then the sample fails. It also bounds the wait for a server that limits the rate.
     wait_s: Timeout = 600.0
     # Number of requests that the run may send. Further samples fail. Reward actors share it equally.
     budget_requests: Positive | None = None

@@ -1,8 +1,10 @@
 """Requests to a judge: what is sent again by which cause, and what the error says."""
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from email.utils import formatdate
 from typing import Any
 
 import aiohttp
@@ -29,6 +31,7 @@ BODY: dict[str, Any] = {"messages": [{"role": "user", "content": "?"}], "max_tok
 @pytest.fixture(autouse=True)
 def retries_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("actors.reward.judging.judge.RESEND", Backoff(first_s=0.01, max_s=0.01))
+    monkeypatch.setattr("actors.reward.judging.judge.ANSWERLESS_S", 0.5)
 
 
 @asynccontextmanager
@@ -66,7 +69,6 @@ async def test_a_busy_or_odd_server_is_asked_again(first: tuple[int, Any]) -> No
 @pytest.mark.parametrize(
     ("reply", "cause", "number"),
     [
-        ((429, "slow"), "rate_limited: status 429", 3),
         ((500, "broken"), "failed: status 500", 3),
         ((200, {}), "bad_answer: no chat completion", 3),
         ((400, "no"), "refused: status 400", 1),
@@ -85,8 +87,9 @@ async def test_the_last_failure_names_cause_judge_and_server(reply: Any, cause: 
     assert [(name, count) for name, _, count in reports] == [("u (judge strict)", n) for n in (1, 2)[:number]]
 
 
-async def test_the_server_says_when_it_wants_the_next_request() -> None:
-    headers = {"Retry-After": "0.3"}
+@pytest.mark.parametrize("is_date", [False, True])
+async def test_the_server_says_when_it_wants_the_next_request(is_date: bool) -> None:
+    headers = {"Retry-After": formatdate(time.time() + 2, usegmt=True) if is_date else "0.3"}  # dates have no fractions
     async with serving(ScriptedJudge((429, ""), "7", **headers)) as scripted, judge_of(server_at(scripted)) as judge:
         began = anyio.current_time()
         await judge.ask(BODY)
@@ -315,20 +318,40 @@ async def test_the_end_of_an_actor_costs_nothing_of_the_budget(bus: Bus) -> None
                 await budgets["strict"].begin()
 
 
-async def test_a_server_that_limits_the_rate_answers_all_in_the_end() -> None:
-    """With three tries of each request, 50 at once, and eight answers in a tenth of a second."""
-    async with serving(LimitedJudge()) as limited, judge_of(server_at(limited), at_once=64) as judge:
+@pytest.mark.parametrize("retry_after", ["0.1", ""])
+@pytest.mark.parametrize("number", [9, 50])
+async def test_a_server_that_limits_the_rate_answers_all_in_the_end(number: int, retry_after: str) -> None:
+    """With eight answers in a tenth of a second; a pause without Retry-After is a hundredth."""
+    limited = LimitedJudge(**({"Retry-After": retry_after} if retry_after else {}))
+    async with serving(limited), judge_of(server_at(limited), at_once=64) as judge:
         async with anyio.create_task_group() as group:
-            for _ in range(50):
+            for _ in range(number):
                 group.start_soon(judge.ask, BODY)
-    assert judge.counts["requests"] - judge.counts["rate_limited_requests"] == 50
+    assert judge.counts["requests"] - judge.counts["rate_limited_requests"] == number
+
+
+@pytest.mark.parametrize(("answerless_s", "wait_s"), [(0.2, 600.0), (120.0, 0.2)])
+async def test_a_spent_quota_fails_a_request_after_a_while(
+    answerless_s: float, wait_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("actors.reward.judging.judge.ANSWERLESS_S", answerless_s)
+    async with serving(ScriptedJudge((429, "slow"))) as scripted, judge_of(server_at(scripted), wait_s=wait_s) as judge:
+        began = anyio.current_time()
+        with pytest.raises(JudgeError, match=r'^rate_limited: status 429: "slow" \(judge strict, u\)$'):
+            await judge.ask(BODY)
+        assert anyio.current_time() - began >= 0.2
+        num_requests = len(scripted.bodies)
+        if answerless_s < wait_s:  # the judge knows it now
+            with pytest.raises(JudgeError):
+                await judge.ask(BODY)
+            assert len(scripted.bodies) == num_requests + 1
 
 
 class LimitedJudge(ScriptedJudge):
     """Answers eight requests in each tenth of a second, and refuses the others until the next one."""
 
-    def __init__(self) -> None:
-        super().__init__("7")
+    def __init__(self, **headers: str) -> None:
+        super().__init__("7", **headers)
         self.answered: list[float] = []
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
@@ -336,6 +359,6 @@ class LimitedJudge(ScriptedJudge):
         self.answered = [time for time in self.answered if time > now - 0.1]
         if len(self.answered) == 8:
             self.bodies.append(await request.json())
-            return web.json_response({}, status=429, headers={"Retry-After": "0.1"})
+            return web.json_response({}, status=429, headers=self.headers)
         self.answered.append(now)
         return await super().answer(request)

@@ -37,9 +37,9 @@ async def asker(bus: Bus) -> AsyncGenerator[Asker]:
 
 
 @asynccontextmanager
-async def running(bus: Bus, judge: dict[str, Any], **reward: Any) -> AsyncGenerator[RewardActor]:
-    """A reward actor with the judge "digits", which has a pool unless it names a URL."""
-    engines = {"policy": {"kind": "tiny"}, "judge": {"kind": "tiny", "hf_checkpoint": "m"}}
+async def running(bus: Bus, judge: dict[str, Any], model: str = "m", **reward: Any) -> AsyncGenerator[RewardActor]:
+    """A reward actor with the judge "digits", which has a pool of this model unless it names a URL."""
+    engines = {"policy": {"kind": "tiny"}, "judge": {"kind": "tiny", "hf_checkpoint": model}}
     judges = {"digits": {"template": "{response}", "timeout_s": 1.0, **judge}}
     settings = {"processes": 1, "timeout_s": 20.0, "judges": judges, **reward}
     actor = RewardActor(topology_with(data=[], engines=engines, reward=settings), bus)
@@ -172,6 +172,33 @@ async def test_a_kept_answer_costs_no_request_and_evaluation_asks_again(
         async with running(bus, {**at(judge), "cache_bytes": 1 << 20, "cache_in_eval": True}):
             (kept,) = await asker.scores("digits", "same", own=False, evaluation=True)
     assert (evaluated.reward, kept.reward, len(judge.bodies)) == (2.0, 1.0, 2)
+
+
+async def test_an_answer_without_a_score_is_not_kept(
+    bus: Bus, asker: Asker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(RUN_DIR, str(tmp_path))
+    rewards: list[float | None] = []
+    async with (
+        serving(ScriptedJudge("none", "0.5", "0.7")) as judge,
+        running(bus, {**at(judge), "cache_bytes": 1 << 20}),
+    ):
+        for _ in range(3):
+            rewards += [score.reward for score in await asker.scores("digits", "same", own=False)]
+    assert rewards == [None, 0.5, 0.5]
+
+
+async def test_another_model_of_the_pool_has_no_kept_answers(
+    bus: Bus, asker: Asker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(RUN_DIR, str(tmp_path))
+    rewards: list[float | None] = []
+    async with serving(ScriptedJudge("0.1", "0.2")) as judge:
+        await place(bus, judge)
+        for model in ("m", "m", "other"):
+            async with running(bus, {"cache_bytes": 1 << 20}, model):
+                rewards += [score.reward for score in await asker.scores("digits", "same", own=False)]
+    assert rewards == [0.1, 0.1, 0.2]
 
 
 async def test_the_budget_of_a_run_outlasts_its_actor(bus: Bus, asker: Asker) -> None:
