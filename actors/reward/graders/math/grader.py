@@ -45,7 +45,7 @@ _SUM: Final = re.compile(  # m + n = 5 and a/b = 5 answer 5, but as labels they 
     rf"{_LETTER_NAME}(?:\+{_LETTER_NAME})+|\\frac\{{(?:{_LETTER_NAME}|[A-Z]{{2}})\}}\{{(?:{_LETTER_NAME}|[A-Z]{{2}})\}}"
     rf"|(?:{_LETTER_NAME}|[A-Z]{{2}})/(?:{_LETTER_NAME}|[A-Z]{{2}})"
 )
-_ELEMENT: Final = re.compile(r"^[A-Za-z] ?\\in(?![A-Za-z]) ?")
+_ELEMENT: Final = re.compile(r"^([A-Za-z]) ?\\in(?![A-Za-z]) ?")
 _MATRIX: Final = re.compile(
     r"\\begin\{(?P<kind>[pbBvV]?matrix|array|cases)\}(?:\{[lcr|]*\})?(?P<body>.*?)\\end\{(?P=kind)\}", re.DOTALL
 )
@@ -205,7 +205,7 @@ def _squeezed(text: str) -> str:
 
 def _by_assignment(ours: str, theirs: str) -> bool | None:
     """x = 5 equals 5 and x = 5, but not y = 5. An equation that is not an assignment equals equations alone."""
-    ours, theirs = _ELEMENT.sub("x=", ours), _ELEMENT.sub("x=", theirs)
+    ours, theirs = _ELEMENT.sub(r"\1=", ours), _ELEMENT.sub(r"\1=", theirs)
     if (residue := _RESIDUE.fullmatch(ours)) and exact_value(theirs) is not None:  # 109 (mod 1000) answers 109
         return _equal(residue[1], theirs)
     equations = _is_equation(ours), _is_equation(theirs)
