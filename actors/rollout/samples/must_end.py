@@ -69,7 +69,11 @@ def must_end(
             if not cancelled_at:
                 cancelled_at, was_halted = loop.time(), is_halted()
             if loop.time() - cancelled_at >= limit_s:
-                ends = loop.create_task(_end(key, limit_s, gives_up_nothing if was_halted else give_up))
+                problem = (
+                    f"{key}: goes on {limit_s:g} s after its cancellation, which it catches (except BaseException)"
+                )
+                given_up = gives_up_nothing if was_halted else give_up
+                ends = loop.create_task(end_process(problem, given_up, within_s=limit_s * WINDOW))
                 return
         waiting = loop.call_later(limit_s / LOOKS, look)
 
@@ -80,11 +84,10 @@ def must_end(
         waiting.cancel()
 
 
-async def _end(key: str, limit_s: float, give_up: GiveUp) -> None:
-    """Give the task up, and end the process a little later."""
-    problem = f"{key}: goes on {limit_s:g} s after its cancellation, which it catches (except BaseException)"
+async def end_process(problem: str, give_up: GiveUp = gives_up_nothing, *, within_s: float = LIMIT_S * WINDOW) -> None:
+    """Give a task up, and end the process so many seconds later, when tasks that fail with it have ended."""
     try:
-        async with asyncio.timeout(limit_s * WINDOW):
+        async with asyncio.timeout(within_s):
             await give_up(problem)
             await anyio.sleep_forever()  # until the timeout
     except TimeoutError:

@@ -21,6 +21,7 @@ import structlog
 from anyio.from_thread import BlockingPortal
 
 from actors.rollout.samples.generate_function import KEY as GENERATE_KEY
+from actors.rollout.samples.must_end import end_process
 from actors.rollout.samples.rollout_function import KEY, PromptGroup
 from actors.rollout.samples.slime_call import Call, CallSettings, Function, cancel_all
 from actors.rollout.sglang.served_model import ServedModel
@@ -34,7 +35,7 @@ from runtime.util.tracebacks import shown_error
 log = structlog.get_logger()
 
 END_S: Final = 5.0  # that a call which is ended may take; then its thread is left alone
-MAX_LEFT: Final = 8  # threads whose calls did not end; with so many, further calls fail
+MAX_LEFT: Final = 8  # threads whose calls did not end; with so many, this process ends and is started again
 
 
 class SlimeRollout:
@@ -47,6 +48,7 @@ class SlimeRollout:
         self._turn = anyio.Lock()  # calls run one at a time
         self._thread: _CallThread | None = None
         self._num_left = 0
+        self._ends: asyncio.Task[None] | None = None  # ends this process
         self._refused: Exception | None = None  # what no later call can do either
 
     async def __call__(self, given: Any) -> None:
@@ -66,8 +68,9 @@ class SlimeRollout:
     async def _run(self, groups: list[PromptGroup]) -> None:
         if self._refused is not None:
             raise self._refused
-        if self._num_left == MAX_LEFT:
-            raise ValueError(f"{MAX_LEFT} calls of the function never ended, so it is called no more")
+        if self._ends is not None:
+            with groups[0].waiting():
+                await anyio.sleep_forever()  # until the process ends; the groups come again
         thread = self._thread = self._thread or _CallThread()
         failed: Exception | None = None
         async with anyio.create_task_group() as samples:
@@ -102,6 +105,10 @@ class SlimeRollout:
             if not job.ended.is_set():
                 self._thread, self._num_left = None, self._num_left + 1
                 log.warning("call_never_ended", key=KEY, num_threads=self._num_left)
+                if self._num_left == MAX_LEFT:
+                    self._ends = asyncio.create_task(
+                        end_process(f"{KEY}: {MAX_LEFT} calls of the function never ended")
+                    )
             raise
         self._refused = self._refused or call.refused
         if self._refused is not None:
