@@ -126,6 +126,14 @@ def one_by_one(args, rollout_id, data_buffer, evaluation=False):
     return groups
 
 
+def forgets_rewards(args, rollout_id, data_buffer, evaluation=False):
+    groups = one_by_one(args, rollout_id, data_buffer)
+    for sample in groups[0]:
+        assert sample.reward == 1.0
+        sample.reward = None
+    return groups
+
+
 async def turns(args, sample, sampling_params, evaluation=False):  # a generate function for `one_by_one`
     if sample.label == "bad":
         raise KeyError(sample.index)
@@ -335,6 +343,15 @@ async def test_named_rewards_come_from_the_grader_after_the_call(bus: Bus, route
     topology = msgspec.structs.replace(topology, algorithm=named)
     ended, _ = await run_groups(bus, router_url, topology, ["1"], {"a": 1.0, "b": 2.0})
     assert [each.rewards for each in ended[0].samples] == [{"a": 1.0, "b": 2.0}] * 2
+
+
+@pytest.mark.parametrize(("function", "score"), [("one_by_one", None), ("forgets_rewards", {"a": 1.0})])
+async def test_a_reward_that_the_function_takes_back_is_graded_again_with_its_details(
+    bus: Bus, router_url: str, folder: Path, function: str, score: Any
+) -> None:
+    topology = with_function(folder, function, custom_rollout_prompts=1)
+    ended, _ = await run_groups(bus, router_url, topology, ["1"], {"a": 1.0})
+    assert [(each.reward, each.score) for each in ended[0].samples] == [(1.0, score)] * 2
 
 
 async def test_a_halted_group_runs_the_function_again_and_keeps_its_turns(
