@@ -1,5 +1,7 @@
 """Runs a user's generate function without a run, against a tiny engine of its own. For bin/try."""
 
+import asyncio
+import os
 import resource
 import sys
 import time
@@ -30,6 +32,7 @@ from actors.rollout.sglang.served_model import ServedModel
 from messages import Int32Array, Prompt, SampleKey, SamplingParams
 from runtime.bus.background import in_background
 from runtime.node.supervisor.ports import free_port
+from runtime.node.supervisor.spawn import dying_with
 from runtime.settings.derived import FilledSampling, rollout_sampling, sampling_params
 from runtime.settings.topology import Topology
 from runtime.util.tracebacks import user_frames, user_traceback
@@ -187,7 +190,13 @@ async def tiny_engine(topology: Topology, client: SglangClient) -> AsyncGenerato
     command += ["--load-format", "dummy" if topology.model.random_init else "auto"]
     url = f"http://127.0.0.1:{port}"
     with TemporaryFile() as printed:
-        process = await anyio.open_process(command, stdout=printed, stderr=printed)
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=printed,
+            stderr=printed,
+            preexec_fn=dying_with(os.getpid()),  # also if a function ends this process
+        )
         try:
             with anyio.move_on_after(START_S):
                 while process.returncode is None and not await client.ready(url):  # noqa: ASYNC110 - no event tells

@@ -1,8 +1,12 @@
 """bin/try calls a user's function as a run does and prints what it returns."""
 
 import json
+import subprocess
+import sys
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from bin import try_function
@@ -82,6 +86,11 @@ async def plays(conversation):
         conversation.reward = "1"
     if conversation.label == "blocks":
         time.sleep(0.7)
+
+async def ends_the_process(conversation):
+    import os, psutil
+    print(*[child.pid for child in psutil.Process().children()], flush=True)
+    os._exit(3)
 
 async def best_of(groups):
     for group in groups:
@@ -241,6 +250,24 @@ def test_a_generate_function_on_a_tiny_engine(
     assert "  failed: no such page\n" in fails
     assert "  failed: the reward 'reward' is '1', not a finite number\n" in as_text
     assert "it blocked the actor for 0." in blocks
+
+
+def test_a_function_that_ends_the_process_leaves_no_engine(functions: str, tmp_path: Path) -> None:
+    """Such as one that catches its cancellation for ever, which ends its process."""
+    command = (sys.executable, "-P", "bin/try_function.py", "generate", f"{functions}:ends_the_process")
+    ended = subprocess.run(
+        [*command, *on_prompts(tmp_path, "74")], capture_output=True, text=True, timeout=50, check=False
+    )
+    assert ended.returncode == 3, ended.stderr
+    engine = int(ended.stdout)
+    assert wait_until_gone(engine, timeout_s=20)
+
+
+def wait_until_gone(pid: int, *, timeout_s: float) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        return process.status() == psutil.STATUS_ZOMBIE or bool(psutil.wait_procs([process], timeout=timeout_s)[0])
+    return True
 
 
 def on_prompts(tmp_path: Path, *labels: str, topology: str = "topologies/laptop.toml") -> tuple[str, ...]:

@@ -59,7 +59,7 @@ class Child:
                     env=environment,
                     pass_fds=kept_open,
                     start_new_session=True,
-                    preexec_fn=_dying_with(os.getpid()),  # between fork and exec: one system call, no lock
+                    preexec_fn=dying_with(os.getpid()),  # between fork and exec: one system call, no lock
                 )
             )
         except BaseException:
@@ -157,10 +157,12 @@ async def _shielded(start: Awaitable[asyncio.subprocess.Process]) -> asyncio.sub
     raise AssertionError(scope)  # a shielded scope swallows no exception
 
 
-def _dying_with(daemon: int) -> Callable[[], None]:
+def dying_with(parent: int) -> Callable[[], None]:
+    """Return what a child calls between fork and exec, to be killed when its parent ends."""
+
     def prepare() -> None:
         _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != daemon:  # the daemon died before prctl
+        if os.getppid() != parent:  # it died before prctl
             os._exit(1)
 
     return prepare
