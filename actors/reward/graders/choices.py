@@ -9,6 +9,7 @@ from actors.reward.graders.boxed import last_boxed
 
 DEFAULT_LETTERS: Final = string.ascii_uppercase[:10]
 LOOK_BACK: Final = 40  # characters before a letter that may deny it
+MAX_SAID: Final = 5  # statements of one line, each within the one before
 
 _TAG: Final = re.compile(r"(?i)<(/?)answer>")
 _MARKUP: Final = re.compile(
@@ -211,7 +212,7 @@ def _said_texts(text: str, lines: Sequence[str]) -> list[str]:
     """What a text states as its answer, without the reason after it; and its last line."""
     said = [match["rest"] for match in _SAID.finditer(text)][-1:]
     is_list = len({match["letter"] for line in lines if (match := _LABELLED.match(line))}) > 1
-    while said and (inner := _SAID.search(said[-1])):  # B is no answer; the answer is C
+    while 0 < len(said) < MAX_SAID and (inner := _SAID.search(said[-1])):  # B is no answer; the answer is C
         said.append(inner["rest"])
     said += [] if is_list and _LABELLED.match(lines[-1]) else [lines[-1]]
     return [part for each in said for part in (each, _REASON.split(each)[0])]

@@ -147,6 +147,7 @@ def test_a_response_that_repeats_a_sign_costs_no_more_than_another() -> None:
     start = time.process_time()
     assert numeric(r"\boxed{" * 20_000, "72") == 0
     assert gpqa("→" * 30_000, "B") == 0
+    assert gpqa("the answer is " * 5_000 + "B", "B", {"choices": ["12", "7"]}) == 0
     assert program_in("~" * 30_000) == "~" * 30_000
     assert not dapo("Answer: 1" + r"^\circ" * 40 + "!", "42")["acc"]
     assert not dapo("Answer: 1" + "米" * 200 + "!", "42")["acc"]
