@@ -26,11 +26,11 @@ GiveUp = Callable[[str], Awaitable[None]]  # ends a task with the reason why it 
 
 
 async def gives_up_nothing(_reason: str) -> None:
-    """There is no task, as in bin/try."""
+    """Do nothing: bin/try, for example, has no tasks."""
 
 
 def never_halted() -> bool:
-    """What runs belongs to no round."""
+    """Return False, for what belongs to no round."""
     return False
 
 
