@@ -44,8 +44,8 @@ class Judge:
     for `wait_s` at most. Timeouts, busy servers and unreadable answers count as tries.
 
     A server that limits the rate gets no request until the time that it says. Fewer requests are then in flight, and
-    one more after as many answers. Its refusals are no tries. A request fails by them once the server has answered
-    nothing for ANSWERLESS_S, or `wait_s` after its first refusal.
+    one more after as many answers. Its refusals do not count as tries. A request fails by them once the server has
+    answered nothing for ANSWERLESS_S, or `wait_s` after its first refusal.
     """
 
     def __init__(
@@ -107,7 +107,8 @@ class Judge:
         waiting_since = anyio.current_time()
         while True:
             failed = server = await self._next_server(failed, waiting_since)
-            while (held := self._held.get(server.name, -math.inf)) > anyio.current_time():  # noqa: ASYNC110 - a refusal may move it
+            # Another refusal may move the time meanwhile
+            while (held := self._held.get(server.name, -math.inf)) > anyio.current_time():  # noqa: ASYNC110
                 await anyio.sleep_until(held)
             try:
                 return await self._send(server, request)

@@ -23,7 +23,7 @@ _TOKEN: Final = re.compile(
 
 
 class _OtherError(Exception):
-    """A text is no quotient of polynomials."""
+    """A text is not a quotient of polynomials."""
 
 
 def equal_powers(ours: str, theirs: str) -> bool:

@@ -45,7 +45,7 @@ def other_readings(response: str, label: str, ours: str, theirs: str) -> Iterato
 
 
 def _lists(response: str, label: str, ours: str, theirs: str) -> Iterator[list[Pair]]:
-    """100,200 is the list 100, 200 of the other side. 1,000 is no list of 1 and 0."""
+    """100,200 is the list 100, 200 of the other side. 1,000 is not a list of 1 and 0."""
     apart = normal(response, joined=False), normal(label, joined=False)
     if (apart[0] == ours) != (apart[1] == theirs) and not any(map(_LEADING_ZERO.search, apart)):
         yield [apart]
