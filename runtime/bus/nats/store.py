@@ -207,12 +207,14 @@ class Store:
         connection.check_size(subject, payload, headers)
         deadline = connection.time() + self._limits.publish_timeout_s
         failures = 0
+        failure: BusError | None = None
         while True:
             try:
                 attempt_s = connection.attempt_time(deadline, failures)
                 answer = await connection.request(subject, payload, headers, attempt_s)
             except (Disconnected, AttemptTimeout, NoResponders) as error:
-                failure: BusError = error
+                if failure is None or connection.time() < deadline:
+                    failure = error  # at the deadline it may have had 1 ms: the failure before says why
             else:
                 response = _answer_decoder.decode(answer.data)
                 if response.error is None:

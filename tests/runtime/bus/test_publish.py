@@ -11,6 +11,7 @@ from messages import Plane, PromptsLoaded, ScoreRequested
 from runtime.bus.bus import Bus
 from runtime.bus.errors import AlreadyQueued, BusUnavailable, PublishTimeout, StreamFull
 from runtime.bus.limits import BusLimits
+from runtime.bus.nats.connection import AttemptTimeout, Headers, RawMessage
 from tests.fixtures.nats import TEST_LIMITS, TEST_STREAMS, NatsServer, eventually, group_failed, score_request
 
 pytestmark = pytest.mark.anyio
@@ -110,6 +111,28 @@ async def test_a_full_stream_makes_the_writer_wait_and_then_fail(bus: Bus, short
     with pytest.raises(StreamFull, match="maximum bytes"):
         await short_bus.publish(large)
     assert 0.1 < time.monotonic() - begun < 10  # the pauses before the deadline are drawn
+
+
+async def test_a_last_attempt_without_time_for_an_answer_hides_no_reason(
+    bus: Bus, short_bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await bus.ensure_streams(msgspec.structs.replace(TEST_STREAMS, event_bytes=10_000))
+    large = PromptsLoaded(data="x" * 6_000, num_prompts=1, num_too_long=0, took_s=0)
+    await short_bus.publish(large)
+    connection = short_bus._connection
+    request, times = connection.request, list[float]()
+
+    async def answered_once(subject: str, payload: bytes, headers: Headers | None, timeout_s: float) -> RawMessage:
+        times.append(timeout_s)
+        if len(times) == 1:
+            return await request(subject, payload, headers, timeout_s)
+        await anyio.sleep(SHORT.publish_timeout_s)
+        raise AttemptTimeout("no answer")
+
+    monkeypatch.setattr(connection, "request", answered_once)
+    with pytest.raises(StreamFull, match="maximum bytes"):
+        await short_bus.publish(large)
+    assert len(times) == 2
 
 
 async def test_a_full_stream_takes_the_message_once_there_is_room(bus: Bus) -> None:
