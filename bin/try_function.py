@@ -204,6 +204,8 @@ def _prompts(args: argparse.Namespace, *overrides: str) -> tuple["Topology", lis
         raise WrongInput("--topology FILE and --on FILE are needed: the model, and a file of prompts")
     topology = load_topology(args.topology, [*args.set, *overrides]).topology
     rows = [_decoded(args.on, number, line, GenerateRow) for number, line in enumerate(_lines(args.on), 1) if line]
+    if not rows:
+        raise WrongInput(f"{args.on}: holds no prompt; expected a JSON object in each line")
     return topology, rows[: args.limit]
 
 

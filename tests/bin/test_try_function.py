@@ -228,6 +228,16 @@ def test_a_row_without_a_response_is_named(functions: str, tmp_path: Path, capsy
     assert (code, "bad.jsonl:2: expected an object with the text `response`" in text) == (2, True)
 
 
+@pytest.mark.parametrize("kind", ["generate", "rollout", "evaluation"])
+def test_a_file_without_a_prompt_is_refused(
+    kind: str, functions: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty.jsonl").write_text("\n")
+    empty = str(tmp_path / "empty.jsonl")
+    code, text = said(capsys, kind, f"{functions}:any", "--on", empty, "--topology", "topologies/laptop.toml")
+    assert (code, "empty.jsonl: holds no prompt; expected a JSON object in each line" in text) == (2, True), text
+
+
 def test_a_generate_function_on_a_tiny_engine(
     functions: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
