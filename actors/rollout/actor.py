@@ -33,7 +33,7 @@ from actors.rollout.requests.watching import TokenTimeouts, Watchdog
 from actors.rollout.samples.conversation import Conversation
 from actors.rollout.samples.evaluation_function import find_evaluation_function
 from actors.rollout.samples.failures import policy_of
-from actors.rollout.samples.generate_function import find_generate_function
+from actors.rollout.samples.generate_function import find_generate_function, find_keyed_function
 from actors.rollout.samples.rollout_function import RolloutCalls, find_rollout_function
 from actors.rollout.samples.scoring import Scorer
 from actors.rollout.samples.slime_rollout import slime_rollout
@@ -178,7 +178,7 @@ class RolloutActor(Actor):
             if rollout.startswith(PREFIX):
                 self._custom_rollout = slime_rollout(self._custom_rollout, topology, self._model)
         self._eval_generate = {
-            item.name: find_generate_function(item.custom_generate, (Path.cwd(),), key=f"eval.{index}.custom_generate")
+            item.name: find_keyed_function(f"eval.{index}.custom_generate", item.custom_generate, (Path.cwd(),))
             for index, item in enumerate(topology.eval)
             if item.custom_generate is not None
         }

@@ -15,7 +15,9 @@ import msgspec
 
 from actors.rollout.samples.conversation import FunctionRaised, GenerateFunction
 from actors.rollout.samples.evaluation_function import SetEvaluation, find_evaluation_function
-from actors.rollout.samples.generate_function import find_generate_function
+from actors.rollout.samples.generate_function import KEY as GENERATE_KEY
+from actors.rollout.samples.generate_function import KeyedFunction, find_keyed_function
+from actors.rollout.samples.rollout_function import KEY as ROLLOUT_KEY
 from actors.rollout.samples.rollout_function import PromptGroup, RolloutCalls, find_rollout_function, one_turn
 from actors.rollout.samples.sample import OpenSample, fresh_samples
 from actors.rollout.samples.slime_rollout import slime_rollout
@@ -59,7 +61,9 @@ async def try_rollout(rows: Sequence[GenerateRow], topology: Topology, grade: Gr
     """
     name, config, here = topology.rollout.custom_rollout or "", topology.rollout, (Path.cwd(),)
     function = find_rollout_function(name, here, num_prompts=config.custom_rollout_prompts)
-    default = one_turn if config.custom_generate is None else find_generate_function(config.custom_generate, here)
+    default = KeyedFunction(GENERATE_KEY, one_turn)
+    if config.custom_generate is not None:
+        default = find_keyed_function(GENERATE_KEY, config.custom_generate, here)
     number, limit_s = config.n_samples_per_prompt, config.custom_generate_timeout_s
     async with _trying(rows, topology, grade) as (trial, run):
         if name.startswith(PREFIX):
@@ -69,15 +73,16 @@ async def try_rollout(rows: Sequence[GenerateRow], topology: Topology, grade: Gr
         trial.samples = [fresh_samples(number, prompt.prompt_ids) for prompt in trial.prompts]
 
         async def run_group(place: int, own: GroupSlots) -> None:
-            async def run_sample(sample: OpenSample, generate: GenerateFunction) -> None:
+            async def run_sample(sample: OpenSample, generate: GenerateFunction | None) -> None:
                 await own.take()
                 try:
-                    await run.sample(place, sample, generate)
+                    own_function = default if generate is None else KeyedFunction(ROLLOUT_KEY, generate)
+                    await run.sample(place, sample, own_function)
                 finally:
                     own.give_back()
 
             task = _task_of(place, trial.prompts[place], topology)
-            group = PromptGroup(trial.samples[place], run_sample, default, slots=own, task=task)
+            group = PromptGroup(trial.samples[place], run_sample, slots=own, task=task)
             try:
                 await calls.run(function, group, 0)
             except (ValueError, EngineError) as error:
@@ -99,15 +104,18 @@ async def try_evaluation(rows: Sequence[GenerateRow], topology: Topology, grade:
     """
     config, key, here = topology.eval[0], "eval.0.custom_evaluation", (Path.cwd(),)
     function = find_evaluation_function(key, config.custom_evaluation or "", here)
-    name = config.custom_generate or topology.rollout.custom_generate
-    default = one_turn if name is None else find_generate_function(name, here)
+    default, of_all = KeyedFunction(GENERATE_KEY, one_turn), topology.rollout.custom_generate
+    if config.custom_generate is not None:
+        default = find_keyed_function("eval.0.custom_generate", config.custom_generate, here)
+    elif of_all is not None:
+        default = find_keyed_function(GENERATE_KEY, of_all, here)
     async with _trying(rows, topology, grade, evaluation=True) as (trial, run):
         trial.samples = [[] for _ in trial.prompts]
 
         async def run_sample(item: int, sample: OpenSample, generate: GenerateFunction | None) -> None:
             trial.samples[item].append(sample)
             try:
-                await run.sample(item, sample, generate or default)
+                await run.sample(item, sample, default if generate is None else KeyedFunction(key, generate))
             except ValueError as error:  # it costs this sample alone
                 sample.give_up(str(error))
                 trial.trace = trial.trace or _trace_of(error)
@@ -144,7 +152,7 @@ class _Samples:
         self._evaluation = evaluation
         self._sampling = eval_sampling(topology, topology.eval[0]) if evaluation else rollout_sampling(topology)
 
-    async def sample(self, place: int, sample: OpenSample, function: GenerateFunction) -> None:
+    async def sample(self, place: int, sample: OpenSample, own: KeyedFunction) -> None:
         """Generate a sample, and grade it if its function did not."""
         prompt = self._prompts[place]
 
@@ -152,8 +160,8 @@ class _Samples:
             return await self._grade(_with_text(prompt, other), sample.index, text, "completed")
 
         trial = self._open_trial()
-        talk = trial.open(prompt, sample, self._sampling, evaluation=self._evaluation, grade=grade)
-        status = await talk.run(function)
+        talk = trial.open(prompt, sample, self._sampling, evaluation=self._evaluation, grade=grade, key=own.key)
+        status = await talk.run(own.function)
         if status is SampleStatus.FAILED or talk.starts_again:
             sample.give_up(f"{talk.key}: {talk.reason or 'aborted: in a run it starts again'}")
             return

@@ -21,7 +21,7 @@ import msgspec
 from actors.rollout.requests.request import SampleInput
 from actors.rollout.samples.context import Context
 from actors.rollout.samples.conversation import Conversation, GenerateFunction, Grade, grade_nothing
-from actors.rollout.samples.generate_function import find_generate_function
+from actors.rollout.samples.generate_function import KEY, find_generate_function
 from actors.rollout.samples.generating import sampling_seed
 from actors.rollout.samples.sample import OpenSample
 from actors.rollout.sglang.body import generate_body
@@ -139,6 +139,7 @@ class Trial:
         *,
         evaluation: bool = False,
         grade: Grade = grade_nothing,
+        key: str = KEY,
     ) -> Conversation:
         """Open the conversation of a sample of the prompt."""
         ids, self._row = prompt.prompt_ids, prompt.row
@@ -153,6 +154,7 @@ class Trial:
             limit_s=self._limit_s,
             evaluation=evaluation,
             grade=grade,
+            key=key,
         )
 
     async def _ask(self, sample: OpenSample, params: SamplingParams, limit: int) -> bool:

@@ -12,7 +12,7 @@ from typing import Final
 
 from actors.rollout.samples.arguments import checked_ids, checked_text, shown_ids
 from actors.rollout.samples.context import NO_POOLS, Ask, AskPool, Context, FunctionRun, Keep
-from actors.rollout.samples.generate_function import KEY
+from actors.rollout.samples.generate_function import KEY, WrongCall, call_async
 from actors.rollout.samples.must_end import GiveUp, gives_up_nothing, must_end
 from actors.rollout.samples.sample import FINISHED, OpenSample, tokens_left
 from actors.rollout.sglang.errors import EngineError
@@ -71,6 +71,7 @@ class Conversation(Context):
         grade: Grade = grade_nothing,
         pools: Mapping[str, AskPool] = NO_POOLS,
         give_up: GiveUp = gives_up_nothing,
+        key: str = KEY,
     ) -> None:
         if not sample.buffer.num_tokens:  # an earlier start of the function may have begun with another prompt
             sample.own_prompt, sample.prompt_len = None, len(prompt.prompt_ids)
@@ -79,7 +80,7 @@ class Conversation(Context):
         self.sampling, self.evaluation = params, evaluation
         self._grade, self._give_up = grade, give_up
         self.starts_again = False  # the function asks for another start from the prompt
-        self.reason, self.key = "", KEY  # why it failed, and the setting whose function says so
+        self.reason, self.key = "", key  # why it failed, and the setting that brought the function
         self._end: SampleStatus | None = None  # that the function set
         self._opened: list[Context] = []
         self._has_begun = False
@@ -197,16 +198,19 @@ class Conversation(Context):
         run = self._run
         run.let_work()
         failed: BaseException | None = None
+        refused: WrongCall | None = None
         task = asyncio.current_task()
         assert task is not None
         num_cancellations = task.cancelling()
         with run.scope:
             try:
                 is_halted, is_waiting = lambda: run.halted, lambda: run.is_waiting
-                with must_end(KEY, run.scope, is_waiting, give_up=self._give_up, is_halted=is_halted):
-                    await function(self)
+                with must_end(self.key, run.scope, is_waiting, give_up=self._give_up, is_halted=is_halted):
+                    await call_async(function, self, counts="what it does with its conversation counts")
             except EngineError:  # an error of this project, raised through the function
                 raise
+            except WrongCall as error:
+                refused = error
             except BaseException as error:
                 if is_cancelled(error):
                     raise
@@ -216,15 +220,17 @@ class Conversation(Context):
         if run.bus_error is not None:
             raise run.bus_error
         if self._was_ended:
-            failed = None  # it raised because it was ended, as clean-up may that is cancelled
+            failed = refused = None  # it raised because it was ended, as clean-up may that is cancelled
         conversations = self.all
         try:
             for each in conversations:
                 each.settle()
         except (TypeError, ValueError) as error:
             failed = failed or error
+        if run.mismatch is None and refused is not None:
+            raise ValueError(f"{self.key}: {refused}")
         if run.mismatch is None and failed is not None:
-            raise FunctionRaised(f"{KEY}: {shown_error(failed)}") from failed
+            raise FunctionRaised(f"{self.key}: {shown_error(failed)}") from failed
         self._check_end(conversations)
         if run.over is None and run.mismatch is None:
             run.mismatch = self._left_out(conversations)
@@ -276,13 +282,13 @@ class Conversation(Context):
         ended_early = self._end in (SampleStatus.ABORTED, SampleStatus.FAILED)
         cut_off = not ended_early and any(each.is_cut_off for each in conversations)
         if not was_cancelled and (cut_off or any(each.asking for each in conversations)):
-            raise ValueError(f"{KEY}: ended in the middle of a turn")
+            raise ValueError(f"{self.key}: ended in the middle of a turn")
         if was_cancelled and run.halted:
             run.over = run.over or SampleStatus.ABORTED
         if was_cancelled and run.over is None:
-            raise ValueError(f"{KEY}: took more than {run.limit_s:g} s outside of generate and grade")
+            raise ValueError(f"{self.key}: took more than {run.limit_s:g} s outside of generate and grade")
         if run.over is None and not ended_early and not any(each.num_turns for each in conversations):
-            raise ValueError(f"{KEY}: ended without a turn of the model: it never called generate")
+            raise ValueError(f"{self.key}: ended without a turn of the model: it never called generate")
 
     def _left_out(self, conversations: Sequence[Context]) -> str | None:
         """Return what an earlier run of the function did and this one did not; None: nothing."""

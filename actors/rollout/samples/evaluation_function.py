@@ -16,6 +16,7 @@ import anyio
 import anyio.lowlevel
 
 from actors.rollout.samples.conversation import GenerateFunction, is_cancelled
+from actors.rollout.samples.generate_function import WrongCall, call_async
 from actors.rollout.samples.must_end import GiveUp, gives_up_nothing, must_end
 from actors.rollout.samples.rollout_function import GeneratedSample
 from actors.rollout.samples.sample import OpenSample
@@ -150,9 +151,9 @@ class SetEvaluation:
         with self._scope:
             try:
                 with must_end(self._key, self._scope, lambda: self.is_waiting, give_up=self._give_up):
-                    returned: object = await function(self)
-                if returned is not None:
-                    reason = f"returned {returned!r:.200}; expected nothing: the samples that it asked for count"
+                    await call_async(function, self, counts="the samples that it asked for count")
+            except WrongCall as error:
+                reason = str(error)
             except BaseException as error:
                 if is_cancelled(error):
                     raise

@@ -13,8 +13,9 @@ from actors.rollout.pools.answering import AnsweringPool, PoolTurn
 from actors.rollout.requests.request import GenerateRequest, SampleInput
 from actors.rollout.requests.verdict import Outcome
 from actors.rollout.samples.conversation import Conversation, GenerateFunction
-from actors.rollout.samples.generate_function import KEY, is_deterministic
+from actors.rollout.samples.generate_function import KEY, KeyedFunction, is_deterministic
 from actors.rollout.samples.partial import SegmentStore
+from actors.rollout.samples.rollout_function import KEY as ROLLOUT_KEY
 from actors.rollout.samples.rollout_function import one_turn
 from actors.rollout.samples.sample import FINISHED, OpenSample, tokens_left
 from actors.rollout.samples.scoring import grade_text
@@ -41,7 +42,7 @@ class Generation:
         self._function = tools.generate_function(task.eval_set)
         rollout = tools.rollout_function(task.eval_set)
         if self._function is None and rollout is not None:
-            self._function = one_turn
+            self._function = KeyedFunction(KEY, one_turn)
         self._reopens_all = getattr(rollout, "reopens_samples", False)
         self._store = store
         self._conversations: list[Conversation] = []
@@ -68,16 +69,16 @@ class Generation:
         """Send the common request of a batch. `run` completes each of its samples."""
         await self._send(samples, self._params(samples[0]))
 
-    @property
-    def function(self) -> GenerateFunction | None:
-        """The generate function of a sample by default."""
-        return self._function
-
     async def run(self, sample: OpenSample, function: GenerateFunction | None = None) -> None:
-        """Generate a sample to its end, over as many requests as needed, or until the round is halted."""
-        function = function or self._function
-        if function is not None:
-            await self._converse(sample, function)
+        """Generate a sample to its end, over as many requests as needed, or until the round is halted.
+
+        Args:
+            sample: of the group.
+            function: that the rollout function chose for it; None: the one of the recipe, or none.
+        """
+        own = self._function if function is None else KeyedFunction(ROLLOUT_KEY, function)
+        if own is not None:
+            await self._converse(sample, own)
             return
         while self._is_open(sample) and await self._send([sample], self._params(sample)):
             await self._store.flush()
@@ -109,24 +110,25 @@ class Generation:
             part.status, part.reward, part.own_score = SampleStatus.ABORTED, None, None
         return True
 
-    async def _converse(self, sample: OpenSample, function: GenerateFunction) -> None:
+    async def _converse(self, sample: OpenSample, own: KeyedFunction) -> None:
         """Generate a sample turn by turn with the user-defined function, which may begin again from the prompt."""
         for num_starts in range(1, MAX_STARTS + 1):
-            conversation = await self._run_function(function, sample)
+            conversation = await self._run_function(own, sample)
             if conversation is None or not conversation.starts_again:
                 return
             reason = conversation.mismatch or conversation.reason or "the function aborted it"
-            if conversation.mismatch is not None and is_deterministic(function):
-                sample.give_up(f"{KEY}: it is marked deterministic, and did something else when it ran again: {reason}")
+            if conversation.mismatch is not None and is_deterministic(own.function):
+                did = "it is marked deterministic, and did something else when it ran again"
+                sample.give_up(f"{own.key}: {did}: {reason}")
                 return
             if num_starts == MAX_STARTS and conversation.mismatch is None:
-                sample.give_up(f"{KEY}: aborted {MAX_STARTS} times, last: {reason}")
+                sample.give_up(f"{own.key}: aborted {MAX_STARTS} times, last: {reason}")
                 return
             log.warning("sample_starts_again", index=sample.index, reason=reason)
             await self._store.start_again(sample)
-        sample.give_up(f"{KEY}: it did something else each time it ran again")
+        sample.give_up(f"{own.key}: it did something else each time it ran again")
 
-    async def _run_function(self, function: GenerateFunction, sample: OpenSample) -> Conversation | None:
+    async def _run_function(self, own: KeyedFunction, sample: OpenSample) -> Conversation | None:
         """Run the function once; return its conversation, None if the round was halted before."""
         if self._halted:
             return None
@@ -143,11 +145,12 @@ class Generation:
             grade=partial(grade_text, self._tools.scorer, self._task, sample.index),
             pools={name: partial(self._ask_pool, pool) for name, pool in self._tools.function_pools.items()},
             give_up=self._task.give_up,
+            key=own.key,
         )
         self._conversations.append(conversation)
         self._tools.conversations.add(conversation)
         try:
-            status = await conversation.run(function)
+            status = await conversation.run(own.function)
         finally:
             self._tools.conversations.discard(conversation)
             self._conversations.remove(conversation)

@@ -10,7 +10,7 @@ from actors.rollout.pools.columns import SampleColumns
 from actors.rollout.samples.conversation import GenerateFunction
 from actors.rollout.samples.generating import Generation
 from actors.rollout.samples.partial import SegmentStore
-from actors.rollout.samples.rollout_function import PromptGroup, RolloutFunction, one_turn
+from actors.rollout.samples.rollout_function import PromptGroup, RolloutFunction
 from actors.rollout.samples.sample import OpenSample
 from actors.rollout.samples.scoring import SampleScoring
 from actors.rollout.samples.slots import GroupSlots
@@ -136,11 +136,10 @@ class GroupRun:
     async def _run_rollout_function(self, function: RolloutFunction, slots: GroupSlots) -> None:
         """Generate the samples in the order of a user's function."""
 
-        async def run_sample(sample: OpenSample, generate: GenerateFunction) -> None:
+        async def run_sample(sample: OpenSample, generate: GenerateFunction | None) -> None:
             await self._run_sample(sample, slots, generate)
 
-        default = self._generation.function or one_turn
-        self._prompt_group = PromptGroup(self._samples, run_sample, default, slots=slots, task=self._task)
+        self._prompt_group = PromptGroup(self._samples, run_sample, slots=slots, task=self._task)
         if self._halted:
             self._prompt_group.halt()
         of = self._task.round, self._task.eval_set, self._task.min_version if self._task.round is None else None

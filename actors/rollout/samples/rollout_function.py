@@ -16,6 +16,7 @@ from typing import Any, Final
 import anyio
 
 from actors.rollout.samples.conversation import Conversation, FunctionRaised, GenerateFunction, is_cancelled
+from actors.rollout.samples.generate_function import WrongCall, call_async
 from actors.rollout.samples.must_end import must_end
 from actors.rollout.samples.sample import OpenSample
 from actors.rollout.samples.slots import GroupSlots
@@ -30,7 +31,7 @@ from runtime.util.tracebacks import shown_error
 
 KEY: Final = "rollout.custom_rollout"
 
-RunSample = Callable[[OpenSample, GenerateFunction], Awaitable[None]]
+RunSample = Callable[[OpenSample, GenerateFunction | None], Awaitable[None]]  # with the function of the recipe, or one
 RolloutFunction = Callable[[Any], Awaitable[None]]  # gets a prompt group, or a list of them
 
 GATHER_S: Final = 1.0  # that the first group of a call waits for others
@@ -93,7 +94,6 @@ class PromptGroup:
         self,
         samples: Sequence[OpenSample],
         run_sample: RunSample,
-        default: GenerateFunction = one_turn,
         *,
         slots: GroupSlots,
         task: GroupTask,
@@ -102,7 +102,7 @@ class PromptGroup:
         self.prompt, self.label, self.metadata = prompt.text, deepcopy(prompt.label), deepcopy(prompt.metadata)
         self.num_samples = len(samples)
         self._samples = samples
-        self._run_sample, self._default = run_sample, default
+        self._run_sample = run_sample
         self._slots = slots
         self._begun: set[int] = set()
         self._error: Exception | None = None  # of this project, raised through the function, which may have caught it
@@ -122,7 +122,7 @@ class PromptGroup:
         call.begin()
         try:
             if not _has_ended(sample):  # before an earlier halt
-                await self._run_sample(sample, function or self._default)
+                await self._run_sample(sample, function)
         except (BusError, EngineError) as error:
             self._error = self._error or error
             raise
@@ -290,7 +290,10 @@ class _Call:
         try:
             is_halted, is_waiting = lambda: self.is_halted, lambda: self._num_running > 0
             with must_end(KEY, self._scope, is_waiting, give_up=self._give_up, is_halted=is_halted):
-                await function(list(self.groups) if self._takes_list else self.groups[0])
+                given = list(self.groups) if self._takes_list else self.groups[0]
+                await call_async(function, given, counts="the samples that it generates count")
+        except WrongCall as error:
+            self.error = ValueError(f"{KEY}: {error}")
         except BaseException as error:
             if is_cancelled(error):
                 raise

@@ -300,7 +300,6 @@ class _HeldSample:
         return request.answer
 
     async def _hold(self, conversation: Conversation) -> None:
-        conversation.key = KEY
         if self.router is not None:  # the function has gone on, and cannot begin again
             conversation.end("failed", "the function did something else when it ran again")
             return

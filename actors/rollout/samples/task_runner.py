@@ -16,6 +16,7 @@ from actors.rollout.engines.target import TargetWeights
 from actors.rollout.samples.conversation import FunctionRaised, GenerateFunction
 from actors.rollout.samples.endings import Ending, Endings, publish_eval
 from actors.rollout.samples.evaluation_function import SetEvaluation
+from actors.rollout.samples.generate_function import KeyedFunction
 from actors.rollout.samples.group import GroupRun
 from actors.rollout.samples.must_end import GiveUp
 from actors.rollout.samples.partial import Inheritance
@@ -359,7 +360,8 @@ class TaskRunner:
         async def run_sample(item: int, sample: OpenSample, function: GenerateFunction | None) -> None:
             own = tools
             if function is not None:
-                own = replace(tools, eval_generate={**tools.eval_generate, task.set: function})
+                chosen = {task.set: KeyedFunction(key, function)}
+                own = replace(tools, eval_generate={**tools.eval_generate, **chosen})
             await self._run_eval_sample(own, items[item], sample, give_up)
 
         async def give_up(reason: str) -> None:

@@ -9,6 +9,7 @@ from actors.rollout.requests.sending import Generator
 from actors.rollout.samples.conversation import Conversation, GenerateFunction
 from actors.rollout.samples.evaluation_function import EvaluationFunction
 from actors.rollout.samples.failures import FailurePolicy
+from actors.rollout.samples.generate_function import KEY, KeyedFunction
 from actors.rollout.samples.rollout_function import RolloutCalls, RolloutFunction
 from actors.rollout.samples.scoring import Scorer
 from actors.rollout.sglang.served_model import ServedModel
@@ -30,7 +31,7 @@ class GroupDependencies:
     policy: FailurePolicy  # what a sample does whose score failed
     reward_keys: tuple[str, ...]  # names of the rewards that a training sample's score must hold
     conversations: set[Conversation]  # conversations with a running function
-    eval_generate: Mapping[str, GenerateFunction] = field(default_factory=dict[str, GenerateFunction])  # by set
+    eval_generate: Mapping[str, KeyedFunction] = field(default_factory=dict[str, KeyedFunction])  # by set
     eval_functions: Mapping[str, EvaluationFunction] = field(default_factory=dict[str, EvaluationFunction])  # by set
     custom_rollout: RolloutFunction | None = None  # user-defined function for all samples of a group
     rollout_calls: RolloutCalls = field(default_factory=RolloutCalls)  # of that function
@@ -40,9 +41,10 @@ class GroupDependencies:
     function_pools: AnsweringPools = field(default_factory=dict[str, AnsweringPool])  # for turns of generate functions
     pools_of: PoolsOf = no_pools  # the pools that compute columns of the samples of a data source
 
-    def generate_function(self, eval_set: str | None) -> GenerateFunction | None:
+    def generate_function(self, eval_set: str | None) -> KeyedFunction | None:
         """The function of training samples (None), or that of an evaluation set."""
-        return self.custom_generate if eval_set is None else self.eval_generate.get(eval_set, self.custom_generate)
+        default = None if self.custom_generate is None else KeyedFunction(KEY, self.custom_generate)
+        return default if eval_set is None else self.eval_generate.get(eval_set, default)
 
     def rollout_function(self, eval_set: str | None) -> RolloutFunction | None:
         """The function for all samples of a group. Evaluation sets with a function of their own have none."""

@@ -36,6 +36,10 @@ async def talks_once(conversation: Conversation) -> None:
     await conversation.generate()
 
 
+async def returns_its_text(conversation: Conversation) -> str:
+    return await conversation.generate()
+
+
 async def chatters_without_end(conversation: Conversation) -> None:
     while True:
         await conversation.generate()

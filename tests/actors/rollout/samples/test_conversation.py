@@ -22,6 +22,7 @@ from messages import (
     ScoreRequested,
     Segment,
     SegmentsPublished,
+    UserFunctionRaised,
 )
 from runtime.bus.bus import Bus
 from runtime.settings.topology import Topology
@@ -150,6 +151,7 @@ async def test_a_conversation_without_end_is_truncated_where_there_is_no_more_ro
         ("awaits_what_was_cancelled", "CancelledError()"),
         ("hangs", "took more than 0.3 s outside of generate"),
         ("talks_twice_in_a_row", "two turns in a row"),
+        ("returns_its_text", "returns_its_text returned '1 2 3 4'; expected nothing: what it does with its"),
         ("never_asks", "ended without a turn of the model: it never called generate"),
         ("asks_for_nothing", "max_new_tokens = 0: a turn has at least 1 token"),
         ("stops_at_letters", "stop = '</add>': write a list of texts"),
@@ -204,6 +206,26 @@ async def test_an_evaluation_set_may_have_a_function_of_its_own(bus: Bus, router
                 turns[name] = len(engine.requests) - sum(turns.values())
         group.cancel_scope.cancel()
     assert turns == {"own": 1, "other": 3}
+
+
+async def test_errors_of_an_evaluation_name_the_key_of_its_function(bus: Bus, router_url: str) -> None:
+    sets = [{"name": name, "path": "none", "interval": 1} for name in ("other", "own")]
+    own = "tests.actors.rollout.samples.generate_functions:raises"
+    topology = topology_with(eval=[sets[0], {**sets[1], "custom_generate": own}])
+    prompt = one_sample()
+    asked = EvalRequested(
+        step=0, set="own", item=0, version=1, prompt=prompt.prompt, num_samples=1, sampling=prompt.sampling
+    )
+    async with serving(ScriptedEngine()) as engine, rollout_actor(bus, router_url, [engine], topology):
+        await bus.publish(announcement(1))
+        await bus.publish(asked)
+        raised, _ = await next_event(bus, UserFunctionRaised)
+    assert isinstance(raised, UserFunctionRaised)
+    assert raised.function == "eval.1.custom_generate"
+
+
+def test_the_check_names_the_key_of_a_set() -> None:
+    sets = [{"name": "own", "path": "none", "interval": 1}]
     wrong = topology_with(eval=[{**sets[0], "custom_generate": f"{FUNCTIONS}:plain"}])
     assert "eval.0.custom_generate" in {problem.key for problem in check_hooks(wrong)}
 

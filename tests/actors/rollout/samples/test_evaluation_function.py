@@ -243,7 +243,7 @@ async def test_samples_have_the_seeds_of_an_evaluation_without_a_function(bus: B
         ("asks_and_exits", "SystemExit('no such skill')"),
         ("asks_and_ignores_the_end", "took more than 0.2 s without generating a sample"),
         ("asks_and_hangs", "took more than 0.2 s without generating a sample"),
-        ("returns", "returned [0.5]; expected nothing: the samples that it asked for count"),
+        ("returns", "returns returned [0.5]; expected nothing: the samples that it asked for count"),
         ("asks_for_nothing", "asked for no sample"),
         ("asks_without_end", "asked for another sample of prompt 2: n_samples_per_eval_prompt allows 2"),
         ("asks_for_another_set", "asked for a sample of prompt 4: the set has the prompts 0 to 3"),
@@ -278,7 +278,7 @@ async def test_what_a_sample_does_wrong_costs_it_alone(bus: Bus, router_url: str
         found = await answers(bus)
         async with bus.read(UserFunctionRaised) as events:
             raised = [received.message async for received in events.so_far()]
-    assert [each.function for each in raised] == ["rollout.custom_generate"]
+    assert [each.function for each in raised] == [KEY]
     assert [(s.status, s.reward) for s in found[0].samples] == [(SampleStatus.ABORTED, None)]
     assert [(s.status, s.reward) for s in found[1].samples] == [(SampleStatus.FAILED, None)]
     assert [s.reward for s in found[2].samples] == [1.0]

@@ -75,6 +75,17 @@ async def hangs(group: PromptGroup) -> None:
     await anyio.sleep_forever()
 
 
+async def returns_its_samples(group: PromptGroup) -> list[Any]:
+    return [await group.sample(0), await group.sample(1)]
+
+
+async def generates_with_a_plain_function(group: PromptGroup) -> None:
+    def plain(conversation: Conversation) -> str:
+        return "x" * 999
+
+    await group.sample(0, plain)  # pyright: ignore[reportArgumentType] - a user's mistake
+
+
 class Unprintable:
     def __repr__(self) -> str:
         raise RuntimeError("no repr")
@@ -197,6 +208,13 @@ async def test_a_halted_group_runs_its_function_again_and_no_ended_sample(bus: B
         ("raises_in_a_sample", "KeyError('no such page')"),
         ("hangs", "rollout.custom_rollout: took more than 0.2 s without generating a sample"),
         ("raises_without_text", "rollout.custom_rollout: KeyError"),
+        ("returns_its_samples", "rollout.custom_rollout: returns_its_samples returned [GeneratedSample(index=0, "),
+        ("returns_its_samples", "expected nothing: the samples that it generates count"),
+        (
+            "generates_with_a_plain_function",
+            "rollout.custom_rollout: generates_with_a_plain_function.<locals>.plain is not async and returned "
+            f"'{'x' * 199}...: write `async def`, without yield",
+        ),
     ],
 )
 async def test_what_a_function_does_wrong_costs_its_group(bus: Bus, router_url: str, name: str, said: str) -> None:
