@@ -1,14 +1,14 @@
-"""The ranks that train with all functions in turn, in one layout after the other: `WORLD PORT DIRECTORY`.
+"""The ranks that train with all functions in turn, in one layout after the other: `WORLD DIRECTORY`.
 
 The learning rate is 0: every case starts from the same weights, and takes whole train steps.
 """
 
-import faulthandler
 import gc
 import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from socket import socket
 from typing import Any
 
 import msgspec
@@ -27,7 +27,7 @@ from runtime.settings.derived import has_critic, trains_pairs, trains_reward_mod
 from runtime.settings.topology import Topology, decode_topology
 from tests.actors.trainer.tiny import pairs, random_batch, with_topk
 from tests.grid import faults
-from tests.grid.forked import fork_ranks
+from tests.grid.forked import begin_job, fork_ranks, meet
 from tests.grid.functions import algorithm
 
 STUCK_S = 120.0
@@ -84,12 +84,12 @@ def train(topology: Topology, cases: dict[str, Any], ranks: Ranks) -> dict[str, 
     return found
 
 
-def main(rank: int, world: int, port: int, directory: Path) -> None:
+def main(rank: int, world: int, listener: socket, directory: Path) -> None:
     torch.set_num_threads(1)
     jobs: list[dict[str, Any]] = json.loads((directory / "jobs.json").read_text())
-    store = dist.TCPStore("127.0.0.1", port, world, is_master=rank == 0)
+    store = meet(rank, world, listener)
     for number, job in enumerate(jobs):
-        faulthandler.dump_traceback_later(STUCK_S, file=sys.__stderr__)
+        begin_job(directory, rank, job["name"], stuck_s=STUCK_S)
         if rank < job["world"]:
             topology = decode_topology(json.dumps(job["topology"]).encode())
             ranks = Ranks(rank=rank, world_size=job["world"], store=dist.PrefixStore(str(number), store))
@@ -101,4 +101,4 @@ def main(rank: int, world: int, port: int, directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    fork_ranks(main, Path(sys.argv[3]))
+    fork_ranks(main, Path(sys.argv[2]))

@@ -1,15 +1,15 @@
-"""The ranks of many trainings, one after the other: `rank_program.py WORLD PORT DIRECTORY HALF`.
+"""The ranks of many trainings, one after the other: `rank_program.py WORLD DIRECTORY HALF`.
 
 The imports of torch and Megatron-core take longer than a row of the grid does, so a set of processes trains them all:
 the first step of each in one set, the others, from the checkpoint, in a fresh one.
 """
 
-import faulthandler
 import gc
 import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from socket import socket
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,7 @@ from actors.trainer.data.precomputed import PrecomputedLogProbs
 from runtime.settings.topology import Topology, decode_topology
 from tests.actors.trainer.tiny import VOCAB, groups_of, random_batch
 from tests.grid import faults
-from tests.grid.forked import fork_ranks
+from tests.grid.forked import begin_job, fork_ranks, meet
 from tests.support.checkpoints import save
 
 STUCK_S = 40.0
@@ -78,12 +78,12 @@ def with_ages(batch: TrainBatch, topology: Topology) -> TrainBatch:
     return replace(batch, staleness_N=np.where(batch.loss_mask_N, ages_N, -1).astype(np.int32))
 
 
-def main(rank: int, world: int, port: int, directory: Path, half: str) -> None:
+def main(rank: int, world: int, listener: socket, directory: Path, half: str) -> None:
     torch.set_num_threads(1)
     jobs: list[dict[str, Any]] = json.loads((directory / "jobs.json").read_text())
-    store = dist.TCPStore("127.0.0.1", port, world, is_master=rank == 0)
+    store = meet(rank, world, listener)
     for number, job in enumerate(jobs):
-        faulthandler.dump_traceback_later(STUCK_S, file=sys.__stderr__)  # so that a hanging row says where
+        begin_job(directory, rank, job["name"], stuck_s=STUCK_S)
         if rank < job["world"]:
             with faults.planted(job["fault"]):
                 own = dist.PrefixStore(f"{half} {number}", store)
@@ -143,4 +143,4 @@ def with_precomputed(engine: TrainerRank, topology: Topology, batch: TrainBatch)
 
 
 if __name__ == "__main__":
-    fork_ranks(main, Path(sys.argv[3]), sys.argv[4])
+    fork_ranks(main, Path(sys.argv[2]), sys.argv[3])

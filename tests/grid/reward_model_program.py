@@ -1,12 +1,12 @@
-"""The ranks of a reward model that continues in one layout after the other: `WORLD PORT DIRECTORY`.
+"""The ranks of a reward model that continues in one layout after the other: `WORLD DIRECTORY`.
 
 Each layout starts from the checkpoint of the one before, trains a step on pairs, evaluates others and saves.
 """
 
-import faulthandler
 import json
 import sys
 from pathlib import Path
+from socket import socket
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from actors.trainer.commands import TrainerRank
 from actors.trainer.megatron.groups import Ranks
 from runtime.settings.topology import decode_topology
 from tests.actors.trainer.tiny import pairs
-from tests.grid.forked import fork_ranks
+from tests.grid.forked import begin_job, fork_ranks, meet
 from tests.support.checkpoints import save
 
 STUCK_S = 120.0
@@ -34,13 +34,13 @@ def lead(rank: TrainerRank, incarnation: int) -> dict[str, float]:
     return found | {f"evaluated {name}": value for name, value in evaluated.sums.items()}
 
 
-def main(rank: int, world: int, port: int, directory: Path) -> None:
+def main(rank: int, world: int, listener: socket, directory: Path) -> None:
     torch.set_num_threads(1)
     jobs: list[dict[str, Any]] = json.loads((directory / "jobs.json").read_text())
-    store = dist.TCPStore("127.0.0.1", port, world, is_master=rank == 0)
+    store = meet(rank, world, listener)
     found: list[dict[str, float]] = []
     for number, job in enumerate(jobs):
-        faulthandler.dump_traceback_later(STUCK_S, file=sys.__stderr__)
+        begin_job(directory, rank, f"{number}: {job['run']}, world {job['world']}", stuck_s=STUCK_S)
         if rank >= job["world"]:
             continue
         topology = decode_topology(json.dumps(job["topology"]).encode())
@@ -55,4 +55,4 @@ def main(rank: int, world: int, port: int, directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    fork_ranks(main, Path(sys.argv[3]))
+    fork_ranks(main, Path(sys.argv[2]))

@@ -17,11 +17,11 @@ from safetensors.torch import load_file
 
 from actors.trainer.checkpoints import checkpoints_in
 from runtime.models.safetensors import safetensors_files
-from runtime.node.supervisor.ports import free_port
 from runtime.settings.devices import HIDDEN
 from runtime.settings.topology import Topology, encode_topology
 from tests.actors.trainer.hf import write_model, write_mtp_model
 from tests.build.topology import trainer_topology
+from tests.grid.forked import forget_jobs, jobs_under_way
 from tests.grid.rows import Row
 from tests.support.checkpoint_tensors import tensors_of
 
@@ -37,6 +37,7 @@ DIVERGENCES = ("train/kl_loss", "rollout/kl")  # in the loss; with a critic in t
 NORMS = ("train/grad_norm", "train/critic-grad_norm")
 CRITIC = "critic."  # begins the names of its tensors in a checkpoint
 NOISE = 0.05  # in norms and all else
+LOG_CHARACTERS = 4000  # of the log of ranks that fail
 
 
 class Outcome(NamedTuple):
@@ -176,18 +177,31 @@ def _run(place: Path, jobs: Sequence[Job], half: str, timeout_s: float, device: 
 
 
 def run_ranks(program: Path, place: Path, *words: str, world: int = 2, timeout_s: float, device: str = "cpu") -> None:
-    """Run a program as several ranks, with arguments WORLD PORT PLACE and the given words. All must end with 0."""
+    """Run a program as several ranks, with arguments WORLD PLACE and the given words.
+
+    Raises:
+        AssertionError: They did not end with 0, or not in time. The text names the job of each rank, and has the end of
+            their log.
+    """
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     if device == "cpu":
         environment |= HIDDEN
-    command = [sys.executable, str(program), str(world), str(free_port()), str(place), *words]
-    with subprocess.Popen(command, env=environment, start_new_session=True) as ranks:
+    command = [sys.executable, str(program), str(world), str(place), *words]
+    forget_jobs(place, world)
+    log = place / f"{' '.join([program.stem, *words])}.log"
+    with (
+        log.open("wb") as out,
+        subprocess.Popen(command, env=environment, start_new_session=True, stdout=out, stderr=out) as ranks,
+    ):
         try:
-            code = ranks.wait(timeout=timeout_s)
+            ended = f"ended with exit code {code}" if (code := ranks.wait(timeout=timeout_s)) else ""
+        except subprocess.TimeoutExpired:
+            ended = f"did not end within {timeout_s:g} s"
         finally:
             with contextlib.suppress(ProcessLookupError):  # all have ended
                 os.killpg(ranks.pid, signal.SIGKILL)
-    assert code == 0, code
+    told = log.read_text(errors="replace")[-LOG_CHARACTERS:]
+    assert not ended, f"{log.stem} {ended}; jobs: {jobs_under_way(place, world)}; the end of the log:\n{told}"
 
 
 def differences(found: Outcome, expected: Outcome) -> dict[str, float]:

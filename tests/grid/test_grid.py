@@ -18,6 +18,7 @@ from tests.grid.rows import ALL, FAULTY, FEW, FEW_FAULTY, SAVED, WITH_CRITIC, Ro
 from tests.grid.running import CRITIC, Half, Job, copied, differences, first_half, outcome, train
 
 TIMEOUT_S = 5400.0  # for the whole grid, on a busy machine
+JOB_TIMEOUT_S = 20.0  # the part of it for each job: a hang ends, and is named, before the stage of CI does
 LIMITS = {
     "loss": 1e-5,
     "entropy": 1e-5,
@@ -62,7 +63,8 @@ def grid(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
                 wanted[job] = max(last, wanted.get(job, last))  # the second half, if any test reads it
     place = tmp_path_factory.mktemp("grid")
     jobs = sorted(wanted, key=lambda job: (job.reads is not None, job.row.world))
-    train(place, {job: wanted[job] for job in jobs}, timeout_s=TIMEOUT_S)
+    limit_s = min(TIMEOUT_S, 120 + JOB_TIMEOUT_S * len(jobs))
+    train(place, {job: wanted[job] for job in jobs}, timeout_s=limit_s)
     return place
 
 
