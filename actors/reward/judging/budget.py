@@ -92,6 +92,10 @@ class Budget:
         """Count the tokens of an answer."""
         self.spent.tokens += answer.num_tokens
 
+    def give_back(self) -> None:
+        """Count a request no longer, because the server refused it: it costs nothing there."""
+        self.spent.requests -= 1
+
     async def close(self) -> None:
         """Store what was used."""
         if self.spent != self._stored:

@@ -180,6 +180,8 @@ class Judge:
                     if self._budget is not None:
                         self._budget.end(answer)
                     return answer
+                if self._budget is not None:
+                    self._budget.give_back()
                 raise error_of(response.status, _masked(body, server), response.headers.get("Retry-After"))
         except TimeoutError as error:
             raise JudgeError("timeout", f"no answer within {self._limits.timeout_s:g} s (timeout_s)") from error

@@ -45,7 +45,8 @@ class JudgeConfig(Config, frozen=True, kw_only=True):
     # Seconds that a request may wait for an engine of the pool: for the first one, or for one in place of an engine
     # that ended. Then the sample fails. It also bounds the wait for a server that limits the rate.
     wait_s: Timeout = 600.0
-    # Number of requests that the run may send. Further samples fail. Reward actors share it equally.
+    # Number of requests that the run may send. Those that the server answers with an error status, such as 429, do not
+    # count. Further samples fail. Reward actors share it equally.
     budget_requests: Positive | None = None
     # Number of tokens of prompts and answers that the run may use, as the server reports them. Further samples fail.
     # Reward actors share it equally. Requests in flight may exceed it.

@@ -283,6 +283,17 @@ async def test_over_the_budget_of_its_actor_no_request_is_sent(limits: dict[str,
     assert budget.spent == Spent(requests=number, tokens=10 * number)
 
 
+async def test_requests_that_the_server_refuses_cost_nothing_of_the_budget() -> None:
+    replies = (429, "slow"), (503, "busy"), (200, completion("7"))
+    async with serving(ScriptedJudge(*replies)) as scripted, judge_of(server_at(scripted)) as judge:
+        budget = judge._budget = Budget("strict", JudgeConfig(url="http://u", model="m", budget_requests=1), 1)
+        assert (await judge.ask(BODY)).text == "7"
+        with pytest.raises(JudgeError, match=r"^refused: the budget of 1 requests is spent"):
+            await judge.ask(BODY)
+    assert len(scripted.bodies) == 3
+    assert budget.spent.requests == 1
+
+
 async def test_a_crash_forgets_no_request_and_costs_a_hundredth_of_the_budget() -> None:
     """At each moment what is stored is at least what was sent, of requests and of tokens that were reported."""
     config, stored = JudgeConfig(url="http://u", model="m", budget_requests=1000, budget_tokens=4000), [Spent()]
