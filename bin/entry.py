@@ -3,6 +3,7 @@
 import argparse
 import io
 import os
+import shlex
 import signal
 import sys
 import sysconfig
@@ -19,6 +20,16 @@ if TYPE_CHECKING:
 
 TAKE_BACK = "\r\x1b[K"  # moves to the start of the line and clears it
 COLUMNS = 80
+
+
+def override_hint(unknown: Iterable[str]) -> list[str]:
+    """Say what to write for a key of the topology that stands without --set; empty for other arguments."""
+    forms: list[str] = []
+    for word in unknown:
+        key, equals, _ = word.lstrip("-").partition("=")
+        if "." in key and "/" not in key and (equals or word.startswith("--")):
+            forms += ["--set", word.lstrip("-") if equals else f"{key}=VALUE"]
+    return [f"To override a key, write {shlex.join(forms)}"] if forms else []
 
 
 class WrongInput(Exception):

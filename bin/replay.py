@@ -16,7 +16,7 @@ if __name__ == "__main__":
 
     handle_ctrl_c()
 
-from bin.entry import Screen, ended, parser_of, run
+from bin.entry import Screen, ended, override_hint, parser_of, run
 from runtime.util.exit_codes import EXIT_OK
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit code."""
     args, rest = _parser().parse_known_args(argv)
     if rest and args.to != "trainer":
-        _parser().error(f"unrecognized arguments: {' '.join(rest)}")
+        _parser().error("\n".join([f"unrecognized arguments: {' '.join(rest)}", *override_hint(rest)]))
     from runtime.data.dump_files import DumpError
     from runtime.settings.reading.config import TopologyError  # imports NumPy, which --help does not need
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from actors.processes import process_specs
-from bin.entry import Screen, WrongInput, command_path, ended, parser_of, run
+from bin.entry import Screen, WrongInput, command_path, ended, override_hint, parser_of, run
 from runtime.data.data_files import DataError
 from runtime.settings.job_system import AUTO_NODE, NoNode, node_of_job
 from runtime.settings.load import LoadedTopology, load_topology
@@ -73,7 +73,8 @@ def _parsed(argv: list[str] | None) -> argparse.Namespace:
         flags = dict.fromkeys(word.partition("=")[0] for word in unknown if word.startswith("--"))
         meant = [f"{flag}: {text}" for flag in flags if (text := flag_hint(flag)) is not None]
         remedy = ["Set keys in the topology file, or override one with --set KEY=VALUE."] if meant else []
-        parser.error("\n".join([f"unrecognized arguments: {' '.join(unknown)}", *meant, *remedy]))
+        lines = [f"unrecognized arguments: {' '.join(unknown)}", *meant, *(override_hint(unknown) or remedy)]
+        parser.error("\n".join(lines))
     return args
 
 

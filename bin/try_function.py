@@ -13,7 +13,7 @@ if __name__ == "__main__":
 
     handle_ctrl_c()
 
-from bin.entry import Screen, WrongInput, ended, parser_of, run
+from bin.entry import Screen, WrongInput, ended, override_hint, parser_of, run
 from runtime.util.errors import flatten
 from runtime.util.exit_codes import EXIT_FAILED, EXIT_OK
 
@@ -50,7 +50,9 @@ exit codes: 0 every call succeeded, 1 a call failed, 2 the function or the sampl
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit code."""
-    args = _parser().parse_args(argv)
+    args, unknown = _parser().parse_known_args(argv)
+    if unknown:
+        _parser().error("\n".join([f"unrecognized arguments: {' '.join(unknown)}", *override_hint(unknown)]))
     from actors.reward.process import GraderProcessError
     from actors.rollout.sglang.errors import EngineError
     from runtime.data.data_files import DataError

@@ -14,6 +14,7 @@ from typing import IO
 import psutil
 import pytest
 
+from bin.replay import main as replay
 from bin.start_topology import main
 from runtime.node.daemon import STOP_DEADLINE_S
 from runtime.node.supervisor.guardian import MARK_VARIABLE
@@ -303,6 +304,25 @@ def test_an_option_of_nobody_is_told_as_ever(capsys: pytest.CaptureFixture[str])
     with pytest.raises(SystemExit):
         main([str(TOPOLOGY), "--verry-fast"])
     assert capsys.readouterr().err.endswith("unrecognized arguments: --verry-fast\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "form"),
+    [
+        (["train.num_steps=3", "run.name=a b"], "--set train.num_steps=3 --set 'run.name=a b'"),
+        (["--train.num_steps=3"], "--set train.num_steps=3"),
+        (["--train.num_steps", "3"], "--set train.num_steps=VALUE"),
+    ],
+)
+def test_a_key_without_set_is_answered_with_what_to_write(
+    words: list[str], form: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for command in (lambda: main([str(TOPOLOGY), *words]), lambda: replay(["dump", "--to", "filter", *words])):
+        with pytest.raises(SystemExit) as ended:
+            command()
+        assert ended.value.code == 2
+        shown = capsys.readouterr().err
+        assert shown.endswith(f"unrecognized arguments: {' '.join(words)}\nTo override a key, write {form}\n")
 
 
 def test_wrong_input_exits_with_2_and_names_the_key(tmp_path: Path) -> None:
