@@ -9,6 +9,7 @@ import structlog
 from anyio.abc import TaskStatus
 
 from actors.filter.filters import (
+    MAX_REASON_CHARS,
     FilterError,
     GroupSummary,
     Verdict,
@@ -43,7 +44,6 @@ FILTER_TIMEOUT_S = 10.0
 MAX_CALLS = 2  # calls of a user's filter for one group, each of which ends its process, before the group fails
 AGAIN_S = 1.0  # redelivery delay of a group that could not be judged
 MAX_DELIVERIES = 5  # of a group, whose filter's process does not start
-MAX_REASON_CHARS = 500
 
 log = structlog.get_logger()
 

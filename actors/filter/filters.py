@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from messages import SampleStatus, SampleSummary, Segment
 from messages.events import GroupCompleted, Outcome
+from messages.plain import clipped
 from runtime.data.dumps import DumpedGroup
 from runtime.process.user_process import UserLimits, UserProcess
 from runtime.settings.plugins import OWN, dotted_hint, is_plugin, load_plugin
@@ -22,6 +23,7 @@ from runtime.settings.tables.rollout import FilterField
 from runtime.settings.topology import Topology
 
 FILTER_KEY = "rollout.dynamic_filter"
+MAX_REASON_CHARS = 500
 MIN_STD = 1e-6  # in units of reward; smaller differences count as rounding
 
 
@@ -182,7 +184,7 @@ def verdict_of(answer: Any, name: str) -> Verdict:
         raise FilterError(f"the filter returned {cast('object', answer)!r:.200}; expected a bool, or (keep, reason)")
     if keep:
         return KEEP
-    return Verdict(outcome=Outcome.DROP, reason=name if reason is None else str(reason))
+    return Verdict(outcome=Outcome.DROP, reason=clipped(name if reason is None else str(reason), MAX_REASON_CHARS))
 
 
 BUILT_IN_FILTERS: Mapping[str, Filter] = MappingProxyType({"none": keep_all, "nonzero_std": nonzero_std})
@@ -265,7 +267,7 @@ class ReplayedFilter:
                 answer = anyio.run(_awaited, answer)
             return verdict_of(answer, self.name)
         except Exception as error:  # noqa: BLE001 - a user's filter may raise anything
-            return Verdict(outcome=Outcome.FAILED, reason=repr(error)[:500])
+            return Verdict(outcome=Outcome.FAILED, reason=clipped(repr(error), MAX_REASON_CHARS))
 
 
 async def _awaited(answer: object) -> object:

@@ -165,3 +165,7 @@ def test_a_filter_sees_what_a_generate_function_noted() -> None:
     noted = [msgspec.structs.replace(sample, metadata={"sums": sample.index}) for sample in group.samples]
     seen = summary_of(msgspec.structs.replace(group, samples=tuple(noted)))
     assert [metadata["sums"] for metadata in seen.sample_metadata] == [sample.index for sample in group.samples]
+
+
+def test_a_long_reason_is_cut() -> None:
+    assert verdict_of((False, "x" * 10_000), "mine").reason == "x" * 500 + "..."
