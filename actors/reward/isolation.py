@@ -138,20 +138,31 @@ def _refusal_here() -> str | None:
 
 
 def _reason_of_child(find: Callable[[], str | None]) -> str | None:
-    """Call a function in a child process of this one, and return the reason that it finds."""
+    """Call a function in a child process of this one; return the reason that it finds, or why the child failed."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
+        code = 1
         try:
             os.close(reading)
-            os.write(writing, (find() or "").encode()[:4096])
+            os.write(writing, (_found(find) or "").encode()[:4096])
+            code = 0
         finally:
-            os._exit(0)
+            os._exit(code)
     os.close(writing)
     with os.fdopen(reading, "rb") as answer:
-        reason = answer.read().decode()
-    os.waitpid(child, 0)
+        reason = answer.read().decode("utf-8", "replace")
+    _, status = os.waitpid(child, 0)
+    if status:
+        return f"the process that tried it ended with exit code {os.waitstatus_to_exitcode(status)}"
     return reason or None
+
+
+def _found(find: Callable[[], str | None]) -> str | None:
+    try:
+        return find()
+    except Exception as error:  # noqa: BLE001 - whatever it is, this machine did not isolate
+        return f"the attempt raised {error!r}"
 
 
 def _mount_devices(stage: str) -> None:

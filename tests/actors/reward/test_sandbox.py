@@ -304,3 +304,21 @@ def test_a_machine_whose_calls_are_not_known_cannot_isolate(monkeypatch: pytest.
     assert str(isolation.attempted(seccomp.refuse_foreign_sockets)).startswith(
         "s390x: system calls can be filtered only on"
     )
+
+
+@pytest.mark.parametrize(
+    ("attempt", "reason"),
+    [
+        ("raise RuntimeError('no such device')", "the attempt raised RuntimeError('no such device')"),
+        ("raise SystemExit", "the process that tried it ended with exit code 1"),
+        ("os.kill(os.getpid(), 9)", "the process that tried it ended with exit code -9"),
+        ("return None", None),
+    ],
+)
+def test_a_failed_attempt_to_isolate_is_the_reason(
+    attempt: str, reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scope: dict[str, Any] = {"os": os}
+    exec(f"def attempt():\n    {attempt}", scope)
+    monkeypatch.setattr(isolation, "_refusal_here", scope["attempt"])
+    assert isolation.refusal() == reason
