@@ -13,7 +13,7 @@ from actors.reward.gradings import graded_again
 from actors.reward.recipe import retried_causes
 from actors.reward.samples import GradedSample
 from actors.reward.sandbox import Sandbox
-from tests.actors.reward.test_pool import USER_CODE, pool_of
+from tests.actors.reward.test_pool import AMPLE_S, USER_CODE, pool_of
 from tests.build.topology import topology_with
 from tests.support.killed_sandboxes import SHARE, Killer, distance
 
@@ -35,8 +35,8 @@ async def test_zero_is_given_to_wrong_answers_alone_and_lengths_stay_as_issued(f
         )
         for number in range(60)
     ]
-    async with pool_of(num_processes=2, timeout_s=10, max_tries=3, graders=(grader,)) as pool:
-        with anyio.fail_after(25):
+    async with pool_of(num_processes=2, max_tries=3, graders=(grader,)) as pool:
+        with anyio.fail_after(AMPLE_S):
             grades = await pool.grade(grader, samples)
         assert pool.stats()["num_deaths"] >= 1
     assert len(os.listdir(tmp_path)) == 6  # each of these sandboxes was killed while it graded
@@ -65,9 +65,7 @@ async def test_a_killed_sandbox_of_a_program_is_no_wrong_answer(number: int) -> 
     grades: list[Graded] = []
     counts: dict[str, float] = {}
     async with (
-        pool_of(
-            num_processes=2, timeout_s=60, max_tries=3, sandbox=ISOLATED, graders=(GraderSpec(name="code"),)
-        ) as pool,
+        pool_of(num_processes=2, max_tries=3, sandbox=ISOLATED, graders=(GraderSpec(name="code"),)) as pool,
         anyio.create_task_group() as tasks,
     ):
         tasks.start_soon(killer.run)

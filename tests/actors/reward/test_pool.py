@@ -1,10 +1,10 @@
 """The grader pool against real processes and the worst graders we could think of."""
 
+import asyncio
 import os
 import signal
 import socket
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from actors.reward.frames import FrameBuffer, Grade, Graded, GraderSpec, Hello
+from actors.reward.gradings import CallLimits
 from actors.reward.pool import GraderPool, PoolSettings, open_pool
 from actors.reward.process import GraderProcess, GraderStartError, GraderUnusableError
 from actors.reward.samples import GradedSample
@@ -26,11 +27,12 @@ pytestmark = pytest.mark.anyio
 USER_CODE = str(Path(__file__).parent / "user_graders.py")
 AS_TOLD = GraderSpec(name=f"{USER_CODE}:as_told")
 LENGTH = GraderSpec(name=f"{USER_CODE}:length")
+AMPLE_S = 50.0  # the limit of a score that must not be late, even on a machine that stands still for some seconds
 
 
 def pool_of(
     num_processes: int = 1,
-    timeout_s: float = 2.0,
+    timeout_s: float = AMPLE_S,
     max_tries: int = 2,
     sandbox: Sandbox | None = None,
     bounds: dict[str, Any] | None = None,
@@ -48,15 +50,22 @@ def pool_of(
     )
 
 
-async def tell(pool: GraderPool, *commands: str, grader: GraderSpec = AS_TOLD, **metadata: str) -> list[Graded]:
-    with anyio.fail_after(20):
-        return await pool.grade(grader, [GradedSample(response=command, metadata=metadata) for command in commands])
+async def tell(
+    pool: GraderPool,
+    *commands: str,
+    grader: GraderSpec = AS_TOLD,
+    limits: CallLimits | None = None,
+    **metadata: str,
+) -> list[Graded]:
+    samples = [GradedSample(response=command, metadata=metadata) for command in commands]
+    with anyio.fail_after(AMPLE_S):
+        return await pool.grade(grader, samples, limits)
 
 
 async def until_exists(path: Path) -> str:
     """Wait for a grader to write a file; it runs in a process of its own and can signal nothing else."""
     file = anyio.Path(path)
-    with anyio.fail_after(10):
+    with anyio.fail_after(AMPLE_S):
         while not await file.exists() or not await file.read_text():  # noqa: ASYNC110 - a file has no event
             await anyio.sleep(0.005)
     return await file.read_text()
@@ -71,7 +80,7 @@ def is_running(pid: int) -> bool:
 
 
 async def until_ended(pid: int) -> None:
-    with anyio.fail_after(30):
+    with anyio.fail_after(AMPLE_S):
         while is_running(pid):  # noqa: ASYNC110 - a process that is not our child has no event
             await anyio.sleep(0.005)
 
@@ -143,49 +152,57 @@ async def test_a_bad_answer_fails_its_sample_only_and_keeps_the_process(command:
 
 
 async def test_a_grader_that_hoards_memory_gets_a_memory_error() -> None:
-    async with pool_of(timeout_s=10, sandbox=Sandbox(memory_bytes=256 << 20)) as pool:
+    async with pool_of(sandbox=Sandbox(memory_bytes=256 << 20)) as pool:
         (graded,) = await tell(pool, "allocate slowly")
     assert graded.error == "raised MemoryError()"
 
 
 @pytest.mark.parametrize("command", ["hang", "sleep"])
 async def test_a_grader_that_hangs_is_killed_and_replaced(command: str) -> None:
-    async with pool_of(timeout_s=1.0) as pool:
-        await tell(pool, "fine")
-        start = time.perf_counter()
-        before, hung, after = await tell(pool, "fine", command, "fine")
-        took_s = time.perf_counter() - start
-        assert pool.stats()["num_timeouts"] == 1
-        assert pool.stats()["num_deaths"] == 0
-    assert hung.error == "timeout: no answer within 1 s (timeout_s)"
-    assert (before.reward, after.reward) == (1.0, 1.0)
-    assert 1.0 <= took_s < 10  # one timeout and one start of a process; a busy machine takes its time for these
+    grades: dict[str, Graded] = {}
+
+    async def ask(pool: GraderPool, name: str, command: str, limits: CallLimits | None = None) -> None:
+        (grades[name],) = await tell(pool, command, limits=limits)
+
+    async with pool_of() as pool:
+        start = anyio.current_time()
+        async with anyio.create_task_group() as asking:  # in the order of the queue
+            asking.start_soon(ask, pool, "before", "fine")
+            asking.start_soon(ask, pool, "hung", command, CallLimits(timeout_s=1.0))
+            asking.start_soon(ask, pool, "after", "fine")
+        took_s = anyio.current_time() - start
+        stats = pool.stats()
+    assert grades["hung"].error == "timeout: no answer within 1 s (timeout_s)"
+    assert (grades["before"].reward, grades["after"].reward) == (1.0, 1.0)
+    assert (stats["num_timeouts"], stats["num_deaths"], stats["num_starts"]) == (1, 0, 2)
+    assert took_s >= 1.0
 
 
-async def test_a_standstill_of_the_process_is_no_timeout_of_its_graders(tmp_path: Path) -> None:
-    """As of a machine that is suspended: twice as long as a score may take."""
-    code = (
-        "import sys, anyio, actors.reward.pool as p, actors.reward.frames as f, actors.reward.samples as s\n"
-        "async def main():\n"
-        "    async with p.open_pool(p.PoolSettings(hello=f.Hello(), timeout_s=1)) as pool:\n"
-        "        files = {'started': sys.argv[2], 'file': sys.argv[3]}\n"
-        "        told = s.GradedSample(response='wait for file', metadata=files)\n"
-        "        print(await pool.grade(f.GraderSpec(name=sys.argv[1]), [told]))\n"
-        "anyio.run(main)\n"
-    )
+async def test_a_standstill_of_the_process_is_no_timeout_of_its_graders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a machine that is suspended, three times as long as a score may take: the clock of the loop jumps."""
     started, go = tmp_path / "started", tmp_path / "go"
-    names = AS_TOLD.name, str(started), str(go)
-    async with await anyio.open_process([sys.executable, "-c", code, *names], stdin=None) as parent:
-        grader = int(await until_exists(started))
-        for pid in (parent.pid, grader):
-            os.kill(pid, signal.SIGSTOP)
-        await anyio.sleep(2)  # the standstill itself
-        go.touch()
-        for pid in (parent.pid, grader):
-            os.kill(pid, signal.SIGCONT)
-        assert parent.stdout is not None
-        printed = b"".join([chunk async for chunk in parent.stdout])
-    assert b"error=None" in printed, printed
+    loop, stood_s = asyncio.get_running_loop(), 0.0
+    real = loop.time
+    monkeypatch.setattr(loop, "time", lambda: real() + stood_s)
+    grades: list[Graded] = []
+
+    async def ask(pool: GraderPool) -> None:
+        samples = [GradedSample(response="wait for file", metadata={"file": str(go), "started": str(started)})]
+        grades.extend(await pool.grade(AS_TOLD, samples))
+
+    async with pool_of() as pool:
+        async with anyio.create_task_group() as asking:
+            asking.start_soon(ask, pool)
+            await until_exists(started)
+            for _ in range(3):
+                before_s, stood_s = pool.running.lost_s, stood_s + AMPLE_S
+                with anyio.fail_after(AMPLE_S):
+                    while pool.running.lost_s - before_s < AMPLE_S - 1:  # noqa: ASYNC110 - the next tick measures it
+                        await anyio.sleep(0.005)
+            go.touch()
+    assert [(graded.reward, graded.error) for graded in grades] == [(1.0, None)]
 
 
 async def test_an_async_grader_that_never_ends_is_killed() -> None:
@@ -195,7 +212,7 @@ async def test_an_async_grader_that_never_ends_is_killed() -> None:
 
 
 async def test_what_a_grader_prints_and_reads_is_not_the_protocol(capfd: pytest.CaptureFixture[str]) -> None:
-    async with pool_of(timeout_s=5) as pool:
+    async with pool_of() as pool:
         grades = await tell(pool, "print", "read", "fine")
     assert [graded.reward for graded in grades] == [1.0, 0.0, 1.0]
     printed = capfd.readouterr()
@@ -209,7 +226,7 @@ async def test_what_a_grader_prints_and_reads_is_not_the_protocol(capfd: pytest.
     [("_exit", "exited with code 7, 2 times"), ("fork and die", "exited with code 9, 2 times")],
 )
 async def test_a_grader_that_ends_its_process_is_tried_again_and_then_fails(command: str, reason: str) -> None:
-    async with pool_of(timeout_s=5, max_tries=2) as pool:
+    async with pool_of(max_tries=2) as pool:
         before, dead, after = await tell(pool, "fine", command, "fine")
         assert pool.stats()["num_deaths"] == 2
     assert dead.error == f"the grader process {reason}"
@@ -217,7 +234,7 @@ async def test_a_grader_that_ends_its_process_is_tried_again_and_then_fails(comm
 
 
 async def test_a_process_that_dies_once_costs_a_retry(tmp_path: Path) -> None:
-    async with pool_of(timeout_s=5) as pool:
+    async with pool_of() as pool:
         (graded,) = await tell(pool, "die once", file=str(tmp_path / "marker"))
     assert graded.reward == 1.0
 
@@ -229,7 +246,7 @@ async def test_a_process_killed_in_the_middle_costs_a_retry(tmp_path: Path) -> N
     async def ask(pool: GraderPool) -> None:
         grades.extend(await tell(pool, "wait for file", "fine", file=str(go), started=str(started)))
 
-    async with pool_of(timeout_s=10) as pool:
+    async with pool_of() as pool:
         async with anyio.create_task_group() as group:
             group.start_soon(ask, pool)
             os.kill(int(await until_exists(started)), signal.SIGKILL)
@@ -238,10 +255,12 @@ async def test_a_process_killed_in_the_middle_costs_a_retry(tmp_path: Path) -> N
     assert [graded.reward for graded in grades] == [1.0, 1.0]
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-async def test_no_sample_is_blamed_for_a_process_that_ends_with_several_of_a_built_in_grader(number: int) -> None:
+@pytest.mark.parametrize(("number", "timeout_s"), [(signal.SIGKILL, AMPLE_S), (signal.SIGSTOP, 3.0)])
+async def test_no_sample_is_blamed_for_a_process_that_ends_with_several_of_a_built_in_grader(
+    number: int, timeout_s: float
+) -> None:
     built_in, pairs = GraderSpec(name="f1"), ["a b", "c d", "e f"]
-    async with pool_of(timeout_s=1, max_tries=1) as pool:
+    async with pool_of(timeout_s=timeout_s, max_tries=1) as pool:
         samples = [GradedSample(response=text, label=text) for text in pairs]
         await pool.grade(built_in, samples)  # the first frame has one sample; then it knows that they are cheap
         *_, worker = psutil.Process().children(recursive=True)
@@ -281,7 +300,7 @@ async def test_grades_of_a_built_in_grader_are_written_together_and_those_of_a_u
 
 
 async def test_an_idle_process_that_is_killed_is_replaced() -> None:
-    async with pool_of(timeout_s=5) as pool:
+    async with pool_of() as pool:
         (first,) = await tell(pool, "", grader=GraderSpec(name=f"{USER_CODE}:pid"))
         os.kill(int(first.reward or 0), signal.SIGKILL)
         await until_ended(int(first.reward or 0))
@@ -290,14 +309,18 @@ async def test_an_idle_process_that_is_killed_is_replaced() -> None:
 
 
 async def test_killing_a_grader_also_ends_what_it_started(tmp_path: Path) -> None:
+    file = tmp_path / "child"
     async with pool_of(timeout_s=0.3) as pool:
-        (graded,) = await tell(pool, "child", file=str(tmp_path / "child"))
-    assert graded.error == "timeout: no answer within 0.3 s (timeout_s)"
-    await until_ended(int((tmp_path / "child").read_text()))
+        for _ in range(20):  # a busy machine may kill the grader before it has started something
+            (graded,) = await tell(pool, "child", file=str(file))
+            assert graded.error == "timeout: no answer within 0.3 s (timeout_s)"
+            if file.exists():
+                break
+    await until_ended(int(file.read_text()))
 
 
 async def test_no_process_is_left_when_the_pool_closes() -> None:
-    async with pool_of(num_processes=2, timeout_s=5) as pool:
+    async with pool_of(num_processes=2) as pool:
         grades = await tell(pool, *[""] * 50, grader=GraderSpec(name=f"{USER_CODE}:pid"))
     for pid in {int(graded.reward or 0) for graded in grades}:
         assert not is_running(pid)
@@ -324,7 +347,7 @@ async def test_a_grader_process_dies_with_its_parent_even_when_busy(tmp_path: Pa
 
 async def test_a_score_nobody_waits_for_does_not_stay_in_the_queue(tmp_path: Path) -> None:
     go, started = tmp_path / "go", tmp_path / "started"
-    async with pool_of(timeout_s=10) as pool, anyio.create_task_group() as group:
+    async with pool_of() as pool, anyio.create_task_group() as group:
         group.start_soon(lambda: tell(pool, "wait for file", file=str(go), started=str(started)))
         await until_exists(started)
         with anyio.move_on_after(0.02):
@@ -338,7 +361,7 @@ async def test_two_processes_grade_at_the_same_time(tmp_path: Path) -> None:
     """Each of two samples waits for a file that appears once both have begun."""
     go = tmp_path / "go"
     started = [tmp_path / "started0", tmp_path / "started1"]
-    async with pool_of(num_processes=2, timeout_s=10) as pool:
+    async with pool_of(num_processes=2) as pool:
         async with anyio.create_task_group() as group:
             for path in started:
                 group.start_soon(lambda path=path: tell(pool, "wait for file", file=str(go), started=str(path)))
@@ -390,13 +413,13 @@ async def test_a_pool_that_cannot_replace_a_process_fails_in_bounded_time(
     file = tmp_path / "short_lived.py"
     file.write_text("import os\ndef f(sample): os._exit(1)")
     with pytest.RaisesGroup(GraderUnusableError):
-        async with pool_of(graders=(GraderSpec(name=f"{file}:f"),), max_tries=9, timeout_s=5, bounds=bounds) as pool:
+        async with pool_of(graders=(GraderSpec(name=f"{file}:f"),), max_tries=9, bounds=bounds) as pool:
             await anyio.Path(file).unlink()
             await tell(pool, "x", grader=GraderSpec(name=f"{file}:f"))
 
 
 async def test_more_samples_than_the_queue_holds_are_graded() -> None:
-    async with pool_of(timeout_s=5, bounds={"queue_size": 3}) as pool:
+    async with pool_of(bounds={"queue_size": 3}) as pool:
         grades = await tell(pool, *["abc"] * 50, grader=LENGTH)
     assert [graded.reward for graded in grades] == [3.0] * 50
 

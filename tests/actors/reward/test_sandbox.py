@@ -16,7 +16,7 @@ from actors.reward.pool import PoolSettings, open_pool
 from actors.reward.process import GraderUnusableError
 from actors.reward.samples import GradedSample
 from actors.reward.sandbox import Sandbox
-from tests.actors.reward.test_pool import is_running, until_ended, until_exists
+from tests.actors.reward.test_pool import AMPLE_S, is_running, until_ended, until_exists
 from tests.fixtures.nats import eventually
 from tests.support.other_user import open_directory
 
@@ -32,7 +32,7 @@ async def graded_by(
     function: str,
     *responses: str,
     sandbox: Sandbox | None = None,
-    timeout_s: float = 10.0,
+    timeout_s: float = AMPLE_S,
     cpu_s: float | None = None,
     **metadata: Any,
 ) -> list[Graded]:
@@ -45,7 +45,7 @@ async def graded_by(
         max_tries=1,
     )
     samples = [GradedSample(response=response, metadata=metadata) for response in responses or ("",)]
-    with anyio.fail_after(40):
+    with anyio.fail_after(AMPLE_S):
         async with open_pool(settings) as pool:
             return await pool.grade(GraderSpec(name=f"{USER_CODE}:{function}"), samples)
 
@@ -110,7 +110,7 @@ async def test_a_call_that_uses_up_its_processor_time_fails_and_the_next_has_its
 async def test_a_grader_that_forks_a_bomb_is_killed_with_all_of_it(kind: Any) -> None:
     if kind == "isolated" and REFUSAL is not None:
         return await refused()
-    (graded,) = await graded_by("forks_a_bomb", sandbox=Sandbox(kind=kind, max_processes=20), timeout_s=15.0)
+    (graded,) = await graded_by("forks_a_bomb", sandbox=Sandbox(kind=kind, max_processes=20))
     assert graded.error == ("the grader was killed: it started more processes than reward.max_processes, 1 time")
     pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
     await eventually(lambda: not any(map(is_bomb, pids)))  # a killed process may take a moment to go
@@ -139,7 +139,7 @@ async def test_a_daemon_of_a_process_that_died_ends_too(tmp_path: Path) -> None:
 
 
 async def test_a_grader_may_print_a_gigabyte_and_little_of_it_is_shown(capfd: pytest.CaptureFixture[str]) -> None:
-    (graded,) = await graded_by("prints_much", "1024", timeout_s=30.0)
+    (graded,) = await graded_by("prints_much", "1024")
     assert graded.reward == 1.0
     printed = capfd.readouterr()
     assert 64 << 10 <= printed.err.count("x") < 1 << 20
@@ -148,7 +148,7 @@ async def test_a_grader_may_print_a_gigabyte_and_little_of_it_is_shown(capfd: py
 
 @pytest.mark.parametrize("garbage", ["length", "no struct", "deep", "half"])
 async def test_what_a_grader_writes_to_the_pipe_of_its_process_fails_the_sample(garbage: str) -> None:
-    (graded,) = await graded_by("writes_to_the_pipe", garbage, timeout_s=5.0)
+    (graded,) = await graded_by("writes_to_the_pipe", garbage)
     assert graded.reward is None
     assert "pipe" in str(graded.error) or "exited with code 1" in str(graded.error)
 
@@ -209,7 +209,7 @@ print(reason)
 """
     (tmp_path / "file").touch()
     command = [sys.executable, "-c", program, str(tmp_path / "file")]
-    said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.strip()
+    said = subprocess.run(command, capture_output=True, text=True, timeout=AMPLE_S, check=True).stdout.strip()
     assert said == (REFUSAL or "/dev/null: Read-only file system")
 
 
@@ -241,10 +241,10 @@ async def test_an_isolated_grader_isolates_the_programs_of_code() -> None:
     looks += "print(lines['CapEff'].strip(), os.path.exists('/dev/proc'), input())"
     label = {"inputs": ["7"], "outputs": ["0000000000000000 False 7"]}
     settings = PoolSettings(
-        hello=Hello(), sandbox=Sandbox(kind="isolated"), num_processes=1, timeout_s=30.0, max_tries=1
+        hello=Hello(), sandbox=Sandbox(kind="isolated"), num_processes=1, timeout_s=AMPLE_S, max_tries=1
     )
     samples = [GradedSample(response=program, label=label) for program in (looks, "print(7)")]
-    with anyio.fail_after(60):
+    with anyio.fail_after(AMPLE_S):
         async with open_pool(settings) as pool:
             grades = await pool.grade(GraderSpec(name="code"), samples)
     assert [(graded.reward, graded.error) for graded in grades] == [(1.0, None), (0.0, None)]
@@ -271,7 +271,7 @@ print("isolated twice")
             folder.mkdir()
             os.chown(folder, user, -1)
         command = [sys.executable, "-c", program, str(user), *map(str, folders)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=AMPLE_S, check=False)
     assert REFUSAL is not None or done.stdout.strip() == "isolated twice", done.stderr
 
 

@@ -160,7 +160,7 @@ async def test_of_a_sum_the_traceback_of_the_part_is_published_and_not_that_of_a
     async with serving(ScriptedJudge("none")) as judge, running(bus, judge, {"digits": 1.0, "raises": 1.0}):
         await asker.scores("total", "raise", own=False)
     async with bus.read(UserFunctionRaised) as events:
-        first, second = await events.next(timeout_s=5), await events.next(timeout_s=0.1)
+        first, second = await events.next(timeout_s=30), await events.next(timeout_s=0.1)
     assert first is not None
     assert (first.message.function, second) == (f"{USER_CODE}:as_told", None)
 

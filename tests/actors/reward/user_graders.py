@@ -9,6 +9,16 @@ import time
 from pathlib import Path
 from typing import Any
 
+MEETING: list[asyncio.Event] = []  # calls of this process that wait for each other
+BEGUN: list[str] = []  # commands of the calls of `told` in this process
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a file that is never seen empty."""
+    new = path.with_name(f"{path.name}.{os.getpid()}")
+    new.write_text(text)
+    new.rename(path)
+
 
 def length(sample: Any) -> float:
     return float(len(sample.response))
@@ -73,7 +83,7 @@ def as_told(sample: Any) -> Any:
             os._exit(9)
         case "child":
             child = subprocess.Popen(["sleep", "60"])
-            Path(sample.metadata["file"]).write_text(str(child.pid))
+            _write(Path(sample.metadata["file"]), str(child.pid))
             time.sleep(60)
         case "die once":
             marker = Path(sample.metadata["file"])
@@ -82,7 +92,7 @@ def as_told(sample: Any) -> Any:
                 os._exit(1)
             return 1.0
         case "wait for file":
-            Path(sample.metadata["started"]).write_text(str(os.getpid()))
+            _write(Path(sample.metadata["started"]), str(os.getpid()))
             while not Path(sample.metadata["file"]).exists():
                 time.sleep(0.005)
             return 1.0
@@ -98,6 +108,11 @@ async def slowly(sample: Any) -> float:
 async def never(sample: Any) -> float:
     await asyncio.Event().wait()
     return 0.0
+
+
+def hangs(sample: Any) -> float:
+    while True:
+        pass
 
 
 def rank(samples: list[Any]) -> list[float]:
@@ -139,10 +154,34 @@ def chatty(sample: Any) -> dict[str, Any]:
 async def told(sample: Any) -> Any:
     """Does what the response says, as an async function."""
     command, _, number = sample.response.partition(" ")
+    BEGUN.append(command)
     match command:
         case "wait":
             await asyncio.sleep(float(number))
             return 1.0
+        case "meet":  # ends once that many calls run together
+            MEETING.append(event := asyncio.Event())
+            if len(MEETING) == int(number):
+                for each in MEETING:
+                    each.set()
+                MEETING.clear()
+            await event.wait()
+            return 1.0
+        case "until_file":
+            _write(Path(sample.metadata["started"]), str(os.getpid()))
+            while not os.path.exists(sample.metadata["file"]):  # noqa: ASYNC110, ASYNC240 - a file has no event
+                await asyncio.sleep(0.005)
+            return 1.0
+        case "until_deaths":
+            while len(_deaths(sample)) < int(number):  # noqa: ASYNC110 - a file has no event
+                await asyncio.sleep(0.005)
+            return 1.0
+        case "die_among":  # once that many calls have begun; one fewer after each death
+            while len(BEGUN) < max(1, int(number) - len(_deaths(sample))):  # noqa: ASYNC110 - nothing signals it
+                await asyncio.sleep(0.005)
+            with open(sample.metadata["file"], "a") as file:  # noqa: ASYNC230 - a line
+                file.write("x")
+            os._exit(7)
         case "never":
             await asyncio.Event().wait()
         case "block":
@@ -161,11 +200,14 @@ async def told(sample: Any) -> Any:
             return {"score": 1.0, "text": "x" * int(number)}
         case "pid":
             return float(os.getpid())
-        case "die":
-            await asyncio.sleep(0.05)
-            os._exit(7)
         case _:
             return as_told(sample)
+
+
+def _deaths(sample: Any) -> str:
+    """A letter for each process that ended by the command die_among."""
+    path = Path(sample.metadata["file"])
+    return path.read_text() if path.exists() else ""
 
 
 async def _blocks() -> None:

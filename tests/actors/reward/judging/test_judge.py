@@ -25,13 +25,13 @@ from tests.support.judging import ScriptedJudge, completion, serving
 
 pytestmark = pytest.mark.anyio
 KEY = "sk-very-secret"
+AMPLE_S = 50.0  # the limit of an answer that must not be late, even on a machine that stands still for some seconds
 BODY: dict[str, Any] = {"messages": [{"role": "user", "content": "?"}], "max_tokens": 3}
 
 
 @pytest.fixture(autouse=True)
 def retries_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("actors.reward.judging.judge.RESEND", Backoff(first_s=0.01, max_s=0.01))
-    monkeypatch.setattr("actors.reward.judging.judge.ANSWERLESS_S", 0.5)
 
 
 @asynccontextmanager
@@ -39,7 +39,7 @@ async def judge_of(*servers: JudgeServer, is_pool: bool = False, **limits: float
     known = JudgeServers("engines.judge", is_pool=is_pool)
     for server in servers:
         known.add(server)
-    wanted: dict[str, Any] = {"timeout_s": 5.0, "max_tries": 3, "at_once": 8, **limits}
+    wanted: dict[str, Any] = {"timeout_s": AMPLE_S, "max_tries": 3, "at_once": 8, **limits}
     reports: list[tuple[str, str, int]] = []
     async with aiohttp.ClientSession() as session:
         judge = Judge("strict", known, JudgeLimits(**wanted), session, lambda *one: reports.append(one))
@@ -77,20 +77,34 @@ async def test_a_busy_or_odd_server_is_asked_again(first: tuple[int, Any]) -> No
     ],
 )
 async def test_the_last_failure_names_cause_judge_and_server(reply: Any, cause: str, number: int) -> None:
-    async with serving(ScriptedJudge(reply)) as scripted, judge_of(server_at(scripted), timeout_s=0.2) as judge:
+    timeout_s = 0.2 if reply is None else AMPLE_S
+    async with serving(ScriptedJudge(reply)) as scripted, judge_of(server_at(scripted), timeout_s=timeout_s) as judge:
         with pytest.raises(JudgeError, match=f"^{cause}.*\\(judge strict, u\\)$") as error:
             await judge.ask(BODY)
         assert judge.waits_for() == ""
-    assert len(scripted.bodies) == number
+    assert judge.counts["requests"] == number
+    if reply is not None:  # on a busy machine a request may be given up before the server has read it
+        assert len(scripted.bodies) == number
     assert ("3 times" in str(error.value)) == (number == 3)
     reports: list[tuple[str, str, int]] = judge.reports  # type: ignore[attr-defined]
     assert [(name, count) for name, _, count in reports] == [("u (judge strict)", n) for n in (1, 2)[:number]]
 
 
+class BusyJudge(ScriptedJudge):
+    """Says when it wants the next request: as a date, which has no fractions of a second, or in seconds."""
+
+    def __init__(self, *, is_date: bool) -> None:
+        super().__init__((429, ""), "7")
+        self.is_date = is_date
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        self.headers = {"Retry-After": formatdate(time.time() + 2, usegmt=True) if self.is_date else "0.3"}
+        return await super().answer(request)
+
+
 @pytest.mark.parametrize("is_date", [False, True])
 async def test_the_server_says_when_it_wants_the_next_request(is_date: bool) -> None:
-    headers = {"Retry-After": formatdate(time.time() + 2, usegmt=True) if is_date else "0.3"}  # dates have no fractions
-    async with serving(ScriptedJudge((429, ""), "7", **headers)) as scripted, judge_of(server_at(scripted)) as judge:
+    async with serving(BusyJudge(is_date=is_date)) as scripted, judge_of(server_at(scripted)) as judge:
         began = anyio.current_time()
         await judge.ask(BODY)
         assert anyio.current_time() - began >= 0.3
@@ -134,7 +148,7 @@ async def test_an_engine_that_ends_and_moves_costs_no_try() -> None:
     known = JudgeServers("engines.judge", is_pool=True)
     found: list[str] = []
     async with aiohttp.ClientSession() as session, anyio.create_task_group() as group:
-        judge = Judge("strict", known, JudgeLimits(5.0, 1, 8), session)
+        judge = Judge("strict", known, JudgeLimits(AMPLE_S, 1, 8), session)
 
         async def ask() -> None:
             found.append((await judge.ask(BODY)).text)
@@ -187,7 +201,7 @@ async def test_an_engine_that_answers_one_token_is_not_killed() -> None:
         killed.append(reason)
 
     async with serving(ScriptedJudge(None, "1", "7")) as scripted:
-        async with judge_of(server_at(scripted, kill=kill), is_pool=True, timeout_s=0.1) as judge:
+        async with judge_of(server_at(scripted, kill=kill), is_pool=True, timeout_s=0.5) as judge:
             assert (await judge.ask(BODY)).text == "7"
     assert killed == []
 
@@ -202,8 +216,10 @@ async def test_requests_in_flight_are_bounded() -> None:
 
 
 @asynccontextmanager
-async def open_gateway(*script: Any) -> AsyncGenerator[tuple[ScriptedJudge, dict[str, str], aiohttp.ClientSession]]:
-    async with serving(ScriptedJudge(*script)) as scripted, judge_of(server_at(scripted), timeout_s=0.2) as judge:
+async def open_gateway(
+    *script: Any, timeout_s: float = AMPLE_S
+) -> AsyncGenerator[tuple[ScriptedJudge, dict[str, str], aiohttp.ClientSession]]:
+    async with serving(ScriptedJudge(*script)) as scripted, judge_of(server_at(scripted), timeout_s=timeout_s) as judge:
         async with gateway({"strict": judge}) as env, aiohttp.ClientSession() as session:
             yield scripted, env, session
 
@@ -237,8 +253,11 @@ async def test_a_graders_request_goes_to_the_judge_that_its_model_names() -> Non
     ("reply", "status", "cause"),
     [(None, 504, "timeout"), ((429, ""), 429, "rate_limited"), ((422, ""), 422, "refused"), ((500, ""), 503, "failed")],
 )
-async def test_a_grader_learns_why_the_judge_gave_no_answer(reply: Any, status: int, cause: str) -> None:
-    async with open_gateway(reply) as (_, env, session):
+async def test_a_grader_learns_why_the_judge_gave_no_answer(
+    reply: Any, status: int, cause: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("actors.reward.judging.judge.ANSWERLESS_S", 0.5)
+    async with open_gateway(reply, timeout_s=0.2 if reply is None else AMPLE_S) as (_, env, session):
         got, answer = await call(session, env, {**BODY, "model": "strict"})
     assert (got, answer["error"]["type"]) == (status, cause)
     assert answer["error"]["message"].startswith(f"{cause}: ")
@@ -246,9 +265,12 @@ async def test_a_grader_learns_why_the_judge_gave_no_answer(reply: Any, status: 
 
 async def test_the_request_of_a_grader_that_was_killed_ends() -> None:
     async with open_gateway(None) as (scripted, env, session):
-        with anyio.move_on_after(0.1):
-            await call(session, env, {**BODY, "model": "strict"})
-        with anyio.fail_after(30):
+        with anyio.fail_after(AMPLE_S):
+            async with anyio.create_task_group() as killed:
+                killed.start_soon(call, session, env, {**BODY, "model": "strict"})
+                while not scripted.now:  # noqa: ASYNC110 - the server has no event for it
+                    await asyncio.sleep(0.01)
+                killed.cancel_scope.cancel()
             while scripted.now:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         assert len(scripted.bodies) == 1
@@ -263,9 +285,14 @@ async def test_a_request_waits_for_an_engine_of_the_pool_for_a_limited_time() ->
     async with serving(ScriptedJudge("7")) as gone:
         server = server_at(gone)
     async with judge_of(server, is_pool=True, wait_s=0.2) as judge:
-        with pytest.raises(JudgeError, match=r"^unreachable: no engine"):
-            await judge.ask(BODY)
-        assert judge.counts["unreachable_requests"] > 1
+        for _ in range(5):  # one that stands still for the whole wait sends but one request
+            before = judge.counts["unreachable_requests"]
+            with pytest.raises(JudgeError, match=r"^unreachable: no engine"):
+                await judge.ask(BODY)
+            if judge.counts["unreachable_requests"] - before > 1:
+                break
+        else:
+            pytest.fail("no request was sent again")
 
 
 @pytest.mark.parametrize(("limits", "number"), [({"budget_requests": 6}, 3), ({"budget_tokens": 40}, 2)])

@@ -16,6 +16,7 @@ from runtime.bus.bus import Bus
 from runtime.process.actor import InputError
 from runtime.util.errors import flatten
 from runtime.util.retrying import Backoff
+from tests.actors.reward.test_pool import AMPLE_S
 from tests.actors.reward.test_reward_actor import Asker
 from tests.build.topology import topology_with
 from tests.support import judging
@@ -40,8 +41,8 @@ async def asker(bus: Bus) -> AsyncGenerator[Asker]:
 async def running(bus: Bus, judge: dict[str, Any], model: str = "m", **reward: Any) -> AsyncGenerator[RewardActor]:
     """A reward actor with the judge "digits", which has a pool of this model unless it names a URL."""
     engines = {"policy": {"kind": "tiny"}, "judge": {"kind": "tiny", "hf_checkpoint": model}}
-    judges = {"digits": {"template": "{response}", "timeout_s": 1.0, **judge}}
-    settings = {"processes": 1, "timeout_s": 20.0, "judges": judges, **reward}
+    judges = {"digits": {"template": "{response}", "timeout_s": AMPLE_S, **judge}}
+    settings = {"processes": 1, "timeout_s": AMPLE_S, "judges": judges, **reward}
     actor = RewardActor(topology_with(data=[], engines=engines, reward=settings), bus)
     async with anyio.create_task_group() as group:
         await group.start(actor.run)
@@ -94,9 +95,10 @@ async def test_a_cut_answer_is_no_score_for_built_in_parsers_alone(bus: Bus, ask
 async def test_a_judge_that_hangs_ends_by_its_timeout_and_says_so(bus: Bus, asker: Asker) -> None:
     """The reward is missing, not 0; an event names the server, for the terminal; other graders go on."""
     async with serving(ScriptedJudge(None)) as judge, running(bus, {**at(judge), "timeout_s": 1.0, "max_tries": 2}):
-        await asker.ask("digits", "r", own=False)
-        (other,) = await asker.scores("exact_match", "x", label="x")
-        answer = await asker.answer()
+        judged = await asker.ask("digits", "r", own=False)
+        matched = await asker.ask("exact_match", "x", label="x")
+        answers = {answer.request_id: answer for answer in [await asker.answer(), await asker.answer()]}
+        (other,), answer = answers[matched].scores, answers[judged]
         async with bus.read(EngineRequestsFailed) as events:
             first = await anext(events.so_far())
     assert other.reward == 1.0
@@ -113,7 +115,7 @@ async def test_a_score_survives_an_engine_that_dies_and_moves(bus: Bus, asker: A
         await asker.ask("digits", "r", own=False)
         async with serving(ScriptedJudge(None)) as gone:
             await place(bus, gone)
-            with anyio.fail_after(10):
+            with anyio.fail_after(AMPLE_S):
                 while not gone.bodies:  # noqa: ASYNC110 - the server has no event for it
                     await anyio.sleep(0.01)
             assert "engines.judge: 1 answer of the judge digits" in actor.waits_for()
@@ -129,9 +131,9 @@ async def test_a_score_survives_an_engine_that_dies_and_moves(bus: Bus, asker: A
 async def test_a_users_grader_calls_the_judge_itself(function: str, bus: Bus, asker: Asker) -> None:
     async with serving(ScriptedJudge("99")) as judge:
         async with running(bus, {}, graders={"own": f"{OWN}:{function}"}):
-            await asker.ask("own", "r", own=False, timeout_s=60)
+            await asker.ask("own", "r", own=False)
             await place(bus, judge)  # its engine comes later than the call
-            answer = await asker.answer(timeout_s=60)
+            answer = await asker.answer()
     assert (answer.scores[0].reward, answer.scores[0].error) == (18 / judging.MAX_SCORE, None)
 
 
@@ -141,7 +143,7 @@ async def test_a_judge_that_refuses_the_first_scores_ends_the_run(bus: Bus, aske
             await asker.ask("digits", "a", "b", own=False, group_id=group)
         with pytest.raises(BaseExceptionGroup) as error:
             async with running(bus, at(judge)):
-                await anyio.sleep(20)
+                await anyio.sleep(AMPLE_S)
     (ended,) = [one for one in flatten(error.value) if isinstance(one, InputError)]
     assert "the first 8 calls of graders in this run, for 4 prompt groups, all failed; digits: refused: status 401" in (
         str(ended)
