@@ -42,13 +42,13 @@ def fork_ranks(main: Callable[..., None], *arguments: Any) -> None:
 
 def meet(rank: int, world: int, listener: socket.socket) -> Any:
     """Join the store of all ranks; rank 0 serves it."""
-    import torch.distributed as dist
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - documented as public
 
     port = listener.getsockname()[1]
     if rank:
         listener.close()
-        return dist.TCPStore(HOST, port, world)
-    return dist.TCPStore(HOST, port, world, is_master=True, master_listen_fd=listener.detach())
+        return TCPStore(HOST, port, world)
+    return TCPStore(HOST, port, world, is_master=True, master_listen_fd=listener.detach())
 
 
 def begin_job(place: Path, rank: int, name: str, *, stuck_s: float) -> None:

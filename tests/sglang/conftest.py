@@ -14,7 +14,7 @@ from actors.rollout.sglang.served_model import ServedModel
 from tests.conftest import END_S, descendants, describe
 from tests.sglang.matrix import Matrix
 from tests.sglang.model import write_contract_model, write_versions
-from tests.sglang.rig import Rig, learn_checksums, left_as_found, rig_of
+from tests.sglang.rig import ADMIN_S, Rig, learn_checksums, left_as_found, rig_of
 from tests.sglang.router import Router, running_router
 from tests.sglang.server import TINY, TP1, TWO_PROCESSES, Server, Servers, kept_servers
 
@@ -86,7 +86,7 @@ def checksums_by_layout() -> dict[str, dict[int, str]]:
 async def client(server: Server) -> AsyncGenerator[SglangClient]:
     """A client like that of a rollout actor. Afterwards the server is idle, not paused and at full speed."""
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-        client = SglangClient(session)
+        client = SglangClient(session, admin_timeout_s=ADMIN_S)
         yield client
         if server.alive:
             server.slow_down(0)

@@ -19,6 +19,7 @@ from actors.rollout.requests.request import GenerateRequest
 from actors.rollout.requests.sending import Generator
 from actors.rollout.sglang.body import generate_body
 from actors.rollout.sglang.client import SglangClient
+from actors.rollout.sglang.errors import EngineError
 from actors.rollout.sglang.reading import AnswerReader
 from actors.rollout.sglang.served_model import ServedModel
 from actors.rollout.sglang.updates import WeightUpdates
@@ -28,7 +29,8 @@ from tests.sglang.server import Server, checksum_of
 from tests.support.rollout import announcement
 from tests.support.sampled import Generated, generate, request_of
 
-READY_S = 30.0
+READY_S = 120.0  # only ends a wait that hangs
+ADMIN_S = 60.0  # for control calls, so that a machine that stands still fails none
 POLL_S = 0.02
 
 
@@ -137,9 +139,7 @@ async def rig_of(
     """Run the generator and fleet of a rollout actor, with the first weights in the engine."""
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector) as session, anyio.create_task_group() as group:
-        client = SglangClient(
-            session,
-        )
+        client = SglangClient(session, admin_timeout_s=ADMIN_S)
         updater = Updater(client, mode)
         fleet = Fleet(
             client,
@@ -161,6 +161,11 @@ async def rig_of(
             group.cancel_scope.cancel()
 
 
+async def until_read(asked: GenerateRequest, number: int = 1) -> None:
+    """Poll until the client has read at least this number of tokens of a streamed answer."""
+    await until(lambda: bool(asked.readers) and asked.readers[0].num_tokens >= number)
+
+
 async def until(true: Callable[[], bool], limit_s: float = READY_S) -> None:
     """Poll until a condition in this process holds."""
     with anyio.fail_after(limit_s):
@@ -170,9 +175,11 @@ async def until(true: Callable[[], bool], limit_s: float = READY_S) -> None:
 
 async def left_as_found(client: SglangClient, server: Server) -> None:
     """Undo what a test left in an engine: requests, a pause, a weight sync."""
-    with contextlib.suppress(Exception):
+    with contextlib.suppress(EngineError):
         await client.abort(server.url, None)
+    with contextlib.suppress(EngineError):
         await client.proceed(server.url)
+    with contextlib.suppress(EngineError):  # most leave no weight sync open
         await WeightUpdates(client).end_update(server.url, timeout_s=READY_S)
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -15,14 +16,14 @@ from typing import Any, Final
 
 import psutil
 
-from runtime.node.supervisor.ports import free_port
+from runtime.node.supervisor.ports import LOWEST, TRIES, free_port, is_free
 from tests.support.tiny_engine import get, post
 
 ROOT: Final = Path(__file__).parents[2]
 PYTHON_VARIABLE: Final = "PHYSARUM_SGLANG_PYTHON"
 SHIM: Final = Path(__file__).parent / "shim"
 SGLANG_START_S: Final = 600.0  # 22 s on an idle machine; imports took 240 s on one with six busy processes
-TINY_START_S: Final = 30.0
+TINY_START_S: Final = 120.0
 STOP_S: Final = 15.0
 POLL_S: Final = 0.2  # a server does not report when it is up
 MAX_KEPT: Final = 2  # SGLang servers kept at once, 3 GB each
@@ -119,9 +120,18 @@ class Server:
         assert post(f"{self.url}/slow_down", {"forward_sleep_time": seconds})[0] == 200
 
 
+def port_for_slow_start() -> int:
+    """Return a free port below those of `free_port`: no other test takes it in the minute until SGLang listens."""
+    for _ in range(TRIES):
+        port = LOWEST - 1 - secrets.randbelow(LOWEST // 2)
+        if is_free("127.0.0.1", port):
+            return port
+    raise AssertionError(f"no free port from {LOWEST // 2} to {LOWEST - 1} in {TRIES} tries")
+
+
 def start(layout: str, model: Path, directory: Path, *flags: str) -> Server:
     """Start an engine without its weights, like a run with random_init. `wait_until_up` waits for it."""
-    port = free_port()
+    port = free_port() if layout == TINY else port_for_slow_start()
     server = Server(layout, f"http://127.0.0.1:{port}", directory / f"{layout.replace(' ', '-')}-{port}.log")
     common = ["--model-path", str(model), "--host", "127.0.0.1", "--port", str(port), "--load-format", "dummy"]
     common += ["--incremental-streaming-output", *flags]

@@ -13,7 +13,7 @@ from actors.rollout.requests.request import GenerateRequest
 from actors.rollout.sglang.errors import RequestRefused
 from messages import SampleStatus
 from tests.sglang.model import DOT, DOTTED, EOS
-from tests.sglang.rig import Rig, body_of, readers_of, request, until
+from tests.sglang.rig import Rig, body_of, readers_of, request, until, until_read
 from tests.sglang.server import NUM_SLOTS
 from tests.support.sampled import Generated, generate
 
@@ -89,6 +89,9 @@ async def halted_while_paused(rig: Rig, asked: Asked, mode: str, streamed: bool)
     async with anyio.create_task_group() as group:
         group.start_soon(asked.ask, request(PROMPT, LONG, rid="a", round=1), streamed)
         await rig.until_tokens(20)
+        if streamed:
+            await until(lambda: "a" in asked.requests)
+            await until_read(asked.requests["a"], 10)
         await rig.client.pause(rig.server.url, mode)
         rig.generator.running.halt(1)
         yield
@@ -121,7 +124,8 @@ async def test_abort_of_a_request_that_came_during_a_pause(rig: Rig, streamed: b
     await rig.client.pause(rig.server.url, "in_place")
     async with anyio.create_task_group() as group:
         group.start_soon(asked.ask, request(PROMPT, LONG, rid="a", round=1), streamed)
-        await anyio.sleep(0.5)
+        await until(lambda: "a" in asked.requests and bool(asked.requests["a"].readers))  # it is sent now
+        await anyio.sleep(0.5)  # mostly it has arrived by then; if not, it is not aborted either
         rig.generator.running.halt(1)
         await anyio.sleep(1.0)
         assert "a" not in asked.generated
@@ -131,7 +135,7 @@ async def test_abort_of_a_request_that_came_during_a_pause(rig: Rig, streamed: b
 
 @pytest.mark.behaviour("a request id that is in use is refused, and its owner goes on")
 async def test_request_id_in_use(rig: Rig) -> None:
-    asked = request(PROMPT, 60)
+    asked = request(PROMPT, LONG)
     body = body_of(asked)
     await rig.slow_down(SLOW_S)
 
@@ -142,7 +146,8 @@ async def test_request_id_in_use(rig: Rig) -> None:
             await rig.client.generate(rig.fleet.serving.router, body, readers_of(request(PROMPT, 60)))
         with pytest.raises(RequestRefused, match="Duplicate request ID"):
             await rig.client.stream(rig.fleet.serving.router, body, readers_of(request(PROMPT, 60))[0])
-    assert asked.inputs[0].buffer.num_tokens
+        await rig.slow_down(0)
+    assert asked.inputs[0].buffer.num_tokens  # SGLang aborts the id 2 s after the refused stream, so maybe not all
 
 
 async def ended_when_aborted(rig: Rig, ends: set[int], streamed: bool, **params: Any) -> list[Generated]:
@@ -159,7 +164,7 @@ async def ended_when_aborted(rig: Rig, ends: set[int], streamed: bool, **params:
             found.append(generated)
 
     await rig.slow_down(SLOW_S)
-    with anyio.fail_after(120):
+    with anyio.fail_after(600):
         while len(found) < 2:
             async with anyio.create_task_group() as group:
                 for index in range(NUM_SLOTS):

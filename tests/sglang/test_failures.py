@@ -8,7 +8,7 @@ import pytest
 
 from actors.rollout.sglang.client import SglangClient
 from actors.rollout.sglang.errors import EngineFailed, EngineUnavailable
-from tests.sglang.rig import Rig, body_of, readers_of, request, until
+from tests.sglang.rig import Rig, body_of, readers_of, request, until, until_read
 from tests.sglang.router import Router, running_router
 from tests.sglang.server import TINY, Server, Servers
 from tests.support.sampled import Generated
@@ -17,25 +17,26 @@ pytestmark = [pytest.mark.anyio, pytest.mark.timeout(900)]
 
 PROMPT = [3, 4, 5]
 LONG = 300
-SLOW_S = 0.02
-LIMIT_S = 3  # of a router that is impatient
+SLOW_S = 0.1  # of a step: 30 s for an answer, unless the test ends that
+LIMIT_S = 6  # of a router that is impatient
 
 
 @pytest.mark.behaviour("a router that is restarted: streamed tokens are kept, whole requests are sent again")
 async def test_router_restarted(make_rig: Any) -> None:
     found: dict[bool, Generated] = {}
+    asked = {streamed: request(PROMPT, LONG, streamed=streamed) for streamed in (True, False)}
     with running_router() as router:
         async with make_rig(router) as rig:
             await rig.slow_down(SLOW_S)
 
             async def ask(streamed: bool) -> None:
-                found[streamed] = await rig.generate(request(PROMPT, LONG, streamed=streamed))
+                found[streamed] = await rig.generate(asked[streamed])
 
             async with anyio.create_task_group() as group:
                 group.start_soon(ask, True)
                 group.start_soon(ask, False)
                 await rig.until_running(2)
-                await anyio.sleep(15 * SLOW_S)
+                await until_read(asked[True])
                 await anyio.to_thread.run_sync(router.kill)
                 await rig.slow_down(0)
                 await anyio.to_thread.run_sync(router.start_again)
@@ -49,15 +50,19 @@ async def test_router_restarted(make_rig: Any) -> None:
 async def test_longer_than_the_routers_limit(server: Server, make_rig: Any) -> None:
     with running_router(generate_timeout_s=LIMIT_S) as router:
         async with make_rig(router) as rig:
-            await rig.slow_down(0.1)  # 30 s for the answer
-            asked = request(PROMPT, LONG, streamed=True)
-            generated = await rig.generate(asked)
+            await rig.slow_down(SLOW_S)
+            asked, whole = request(PROMPT, LONG, streamed=True), request(PROMPT, LONG)
+
+            async def ask_whole() -> None:
+                with pytest.raises((EngineUnavailable, EngineFailed)):
+                    await rig.client.generate(rig.fleet.serving.router, body_of(whole), readers_of(whole))
+
+            async with anyio.create_task_group() as group:
+                group.start_soon(ask_whole)
+                generated = await rig.generate(asked)
             assert generated.cut_short
-            assert 0 < len(generated.answers[0].output_ids) < 60
+            assert 0 < len(generated.answers[0].output_ids) < LONG
             assert asked.readers[0].meta.id == f"{asked.rid}-0", "it was sent once"
-            again = request(PROMPT, LONG)
-            with pytest.raises((EngineUnavailable, EngineFailed)):
-                await rig.client.generate(rig.fleet.serving.router, body_of(again), readers_of(again))
             await rig.client.abort(server.url, None)
 
 
@@ -101,16 +106,17 @@ async def test_server_killed(
     make_rig: Any, session_router: Router, servers: Servers, server: Server, client: SglangClient
 ) -> None:
     found: dict[bool, Generated] = {}
+    asked = {streamed: request(PROMPT, LONG, streamed=streamed) for streamed in (True, False)}
     async with make_rig(session_router) as rig, anyio.create_task_group() as group:
         await rig.slow_down(SLOW_S)
 
         async def ask(streamed: bool) -> None:
-            found[streamed] = await rig.generate(request(PROMPT, LONG, streamed=streamed))
+            found[streamed] = await rig.generate(asked[streamed])
 
         group.start_soon(ask, True)
         group.start_soon(ask, False)
         await rig.until_running(2)
-        await anyio.sleep(15 * SLOW_S)
+        await until_read(asked[True])
         await anyio.to_thread.run_sync(server.kill)
         await until(lambda: True in found, 60)
         assert found[True].cut_short

@@ -14,11 +14,19 @@ import pytest
 from actors.processes import process_specs
 from actors.rollout.sglang.server_arguments import engine_problems
 from runtime.bus.addresses import ENGINE_KEY_VARIABLE
-from runtime.node.supervisor.ports import free_port
 from runtime.settings.load import load_topology
 from runtime.settings.processes import with_address
 from runtime.settings.tables.engines import EngineConfig
-from tests.sglang.server import ROOT, SGLANG_START_S, SHIM, TP1, Server, sglang_python, wait_until_up
+from tests.sglang.server import (
+    ROOT,
+    SGLANG_START_S,
+    SHIM,
+    TP1,
+    Server,
+    port_for_slow_start,
+    sglang_python,
+    wait_until_up,
+)
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(2 * SGLANG_START_S)]
 
@@ -71,7 +79,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     topology = load_topology(ROOT / "topologies" / "laptop.toml", overrides).topology
     directory = tmp_path_factory.mktemp("launched")
     (spec,) = [spec for spec in process_specs(topology, "local", directory) if spec.name == "engine.policy.0"]
-    port = free_port()
+    port = port_for_slow_start()
     words = [with_address(word, "127.0.0.1", port) for word in spec.command]
     environment = {**os.environ, **spec.env, ENGINE_KEY_VARIABLE: KEY}
     with (directory / "log").open("wb") as log:

@@ -10,8 +10,8 @@ import pytest
 from actors.rollout.sglang.client import SglangClient
 from actors.rollout.sglang.errors import RequestRefused
 from actors.rollout.sglang.labels import version_of
-from messages import Segment
-from tests.sglang.rig import Rig, body_of, readers_of, request
+from messages import EngineState, Segment
+from tests.sglang.rig import Rig, body_of, readers_of, request, until
 from tests.sglang.router import Router
 from tests.sglang.server import Server, Servers, checksum_of
 from tests.sglang.test_answers import with_weights
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.timeout(900)]
 
 PROMPT = [3, 4, 5]
 LONG = 300
-SLOW_S = 0.02
+SLOW_S = 0.05  # of a step: 15 s for an answer, unless the test ends that
 CLOSE, FAR = 1e-4, 1e-2  # natural log
 
 
@@ -53,9 +53,12 @@ async def test_update_under_load(
             for _ in range(3):
                 group.start_soon(ask)
             await rig.until_running(3)
-            await anyio.sleep(20 * SLOW_S)
-            group.start_soon(rig.update, 2)
-            await anyio.sleep(10 * SLOW_S)
+            await rig.until_tokens(60)
+            if mode == "drain":  # the update ends after the requests
+                group.start_soon(rig.update, 2)
+                await until(lambda: rig.fleet.engines[0].state is EngineState.UPDATING)
+            else:
+                await rig.update(2)
             await rig.slow_down(0)
     for generated in found:
         check_versions(generated, mode, contract_model, weights)
@@ -113,6 +116,7 @@ async def test_flush_while_busy(rig: Rig) -> None:
     async with anyio.create_task_group() as group:
         group.start_soon(ask)
         await rig.until_running(1)
+        await rig.until_tokens(len(PROMPT) + 8)
         await rig.client.pause(rig.server.url, "in_place")
         with pytest.raises(RequestRefused, match=r"not flushed|cache"):
             await rig.client.update_weights(rig.server.url, str(rig.weights[2]), "2@test")

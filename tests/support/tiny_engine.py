@@ -103,7 +103,7 @@ def get(url: str) -> tuple[int, Any]:
 
 def _fetch(request: urllib.request.Request) -> tuple[int, Any]:
     try:
-        with urllib.request.urlopen(request, timeout=20) as response:
+        with urllib.request.urlopen(request, timeout=60) as response:
             status, data = response.status, response.read()
     except urllib.error.HTTPError as error:
         with error:
