@@ -17,6 +17,7 @@ from runtime.bus.limits import BusLimits
 from runtime.bus.nats.accounts import Accounts, ClientKind, ExternalClient, render_accounts
 from runtime.bus.nats.connection import open_connection
 from runtime.util.secrets import Login, Secret, with_login
+from tests.chaos.pace import Pace
 from tests.docs.snippets import snippets
 from tests.fixtures.nats import eventually
 from tests.support.cluster import Cluster, running_cluster
@@ -61,9 +62,9 @@ async def test_a_run_goes_on_over_the_death_of_the_leader_and_resumes(tmp_path: 
     accounts = accounts_of_the_page().replace("...", PASSWORD.reveal())
     async with running_cluster(tmp_path / "cluster", accounts, login=Login(user=RUN, password=PASSWORD)) as cluster:
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(kill_leader, cluster, tmp_path / "runs" / RUN / "metrics.jsonl")
-            result = await run(cluster, tmp_path, num_steps=6)
-            tasks.cancel_scope.cancel()
+            pace = Pace(tmp_path / "pace")
+            tasks.start_soon(kill_leader, cluster, tmp_path / "runs" / RUN / "metrics.jsonl", pace)
+            result = await run(cluster, tmp_path, num_steps=6, **pace.environment())
         assert result["groups"]["issued"] == result["groups"]["trained"] == 6 * 64
         assert (await run(cluster, tmp_path, num_steps=7))["groups"]["trained"] == 7 * 64
         url = with_login(cluster.url, Login(user="bob", password=PASSWORD))
@@ -73,16 +74,21 @@ async def test_a_run_goes_on_over_the_death_of_the_leader_and_resumes(tmp_path: 
             assert event.headers["Nats-Subject"].startswith(f"phy.{RUN}.event.")
 
 
-async def kill_leader(cluster: Cluster, metrics: Path) -> None:
-    """Kill the leader of the log after the first step, and start it again once there is another."""
+async def kill_leader(cluster: Cluster, metrics: Path, pace: Pace) -> None:
+    """Kill the leader of the log after the first step, and start it again once there is another.
+
+    The run trains at most three steps before that, and the others after it.
+    """
+    pace.allow(2)
     await eventually(lambda: metrics.exists() and metrics.stat().st_size > 0, timeout_s=START_S)
     leader = await cluster.leader_of(LOG)
     leader.kill()
     await cluster.leader_of(LOG)
     leader.start()
+    pace.free()
 
 
-async def run(cluster: Cluster, directory: Path, *, num_steps: int) -> dict[str, Any]:
+async def run(cluster: Cluster, directory: Path, *, num_steps: int, **environment: str) -> dict[str, Any]:
     command = [sys.executable, "-P", "bin/start_topology.py", "topologies/laptop.toml", "--json"]
     settings = (
         f"run.name={RUN}",
@@ -98,7 +104,7 @@ async def run(cluster: Cluster, directory: Path, *, num_steps: int) -> dict[str,
     process = await asyncio.create_subprocess_exec(
         *command,
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )

@@ -1,7 +1,7 @@
 """bin/start-topology with the small processes of tests/runtime/node/player.py in place of a run's actors.
 
 Their arguments come in the variable PLAYERS: a JSON list of lists. KILL_AT=MODULE:FUNCTION:N ends it by kill -9 when
-a function is called for the Nth time.
+a function is called for the Nth time. With STOP_S a stop may take so many seconds before processes are killed.
 """
 
 import importlib
@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from bin.start_topology import main
+from runtime.node import daemon
+from runtime.node.supervisor import supervisor
 from runtime.settings.processes import ProcessSpec
 from runtime.settings.topology import Topology
 
@@ -45,4 +47,6 @@ def kill_at(module: str, function: str, number: str) -> None:
 if __name__ == "__main__":
     if moment := os.environ.get("KILL_AT"):
         kill_at(*moment.split(":"))
+    if stop_s := os.environ.get("STOP_S"):
+        supervisor.STOP_WITHIN_S = daemon.STOP_DEADLINE_S = float(stop_s)
     sys.exit(main(specs_of=players))

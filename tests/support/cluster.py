@@ -2,10 +2,9 @@
 
 import os
 import signal
-import socket
 import subprocess
 from collections.abc import AsyncGenerator
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,11 @@ from runtime.bus.limits import BusLimits
 from runtime.bus.nats.connection import open_connection
 from runtime.bus.nats.server import ServerSettings, server_command, write_config
 from runtime.bus.nats.store import api_call
+from runtime.node.supervisor.ports import free_port
 from runtime.util.secrets import Login, with_login
 
 NAMES = ("s1", "s2", "s3")
-READY_S = 30.0  # for the first election, on a busy machine
+READY_S = 60.0  # for an election, on a busy machine
 LOOKING = BusLimits(connect_timeout_s=2.0, publish_timeout_s=2.0, attempt_timeout_s=1.0)
 
 
@@ -176,8 +176,8 @@ async def running_cluster(
 
 
 def _free_ports(number: int) -> list[int]:
-    with ExitStack() as held:
-        sockets = [held.enter_context(socket.socket()) for _ in range(number)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
+    """Ports that no outgoing connection takes while a server is away."""
+    ports: set[int] = set()
+    while len(ports) < number:
+        ports.add(free_port())
+    return list(ports)
