@@ -11,6 +11,7 @@ from actors.reward.samples import GradedSample
 BOXED_PREFIX = "boxed_"
 Grader = Callable[[GradedSample], Any]  # returns a number, or a dict that has the reward
 
+FBOX = re.compile(r"\\(?:fbox|framebox)(?=\s*\{)")  # another box, which `math` and `dapo` read
 _BRACE = re.compile(r"\\boxed\s*\{|(?<!\\)\\[{}]|\{|\}")
 
 

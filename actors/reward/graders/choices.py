@@ -44,9 +44,10 @@ _STATED: Final = (
     ),
     re.compile(
         rf"(?<![A-Za-z0-9'’+/-])(?<!\d ){_CAPITAL}[)\]>）】]*,?\s+(?i:is|was|must be|should be"
-        r"|would be(?![^.\n]{0,60}\bif\b)|seems)\s+"
+        r"|would be(?![^.\n]{0,60}\bif\b)|seems|appears)\s+"
         r"(?i:(?:the|our|my|most|only|clearly|indeed|therefore|thus|likely|probably|final|single|best|correct|right)\s+)*"
         r"(?i:correct(?!\s+(?:in|that|about|for|only|when|if|to)\b)|right|best\s*(?=[.!\n]|\Z)|answer|choice|option"
+        r"|(?<=most )(?:plausible|likely|appropriate|accurate|reasonable|suitable)\s*(?=[.!\n]|\Z)"
         r"|only one|one that)(?![\w-])"
     ),
 )
@@ -60,6 +61,7 @@ _TAKEN_BACK: Final = re.compile(  # behind a statement; only a conclusion after 
     r"(?i)(?<=[.!;,—–\n-])\s*(?:actually|wait|hmm|no|oops|sorry|correction|scratch that|"
     r"on second thoughts?|i was wrong|that(?:'s| is) (?:wrong|incorrect|not right))\b(?=[,.!:;—–-]|\s)"
 )
+_INSTEAD: Final = re.compile(rf"\s*[:,;—–-]?\s*{_OPEN}{_CAPITAL}(?=[)\]>）】]*\s*(?:[.!]|\n|\Z))")  # behind "no"
 _MENTIONED: Final = re.compile(rf"(?i:\b(?:option|choice))\s*[:=]?\s*{_OPEN}{_CAPITAL}")
 _ALONE: Final = re.compile(r"(?i:\W*(?:option|choice|letter)\b)?\W*(?P<letter>[A-Za-z])\W*")
 _LABELLED: Final = re.compile(
@@ -138,7 +140,12 @@ def chosen_letter(text: str, choices: Choices) -> str | None:
     if said := [each for pattern in _STATED for each in _found(pattern, text, choices)]:
         place, letter = max(said, key=lambda each: each[0])
         taken_back = _TAKEN_BACK.search(text, place)
-        corrected = list(_found(_CONCLUDED, text[taken_back.end() :], choices)) if taken_back else []
+        if taken_back is None:
+            return letter
+        corrected = list(_found(_CONCLUDED, text[taken_back.end() :], choices))
+        instead = _INSTEAD.match(text, taken_back.end())
+        if not corrected and instead and instead["letter"] in choices.letters:
+            return instead["letter"]
         return corrected[-1][1] if corrected else letter
     if letter := _letter_alone(lines[-1], choices):
         return letter

@@ -24,6 +24,7 @@ _LATEX_TEXT = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\{([^{}]*)\}")
 _LATEX_SIGNS = re.compile(
     r"\\(?:left|right)(?![A-Za-z])|\\[!,](?=,?\d)|\\[! ,$%()\[\]]|\{(?=,\})|(?<=\{,)\}|\^\{?\\circ\}?"
 )
+_POWER_OF_TEN = re.compile(r"(?<=\d) ?(?:\\times|\\cdot|[×*]) ?10 ?\^ ?(?:\{ ?([-+]?\d{1,2}) ?\}|([-+]?\d{1,2}))(?!\d)")
 _MIXED = re.compile(r"(?<=\d) +(?=\d+/\d)")
 _MIXED_NUMBER = re.compile(r"([-+]?)(\d+) +(\d+)/(\d+)")
 _MINUS = str.maketrans("−–", "--")
@@ -34,7 +35,7 @@ def numeric(response: str, label: Label) -> float:
 
     The answer is the last \boxed{...}, or else the line after the last "####". Without either, it is the last number in
     the text if the label is a number, and otherwise the whole text. Only what follows the last `</think>` counts.
-    Numbers are compared by exact value (1,000 = 1000.0, 1.5 = 1 1/2 = \frac{3}{2}, 2 million = 2,000,000), with or
+    Numbers are compared by exact value (1,000 = 1000.0, 1.5 = 1 1/2 = \frac{3}{2}, 2 million = 2 \times 10^6), with or
     without words beside them (72 clips) and what leads to them (x = 72). Other answers are compared as text without
     spaces, dollar signs and text commands: x+1 and 1+x differ. The `math` grader is a different one.
 
@@ -97,7 +98,8 @@ def _value(found: re.Match[str]) -> Fraction | None:
 def _without_latex(text: str) -> str:
     text = re.sub(r"(?<=\w)(?=\\[dt]?frac)", " ", text)
     text = _LATEX_FRACTION.sub(lambda found: f"{found[1] or found[2]}/{found[3] or found[4]} ", text)
-    return _LATEX_SIGNS.sub("", _LATEX_TEXT.sub(r" \1 ", text)).translate(_MINUS)
+    text = _POWER_OF_TEN.sub(r"e\1\2", text.translate(_MINUS))
+    return _LATEX_SIGNS.sub("", _LATEX_TEXT.sub(r" \1 ", text))
 
 
 def _normal(text: str) -> str:

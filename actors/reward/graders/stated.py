@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any, Final
 
-from actors.reward.graders.boxed import last_boxed
+from actors.reward.graders.boxed import FBOX, last_boxed
 from actors.reward.graders.choices import choices_in, chosen_letter, right_letter
 from actors.reward.graders.labels import Label, text_of
 from actors.reward.graders.math.arithmetic import TooLargeError, exact_value
@@ -41,7 +41,7 @@ def dapo(response: str, label: Label) -> dict[str, float | bool | str]:
     truth = _value(text_of(label))
     found = _ANSWER.findall(response[-READ_CHARS:])
     pred = _MARKUP.sub("", found[-1]) if found else NO_ANSWER
-    pred = normal(last_boxed(pred) or pred).removesuffix("`")
+    pred = normal(last_boxed(FBOX.sub(r"\\boxed", pred)) or pred).removesuffix("`")
     right = bool(found) and truth is not None and truth.denominator == 1 and _value(pred) == truth
     return {"score": 1.0 if right else -1.0, "acc": right, "pred": pred}
 

@@ -2,6 +2,7 @@ r"""Exact value of a written number: 1/2, \frac12, 10^3, 5!, \sqrt{4}, 2 million
 
 import math
 import re
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Final
 
@@ -13,7 +14,7 @@ MAX_FACTORIAL: Final = 2050
 
 _TOKEN: Final = re.compile(
     r"\s*(?:(?P<number>\d+(?:\.\d*)?|\.\d+)(?P<repeats>\\overline\s*\{\d+\}|\\dot\s*\{\d\})?(?P<exponent>[eE][-+]?\d+)?"
-    r"|(?P<command>\\(?:frac|sqrt|cdot|binom)(?![A-Za-z]))"
+    r"|(?P<command>\\(?:frac|sqrt|cdot|binom|max|min|gcd|lcm)(?![A-Za-z])|[CP](?=\())|(?P<brace>\\[{}]|,)"
     r"|(?P<word>hundred|thousand|million|billion|trillion|dozen)s?(?![A-Za-z])"
     r"|(?P<sign>\*|[-+/^!(){}\[\]]))"
 )
@@ -79,7 +80,7 @@ class _Reader:
                 value = _bounded(value / self._signed())
             elif self._peek() in _WORDS:
                 value = _bounded(value * _WORDS[self._pop()])
-            elif self._peek() in ("(", r"\sqrt", r"\binom"):
+            elif self._peek() in ("(", r"\sqrt", r"\binom") or self._peek() in _OF_SEVERAL:
                 value = _bounded(value * self._power())
             else:
                 break
@@ -113,6 +114,8 @@ class _Reader:
             return _bounded(self._argument() / self._argument())
         if token == r"\binom":
             return _binomial(self._argument(), self._argument())
+        if token in _OF_SEVERAL:
+            return self._of_several(token)
         if token == r"\sqrt":
             degree = Fraction(2)
             if self._take("[") is not None:
@@ -123,6 +126,17 @@ class _Reader:
         if self._peek() == r"\frac" and value.denominator == 1:  # a mixed number
             return _bounded(value + self._atom())
         return value
+
+    def _of_several(self, name: str) -> Fraction:
+        r"""Value of \max\{3,8\}, \gcd(12,18), C(5,2) behind its name."""
+        opening = self._take("(", r"\{")
+        values = [self.sum()]
+        while self._take(",") is not None:
+            values.append(self.sum())
+        self._expect(")" if opening == "(" else r"\}")
+        if len(values) < 2 or (name in "CP" and (len(values) > 2 or opening != "(")):
+            raise _NotNumberError
+        return _bounded(_OF_SEVERAL[name](values))
 
     def _argument(self) -> Fraction:
         r"""Argument of a command: a group, or one digit (\frac12)."""
@@ -257,3 +271,23 @@ def _whole_root(number: int, degree: int) -> int | None:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if middle**degree <= number else (low, middle - 1)
     return low if low**degree == number else None
+
+
+def _of_wholes(function: Callable[..., int]) -> Callable[[list[Fraction]], Fraction]:
+    def value(numbers: list[Fraction]) -> Fraction:
+        if any(number.denominator != 1 for number in numbers):
+            raise _NotNumberError
+        return Fraction(function(*map(int, numbers)))
+
+    return value
+
+
+def _arrangements(numbers: list[Fraction]) -> Fraction:
+    number, length = numbers
+    return _binomial(number, length) * _factorial(length, 1)
+
+
+_OF_SEVERAL: Final[dict[str, Callable[[list[Fraction]], Fraction]]] = {
+    r"\max": max, r"\min": min, r"\gcd": _of_wholes(math.gcd), r"\lcm": _of_wholes(math.lcm),
+    "C": lambda numbers: _binomial(*numbers), "P": _arrangements,
+}  # fmt: skip

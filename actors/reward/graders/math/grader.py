@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Final, TypeVar, cast
 
-from actors.reward.graders.boxed import last_boxed
+from actors.reward.graders.boxed import FBOX, last_boxed
 from actors.reward.graders.labels import Label, text_of
 from actors.reward.graders.math.algebra import TimeIsUp, cpu_limit, symbolically_equal
 from actors.reward.graders.math.arithmetic import TooLargeError, exact_value
@@ -19,7 +19,7 @@ from actors.reward.graders.math.latex import (
 )
 from actors.reward.graders.math.notations import by_base, by_ratio, by_time
 from actors.reward.graders.math.readings import EQUALS, LIST, other_readings
-from actors.reward.graders.math.sets import Piece, connective, pieces, says_set
+from actors.reward.graders.math.sets import CAP, Piece, connective, pieces, says_set
 from actors.reward.graders.math.units import Quantity, quantity
 
 T = TypeVar("T")
@@ -68,7 +68,6 @@ _RESIDUE: Final = re.compile(r"(?:[A-Za-z] ?\\equiv ?)?([^=]*?) ?\\pmod ?\{?\w+\
 _FOR_ALL: Final = re.compile(r",? ?(?:\\text ?\{[ ,]*)?(?<![A-Za-z])(?:for (?:all|any|every|each)|where)(?![A-Za-z]).*")
 _ANGLE: Final = re.compile(r"(\\angle ?[A-Z])([A-Z])([A-Z])")
 _RADIANS: Final = r"\cdot\frac{\pi}{180}"
-_FBOX: Final = re.compile(r"\\(?:fbox|framebox)(?=\s*\{)")
 
 
 def math(response: str, label: Label) -> float:
@@ -77,9 +76,10 @@ def math(response: str, label: Label) -> float:
     Numbers are compared exactly: 2^{53} and 2^{53}+1 differ, 1/2 = 0.5 = \frac12, 10^3 = 1000, 5! = 120, 2 million =
     2000000, 0.333... = 1/3. 50\% equals both 50 and 0.5. Units must be equal where both have one. Words are compared as
     text, lists and unions in any order, tuples, intervals and matrices by element. A choice may have its text: (A) 5 is
-    A. x=1, y=2 is (1,2). An inequality is its interval, 3:1 is 6:2, 1010_2 is 10, "three" is 3, "no solution" the empty
-    set. An equation equals a value if its sides do, but for a name: m+n=5 and a/b=5 are 5, 8=5 and xy=5 are not. One
-    value said twice (2/5 or 40\%) is that value. All else is compared by algebra (math-verify, extra `math`).
+    A. x=1, y=2 is (1,2). 7 ft 6 in is 7.5 ft. 0,5 is 0.5 if the label is 0.5. An inequality is its interval, 3:1 is
+    6:2, 1010_2 is 10, "three" is 3, "no solution" the empty set. An equation equals a value if its sides do, but for a
+    name: m+n=5 and a/b=5 are 5, 8=5 and xy=5 are not. One value said twice (2/5 or 40\%) is that value. All else is
+    compared by algebra (math-verify, extra `math`).
 
     Args:
         response: The whole response.
@@ -99,7 +99,7 @@ def math(response: str, label: Label) -> float:
         slime's and verl's `math` and `deepscaler`; docs/reference/from-slime.md lists where they err.
     """
     truth = _truth(text_of(label))
-    answer = last_boxed(_FBOX.sub(r"\\boxed", response))
+    answer = last_boxed(FBOX.sub(r"\\boxed", response))
     if answer is None or not normal(truth):
         return 0.0
     try:
@@ -381,10 +381,11 @@ def _same_piece(ours: Piece, theirs: Piece) -> bool:
 
 
 def _by_union(ours: str, theirs: str) -> bool | None:
-    left, right = split_top(ours, _UNION), split_top(theirs, _UNION)
-    if len(left) == len(right) == 1:
-        return None
-    return _in_any_order(left, right) or None
+    for separator in (_UNION, CAP):
+        left, right = split_top(ours, separator), split_top(theirs, separator)
+        if len(left) > 1 and _in_any_order(left, right):
+            return True
+    return None
 
 
 def _by_bracket(ours: str, theirs: str) -> bool | None:

@@ -117,11 +117,14 @@ _FORMS: Final = (
         "^T",
     ),
     ("^", re.compile(r"(?<=\d) ?\^ ?(?:\{ ?)?\\(?:text|mathrm) ?\{ ?(st|nd|rd|th) ?\}(?: ?\})?"), r"\\text{\1}"),
+    ("^", re.compile(r"(?<=\d) ?\^ ?(?:\{ ?(st|nd|rd|th) ?\}|(st|nd|rd|th)(?![A-Za-z]))"), r"\\text{\1\2}"),
     ("overline", re.compile(r"\\overline ?\{ ?([A-Z]{2}) ?\}"), r"\1"),
     ("prime", re.compile(r"\^\{?\\prime\}?"), "'"),
     ('"', re.compile(r"(?<=\d)\""), "''"),
     ("choose", re.compile(r"\{([^{}]*)\\choose(?![A-Za-z])([^{}]*)\}"), r"\\binom{\1}{\2}"),
     ("over", re.compile(r"\{([^{}]*)\\over(?![A-Za-z])([^{}]*)\}"), r"\\frac{\1}{\2}"),
+    ("C_", re.compile(r"(?:\{\})?[_^](?:\{([^{}]*)\}|(\w)) ?C_(?:\{([^{}]*)\}|(\w))(?!\^)"), r"\\binom{\1\2}{\3\4}"),
+    ("C^", re.compile(r"(?<![A-Za-z\\])C\^(?:\{([^{}]*)\}|(\w))_(?:\{([^{}]*)\}|(\w))"), r"\\binom{\3\4}{\1\2}"),
     ("C_", re.compile(r"(?<![A-Za-z\\])C_(?:\{([^{}]*)\}|(\w))\^(?:\{([^{}]*)\}|(\w))"), r"\\binom{\1\2}{\3\4}"),
 )
 _INTEGER: Final = re.compile("[0-9]+")

@@ -26,6 +26,12 @@ _APPROX: Final = re.compile(r"\\approx(?![A-Za-z])|≈")
 _DECIMAL: Final = re.compile(r"-?\d{1,9}(?:\.(\d{1,9}))?")
 _LEADING_ZERO: Final = re.compile(r",0\d")
 
+_FOREIGN: Final = re.compile(  # 1.234,5 and 0,25; 1.234.567; 1'234'567; 12,34,567
+    r"(?P<sign>-?)(?:(?P<points>\d{1,3}(?:\.\d{3})+),(?P<behind>\d{1,9})|(?P<whole>\d{1,9}),(?P<part>\d{1,9})"
+    r"|(?P<grouped>\d{1,3}(?:\.\d{3}){2,}|\d{1,3}(?:'\d{3})+|\d{1,2}(?:,\d{2})+,\d{3}))"
+)
+_CONSTANT: Final = re.compile(r"\+ ?([cC])$")
+
 Pair = tuple[str, str]
 
 
@@ -42,6 +48,8 @@ def other_readings(response: str, label: str, ours: str, theirs: str) -> Iterato
     yield from _families(ours, theirs)
     yield from _said_twice(ours, theirs)
     yield from _rounded(response, theirs)
+    yield from _foreign(ours, theirs)
+    yield from _constants(ours, theirs)
 
 
 def _lists(response: str, label: str, ours: str, theirs: str) -> Iterator[list[Pair]]:
@@ -94,3 +102,30 @@ def _rounded(response: str, theirs: str) -> Iterator[list[Pair]]:
         return
     if abs(value - float(rounded)) <= 0.5000001 * 10 ** -len(decimal[1] or ""):
         yield [(parts[1], theirs)]
+
+
+def _foreign(ours: str, theirs: str) -> Iterator[list[Pair]]:
+    """0,5 and 1.234,5 have a decimal comma, 1'234'567 and 12,34,567 groups, if the label is a number with a point."""
+    label = quantity(theirs)
+    answer = quantity(ours)
+    found = _FOREIGN.fullmatch(answer.number)
+    if found is None or (answer.unit and label.unit and answer.unit != label.unit) or "," in label.number:
+        return
+    if found["grouped"]:
+        plain = re.sub(r"\D", "", found["grouped"])
+    elif found["points"]:
+        plain = f"{found['points'].replace('.', '')}.{found['behind']}"
+    elif "." in label.number:
+        plain = f"{found['whole']}.{found['part']}"
+    else:
+        return
+    yield [(found["sign"] + plain, label.number)]
+
+
+def _constants(ours: str, theirs: str) -> Iterator[list[Pair]]:
+    """The constant of an integral is C or c."""
+    left, right = _CONSTANT.search(ours), _CONSTANT.search(theirs)
+    if left and right and left[1] != right[1]:
+        texts = ours[: left.start()].strip(), theirs[: right.start()].strip()
+        if all(texts) and not any(re.search(r"(?<![A-Za-z\\])[cC](?![A-Za-z])", text) for text in texts):
+            yield [texts]

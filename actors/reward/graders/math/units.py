@@ -38,6 +38,12 @@ _CURRENCY: Final = re.compile(r"^(?P<sign>-?) ?(?P<unit>\\\$|\$|[€£¥])")
 _NO_UNIT: Final = re.compile("[以或和不非多余至约上下到]")  # "or", "not", "more than" in Chinese
 _PRIMES: Final = re.compile(r"(?P<number>[\d.]+|\\frac\{\d+\}\{\d+\}) ?(?P<primes>'{1,2})")
 _MINUTES: Final = re.compile(r"([\d.]+) ?(?P<unit>\^\\circ|') ?([\d.]+)(?:'(?: ?([\d.]+)'')?|'')")
+_COMPOUND: Final = re.compile(r"(\d+(?:\.\d+)?) ?([A-Za-z]+)\.?,? (?:and )?(\d+(?:\.\d+)?) ?([A-Za-z]+)\.?")
+_PARTS: Final = {
+    ("ft", "in"): 12, ("yd", "ft"): 3, ("h", "min"): 60, ("min", "s"): 60, ("day", "h"): 24, ("week", "day"): 7,
+    ("year", "month"): 12, ("lb", "oz"): 16, ("m", "cm"): 100, ("km", "m"): 1000, ("kg", "g"): 1000,
+    ("l", "ml"): 1000, ("$", "cent"): 100, ("degree", "min"): 60,
+}  # fmt: skip  # how many of the second unit make one of the first
 _TRIGONOMETRY: Final = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])")
 
 
@@ -53,7 +59,7 @@ def quantity(text: str) -> Quantity:
     """Split a unit off an answer in the form of `latex.normal`.
 
     The number may be any expression: the caller decides whether it is one. Words that belong to mathematics (or, sin,
-    million) are not units. 5' is 5 feet, and 22^\\circ 30' is 22.5 degrees.
+    million) are not units. 5' is 5 feet, 22^\\circ 30' is 22.5 degrees, and 7 ft 6 in is 7.5 feet.
     """
     if "'" in text and (parts := _MINUTES.fullmatch(text)):
         feet = parts["unit"] == "'"
@@ -61,6 +67,11 @@ def quantity(text: str) -> Quantity:
         return Quantity(number=number, unit="ft" if feet else "degree")
     if "'" in text and (length := _PRIMES.fullmatch(text)):
         return Quantity(number=length["number"], unit="ft" if length["primes"] == "'" else "in")
+    if text[:1].isdigit() or text.startswith("\\"):
+        compound = _COMPOUND.fullmatch(_spaced(text))
+        units = (unit_name(compound[2]), unit_name(compound[4])) if compound else ("", "")
+        if compound and units in _PARTS:
+            return Quantity(number=f"{compound[1]}+{compound[3]}/{_PARTS[units]}", unit=units[0])
     unit = ""
     if currency := _CURRENCY.match(text):
         text, unit = currency["sign"] + text[currency.end() :].strip(), currency["unit"]
@@ -71,6 +82,10 @@ def quantity(text: str) -> Quantity:
     percent = "%" in unit or "percent" in unit.lower()
     plain = re.sub(r"\\?%|\bper ?cents?\b|\bpercentage\b", " ", unit, flags=re.IGNORECASE)
     return Quantity(number=text, unit=unit_name(plain), percent=percent)
+
+
+def _spaced(text: str) -> str:
+    return " ".join(_TEXT.sub(r" \1 ", text).split())
 
 
 def unit_name(text: str) -> str:
