@@ -48,7 +48,7 @@ def running_router() -> Iterator[tuple[subprocess.Popen[bytes], str]]:
         yield process, f"http://127.0.0.1:{port}"
     finally:
         process.terminate()
-        process.wait(10)
+        process.wait(40)
 
 
 PROBE = WeightProbe(token_ids=(3, 4, 5), log_probs=(0.0, -0.5, -0.5))  # matches the answers of a scripted engine
@@ -134,7 +134,7 @@ async def until_applied(bus: Bus, version: int) -> WeightsApplied:
     """Wait until engines have verified a version; return the event."""
     async with bus.read(WeightsApplied) as events:
         while True:
-            received = await events.next(15)
+            received = await events.next(40)
             assert received is not None, f"version {version} was not applied"
             if isinstance(received.message, WeightsApplied) and received.message.version == version:
                 return received.message
@@ -143,5 +143,5 @@ async def until_applied(bus: Bus, version: int) -> WeightsApplied:
 async def completed_groups(bus: Bus, number: int) -> list[GroupCompleted]:
     """Return the first completed groups in the log."""
     async with bus.read(GroupCompleted) as events:
-        received = [await events.next(15) for _ in range(number)]
+        received = [await events.next(40) for _ in range(number)]
     return [one.message for one in received if one is not None]

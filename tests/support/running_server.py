@@ -102,7 +102,7 @@ async def configured_server(directory: Path, extra: str, login: Login) -> AsyncG
     with (directory / "nats.log").open("ab") as output:
         process = await asyncio.create_subprocess_exec(*server_command(config, directory), stdout=output, stderr=output)
     try:
-        yield (await wait_ready(directory, process.pid, timeout_s=10.0, login=login)).url
+        yield (await wait_ready(directory, process.pid, timeout_s=40.0, login=login)).url
     finally:
         process.kill()
         await process.wait()

@@ -128,7 +128,7 @@ async def test_whoever_works_on_an_attempt_after_a_crash_learns_what_was_spilled
 
         async def spills(attempt: int) -> tuple[SampleSummary, ...]:
             request = SpillsRequested(group_id=0, attempt=attempt)
-            return (await bus.call("buffer", request, SpillsGiven, timeout_s=5)).samples
+            return (await bus.call("buffer", request, SpillsGiven, timeout_s=40)).samples
 
         async def folded() -> bool:
             return await spills(0) == (stored,)
@@ -139,7 +139,7 @@ async def test_whoever_works_on_an_attempt_after_a_crash_learns_what_was_spilled
 
 async def test_a_person_halts_the_running_round_once(bus: Bus, topology: Topology) -> None:
     async def halt() -> HaltAnswered:
-        return await bus.call("buffer", HaltRequested(), HaltAnswered, timeout_s=5)
+        return await bus.call("buffer", HaltRequested(), HaltAnswered, timeout_s=40)
 
     async with buffer(bus, topology):
         await next_event(bus, BufferStarted)
@@ -179,7 +179,7 @@ async def test_a_halt_that_the_server_stores_slowly_is_answered_as_done(
     async with buffer(bus, topology):
         await bus.publish(announcement(1))
         await next_event(bus, GroupsIssued)
-        answer = await bus.call("buffer", HaltRequested(), HaltAnswered, timeout_s=5)
+        answer = await bus.call("buffer", HaltRequested(), HaltAnswered, timeout_s=40)
     assert answer == HaltAnswered(round=0, num_groups=2)
 
 
@@ -194,7 +194,7 @@ async def test_a_halt_counts_no_group_of_a_round_that_was_halted_before(bus: Bus
         await bus.publish(trained(0))
         await bus.publish(announcement(2, step=1))
         await next_event(bus, GroupsIssued, from_seq=seq + 1)
-        answer = await bus.call("buffer", HaltRequested(), HaltAnswered, timeout_s=5)
+        answer = await bus.call("buffer", HaltRequested(), HaltAnswered, timeout_s=40)
     assert answer == HaltAnswered(round=1, num_groups=3)
 
 
@@ -234,7 +234,7 @@ async def test_a_decision_of_a_later_version_ends_the_buffer(bus: Bus, topology:
     headers = {TYPE_HEADER: "groups_split", VERSION_HEADER: "2"}
     await bus._store.put(ledger_filter(bus.run).replace(">", "groups_split"), b"{}", headers)
     with (
-        anyio.fail_after(10),
+        anyio.fail_after(50),
         pytest.raises(UnknownDecision, match="'groups_split': version 2 of the messages wrote it"),
     ):
         await BufferActor(topology, bus, Path()).run()
@@ -248,7 +248,7 @@ async def test_a_task_of_which_nobody_can_read_how_it_ended_is_put_again(
         await bus.publish(announcement(1))
         await next_event(bus, GroupsIssued)
         async with bus.consume(RolloutRequested, durable="rollout") as deliveries:
-            with anyio.fail_after(10):
+            with anyio.fail_after(50):
                 first = [await anext(deliveries), await anext(deliveries)]
                 for delivery in first:
                     await delivery.ack()
@@ -268,7 +268,7 @@ async def test_an_ending_that_stays_unreadable_fails_its_group(bus: Bus, topolog
         await bus.publish(announcement(1))
         await next_event(bus, GroupsIssued)
         async with bus.consume(RolloutRequested, durable="rollout") as deliveries:
-            with anyio.fail_after(10):
+            with anyio.fail_after(50):
                 numbers = [await number_of_next(deliveries), await number_of_next(deliveries)]
                 for _ in range(MAX_ENDINGS_LOST):
                     await put_raw(bus, subject)
@@ -298,7 +298,7 @@ async def test_an_evaluation_item_of_which_nobody_can_read_how_it_ended_is_put_a
         issued, _ = await next_event(bus, EvalIssued)
         assert isinstance(issued, EvalIssued)
         async with bus.consume(EvalRequested, durable="eval") as deliveries:
-            with anyio.fail_after(10):
+            with anyio.fail_after(50):
                 item = await anext(deliveries)
                 await item.ack()
                 await put_raw(bus, filter_of(bus.run, EvalCompleted).replace(">", item.message.key()))
@@ -487,7 +487,7 @@ async def test_the_events_of_a_batch_follow_each_other(
         for group_id in (0, 1):
             await complete(bus, group_id)
         await bus.publish(announcement(2, step=1))  # the next round may begin
-        found = [received.message for _ in range(4) if (received := await events.next(10)) is not None]
+        found = [received.message for _ in range(4) if (received := await events.next(40)) is not None]
     assert [(type(event), getattr(event, "index", 0)) for event in found] == [
         (GroupsIssued, 0),
         (BatchReady, 0),
@@ -506,7 +506,7 @@ async def test_a_batch_of_100_000_groups_goes_over_the_bus_and_is_one_again(bus:
         for part in events_of(BatchReady(incarnation=0, step=0, groups=refs)):
             assert not history.batches
             seq = await own.append(part)
-            received = await events.next(10)
+            received = await events.next(40)
             assert received is not None
             assert received.seq == seq > 0
             await own.fold(received)

@@ -86,7 +86,7 @@ async def test_a_data_function_that_hangs_is_named(bus: Bus, tmp_path: Path) -> 
 
     async def is_named() -> bool:
         try:
-            given = await bus.call("buffer", StatsRequested(), StatsGiven, timeout_s=5)
+            given = await bus.call("buffer", StatsRequested(), StatsGiven, timeout_s=40)
         except CallError:  # it is not there yet
             return False
         return given.waits_for.startswith(f"the data source {source}:endless, for ")

@@ -160,13 +160,14 @@ async def test_a_filter_that_hangs_costs_its_group_alone(bus: Bus, tmp_path: Pat
     """Its process is killed, and another one judges the next group."""
     (tmp_path / "mine.py").write_text(USER_FILTERS)
     async with (
-        running(bus, f"{tmp_path}/mine.py:hangs_first", timeout_s=1.0),
+        running(bus, f"{tmp_path}/mine.py:hangs_first", timeout_s=1.0) as actor,
         bus.read(VerdictGiven) as verdicts,
     ):
         for group_id, expected in ((1, (Outcome.FAILED, "no verdict within 1 s")), (2, (Outcome.DROP, "after that"))):
             await complete(bus, group_id, [1.0])
             verdict = await next_verdict(verdicts)
             assert (verdict.outcome, verdict.reason) == expected
+            actor._timeout_s = 50.0  # the next group is not late on a busy machine
 
 
 async def test_what_a_filter_raises_fails_its_group_and_its_traceback_is_published_once(
@@ -179,7 +180,7 @@ async def test_what_a_filter_raises_fails_its_group_and_its_traceback_is_publish
     ):
         for group_id in (1, 2):
             await complete(bus, group_id, [1.0])
-        received = [await events.next(timeout_s=15) for _ in range(3)]
+        received = [await events.next(timeout_s=40) for _ in range(3)]
     raised, *verdicts = [each.message for each in received if each is not None]
     assert isinstance(raised, UserFunctionRaised)
     assert raised.function == "rollout.dynamic_filter"
@@ -262,12 +263,12 @@ async def test_an_outage_while_the_data_of_a_group_is_fetched_fails_no_group(
         fetches += 1
         if fetches == 1:
             raise BusUnavailable("no server for 30 s")
-        await anyio.sleep(1.5)
+        await anyio.sleep(2.5)
         return await fetch(self, *arguments)
 
     monkeypatch.setattr(Bus, "fetch", fetched)
     async with (
-        running(bus, f"{tmp_path}/mine.py:judge", timeout_s=1.0, filter_fields=("tokens",)),
+        running(bus, f"{tmp_path}/mine.py:judge", timeout_s=2.0, filter_fields=("tokens",)),
         bus.read(VerdictGiven) as verdicts,
     ):
         for place, expected in ((seq, (Outcome.DROP, "[[6]]")), (seq + 1, (Outcome.FAILED, "PayloadLost("))):

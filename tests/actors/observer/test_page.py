@@ -122,7 +122,7 @@ async def test_a_page_gets_all_then_what_changes() -> None:
         observed.problems = ["2 events cannot be decoded"]
         observed.apply(failed(7, "<script>alert(1)</script>"), len(LOG) + 1, 2000.0)
         page.changed()
-        with anyio.fail_after(10):
+        with anyio.fail_after(50):
             second = await sent(response)
         assert second["ledger"]["endings"][0]["reason"] == "<script>alert(1)</script>"
         assert second["now"]["problems"] == ["2 events cannot be decoded"]

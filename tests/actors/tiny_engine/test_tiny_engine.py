@@ -43,7 +43,7 @@ async def running(build: Callable[[], Core]) -> AsyncIterator[tuple[EngineThread
     engine = EngineThread(build, listener.deliver, listener.crash)
     try:
         await engine.start()
-        with anyio.fail_after(10):
+        with anyio.fail_after(50):
             yield engine, listener
     finally:
         engine.stop()

@@ -43,13 +43,13 @@ async def load(bus: Bus, topology: Topology) -> list[PromptsLoaded]:
             await events.next()
         async with anyio.create_task_group() as group:
             group.start_soon(host, bus, [hosted("buffer", topology, Path())])
-            told = [await events.next(15) for _ in range(2)]
+            told = [await events.next(40) for _ in range(2)]
             group.cancel_scope.cancel()
     return [received.message for received in told if received is not None]
 
 
 async def refusal(bus: Bus, topology: Topology) -> str:
-    with pytest.raises(ExceptionGroup) as caught, anyio.fail_after(15):
+    with pytest.raises(ExceptionGroup) as caught, anyio.fail_after(50):
         await host(bus, [hosted("buffer", topology, Path())])
     (error,) = flatten(caught.value)
     assert isinstance(error, InputError)

@@ -71,7 +71,7 @@ async def test_a_full_log_is_trimmed_below_its_snapshot_before_anything_is_added
 ) -> None:
     await bus.ensure_streams(msgspec.structs.replace(TEST_STREAMS, event_bytes=LOG_BYTES))
     async with at_work(bus, tmp_path):
-        await next_event(bus, RunFinished, timeout_s=25)
+        await next_event(bus, RunFinished, timeout_s=40)
     await next_event(bus, SnapshotTaken)
     await fill(impatient)
     await next_start(impatient, tmp_path)

@@ -145,7 +145,7 @@ async def test_a_run_passes_through_streams_that_hold_a_part_of_it(
     tiny: StreamLimits = msgspec.structs.replace(TEST_STREAMS, **limits)
     await bus.ensure_streams(tiny)
     async with at_work(bus, tmp_path, recheck_s=0.0):  # these streams are full in a moment
-        finished, _ = await next_event(bus, RunFinished, timeout_s=25)
+        finished, _ = await next_event(bus, RunFinished, timeout_s=40)
     assert isinstance(finished, RunFinished)
     async with history(bus, tmp_path) as events:
         log = [(received.seq, received.message) async for received in events.so_far()]
@@ -165,7 +165,7 @@ async def test_issuing_waits_for_room_for_large_rows(bus: Bus, tmp_path: Path) -
     """Two rows fit, two more do not, while the stream is less full than where a checkpoint is asked for."""
     await bus.ensure_streams(msgspec.structs.replace(TEST_STREAMS, data_bytes=400 * KIB))
     async with at_work(bus, tmp_path, num_steps=4, metadata="x" * 110_000, recheck_s=0.0):
-        finished, _ = await next_event(bus, RunFinished, timeout_s=25)
+        finished, _ = await next_event(bus, RunFinished, timeout_s=40)
     assert isinstance(finished, RunFinished)
 
 
@@ -174,7 +174,7 @@ async def test_a_task_that_the_bus_refuses_fails_its_group(
 ) -> None:
     monkeypatch.setattr("actors.buffer.prompts.storing.is_large", lambda _prompt: False)
     async with at_work(bus, tmp_path, metadata="x" * (9 << 20)):
-        failed, _ = await next_event(bus, GroupFailed, timeout_s=25)
+        failed, _ = await next_event(bus, GroupFailed, timeout_s=40)
     assert isinstance(failed, GroupFailed)
     assert failed.reason.startswith("task: ")
     assert "allowed: at most" in failed.reason

@@ -77,7 +77,7 @@ async def test_an_engine_that_read_a_damaged_file_is_refused_and_takes_the_same_
         await bus.publish(again)
         await until_applied(bus, 2)
         async with bus.read(WeightsApplied) as events:
-            applied = await events.next(5)
+            applied = await events.next(40)
     assert (refused.version, refused.unusable) == (1, True)
     assert refused.reason.startswith(
         f"its files differ from the announced ones: {first.path}/{FILE}: damaged: its CRC-32"

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.anyio
 
 ALL = "cuda_graph kv_cache weights"
 REST = "cuda_graph kv_cache"
-CALL_S = 20.0
+CALL_S = 50.0
 
 
 def colocated() -> Topology:

@@ -31,10 +31,10 @@ def unwritten(version: int) -> WeightsAnnounced:
 
 async def takes_part(bus: Bus, version: int) -> None:
     """Begin weight syncs of a version, until the engine takes part in one."""
-    with anyio.fail_after(15):
+    with anyio.fail_after(50):
         for number in count():
             step = WeightSyncPrepared(session=f"{version}.{number}", incarnation=1, version=version, deadline_s=5.0)
-            if (await bus.call("rollout", step, WeightSyncAnswered, timeout_s=15)).members:
+            if (await bus.call("rollout", step, WeightSyncAnswered, timeout_s=40)).members:
                 return
             await anyio.sleep(0.01)  # it is still on its way
 

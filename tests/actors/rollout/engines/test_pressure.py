@@ -217,7 +217,7 @@ async def test_an_engine_that_does_not_report_keeps_its_number_and_is_named_once
     bus: Bus, monkeypatch: pytest.MonkeyPatch, answer: str
 ) -> None:
     monkeypatch.setattr(pressure, "EVERY_S", 0.02)
-    monkeypatch.setattr(pressure, "TIMEOUT_S", 0.05)
+    monkeypatch.setattr(pressure, "TIMEOUT_S", 0.05 if answer == "late" else 40.0)
     asked: list[float] = []
 
     async def silent(request: web.Request) -> web.Response:

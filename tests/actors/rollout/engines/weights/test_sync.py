@@ -1,5 +1,6 @@
 """Sessions on a rollout actor's side: calls of the trainer meet tasks of engines."""
 
+import asyncio
 from collections.abc import Callable
 
 import anyio
@@ -139,17 +140,22 @@ async def test_a_long_step_is_answered_while_its_engine_works_and_done_once(monk
     assert taken == [WeightSyncPrepared, WeightSyncDecided]
 
 
-async def test_an_engine_waits_for_its_next_step_as_long_as_the_trainer_calls() -> None:
+async def test_an_engine_waits_for_its_next_step_as_long_as_the_trainer_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, later_s = asyncio.get_running_loop(), 0.0
+    real = loop.time
+    monkeypatch.setattr(loop, "time", lambda: real() + later_s)
     of = syncs("a")
     a = Engine(of, "a")
-    with anyio.fail_after(10):
+    with anyio.fail_after(10_000):
         async with anyio.create_task_group() as group:
             group.start_soon(a.run)
             for _ in range(5):  # another engine takes its time; each call is of the same step
-                assert (await of.prepared(prepare(deadline_s=0.5))).failed == {}
-                await anyio.sleep(0.2)
+                assert (await of.prepared(prepare(deadline_s=500.0))).failed == {}
+                later_s += 400.0
+                await anyio.sleep(0.01)
             assert (await of.step(BUCKET)).failed == {}
-    assert "no step of weight sync 1.1 arrived within 0.5 s" in a.error
+            later_s += 501.0
+    assert "no step of weight sync 1.1 arrived within 500 s" in a.error
 
 
 async def test_engines_that_may_be_asked_and_are_not_ready_yet_are_waited_for() -> None:

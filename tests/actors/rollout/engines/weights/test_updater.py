@@ -1,6 +1,6 @@
 """How long an update may take: limits by progress, with a scripted engine."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import anyio
@@ -25,6 +25,7 @@ class ScriptedClient:
 
     def __init__(self, num_moves: int, *, ends: bool = True, load_s: float = 0.0) -> None:
         self._num_moves, self._ends, self._load_s = num_moves, ends, load_s
+        self.has_loaded: Callable[[], bool] = lambda: True
         self.num_looks = 0
 
     async def loads(self, _url: str) -> Sequence[Load]:
@@ -36,6 +37,8 @@ class ScriptedClient:
 
     async def update_weights(self, *_args: Any, **_options: Any) -> None:
         await anyio.sleep(self._load_s)
+        while not self.has_loaded():  # noqa: ASYNC110 - by the task that looks
+            await anyio.sleep(0.001)
 
 
 def updater_of(client: ScriptedClient, requests_s: float = 60.0) -> Updater:
@@ -74,7 +77,9 @@ async def test_a_load_fails_after_the_time_of_its_bytes() -> None:
 
 async def test_a_load_has_its_whole_time_after_the_requests_that_it_waits_for() -> None:
     weights = announcement(1, size_bytes=200_000)
-    updater = updater_of(ScriptedClient(num_moves=10, load_s=0.9))  # 0.5 s of requests, then 0.4 s of loading
+    client = ScriptedClient(num_moves=12)  # 0.6 s of requests
+    updater = updater_of(client)
+    client.has_loaded = lambda: (of := updater.progress(URL)) is not None and progress_text(of, 0).startswith("loads")
     updater.note(URL, "begins")
     with anyio.fail_after(30):
         await updater._load(URL, weights, "1@e")
