@@ -22,7 +22,7 @@ async def ledger_of(bus: Bus) -> list[int]:
     found: list[int] = []
     async with bus.read(BufferStarted, GroupsIssued) as events:
         while events.pending:
-            received = await events.next(5)
+            received = await events.next(30)
             assert received is not None
             found.append(received.seq)
     return found

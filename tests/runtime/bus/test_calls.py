@@ -1,7 +1,5 @@
 """Calls to one instance, and small answers to an inbox."""
 
-import time
-
 import anyio
 import msgspec
 import pytest
@@ -23,7 +21,7 @@ from messages.subjects import call_subject
 from runtime.bus.bus import Bus
 from runtime.bus.errors import CallRefused, CallTimeout, MessageTooLarge, NotServed
 from runtime.bus.limits import BusLimits
-from tests.fixtures.nats import TEST_STREAMS, NatsServer
+from tests.fixtures.nats import TEST_STREAMS, NatsServer, eventually
 
 pytestmark = pytest.mark.anyio
 
@@ -34,17 +32,17 @@ async def give_stats(_request: StatsRequested) -> StatsGiven:
 
 async def test_a_call_is_answered_by_the_instance_that_was_asked(bus: Bus) -> None:
     async with bus.serve({StatsRequested: give_stats}, instance="reward.0"):
-        answer = await bus.call("reward.0", StatsRequested(), StatsGiven, timeout_s=10)
+        answer = await bus.call("reward.0", StatsRequested(), StatsGiven, timeout_s=30)
         assert answer.stats == {"num": 2.0}
         with pytest.raises(NotServed):
-            await bus.call("reward.1", StatsRequested(), timeout_s=10)
+            await bus.call("reward.1", StatsRequested(), timeout_s=30)
 
 
 async def test_after_the_block_nobody_answers(bus: Bus) -> None:
     async with bus.serve({StatsRequested: give_stats}, instance="reward.0"):
         pass
     with pytest.raises(NotServed):
-        await bus.call("reward.0", StatsRequested(), timeout_s=10)
+        await bus.call("reward.0", StatsRequested(), timeout_s=30)
 
 
 async def test_a_silent_instance_costs_the_deadline(bus: Bus) -> None:
@@ -53,10 +51,8 @@ async def test_a_silent_instance_costs_the_deadline(bus: Bus) -> None:
         raise AssertionError
 
     async with bus.serve({StatsRequested: hang}, instance="reward.0"):
-        begun = time.monotonic()
-        with pytest.raises(CallTimeout):
+        with anyio.fail_after(30), pytest.raises(CallTimeout):
             await bus.call("reward.0", StatsRequested(), timeout_s=0.2)
-        assert time.monotonic() - begun < 10
 
 
 async def test_a_handler_that_raises_answers_with_its_error(bus: Bus) -> None:
@@ -65,13 +61,13 @@ async def test_a_handler_that_raises_answers_with_its_error(bus: Bus) -> None:
 
     async with bus.serve({StatsRequested: fail}, instance="reward.0"):
         with pytest.raises(CallRefused, match="no weights yet"):
-            await bus.call("reward.0", StatsRequested(), timeout_s=10)
+            await bus.call("reward.0", StatsRequested(), timeout_s=30)
 
 
 async def test_an_answer_of_another_type_is_refused(bus: Bus) -> None:
     async with bus.serve({StatsRequested: give_stats}, instance="reward.0"):
         with pytest.raises(CallRefused, match="expected ActorDescribed"):
-            await bus.call("reward.0", StatsRequested(), ActorDescribed, timeout_s=10)
+            await bus.call("reward.0", StatsRequested(), ActorDescribed, timeout_s=30)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +83,7 @@ async def test_a_bad_call_gets_an_error_and_is_set_aside(bus: Bus, payload: byte
     async with bus.serve({StatsRequested: give_stats}, instance="reward.0"), bus.read(MessageDeadLettered) as events:
         raw = await bus._connection.request(subject, payload, dict(headers), 10)
         assert isinstance(decode(raw.data, raw.headers), CallFailed)
-        told = await events.next(5)
+        told = await events.next(30)
         assert told is not None
         assert told.message.subject == subject
 
@@ -106,7 +102,7 @@ async def test_an_answer_that_is_too_large_is_an_error_for_the_caller(bus: Bus) 
 
     async with bus.serve({StatsRequested: much}, instance="reward.0"):
         with pytest.raises(CallRefused, match="bytes with headers"):
-            await bus.call("reward.0", StatsRequested(), timeout_s=10)
+            await bus.call("reward.0", StatsRequested(), timeout_s=30)
 
 
 async def test_calls_beyond_the_bound_are_refused(nats_server: NatsServer, run_name: str) -> None:
@@ -123,7 +119,7 @@ async def test_calls_beyond_the_bound_are_refused(nats_server: NatsServer, run_n
 
         async def ask() -> None:
             try:
-                await bus.call("reward.0", StatsRequested(), timeout_s=5)
+                await bus.call("reward.0", StatsRequested(), timeout_s=30)
                 outcomes.append("answered")
             except CallRefused as error:
                 outcomes.append("busy" if "busy" in str(error) else repr(error))
@@ -152,10 +148,9 @@ async def test_a_full_inbox_drops_and_counts(bus: Bus) -> None:
     async with bus.inbox(ScoresGiven, bound=2) as inbox:
         for number in range(5):
             await bus.notify(ScoresGiven(request_id=str(number), scores=()), to=inbox.subject)
-        await bus._connection._client.flush()
+        await eventually(lambda: bus.stats()["bus/slow_consumer_drops"] == 3)
         assert [(await anext(inbox)).request_id for _ in range(2)] == ["0", "1"]
         assert await inbox.next(0.05) is None
-        assert bus.stats()["bus/slow_consumer_drops"] == 3
 
 
 async def test_what_an_inbox_cannot_use_is_set_aside(bus: Bus) -> None:
@@ -164,5 +159,5 @@ async def test_what_an_inbox_cannot_use_is_set_aside(bus: Bus) -> None:
         await bus.notify(DescribeRequested(), to=inbox.subject)
         await bus.notify(ScoresGiven(request_id="good", scores=()), to=inbox.subject)
         assert (await anext(inbox)).request_id == "good"
-        assert await events.next(5) is not None
-        assert await events.next(5) is not None
+        assert await events.next(30) is not None
+        assert await events.next(30) is not None

@@ -28,7 +28,7 @@ from tests.fixtures.nats import TEST_LIMITS, NatsServer, eventually, group_faile
 pytestmark = pytest.mark.anyio
 
 
-async def taken(deliveries: Deliveries[ScoreRequested], timeout_s: float = 5) -> Delivery[ScoreRequested]:
+async def taken(deliveries: Deliveries[ScoreRequested], timeout_s: float = 30) -> Delivery[ScoreRequested]:
     delivery = await deliveries.next(timeout_s)
     assert delivery is not None
     return delivery
@@ -57,7 +57,7 @@ async def test_next_gives_up_after_its_timeout(bus: Bus) -> None:
     async with bus.consume(ScoreRequested, durable="score") as deliveries:
         begun = time.monotonic()
         assert await deliveries.next(0.1) is None
-        assert 0.09 < time.monotonic() - begun < 10
+        assert time.monotonic() - begun > 0.09
 
 
 async def test_work_that_comes_later_wakes_who_waits(bus: Bus) -> None:
@@ -104,12 +104,18 @@ async def test_what_a_lost_worker_held_goes_to_another(bus: Bus, nats_server: Na
 
 
 async def test_a_heartbeat_keeps_a_delivery(bus: Bus) -> None:
-    await bus.publish(score_request("a"))
-    async with bus.consume(ScoreRequested, durable="score", ack_wait_s=0.3) as deliveries:
+    """A machine that stops for an ack wait costs a redelivery of both; without heartbeats both come equally often."""
+    for name in ("kept", "lost"):
+        await bus.publish(score_request(name))
+    came: Counter[str] = Counter()
+    async with bus.consume(ScoreRequested, durable="score", ack_wait_s=0.2) as deliveries:
         delivery = await taken(deliveries)
+        assert delivery.message.request_id == "kept"
         async with delivery.heartbeat():
-            assert await deliveries.next(1.0) is None  # three ack waits, no redelivery
-        assert (await taken(deliveries)).num_delivered == 2  # the heart has stopped
+            while came["lost"] < came["kept"] + 5:
+                came[(await taken(deliveries)).message.request_id] += 1
+        while (await taken(deliveries)).message.request_id != "kept":  # until the heart's stop is noticed
+            pass
 
 
 async def test_no_more_than_max_ack_pending_are_held(bus: Bus) -> None:
@@ -159,16 +165,16 @@ async def test_how_much_is_fetched_ahead_may_change_with_each_delivery(bus: Bus)
 
 
 async def test_a_quick_worker_fetches_ahead_by_its_rate_and_a_slow_one_holds_nothing(bus: Bus) -> None:
-    for number in range(20):
+    for number in range(30):
         await bus.publish(score_request(f"n{number}"))
     async with bus.consume(ScoreRequested, durable="score", prefetch_by_rate=True) as deliveries:
-        slow = [await taken(deliveries) for _ in range(6)]
+        slow = [await taken(deliveries) for _ in range(16)]
         assert not deliveries._pull.buffered
         assert deliveries._pull._ahead() == 0
         for delivery in slow:
             await delivery.ack()
         await (await taken(deliveries)).ack()
-        assert deliveries._pull._ahead() >= 3  # six ended in one second, or in two that touch
+        assert deliveries._pull._ahead() >= 3  # sixteen ended in one second, or in a few
         await eventually(lambda: len(deliveries._pull.buffered) >= 2)
 
 
@@ -194,8 +200,9 @@ async def test_what_was_fetched_ahead_and_is_not_taken_goes_to_another(bus: Bus,
     ):
         delivery = await taken(stuck)
         async with delivery.heartbeat(), bus.consume(ScoreRequested, durable="score", ack_wait_s=0.3) as other:
-            names = {(await taken(other)).message.request_id for _ in range(2)}
-    assert names == {"b", "c"}
+            names = set[str]()
+            while not names >= {"b", "c"}:  # one that is not taken in time comes again
+                names.add((await taken(other)).message.request_id)
 
 
 async def test_what_was_fetched_ahead_is_kept_where_the_worker_wants_that(bus: Bus) -> None:
@@ -207,8 +214,11 @@ async def test_what_was_fetched_ahead_is_kept_where_the_worker_wants_that(bus: B
         first = await taken(deliveries)
         async with first.heartbeat():
             await eventually(lambda: len(deliveries._pull.buffered) == 2)
+            await bus.publish(score_request("lost"))
+            came: Counter[str] = Counter()
             async with bus.consume(ScoreRequested, durable="score", ack_wait_s=0.3) as other:
-                assert await other.next(1.0) is None  # three ack waits
+                while came["lost"] < came.total() - came["lost"] + 4:  # for three ack waits, it alone comes again
+                    came[(await taken(other)).message.request_id] += 1
             others = [await taken(deliveries) for _ in range(2)]
     assert [(delivery.message.request_id, delivery.num_delivered) for delivery in others] == [("b", 1), ("c", 1)]
 
@@ -217,7 +227,7 @@ async def test_a_rejected_delivery_is_kept_as_a_dead_letter(bus: Bus) -> None:
     await bus.publish(score_request("a"))
     async with bus.consume(ScoreRequested, durable="score") as deliveries, bus.read(MessageDeadLettered) as events:
         await (await taken(deliveries)).reject("poison")
-        told = await events.next(5)
+        told = await events.next(30)
         assert told is not None
         assert (told.message.reason, told.message.dead_seq) == ("poison", 1)
         await eventually(lambda: work_is_done(bus))
@@ -274,7 +284,7 @@ async def test_work_goes_on_over_a_killed_server(own_bus: Bus, own_nats_server: 
     async def has_stored_all_acks() -> bool:
         return (await own_bus.state(Plane.WORK)).messages == len(names) - len(done)
 
-    async with own_bus.consume(ScoreRequested, durable="score", ack_wait_s=2.0) as deliveries:
+    async with own_bus.consume(ScoreRequested, durable="score", ack_wait_s=5.0) as deliveries:
         async with anyio.create_task_group() as group:
             for _ in range(4):
                 group.start_soon(work, deliveries)
@@ -298,7 +308,7 @@ async def test_an_event_consumer_goes_on_where_it_stopped(bus: Bus) -> None:
         await bus.publish(group_failed(number))
     for number in range(2):
         async with bus.consume(GroupFailed, durable="filter") as deliveries:
-            delivery = await deliveries.next(5)
+            delivery = await deliveries.next(30)
             assert delivery is not None
             assert (delivery.message, delivery.seq) == (group_failed(number), number + 1)
             await delivery.ack()

@@ -56,7 +56,7 @@ async def test_a_call_that_is_to_be_answered_elsewhere_is_dead_lettered(bus: Bus
             return (await bus.state(Plane.DEAD)).messages == 1
 
         await eventually(told)
-        assert (await bus.call("i", StatsRequested(), StatsGiven, timeout_s=5)).instance == "i"
+        assert (await bus.call("i", StatsRequested(), StatsGiven, timeout_s=30)).instance == "i"
     assert await bus.last_ledger_seq() == 0
     async with bus.read(MessageDeadLettered) as events:
         with anyio.fail_after(30):

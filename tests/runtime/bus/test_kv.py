@@ -86,12 +86,12 @@ async def test_a_watch_shows_what_is_there_and_then_every_change(bus: Bus) -> No
     await bus.kv.put("engine.0", A)
     async with bus.kv.watch("engine.*", Address) as changes:
         assert changes.num_pending == 1
-        seen = [await changes.next(5)]
+        seen = [await changes.next(30)]
         assert changes.num_pending == 0
         await bus.kv.put("engine.1", B)
-        seen.append(await changes.next(5))
+        seen.append(await changes.next(30))
         await bus.kv.delete("engine.0")
-        seen.append(await changes.next(5))
+        seen.append(await changes.next(30))
         assert await changes.next(0.05) is None
     assert [(entry.key, entry.value) for entry in seen if entry is not None] == [
         ("engine.0", A),
@@ -103,10 +103,10 @@ async def test_a_watch_shows_what_is_there_and_then_every_change(bus: Bus) -> No
 async def test_a_watch_survives_a_killed_server(own_bus: Bus, own_nats_server: NatsServer) -> None:
     await own_bus.kv.put("engine.0", A)
     async with own_bus.kv.watch("engine.*", Address) as changes:
-        assert await changes.next(5) is not None
+        assert await changes.next(30) is not None
         await own_nats_server.restart()
         await own_bus.kv.put("engine.0", B)
-        entry = await changes.next(5)
+        entry = await changes.next(30)
         assert entry is not None
         assert entry.value == B
 

@@ -16,7 +16,7 @@ HALTED = RoundHalted(incarnation=1, round=3)
 
 
 async def all_now(events: Events[Message]) -> list[Message]:
-    with anyio.fail_after(10):
+    with anyio.fail_after(30):
         return [received.message async for received in events.so_far()]
 
 
@@ -64,7 +64,7 @@ async def test_pending_counts_what_is_still_to_be_read(bus: Bus) -> None:
     for number in range(5):
         await bus.publish(group_failed(number))
     async with bus.read(GroupFailed) as events:
-        pending = [received.pending for _ in range(5) if (received := await events.next(5)) is not None]
+        pending = [received.pending for _ in range(5) if (received := await events.next(30)) is not None]
     assert pending == [4, 3, 2, 1, 0]
 
 
@@ -72,7 +72,7 @@ async def test_times_are_those_of_the_log(bus: Bus) -> None:
     await bus.publish(group_failed(1))
     await bus.publish(group_failed(2))
     async with bus.read(GroupFailed) as events:
-        first, second = await events.next(5), await events.next(5)
+        first, second = await events.next(30), await events.next(30)
     assert first is not None
     assert second is not None
     assert first.time < second.time
@@ -81,13 +81,13 @@ async def test_times_are_those_of_the_log(bus: Bus) -> None:
 async def test_a_reader_outlives_its_consumer(bus: Bus) -> None:
     await bus.publish(group_failed(1))
     async with bus.read(GroupFailed) as events:
-        assert await events.next(5) is not None
+        assert await events.next(30) is not None
         stream = stream_of(bus.run, Plane.EVENT)
         names = await api_call(bus._connection, f"CONSUMER.NAMES.{stream}")
         for name in names["consumers"]:
             await api_call(bus._connection, f"CONSUMER.DELETE.{stream}.{name}")
         await bus.publish(group_failed(2))
-        received = await events.next(5)
+        received = await events.next(30)
         assert received is not None
         assert received.message == group_failed(2)
 
@@ -99,11 +99,12 @@ async def test_an_event_that_was_dropped_on_the_way_is_read_again(bus: Bus) -> N
     for number in range(5):
         await bus.publish(group_failed(number))
     await reader.open()
-    assert await reader.next(5) is not None
+    assert await reader.next(30) is not None
+    await eventually(lambda: bool(reader._pull.buffered))
     reader._pull.buffered.popleft()
     seqs: list[int] = []
     while len(seqs) < 4:
-        item = await reader.next(5)
+        item = await reader.next(30)
         assert item is not None
         seqs.append(item[1].stream_seq)
     assert seqs == [2, 3, 4, 5]
@@ -114,7 +115,7 @@ async def test_two_readers_keep_their_own_place(bus: Bus) -> None:
     async with bus.read(GroupFailed) as one, bus.read(GroupFailed) as other:
         await bus.publish(group_failed(1))
         for events in (one, other):
-            received = await events.next(5)
+            received = await events.next(30)
             assert received is not None
             assert received.message == group_failed(1)
 
@@ -130,11 +131,11 @@ async def test_what_cannot_be_decoded_is_set_aside_once_and_passed_over(bus: Bus
     await bus.publish(group_failed(2))
     for _ in range(2):  # two readers, one letter
         async with bus.read(GroupFailed) as events:
-            received = await events.next(5)
+            received = await events.next(30)
             assert received is not None
             assert received.message == group_failed(2)
     async with bus.read(MessageDeadLettered) as events:
-        told = await events.next(5)
+        told = await events.next(30)
         assert told is not None
         assert events.pending == 0
     assert told.message.subject == subject
@@ -175,7 +176,7 @@ async def test_a_reader_whose_pending_messages_are_gone_after_an_outage_comes_to
     assert reader.num_pending == 3
     await own_nats_server.restart()
     await own_bus.purge(Plane.EVENT, below_seq=4)
-    with anyio.fail_after(10):
+    with anyio.fail_after(30):
         while reader.num_pending:
             assert await reader.next() is None
         await own_bus.publish(group_failed(3))
@@ -202,5 +203,5 @@ async def test_a_reader_begun_while_the_server_is_down_reads_on_when_it_is_back(
         group.start_soon(start_again)
         begun.set()
         async with own_bus.read(GroupFailed) as events:
-            with anyio.fail_after(20):
+            with anyio.fail_after(30):
                 assert [(await anext(events)).message for _ in range(2)] == [group_failed(0), group_failed(1)]

@@ -1,7 +1,5 @@
 """What nats-py leaves open is bounded: first connect, sizes, side errors, buffers, a close for good."""
 
-import time
-
 import anyio
 import pytest
 from structlog.testing import capture_logs
@@ -19,11 +17,9 @@ NO_SERVER = "nats://127.0.0.1:9"  # the discard port
 
 
 async def test_a_first_connect_to_no_server_ends() -> None:
-    begun = time.monotonic()
-    with pytest.raises(BusUnavailable, match="not established within"):
+    with anyio.fail_after(30), pytest.raises(BusUnavailable, match="not established within"):
         async with Bus.connect(NO_SERVER, "run", name="test", limits=BusLimits(connect_timeout_s=0.3)):
             pass
-    assert time.monotonic() - begun < 5
 
 
 async def test_a_run_name_that_is_no_subject_token_is_refused() -> None:
@@ -75,7 +71,7 @@ async def test_an_outage_does_not_flood_the_log(own_bus: Bus, own_nats_server: N
         await own_nats_server.wait_ready()
         await own_bus.publish(group_failed(1))
     errors = [line for line in lines if line["event"] == "bus_error"]
-    assert 1 <= len(errors) <= 6  # at 1, 2, 4, 8, ...
+    assert 4 <= len(errors) <= int(own_bus.stats()["bus/async_errors"]).bit_length()  # at 1, 2, 4, 8, ...
     assert [line["event"] for line in lines if line["event"] in ("bus_disconnected", "bus_reconnected")] == [
         "bus_disconnected",
         "bus_reconnected",

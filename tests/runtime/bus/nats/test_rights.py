@@ -76,12 +76,12 @@ async def use(bus: Bus) -> None:
     assert await bus.last_ledger_seq() == ledger
     seq = await bus.publish(group_failed(1))
     async with bus.read(GroupFailed) as events:
-        assert await events.next(5) is not None
+        assert await events.next(30) is not None
     data = await bus.publish(segments(1))
     assert (await bus.fetch(SegmentsPublished, data)).group_id == 1
     task = await bus.publish(score_request("a"))
     async with bus.consume_scoring("exact_match") as deliveries:
-        delivery = await deliveries.next(5)
+        delivery = await deliveries.next(30)
         assert delivery is not None
         await delivery.ack()
     await bus.withdraw(task)
@@ -90,7 +90,7 @@ async def use(bus: Bus) -> None:
         return ActorDescribed(instance="test", role="test", reads=(), writes=(), pid=1, node="n")
 
     async with bus.serve({DescribeRequested: describe}):
-        await bus.call("test", DescribeRequested(), timeout_s=5)
+        await bus.call("test", DescribeRequested(), timeout_s=30)
     await bus.purge(Plane.EVENT, below_seq=seq)
 
 
