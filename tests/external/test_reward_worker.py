@@ -77,7 +77,7 @@ class Worker:
 
     async def end(self) -> int:
         """Wait for its end; return its exit code."""
-        with anyio.fail_after(20):
+        with anyio.fail_after(60):
             return await self.process.wait()
 
 

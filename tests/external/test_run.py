@@ -16,6 +16,7 @@ from signal import SIGCONT, SIGSTOP
 import psutil
 import pytest
 
+from runtime.node.supervisor.ports import free_port
 from runtime.util.exit_codes import EXIT_INPUT_ERROR
 from tests.support.page_programs import javascript_worker, python_program
 
@@ -50,12 +51,6 @@ def own_address() -> str:
     outside = [address for address in found if not address.startswith("127.")]
     assert outside, "this machine has no address besides loopback, so no external client can reach a run here"
     return outside[0]
-
-
-def free_port(address: str) -> int:
-    with socket.socket() as taken:
-        taken.bind((address, 0))
-        return taken.getsockname()[1]
 
 
 def until(holds: Callable[[], bool], what: str, limit_s: float = 90) -> None:

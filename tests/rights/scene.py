@@ -20,6 +20,7 @@ from runtime.bus.nats.accounts import Accounts, ClientKind, ExternalClient, rend
 from runtime.bus.nats.server import ACCOUNTS_FILE, ServerSettings, ports_file, server_command, wait_ready, write_config
 from runtime.util.secrets import Login, Secret, with_login
 from tests.fixtures.nats import TEST_STREAMS, eventually
+from tests.support.flushed import flushed
 
 RUN: Final = "r"
 EVENT, WORK, DATA, DEAD, KV = STREAMS = ("phy-r-event", "phy-r-work", "phy-r-data", "phy-r-dead", "KV_phy-r")
@@ -48,7 +49,7 @@ OWN_WORK: Final = "phy.r.work.score.math."  # subjects of alice's tasks
 OWN_DURABLE: Final = f"{WORK}/score-math"
 OWN_SCORES: Final = "phy.r.scores.math."
 PASSIVE: Final = 300 * 10**9  # ns: no delivery of this test is repeated by time
-TIMEOUT_S: Final = 10.0
+TIMEOUT_S: Final = 30.0
 API_WORKERS: Final = 16  # at most this many work on one of the server's queues of requests
 
 PULL: Final = f"$JS.API.CONSUMER.MSG.NEXT.{WORK}.score-math"
@@ -146,7 +147,7 @@ async def server(directory: Path, mutate: Callable[[str], str] = str) -> AsyncGe
     with (directory / "nats.log").open("ab") as output:
         process = await anyio.open_process(server_command(config, directory), stdout=output, stderr=output)
     try:
-        ports = await wait_ready(directory, process.pid, timeout_s=10, login=NODE)
+        ports = await wait_ready(directory, process.pid, timeout_s=TIMEOUT_S, login=NODE)
         yield ports.url
     finally:
         if process.returncode is None:
@@ -195,7 +196,7 @@ class Scene:
 
     async def settle(self, who: Stranger) -> None:
         """Wait until the server has processed all that a client sent, with what followed from it."""
-        await who.nc.flush(TIMEOUT_S)
+        await flushed(who.nc)
         asked = ["$JS.API.STREAM.NAMES", f"$JS.API.STREAM.INFO.{EVENT}"] * API_WORKERS  # the server has two queues
         await asyncio.gather(*map(self.api, asked))
         for durable in DURABLES:  # both queues of a consumer are first in, first out
@@ -252,7 +253,7 @@ async def scene(directory: Path, mutate: Callable[[str], str] = str) -> AsyncGen
         for subject in ("phy.r.call.>", "phy.r.scores.>", "phy.r.event.>", "phy.r.data.>", "phy.r.dead.>", "$KV.>",
                         "phy.r.work.rollout.>", "phy.r.work.score.code.>", "_INBOX.>", "$SYS.>"):  # fmt: skip
             await in_run.listen(subject)
-        await in_run.nc.flush()
+        await flushed(in_run.nc)
         made.own_inbox = bytes(node._resp_sub_prefix or b"").decode()
         yield made
 

@@ -1,6 +1,7 @@
 """A reward worker that sends 10,000 malformed and forged messages costs a run time, and nothing else."""
 
 import json
+import os
 import random
 import socket
 import subprocess
@@ -23,6 +24,7 @@ from messages import ActorStarted, GroupFailed, ScoreRequested, decode
 from runtime.bus.credential import Credential, read_credential
 from runtime.bus.nats.certificate import client_context
 from runtime.node.join import read_join
+from tests.chaos.pace import Pace
 from tests.fixtures.nats import eventually
 from tests.rights.fuzz import Known, of_viewer, of_worker
 from tests.rights.tries import Try
@@ -30,7 +32,7 @@ from tests.rights.tries import Try
 pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.timeout(400)]
 ROOT = Path(__file__).parents[2]
 NUM_MESSAGES = 10_000
-NUM_STEPS = 20  # several times as long as the messages take
+NUM_STEPS = 20  # the last ones wait for the end of the messages
 START_S, END_S = 120.0, 180.0
 DATA = ROOT / "topologies" / "demo" / "data" / "reverse-digits" / "train.jsonl"
 TOPOLOGY = f"""
@@ -85,7 +87,7 @@ def free_port(address: str) -> int:
 
 
 @asynccontextmanager
-async def running(directory: Path) -> AsyncGenerator[anyio.abc.Process, None]:
+async def running(directory: Path, pace: Pace) -> AsyncGenerator[anyio.abc.Process, None]:
     """Start the run, and stop it at the end of the block."""
     address = own_address()
     file = directory / "fuzzed.toml"
@@ -94,7 +96,10 @@ async def running(directory: Path) -> AsyncGenerator[anyio.abc.Process, None]:
     file.write_text(reduce(lambda text, item: text.replace(*item), filled.items(), TOPOLOGY))
     command = [sys.executable, "-P", str(ROOT / "bin" / "start_topology.py"), str(file), "--json"]
     with (directory / "out").open("wb") as out, (directory / "err").open("wb") as err:
-        process = await anyio.open_process(command, cwd=directory, stdout=out, stderr=err, start_new_session=True)
+        environment = os.environ | pace.environment()
+        process = await anyio.open_process(
+            command, cwd=directory, stdout=out, stderr=err, start_new_session=True, env=environment
+        )
     try:
         yield process
     finally:
@@ -167,7 +172,9 @@ class Watcher:
 
 async def test_10000_fuzzed_messages_change_no_score_of_another_grader(tmp_path: Path) -> None:
     run_dir, watcher = tmp_path / "runs" / "fuzzed", Watcher()
-    async with running(tmp_path) as process:
+    pace = Pace(tmp_path / "pace")
+    pace.allow(NUM_STEPS - 3)
+    async with running(tmp_path, pace) as process:
         alice = await credential_of(run_dir, "grader", "--name", "alice", "--grader", "positional_match")
         bob = await credential_of(run_dir, "viewer", "--name", "bob")
         node = read_join(run_dir / "join.toml")
@@ -178,6 +185,7 @@ async def test_10000_fuzzed_messages_change_no_score_of_another_grader(tmp_path:
         known = Known("fuzzed", alice.token, f"{alice.inbox}.try", watcher.answers, watcher.own, watcher.foreign)
         await attack(alice, of_worker(known, random.Random(1), NUM_MESSAGES), process)
         await attack(bob, of_viewer(known, random.Random(2), NUM_MESSAGES // 10), process)
+        pace.free()
         with anyio.fail_after(END_S):
             await process.wait()
         await watching.close()

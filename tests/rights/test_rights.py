@@ -34,6 +34,7 @@ from tests.rights.scene import (
     scene,
 )
 from tests.rights.tries import Try, forbidden_replies, refused, subjects_of_a_run, subscriptions, with_reply
+from tests.support.flushed import flushed
 
 pytestmark = pytest.mark.anyio
 ATTACKERS = ("alice", "bob", "dave")
@@ -153,7 +154,7 @@ async def check_subscriptions(made: Scene, user: str) -> None:
     for subject in subjects_of_a_run():
         if not subject.endswith((">", "*")):
             await made.node.publish(subject, f"secret of {subject}".encode())
-    await made.node.flush()
+    await flushed(made.node)
     for other in ("amy", "carol"):
         await work_as(made, other)
     await view_as(made, "bob")
@@ -165,7 +166,7 @@ async def check_subscriptions(made: Scene, user: str) -> None:
     assert who.nc.is_connected
 
 
-async def work_as(made: Scene, name: str, timeout_s: float = 5.0) -> None:
+async def work_as(made: Scene, name: str, timeout_s: float = 30.0) -> None:
     """Do what a worker does, with what the page allows.
 
     Raises:
@@ -189,7 +190,7 @@ async def work_as(made: Scene, name: str, timeout_s: float = 5.0) -> None:
         await eventually(lambda: any(one.data == b"scores" for one in made.in_run.heard[before:]))
 
 
-async def view_as(made: Scene, name: str, timeout_s: float = 5.0) -> None:
+async def view_as(made: Scene, name: str, timeout_s: float = 30.0) -> None:
     """Do what a viewer does, with what the page allows.
 
     Raises:
@@ -203,14 +204,14 @@ async def view_as(made: Scene, name: str, timeout_s: float = 5.0) -> None:
     await nc.publish(HISTORY, b'{"seq":1,"batch":3}', inbox)
     subjects = [(await many.next_msg(timeout_s)).header["Nats-Subject"] for _ in range(3)]
     assert subjects == ["phy.r.event.ledger.group_issued"] * 3
-    await nc.flush()
+    await flushed(nc)
     await made.node.publish("phy.r.event.new", b"new")
     with anyio.fail_after(timeout_s):
         while (await live.next_msg(timeout_s)).data != b"new":
             pass
 
 
-async def audit_as(made: Scene, name: str, timeout_s: float = 5.0) -> None:
+async def audit_as(made: Scene, name: str, timeout_s: float = 30.0) -> None:
     """Do what an auditor does, with what the page allows.
 
     Raises:

@@ -17,6 +17,7 @@ from runtime.bus.nats.server import ServerSettings, write_config
 from runtime.util.secrets import Login, Secret
 from tests.build.samples import payload, segment
 from tests.fixtures.nats import TEST_LIMITS, TEST_STREAMS, group_failed
+from tests.support.flushed import flushed
 from tests.support.running_server import RunningServer, running_server
 
 pytestmark = pytest.mark.anyio
@@ -59,12 +60,12 @@ async def test_a_viewer_reads_stored_and_new_events(tmp_path: Path) -> None:
     ):
         await bus.ensure_streams(TEST_STREAMS)
         await bus.publish(group_failed(1))
-        stored = await bob.request("$JS.API.DIRECT.GET.phy-r-event", b'{"seq":1}', timeout=5)
+        stored = await bob.request("$JS.API.DIRECT.GET.phy-r-event", b'{"seq":1}', timeout=30)
         assert (stored.headers or {})["Nats-Subject"] == "phy.r.event.group.failed.1.1"
         live = await bob.subscribe("phy.r.event.>")
-        await bob.flush()
+        await flushed(bob)
         await bus.publish(group_failed(2))
-        assert (await live.next_msg(5)).subject == "phy.r.event.group.failed.2.1"
+        assert (await live.next_msg(30)).subject == "phy.r.event.group.failed.2.1"
 
 
 async def test_a_grader_cannot_read_events_and_a_viewer_cannot_pull(tmp_path: Path) -> None:
@@ -92,8 +93,8 @@ async def test_a_reply_subject_leads_to_no_key_of_the_run(tmp_path: Path) -> Non
                 await bob.publish("$JS.API.DIRECT.GET.phy-r-event", b'{"seq":1}', reply)
                 pull = "$JS.API.CONSUMER.MSG.NEXT.phy-r-work.score-math"
                 await alice.publish(pull, b'{"batch":1,"no_wait":true}', reply)
-            await bob.flush()
-            await alice.flush()
+            await flushed(bob)
+            await flushed(alice)
         assert {plane: await bus.state(plane) for plane in before} == before
 
 
@@ -125,7 +126,7 @@ async def test_a_jetstream_client_finds_its_consumer_in_the_domain_of_the_run(tm
             stream = alice.jetstream(domain="r")
             assert (await stream.consumer_info("phy-r-work", "score-math")).num_pending == 1
             pulled = await stream.pull_subscribe_bind(durable="score-math", stream="phy-r-work")
-            (task,) = await pulled.fetch(1, timeout=5)
+            (task,) = await pulled.fetch(1, timeout=30)
             await task.ack_sync()
         await node.close()
         assert (await bus.state(Plane.WORK)).messages == 0
@@ -143,7 +144,7 @@ async def test_an_auditor_reads_the_data_plane_and_nothing_else(tmp_path: Path) 
         await bus.publish(group_failed(1))
         sampled = payload(4, segment((7, 8)))
         await bus.publish(sampled)
-        stored = await auditor.request("$JS.API.DIRECT.GET.phy-r-data", b'{"seq":1}', timeout=5)
+        stored = await auditor.request("$JS.API.DIRECT.GET.phy-r-data", b'{"seq":1}', timeout=30)
         found = decode(stored.data, stored.headers or {})
         assert isinstance(found, SegmentsPublished)
         assert (found.group_id, found.segments[0].response_ids.tolist()) == (4, [7, 8])
