@@ -22,8 +22,8 @@ _TEXTS: Final = re.compile(r"\\(?:text|textbf|textit|textrm|textsf|mathrm|mbox|h
 _NUMBER_WORDS: Final = re.compile(
     r"\\(?:text|mathrm|mbox)\s*\{\s*(hundred|thousand|million|billion|trillion|dozen)s?\s*\}"
 )
-_GROUPED: Final = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:,|\{,\}|\\[,;: ]|~| )\d{3})+(?![\d,]|\{,\})")
-_JOINED: Final = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")  # may be a list too
+_GROUPED: Final = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:(?:,|\{,\}|\\[,;: ]|~| )\d{3})+(?![\d,]|\{,\})")
+_JOINED: Final = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:,\d{3})+(?![\d,])")  # may be a list too
 _CHARACTERS: Final = str.maketrans(
     {
         "−": "-", "–": "-", "—": "-", "×": r"\cdot ", "·": r"\cdot ", "∙": r"\cdot ", "÷": "/", "⁄": "/",
