@@ -209,6 +209,10 @@ class Connection:
                 await self._client.close()
             except (OSError, AttributeError) as error:  # asyncio's TLS transport raises the latter
                 log.warning("bus_closed_with_unsent_data", error=repr(error))
+            except asyncio.CancelledError:
+                # nats-py cancels its own reconnect, which may wait for the same end of the transport as its close
+                if (task := asyncio.current_task()) is None or task.cancelling():
+                    raise
         self._fail_waiting(Disconnected("closed"))
 
     # sending

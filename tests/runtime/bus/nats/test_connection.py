@@ -1,5 +1,7 @@
 """What nats-py leaves open is bounded: first connect, sizes, side errors, buffers, a close for good."""
 
+import asyncio
+
 import anyio
 import pytest
 from structlog.testing import capture_logs
@@ -55,6 +57,24 @@ async def test_a_connection_that_closes_for_good_cancels_its_owner(nats_server: 
 
     with pytest.raises(BusUnavailable, match="closed for good"):
         await owner()
+
+
+async def test_a_close_that_meets_a_reconnect_is_not_a_cancellation(nats_server: NatsServer) -> None:
+    """nats-py cancels its reconnect, which may wait for the end of the transport, as the close then does."""
+    async with open_connection(nats_server.url, name="test", limits=BusLimits()) as connection:
+        client = connection._client
+        assert client._transport is not None
+        reconnect = client._reconnection_task = asyncio.create_task(client._transport.wait_closed())
+        await asyncio.sleep(0)  # it waits
+    assert reconnect.cancelled()
+
+
+async def test_a_cancelled_close_stays_cancelled(nats_server: NatsServer) -> None:
+    with anyio.CancelScope() as scope:
+        async with open_connection(nats_server.url, name="test", limits=BusLimits()):
+            scope.cancel()
+            await anyio.sleep_forever()
+    assert scope.cancelled_caught
 
 
 async def test_an_error_of_the_block_comes_out_as_itself(nats_server: NatsServer) -> None:
