@@ -313,6 +313,7 @@ def test_an_option_of_nobody_is_told_as_ever(capsys: pytest.CaptureFixture[str])
         (["train.num_steps=3", "run.name=a b"], "--set train.num_steps=3 --set 'run.name=a b'"),
         (["--train.num_steps=3"], "--set train.num_steps=3"),
         (["--train.num_steps", "3"], "--set train.num_steps=VALUE"),
+        (["eval=[]"], "--set 'eval=[]'"),
     ],
 )
 def test_a_key_without_set_is_answered_with_what_to_write(

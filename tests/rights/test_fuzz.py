@@ -24,6 +24,7 @@ from messages import ActorStarted, GroupFailed, ScoreRequested, decode
 from runtime.bus.credential import Credential, read_credential
 from runtime.bus.nats.certificate import client_context
 from runtime.node.join import read_join
+from runtime.node.supervisor.ports import free_port
 from tests.chaos.pace import Pace
 from tests.fixtures.nats import eventually
 from tests.rights.fuzz import Known, of_viewer, of_worker
@@ -78,12 +79,6 @@ def own_address() -> str:
     outside = [address for address in found if not address.startswith("127.")]
     assert outside, "this test needs a network card: a server on loopback has no external clients"
     return outside[0]
-
-
-def free_port(address: str) -> int:
-    with socket.socket() as taken:
-        taken.bind((address, 0))
-        return int(taken.getsockname()[1])
 
 
 @asynccontextmanager

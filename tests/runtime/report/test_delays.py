@@ -60,11 +60,11 @@ def test_delays_of_grader_filter_weights_and_checkpoint_are_in_their_parts(
     without_save = [seconds for seconds, saved in zip(parts["scores"], saves, strict=True) if not saved]
     with_save = [seconds for seconds, saved in zip(parts["checkpoint"], saves, strict=True) if saved]
     no_checkpoint = [seconds for seconds, saved in zip(parts["checkpoint"], saves, strict=True) if not saved]
-    for delayed in (parts["filter"], without_save, with_save, parts["weights"]):
-        assert min(delayed) >= 0.5 * DELAY_S, parts  # the rest may lie within another part: groups wait for each other
     # a busy machine adds to single steps: the shortest one shows that nothing else is counted
-    for delayed in (parts["filter"], without_save, with_save, parts["weights"]):
-        assert min(delayed) <= 1.5 * DELAY_S, parts
+    for delayed in (with_save, parts["weights"]):
+        assert DELAY_S <= min(delayed) <= 1.5 * DELAY_S, parts
+    for delayed in (parts["filter"], without_save):  # while one group is filtered, another may still be graded
+        assert 0.5 * DELAY_S <= min(delayed) <= 1.5 * DELAY_S, parts
     assert min(no_checkpoint) <= 0.5 * DELAY_S, parts
     for step in steps:
         assert sum(step["parts"].values()) == pytest.approx(step["end"] - step["begin"], abs=0.001)
