@@ -1,8 +1,5 @@
 """The buffer on a real bus: what it does when the log holds what it cannot read, and when another buffer writes."""
 
-import json
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -14,17 +11,11 @@ import pytest
 from actors.buffer.actor import BufferActor
 from actors.buffer.deciding.decide import events_of
 from actors.buffer.ledger_log import LEDGER_OWN, LedgerLog
-from actors.registry import hosted
 from actors.trainer.data.history import History
 from messages import (
     BatchReady,
     BufferStarted,
     CheckpointSaved,
-    EvalCompleted,
-    EvalEnded,
-    EvalIssued,
-    EvalRequested,
-    EvalSetRequested,
     GroupAborted,
     GroupCompleted,
     GroupFailed,
@@ -33,8 +24,6 @@ from messages import (
     HaltAnswered,
     HaltRequested,
     Message,
-    Outcome,
-    Plane,
     RolloutRequested,
     RoundHalted,
     SampleStatus,
@@ -44,7 +33,6 @@ from messages import (
     SnapshotTaken,
     SpillsGiven,
     SpillsRequested,
-    VerdictGiven,
 )
 from messages.codec import TYPE_HEADER, VERSION_HEADER, encode
 from messages.subjects import filter_of, ledger_filter, subject_of
@@ -52,55 +40,21 @@ from runtime.bus.bus import Bus
 from runtime.bus.consumer import Deliveries
 from runtime.bus.errors import BusError, Fenced, UnknownDecision
 from runtime.bus.events import Received
-from runtime.data.stored_prompts import prompts_of_set
 from runtime.ledger.fold import LEDGER_EVENTS, LedgerState, fold
 from runtime.ledger.snapshots import newest_snapshot
 from runtime.ledger.state import MAX_ENDINGS_LOST
-from runtime.process.actor import InputError
-from runtime.process.hosting import host
-from runtime.settings.tables.prompts import EvalConfig
 from runtime.settings.topology import Topology
-from runtime.util.errors import flatten
 from tests.build.events import trained
-from tests.build.topology import topology_with
 from tests.fixtures.nats import TEST_STREAMS, NatsServer, eventually
+from tests.support.buffer import buffer, complete, put_raw, small_topology
 from tests.support.rollout import announcement, next_event
 
 pytestmark = pytest.mark.anyio
 
-MODEL = Path(__file__).resolve().parents[3] / "topologies/demo/models/reverse-digits"
-
 
 @pytest.fixture
 def topology(tmp_path: Path) -> Topology:
-    """Three steps of two groups with two samples, on ten prompts."""
-    path = tmp_path / "prompts.jsonl"
-    path.write_text("".join(json.dumps({"input": str(number), "label": "1"}) + "\n" for number in range(10)))
-    data = [{"name": "d", "path": str(path), "rm_type": "exact_match"}]
-    rollout = {"dynamic_filter": "nonzero_std"}  # `complete` gives its verdicts
-    return topology_with(model={"hf_checkpoint": str(MODEL)}, data=data, rollout=rollout)
-
-
-@asynccontextmanager
-async def buffer(bus: Bus, topology: Topology) -> AsyncGenerator[None]:
-    """A buffer at work."""
-    async with anyio.create_task_group() as group:
-        group.start_soon(host, bus, [hosted("buffer", topology, Path())])
-        yield
-        group.cancel_scope.cancel()
-
-
-async def put_raw(bus: Bus, subject: str, payload: bytes = b"{") -> None:
-    """Store what no codec wrote."""
-    await bus._store.put(subject, payload, {})
-
-
-async def complete(bus: Bus, group_id: int, attempt: int = 0) -> None:
-    """What rollout and filter say of a group that is kept."""
-    samples = tuple(SampleSummary(index=index, status=SampleStatus.COMPLETED, reward=1.0) for index in range(2))
-    done: dict[str, Any] = {"lease": "l", "round": 0, "instance": "rollout", "data": "d", "samples": samples}
-    seq = await bus.publish(GroupCompleted(group_id=group_id, attempt=attempt, **done))
-    await bus.publish(VerdictGiven(group_id=group_id, attempt=attempt, event_seq=seq, outcome=Outcome.KEEP))
+    return small_topology(tmp_path)
 
 
 async def test_groups_are_issued_when_weights_are_announced(bus: Bus, topology: Topology) -> None:
@@ -289,23 +243,6 @@ async def number_of_next(deliveries: Deliveries[RolloutRequested]) -> int:
     return delivery.message.group_id
 
 
-async def test_an_evaluation_item_of_which_nobody_can_read_how_it_ended_is_put_again(
-    bus: Bus, topology: Topology
-) -> None:
-    evals = (EvalConfig(name="t", path=topology.data[0].path or "", interval=1, rm_type="exact_match"),)
-    async with buffer(bus, msgspec.structs.replace(topology, eval=evals)):
-        await bus.publish(announcement(1))
-        issued, _ = await next_event(bus, EvalIssued)
-        assert isinstance(issued, EvalIssued)
-        async with bus.consume(EvalRequested, durable="eval") as deliveries:
-            with anyio.fail_after(50):
-                item = await anext(deliveries)
-                await item.ack()
-                await put_raw(bus, filter_of(bus.run, EvalCompleted).replace(">", item.message.key()))
-                keys = [(await anext(deliveries)).message.key() for _ in range(10)]
-    assert item.message.key() in keys
-
-
 async def test_an_unreadable_event_at_the_end_of_the_log_hides_no_decision(
     own_nats_server: NatsServer, own_bus: Bus, topology: Topology
 ) -> None:
@@ -348,107 +285,6 @@ async def test_a_snapshot_over_the_size_of_a_message_is_stored_in_chunks(bus: Bu
             2: long.score,
             3: long.score,
         }
-
-
-async def test_tasks_of_a_large_evaluation_are_put_as_items_end(
-    bus: Bus, topology: Topology, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("actors.buffer.actor.EVAL_TASKS_QUEUED", 3)
-    sets = [{"name": "test", "path": str(tmp_path / "prompts.jsonl"), "interval": 1}]
-    with_eval = msgspec.structs.replace(topology, eval=msgspec.convert(sets, tuple[EvalConfig, ...]))
-    async with bus.consume(EvalRequested, durable="eval-policy") as tasks, anyio.create_task_group() as group:
-
-        async def answer_all() -> None:
-            async for task in tasks:
-                asked.append(task.message.item)
-                who: dict[str, Any] = {"step": 0, "set": "test", "version": 1, "instance": "rollout", "samples": ()}
-                await bus.publish(EvalCompleted(item=task.message.item, **who))
-                await task.ack()
-
-        asked: list[int] = []
-        async with buffer(bus, with_eval):
-            await bus.publish(announcement(1))
-            await eventually(lambda: _has_work(bus, 3 + 2))  # and two groups
-        async with buffer(bus, with_eval):
-            group.start_soon(answer_all)
-            await next_event(bus, EvalEnded)
-        group.cancel_scope.cancel()
-    assert sorted(asked) == list(range(10))
-
-
-async def test_metrics_of_an_evaluation_are_of_all_its_samples_and_stored_once(
-    bus: Bus, topology: Topology, tmp_path: Path
-) -> None:
-    """A second buffer goes on with the samples of the first one."""
-    (tmp_path / "mine.py").write_text("def rows(samples): return {'sum': sum(each.metadata['n'] for each in samples)}")
-    lines = [json.dumps({"input": str(n), "label": "1", "metadata": {"n": n}}) for n in range(10)]
-    (tmp_path / "eval.jsonl").write_text("\n".join(lines))
-    item: dict[str, Any] = {"name": "test", "path": str(tmp_path / "eval.jsonl"), "interval": 1}
-    item |= {"metadata_key": "metadata", "custom_metrics": f"{tmp_path}/mine.py:rows"}
-    with_eval = msgspec.structs.replace(topology, eval=msgspec.convert([item], tuple[EvalConfig, ...]))
-
-    async def answer(items: range) -> None:
-        sample = SampleSummary(index=0, status=SampleStatus.COMPLETED, reward=0.5)
-        who: dict[str, Any] = {"step": 0, "set": "test", "version": 1, "instance": "rollout", "samples": (sample,)}
-        for number in items:
-            await bus.publish(EvalCompleted(item=number, **who))
-
-    async with buffer(bus, with_eval):
-        await bus.publish(announcement(1))
-        await next_event(bus, EvalIssued)
-        await answer(range(4))
-    async with buffer(bus, with_eval):
-        await answer(range(4, 10))
-        ended, _ = await next_event(bus, EvalEnded)
-    assert isinstance(ended, EvalEnded)
-    assert (ended.metrics["eval/test"], ended.metrics["eval/test/sum"], ended.failed) == (0.5, 45.0, {})
-    async with bus.read(EvalEnded) as events:
-        assert len([received async for received in events.so_far()]) == 1
-
-
-async def test_a_set_with_an_evaluation_function_is_one_task(bus: Bus, topology: Topology, tmp_path: Path) -> None:
-    """A second buffer does not ask twice, and refuses to go on without the function. Why that failed is in the end."""
-    (tmp_path / "mine.py").write_text("def rows(samples): return {'num': len(samples)}")
-    lines = [json.dumps({"input": f"{n}" * (14_000 if n == 4 else 500), "label": f"l{n}"}) for n in range(40)]
-    (tmp_path / "eval.jsonl").write_text("\n".join(lines))
-    item: dict[str, Any] = {"name": "test", "path": str(tmp_path / "eval.jsonl"), "interval": 1}
-    item |= {"label_key": "label", "custom_evaluation": "m:f", "custom_metrics": f"{tmp_path}/mine.py:rows"}
-    with_eval = msgspec.structs.replace(topology, eval=msgspec.convert([item], tuple[EvalConfig, ...]))
-    async with buffer(bus, with_eval):
-        await bus.publish(announcement(1))
-        await next_event(bus, EvalIssued)
-    without = msgspec.convert([{**item, "custom_evaluation": None}], tuple[EvalConfig, ...])
-    with pytest.raises(BaseExceptionGroup) as refused:
-        async with buffer(bus, msgspec.structs.replace(topology, eval=without)):
-            await anyio.sleep_forever()
-    (error,) = flatten(refused.value)
-    removed = "eval.0.custom_evaluation was removed in the middle of the evaluation of step 0 (set test)"
-    assert (type(error), removed in str(error)) == (InputError, True)
-    async with (
-        buffer(bus, with_eval),
-        bus.consume(EvalSetRequested, durable="eval-set") as sets,
-    ):
-        delivery = await anext(sets)
-        task = delivery.message
-        assert delivery.num_pending == 0
-        assert (task.step, task.set, task.version, task.num_items, task.prompts) == (0, "test", 1, 40, ())
-        prompts = await prompts_of_set(bus, task)
-        assert [(each.text[:1], each.label) for each in prompts] == [(str(n)[0], f"l{n}") for n in range(40)]
-        assert [n for n, each in enumerate(prompts) if each.keys] == [4]  # graders fetch it themselves
-        sample = SampleSummary(index=0, status=SampleStatus.COMPLETED, reward=0.5)
-        who: dict[str, Any] = {"step": 0, "set": "test", "version": 1, "instance": "rollout"}
-        for number in range(40):
-            asked = (sample,) if number == 3 else ()
-            failed = "" if number else "no"
-            await bus.publish(EvalCompleted(item=number, **who, samples=asked, not_asked=not asked, failed=failed))
-        ended, _ = await next_event(bus, EvalEnded)
-        await delivery.ack()
-    assert isinstance(ended, EvalEnded)
-    assert (ended.metrics, ended.failed) == ({"eval/test-not_asked": 39.0}, {"test": "no"})
-
-
-async def _has_work(bus: Bus, number: int) -> bool:
-    return (await bus.state(Plane.WORK)).messages == number
 
 
 async def test_of_two_buffers_the_older_one_ends_as_fenced(bus: Bus, topology: Topology) -> None:

@@ -32,9 +32,9 @@ from runtime.bus.bus import Bus
 from runtime.ledger.fold import PART, LedgerState, fold, fold_in_parts
 from runtime.process.hosting import host
 from runtime.settings.topology import Topology
-from tests.actors.buffer.test_buffer_actor import MODEL, complete
 from tests.build.topology import topology_with
 from tests.fixtures.nats import eventually
+from tests.support.buffer import MODEL, complete
 from tests.support.loop_watch import BOUND_S, watching_loop
 from tests.support.rollout import announcement, next_event
 
