@@ -27,7 +27,7 @@ def override_hint(unknown: Iterable[str]) -> list[str]:
     forms: list[str] = []
     for word in unknown:
         key, equals, _ = word.lstrip("-").partition("=")
-        is_key = "." in key if word.startswith("-") else equals  # --lr=1 is an option of nobody, eval=[] is a key
+        is_key = "." in key if word.startswith("-") else equals  # --lr=1 names an option that no command has
         if is_key and "/" not in key:
             forms += ["--set", word.lstrip("-") if equals else f"{key}=VALUE"]
     return [f"To override a key, write {shlex.join(forms)}"] if forms else []
