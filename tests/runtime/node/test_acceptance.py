@@ -62,11 +62,11 @@ async def test_a_node_that_sees_the_directory_is_accepted_and_another_is_refused
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     async with home(bus, tmp_path) as refused:
-        assert (await NodeStatement("n1", facts(), tmp_path).state(bus, wait_s=10)).refusals == ()
-        [line] = (await NodeStatement("n1", facts(), elsewhere).state(bus, wait_s=10)).refusals
+        assert (await NodeStatement("n1", facts(), tmp_path).state(bus, wait_s=40)).refusals == ()
+        [line] = (await NodeStatement("n1", facts(), elsewhere).state(bus, wait_s=40)).refusals
         assert line.startswith('node n1: engines.policy.weight_transport = "disk": ')
-        assert (await NodeStatement("n2", facts(), elsewhere).state(bus, wait_s=10)).refusals == ()  # it has no engine
-        [unknown] = (await NodeStatement("n7", facts(), tmp_path).state(bus, wait_s=10)).refusals
+        assert (await NodeStatement("n2", facts(), elsewhere).state(bus, wait_s=40)).refusals == ()  # it has no engine
+        [unknown] = (await NodeStatement("n7", facts(), tmp_path).state(bus, wait_s=40)).refusals
         assert unknown == 'node n7: nodes.n7 = "n7": the topology of node n0 has no such node; it has: n0, n1, n2'
     assert [str(refusal) for refusal in refused[0]] == [line]
     entry = await bus.kv.get("facts.n2", Statement)
@@ -77,7 +77,7 @@ async def test_a_node_that_sees_the_directory_is_accepted_and_another_is_refused
 
 async def test_an_answer_of_an_earlier_home_does_not_count(bus: Bus, tmp_path: Path) -> None:
     async with home(bus, tmp_path):
-        assert (await NodeStatement("n1", facts(), tmp_path).state(bus, wait_s=10)).refusals == ()
+        assert (await NodeStatement("n1", facts(), tmp_path).state(bus, wait_s=40)).refusals == ()
     with pytest.raises(NotAnswered, match=r"node n1 was not accepted within 0.5 s .* it does not answer"):
         await NodeStatement("n1", facts(), tmp_path).state(bus, wait_s=0.5)
     async with anyio.create_task_group() as tasks:
@@ -85,7 +85,7 @@ async def test_an_answer_of_an_earlier_home_does_not_count(bus: Bus, tmp_path: P
         answered = anyio.Event()
 
         async def state() -> None:
-            answers.append((await NodeStatement("n1", facts("2"), tmp_path).state(bus, wait_s=10)).refusals)
+            answers.append((await NodeStatement("n1", facts("2"), tmp_path).state(bus, wait_s=40)).refusals)
             answered.set()
 
         tasks.start_soon(state)
@@ -98,7 +98,7 @@ async def test_an_answer_of_an_earlier_home_does_not_count(bus: Bus, tmp_path: P
 
 async def test_a_refusal_that_ends_the_run_reaches_the_nodes_that_wait(bus: Bus, tmp_path: Path) -> None:
     async with home(bus, tmp_path, ends=True):
-        wrong = (await NodeStatement("n1", facts("2"), tmp_path).state(bus, wait_s=10)).refusals
+        wrong = (await NodeStatement("n1", facts("2"), tmp_path).state(bus, wait_s=40)).refusals
         async with bus.kv.watch(HOME_KEY, HomeStart) as starts:
             with anyio.fail_after(30):
                 start = await anext(entry.value async for entry in starts if entry.value and entry.value.refused)
@@ -110,7 +110,7 @@ async def test_a_refusal_that_ends_the_run_reaches_the_nodes_that_wait(bus: Bus,
     answers: list[tuple[str, ...]] = []
 
     async def state() -> None:
-        answers.append((await NodeStatement("n2", facts(), tmp_path).state(bus, wait_s=10)).refusals)
+        answers.append((await NodeStatement("n2", facts(), tmp_path).state(bus, wait_s=40)).refusals)
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(state)
@@ -137,16 +137,16 @@ async def test_a_refused_node_that_never_reads_its_answer_delays_no_other(bus: B
     """The others waited up to 10 s."""
     async with home(bus, tmp_path) as refused:
         await bus.kv.put("facts.n1", Statement(start="s", home=await announced(bus), facts=facts("2")))
-        assert (await NodeStatement("n2", facts(), tmp_path).state(bus, wait_s=5)).refusals == ()
+        assert (await NodeStatement("n2", facts(), tmp_path).state(bus, wait_s=40)).refusals == ()
     assert len(refused) == 1
 
 
 async def test_a_second_start_of_a_node_that_runs_is_refused_alone(bus: Bus, tmp_path: Path) -> None:
     """It ended the run, and removed the facts of the node that runs: the next node was compared without them."""
     async with home(bus, tmp_path, ends=True, version="") as refused:
-        assert (await NodeStatement("n1", facts("1"), tmp_path).state(bus, wait_s=10)).refusals == ()
+        assert (await NodeStatement("n1", facts("1"), tmp_path).state(bus, wait_s=40)).refusals == ()
         claim = await NodeClaim.take(bus, "n1", tmp_path, incarnation=1)
-        second = await NodeStatement("n1", facts("2"), tmp_path / "elsewhere").state(bus, wait_s=10)
+        second = await NodeStatement("n1", facts("2"), tmp_path / "elsewhere").state(bus, wait_s=40)
         assert len(second.refusals) == 1
         start = await bus.kv.get(HOME_KEY, HomeStart)
         assert start is not None
@@ -154,21 +154,21 @@ async def test_a_second_start_of_a_node_that_runs_is_refused_alone(bus: Bus, tmp
         assert start.value.refused == ()
         await eventually(lambda: len(refused) == 1)
         await claim.release()
-        other = await NodeStatement("n2", facts("2"), tmp_path).state(bus, wait_s=10)
+        other = await NodeStatement("n2", facts("2"), tmp_path).state(bus, wait_s=40)
         assert other.refusals == ('node n2: physarum = "2": node n1 has 1; install one version on all nodes',)
 
 
 async def test_the_problems_of_home_end_the_nodes_that_wait_and_those_that_run(bus: Bus, tmp_path: Path) -> None:
     running, ended = NodeStatement("n1", facts(), tmp_path), list[Sequence[str]]()
     async with home(bus, tmp_path):
-        await running.state(bus, wait_s=10)
+        await running.state(bus, wait_s=40)
     problems = (Problem.of("nodes.n0.gpus", 8, "this machine has 0 GPUs"),)
     acceptance = Acceptance(topology(), "n0", NodeFacts(problems=problems), tmp_path)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(running.run, bus, ended.append)
         await acceptance.open(bus)
         tasks.start_soon(acceptance.refuse_all, bus)
-        waiting = await NodeStatement("n2", facts(), tmp_path).state(bus, wait_s=10)
+        waiting = await NodeStatement("n2", facts(), tmp_path).state(bus, wait_s=40)
         await eventually(lambda: bool(ended))
         tasks.cancel_scope.cancel()
     assert waiting.refusals == ("node n0: nodes.n0.gpus = 8: this machine has 0 GPUs",)
@@ -180,11 +180,11 @@ async def test_a_node_that_runs_states_its_facts_to_each_later_home_and_learns_t
 ) -> None:
     statement, refused = NodeStatement("n1", facts("1"), tmp_path), list[Sequence[str]]()
     async with home(bus, tmp_path):
-        assert (await statement.state(bus, wait_s=10)).refusals == ()
+        assert (await statement.state(bus, wait_s=40)).refusals == ()
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(statement.run, bus, refused.append)
         async with home(bus, tmp_path), bus.kv.watch("answer.n1", Answer) as answers:
-            with anyio.fail_after(10):
+            with anyio.fail_after(30):
                 ours = await announced(bus)
                 _ = await anext(entry async for entry in answers if entry.value and entry.value.home == ours)
         assert refused == []

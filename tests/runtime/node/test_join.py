@@ -1,6 +1,7 @@
 """The join file: written, read, waited for, and ignored if it is of another run."""
 
 import stat
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -14,6 +15,7 @@ from runtime.bus.nats.server import ServerSettings
 from runtime.node.claims.run_id import settle_run_id
 from runtime.node.join import Join, NotJoined, joined, read_join, write_join
 from runtime.util.secrets import Login, Secret
+from tests.fixtures.nats import eventually
 from tests.support.running_server import RunningServer, running_server
 
 pytestmark = pytest.mark.anyio
@@ -74,16 +76,16 @@ async def test_a_node_waits_for_the_file_and_joins_when_the_bus_answers(tmp_path
         right = await of_server(server, tmp_path)
 
         async def write_later() -> None:
-            for join in (
-                msgspec.structs.replace(right, run="other"),
-                msgspec.structs.replace(right, run_id="x"),
-                right,
-            ):
-                await anyio.sleep(1)
+            wrong = [msgspec.structs.replace(right, run="other"), msgspec.structs.replace(right, run_id="x")]
+            for number, join in enumerate([*wrong, right], 1):
+                await eventually(partial(has_shown, number))
                 write_join(path, join)
 
+        def has_shown(number: int) -> bool:
+            return len(lines) == number
+
         tasks.start_soon(write_later)
-        assert await joined(path, "r", own, wait_s=20, show=lines.append, is_finished=lambda: False) == right
+        assert await joined(path, "r", own, wait_s=50, show=lines.append, is_finished=lambda: False) == right
     assert [line.partition(": ")[2] for line in lines] == [
         f"{path} does not exist yet",
         f"{path} is ignored: it is of run other",

@@ -54,6 +54,7 @@ async def test_everybody_on_the_roster_is_asked_and_the_silent_are_named(bus: Bu
         await anyio.sleep_forever()
         raise AssertionError
 
+    began = anyio.current_time()
     async with (
         answering(bus, "reward.0", "graders: 3 samples"),
         answering(bus, "reward.1", ""),
@@ -68,7 +69,7 @@ async def test_everybody_on_the_roster_is_asked_and_the_silent_are_named(bus: Bu
         "rollout": "no answer in 0.3 s",
         "trainer": "not there",
     }
-    assert AFTER_S <= told.idle_s < 5
+    assert AFTER_S <= told.idle_s <= anyio.current_time() - began
 
 
 async def test_a_stall_is_told_again_when_it_has_lasted_twice_as_long(bus: Bus) -> None:
@@ -87,9 +88,10 @@ async def test_whatever_is_logged_ends_a_stall_but_its_own_telling_does_not(bus:
         watch.happened(told)
         second, seq = await stall(bus, seq + 1)
         assert second.idle_s >= 2 * AFTER_S
+        happened = anyio.current_time()
         watch.happened(group_failed(1))
         third, _ = await stall(bus, seq + 1)
-    assert AFTER_S <= third.idle_s < 2 * AFTER_S
+        assert AFTER_S <= third.idle_s <= anyio.current_time() - happened
 
 
 async def test_the_agent_shows_a_stall_in_a_line(tmp_path: Path) -> None:
