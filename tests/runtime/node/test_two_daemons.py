@@ -36,7 +36,7 @@ def node_plan(node: str, url: str, run_dir: Path, process: ProcessSpec, *, run: 
 
 @asynccontextmanager
 async def two_nodes(
-    url: str, run: str, tmp_path: Path, *, within_s: float = 15.0, **changes: Any
+    url: str, run: str, tmp_path: Path, *, within_s: float = 30.0, **changes: Any
 ) -> AsyncGenerator[tuple[Running, Running]]:
     """Two daemons at work, until both have ended, within so many seconds after both are at work."""
     running: list[Running] = []
