@@ -4,7 +4,9 @@ It reads as a viewer does. Its one other call is the halt of a round, after a qu
 nodes. All texts of a run are shown as they are: markup and control characters in them mean nothing.
 """
 
+import asyncio
 import os
+import signal
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
@@ -184,9 +186,20 @@ class RunView(App[int]):
         _table(self.screen, "group-table").add_columns(*text.GROUP_COLUMNS)
         if self._follows:
             self.run_worker(self._follow(), exit_on_error=True)
+        if not self.is_headless:
+            asyncio.get_running_loop().add_signal_handler(signal.SIGCONT, self._resume)
         self.set_interval(REFRESH_S, self._draw_if_changed)
         self._draw()
         self.query_one("#processes").focus()
+
+    def _resume(self) -> None:
+        """Set up the terminal again after a stop: a shell may have changed it meanwhile.
+
+        textual's own handler expects that Ctrl-Z stopped the process. After a SIGSTOP it would read the terminal with a
+        second thread beside the first, for which the process would then wait at its end.
+        """
+        with self.suspend():
+            pass
 
     async def _follow(self) -> None:
         await follow(self._found, self._observed, self, self._note_progress, self._note)
