@@ -283,8 +283,8 @@ class TrainStep:
         if self._algorithm.tis_batch_normalize:
             weight_scale = self._mean_weight(batch, trainer_log_probs_N)
         timer.lap("perf/log_probs_time")
-        teacher_log_probs_N = self._log_probs.of_teacher(batch, steps)
-        timer.lap("perf/teacher_log_probs_time")
+        if (teacher_log_probs_N := self._log_probs.of_teacher(batch, steps)) is not None:
+            timer.lap("perf/teacher_log_probs_time")
         if (ref_log_probs_N := self._log_probs.of_reference(batch, steps)) is not None:
             timer.lap("perf/ref_log_probs_time")
         inputs = advantage_inputs(batch, self._algorithm.gdpo_reward_keys)

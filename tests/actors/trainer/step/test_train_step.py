@@ -431,6 +431,6 @@ def test_the_parts_of_training_sum_to_it(make_topology: MakeTopology) -> None:
     parts = ("plan", "log_probs", "ref_log_probs", "forward_backward", "optimizer", "metrics")
     times = [metrics[f"perf/{part}_time"] for part in parts]
     assert all(took > 0 for took in times)
-    assert sum(times) == pytest.approx(metrics["perf/train_time"], rel=0.001)
+    assert sum(times) == pytest.approx(metrics["perf/train_time"])
     assert metrics["perf/actor_train_tok_per_s"] > 0
     assert metrics["perf/actor_train_tflops"] > 0
