@@ -1,7 +1,6 @@
 """Asking whether a server lives."""
 
 import socket
-import time
 
 import anyio
 import pytest
@@ -26,9 +25,9 @@ async def test_the_status_is_that_of_the_answer_and_redirects_are_not_followed()
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
         url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        assert await status_of(f"{url}/fine", timeout_s=5) == 200
-        assert await status_of(f"{url}/ready", timeout_s=5) == 503
-        assert await status_of(f"{url}/elsewhere", timeout_s=5) == 302
+        assert await status_of(f"{url}/fine", timeout_s=40) == 200
+        assert await status_of(f"{url}/ready", timeout_s=40) == 503
+        assert await status_of(f"{url}/elsewhere", timeout_s=40) == 302
     finally:
         await runner.cleanup()
 
@@ -36,9 +35,8 @@ async def test_the_status_is_that_of_the_answer_and_redirects_are_not_followed()
 async def test_nobody_there_and_no_answer_in_time_are_none() -> None:
     with socket.create_server(("127.0.0.1", 0)) as mute:
         url = f"http://127.0.0.1:{mute.getsockname()[1]}/"
-        began = time.monotonic()
-        assert await status_of(url, timeout_s=0.2) is None
-        assert time.monotonic() - began < 5
+        with anyio.fail_after(40):
+            assert await status_of(url, timeout_s=0.2) is None
     assert await status_of(url, timeout_s=0.2) is None
 
 
@@ -50,5 +48,5 @@ async def test_what_is_no_http_is_no_answer() -> None:
     async with await anyio.create_tcp_listener(local_host="127.0.0.1") as listener, anyio.create_task_group() as tasks:
         tasks.start_soon(listener.serve, babble)
         port = listener.extra(anyio.abc.SocketAttribute.local_port)
-        assert await status_of(f"http://127.0.0.1:{port}/", timeout_s=5) is None
+        assert await status_of(f"http://127.0.0.1:{port}/", timeout_s=40) is None
         tasks.cancel_scope.cancel()

@@ -151,7 +151,7 @@ def test_a_response_that_repeats_a_sign_costs_no_more_than_another() -> None:
     assert program_in("~" * 30_000) == "~" * 30_000
     assert not dapo("Answer: 1" + r"^\circ" * 40 + "!", "42")["acc"]
     assert not dapo("Answer: 1" + "米" * 200 + "!", "42")["acc"]
-    assert time.process_time() - start < 1  # quadratic search took seconds to minutes
+    assert time.process_time() - start < 4  # 0.3 s; quadratic search took up to minutes
 
 
 LABELS = st.one_of(st.text(), st.integers(), st.floats(), st.none(), st.booleans(), st.lists(st.text(), max_size=2))
