@@ -16,6 +16,7 @@ if __name__ == "__main__":
 from bin.entry import Screen, WrongInput, ended, override_hint, parser_of, run
 from runtime.util.errors import flatten
 from runtime.util.exit_codes import EXIT_FAILED, EXIT_OK
+from runtime.util.formatting import count_of
 
 if TYPE_CHECKING:
     from actors.buffer.prompts.source_process import SourceSettings
@@ -282,7 +283,8 @@ def _generated(trial: "GenerateTrial") -> Iterator[tuple[str, bool]]:
         name = "" if len(trial.conversations) == 1 else f"conversation {number}: "
         masked = sum(end - start for start, end in sample.untrained)
         yield f"  {name}{_short(talk.text)}", True
-        yield f"    {talk.num_turns} turns, {sample.buffer.num_tokens} tokens; do_not_train: {masked}", True
+        size = f"{count_of(talk.num_turns, 'turn')}, {count_of(sample.buffer.num_tokens, 'token')}"
+        yield f"    {size}; do_not_train: {masked}", True
         if talk.reward is not None:
             yield f"    reward {_number(talk.reward)}{f' {_short(talk.rewards)}' if talk.rewards else ''}", True
         if talk.sample_metadata:

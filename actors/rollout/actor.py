@@ -1,5 +1,6 @@
 """The rollout actor: connects the engines, their weights and the tasks. samples/task_runner.py runs the tasks."""
 
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -225,6 +226,7 @@ class RolloutActor(Actor):
                 updater.hold_by(fleet.serving.held)
             follower = await self._follower(fleet, tools.generator.running)
             self._waits = [fleet.waits_for, tools.generator.running.waits_for, tools.scorer.waits_for]
+            self._waits.append(tools.rollout_calls.waits_for)
             for frozen in self._pools.values():
                 self._waits.append(frozen.waits_for)
                 group.start_soon(frozen.run, self._bus, self._topology)
@@ -256,8 +258,9 @@ class RolloutActor(Actor):
 
     def waits_for(self) -> str:
         waits = [words for waits_for in (*self._waits, self._tasks.waits_for) if (words := waits_for())]
-        if outside := sum(not conversation.is_waiting for conversation in self._conversations):
-            waits.append(f"rollout.custom_generate, outside of generate and grade in {count_of(outside, 'sample')}")
+        outside = Counter(conversation.key for conversation in self._conversations if not conversation.is_waiting)
+        for key, number in outside.items():
+            waits.append(f"{key}, outside of generate and grade in {count_of(number, 'sample')}")
         if not self._tasks.num_pulled:
             waits.append("a task")
         return "; ".join(waits)

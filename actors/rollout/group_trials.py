@@ -61,9 +61,7 @@ async def try_rollout(rows: Sequence[GenerateRow], topology: Topology, grade: Gr
     """
     name, config, here = topology.rollout.custom_rollout or "", topology.rollout, (Path.cwd(),)
     function = find_rollout_function(name, here, num_prompts=config.custom_rollout_prompts)
-    default = KeyedFunction(GENERATE_KEY, one_turn)
-    if config.custom_generate is not None:
-        default = find_keyed_function(GENERATE_KEY, config.custom_generate, here)
+    default = _first_named((GENERATE_KEY, config.custom_generate))
     number, limit_s = config.n_samples_per_prompt, config.custom_generate_timeout_s
     async with _trying(rows, topology, grade) as (trial, run):
         if name.startswith(PREFIX):
@@ -104,11 +102,8 @@ async def try_evaluation(rows: Sequence[GenerateRow], topology: Topology, grade:
     """
     config, key, here = topology.eval[0], "eval.0.custom_evaluation", (Path.cwd(),)
     function = find_evaluation_function(key, config.custom_evaluation or "", here)
-    default, of_all = KeyedFunction(GENERATE_KEY, one_turn), topology.rollout.custom_generate
-    if config.custom_generate is not None:
-        default = find_keyed_function("eval.0.custom_generate", config.custom_generate, here)
-    elif of_all is not None:
-        default = find_keyed_function(GENERATE_KEY, of_all, here)
+    of_all = topology.rollout.custom_generate
+    default = _first_named(("eval.0.custom_generate", config.custom_generate), (GENERATE_KEY, of_all))
     async with _trying(rows, topology, grade, evaluation=True) as (trial, run):
         trial.samples = [[] for _ in trial.prompts]
 
@@ -132,6 +127,14 @@ async def try_evaluation(rows: Sequence[GenerateRow], topology: Topology, grade:
         failed = await evaluation.run(function)
         trial.error, trial.trace = failed, evaluation.traceback or trial.trace
     return trial
+
+
+def _first_named(*settings: tuple[str, str | None]) -> KeyedFunction:
+    """Return the generate function of the first setting that names one; without any, a single turn."""
+    for key, name in settings:
+        if name is not None:
+            return find_keyed_function(key, name, (Path.cwd(),))
+    return KeyedFunction(GENERATE_KEY, one_turn)
 
 
 class _Samples:

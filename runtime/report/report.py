@@ -10,6 +10,7 @@ import msgspec
 from messages import (
     BatchReady,
     BatchTrained,
+    EvalCompleted,
     EvalEnded,
     GroupCompleted,
     Message,
@@ -148,6 +149,10 @@ class Report(msgspec.Struct):
                 return self._begin_again(event, settled)
             case BatchReady():
                 return self._batch(event, seq)
+            case EvalCompleted():
+                reasons = {sample.reason for sample in event.samples if sample.reward is None and sample.reason}
+                failures = (f"evaluation set {event.set}: sample without a grade: {why}" for why in sorted(reasons))
+                return [Line(text) for reason in failures for text in self._failures.lines(reason, self.run)]
             case EvalEnded():
                 failures = (f"evaluation set {name}: {why}" for name, why in event.failed.items())
                 lines = [Line(text) for reason in failures for text in self._failures.lines(reason, self.run)]

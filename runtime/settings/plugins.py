@@ -72,7 +72,7 @@ def load_plugin(
     if inspect.isclass(found):
         raise PluginError(key, value, f"{attribute} is a class; name a function or an object that can be called")
     if not callable(found):
-        raise PluginError(key, value, f"{attribute} is a {type(found).__name__}, which cannot be called")
+        raise PluginError(key, value, f"{attribute} cannot be called: it is of type {type(found).__name__}")
     _check_parameters(key, value, found, parameters, optional)
     _refuse_generators(key, value, found, attribute)
     is_async = _is_async(found)
@@ -153,7 +153,9 @@ def file_of(value: str) -> str:
 
 
 def dotted_hint(value: str) -> str | None:
-    """Return a hint for a function named as `module.function`, as in slime; None for other names."""
+    """Return a hint for a function named as `module.function`, as in slime, or a file alone; None for other names."""
+    if value.endswith(".py"):
+        return f'did you mean "{value}:function"?'
     module, dot, function = value.rpartition(".")
     return f'did you mean "{module}:{function}"?' if dot and module and ":" not in value and "/" not in value else None
 

@@ -173,7 +173,8 @@ def _grade_of_value(value: Any, details: dict[str, Any] | None, sample: GradedSa
 def _grade_of_number(number: Any, details: dict[str, Any] | None) -> Graded:
     # NumPy and torch numbers are not int or float, but have __float__
     if number is None or isinstance(number, str | bytes) or not hasattr(number, "__float__"):
-        return _bad(f"returned {_shown(number)}, not a number")
+        hint = '; reward.per = "turn" or "token" allows a list' if _as_list(number) is not None else ""
+        return _bad(f"returned {_shown(number)}, not a number{hint}")
     try:
         reward = float(number)
     except Exception as error:  # noqa: BLE001 - a third-party number type may raise anything

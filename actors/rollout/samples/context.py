@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
+from inspect import isawaitable
 from typing import Any, Final, NamedTuple, Never, TypeVar, cast
 
 import anyio
@@ -26,6 +27,10 @@ Ask = Callable[[OpenSample, SamplingParams, int], Awaitable[bool]]
 Keep = Callable[[OpenSample], Awaitable[None]]
 Service = Callable[[list[int]], Awaitable[Any]]
 AskPool = Callable[[OpenSample, list[int], SamplingParams, int], Awaitable[Any]]
+SET_HERE: Final = frozenset(  # attributes; another name is a user's misspelt one
+    "prompt label metadata sample_metadata text reward rewards asking is_cut_off".split()
+    + "model index sampling evaluation starts_again reason key".split()  # of the first conversation
+)
 NO_POOLS: Final[Mapping[str, AskPool]] = {}
 Returned = TypeVar("Returned")
 
@@ -141,6 +146,12 @@ class Context:
         self._num_replayed = sample.num_turns
         self._untrained: list[tuple[int, int]] = []
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in SET_HERE and not name.startswith("_"):
+            kept = "keep values of your own in variables, or in sample_metadata"
+            raise AttributeError(f"a conversation has no {name!r} to set; allowed: reward, rewards; {kept}")
+        super().__setattr__(name, value)
+
     @property
     def prompt_ids(self) -> list[int]:
         """The tokens before the response."""
@@ -232,7 +243,10 @@ class Context:
                 await self._run.leave(mismatch=f"turn {self._num_turns + 1}: begun by an engine, now of a service")
             sample = self._sample
             with self._running(turn):
-                answer = await service([*self.prompt_ids, *self.ids])
+                awaited: Any = service([*self.prompt_ids, *self.ids])
+                if not isawaitable(awaited):
+                    raise TypeError(f"the service is not async and returned {awaited!r:.200}: write `async def`")
+                answer = await awaited
                 ids, log_probs, text = self._checked(answer, train=train)
                 sample.buffer.append_input(sample.pending)
                 sample.buffer.append(ids, log_probs, text, "")

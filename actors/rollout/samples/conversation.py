@@ -288,7 +288,7 @@ class Conversation(Context):
         if was_cancelled and run.over is None:
             raise ValueError(f"{self.key}: took more than {run.limit_s:g} s outside of generate and grade")
         if run.over is None and not ended_early and not any(each.num_turns for each in conversations):
-            raise ValueError(f"{self.key}: ended without a turn of the model: it never called generate")
+            raise ValueError(f"{self.key}: ended without a turn of the model: it never awaited generate")
 
     def _left_out(self, conversations: Sequence[Context]) -> str | None:
         """Return what an earlier run of the function did and this one did not; None: nothing."""

@@ -167,7 +167,7 @@ class SetEvaluation:
         elif self._scope.cancel_called:  # also if the function caught the cancellation
             reason = f"took more than {self._limit_s:g} s without generating a sample"
         elif not reason and not any(self._summaries):
-            reason = "asked for no sample"
+            reason = "asked for no sample: it never awaited sample"
         return reason and f"{self._key}: {reason}"
 
     def _begun(self, item: int) -> OpenSample:

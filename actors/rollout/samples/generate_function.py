@@ -60,8 +60,10 @@ async def call_async(function: Any, argument: object, *, counts: str) -> None:
         counts: what counts instead of a returned value, for the error.
 
     Raises:
-        WrongCall: it is a plain function, or returned something.
+        WrongCall: it is no function, a plain one, or returned something.
     """
+    if not callable(function):
+        raise WrongCall(f"{_shown(function)} is not a function: pass an async function itself, not its name")
     awaited = function(argument)
     if not inspect.isawaitable(awaited):
         raise WrongCall(

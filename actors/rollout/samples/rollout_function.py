@@ -27,6 +27,7 @@ from runtime.bus.errors import BusError
 from runtime.settings.plugins import PluginError, load_plugin
 from runtime.settings.slime.functions import PAGE, PREFIX
 from runtime.util.errors import flatten
+from runtime.util.formatting import count_of
 from runtime.util.tracebacks import shown_error
 
 KEY: Final = "rollout.custom_rollout"
@@ -126,6 +127,9 @@ class PromptGroup:
         except (BusError, EngineError) as error:
             self._error = self._error or error
             raise
+        except ValueError as error:
+            call.sample_errors.append(error)
+            raise
         finally:
             call.end()
         if call.is_halted or not _has_ended(sample):
@@ -213,7 +217,7 @@ class PromptGroup:
 
     def _begin(self, index: int) -> OpenSample:
         if type(index) is not int or not 0 <= index < self.num_samples or index in self._begun:
-            raise ValueError(f"sample {index!r}: each of 0 to {self.num_samples - 1} is generated once")
+            raise ValueError(f"sample {index!r:.100}: expected an integer from 0 to {self.num_samples - 1}, each once")
         self._begun.add(index)
         return self._samples[index]
 
@@ -232,11 +236,17 @@ class _Call:
         self._takes_list, self._limit_s = takes_list, limit_s
         self.is_halted = False
         self.error: Exception | None = None
+        self.sample_errors: list[BaseException] = []  # raised through the function; they name the key of their own
         self.is_full, self.has_ended = anyio.Event(), anyio.Event()
         self._scope = anyio.CancelScope()
         self._num_running = 0
         self._num_resting = 0  # of them, without those that a resting sample waits for
         self._has_begun = False
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether it waits for other groups, or for a sample that generates."""
+        return not self._has_begun or self._num_running > self._num_resting
 
     def begin(self) -> None:
         """Note a sample that generates."""
@@ -297,10 +307,20 @@ class _Call:
         except BaseException as error:
             if is_cancelled(error):
                 raise
-            ours = [each for each in flatten(error) if isinstance(each, BusError | EngineError)]
-            self.error = ours[0] if ours else FunctionRaised(f"{KEY}: {'; '.join(map(shown_error, flatten(error)))}")
-            if not ours:
-                self.error.__cause__ = error
+            self.error = self._error_of(error)
+
+    def _error_of(self, error: BaseException) -> Exception:
+        """Return what the function raised as the error of its groups."""
+        raised = flatten(error)
+        for each in raised:
+            if isinstance(each, BusError | EngineError):
+                return each
+        own = [each for each in raised if each not in self.sample_errors]
+        texts = [str(each) for each in raised if each not in own]  # samples may fail with equal errors
+        texts += [f"{KEY}: {'; '.join(map(shown_error, own))}"] if own else []
+        found = FunctionRaised("; ".join(dict.fromkeys(texts)))
+        found.__cause__ = error if own else raised[0].__cause__
+        return found
 
     async def _give_up(self, reason: str) -> None:
         """Let all groups fail, since the function cannot be ended."""
@@ -311,8 +331,7 @@ class _Call:
         """Give the function its time until it generates the next sample."""
         if not self._has_begun:
             return
-        is_waiting = self._num_running > self._num_resting
-        self._scope.deadline = math.inf if is_waiting else anyio.current_time() + self._limit_s
+        self._scope.deadline = math.inf if self.is_waiting else anyio.current_time() + self._limit_s
         if self.is_halted and not self._num_running:
             self._scope.cancel()
 
@@ -329,6 +348,12 @@ class RolloutCalls:
     def __init__(self, num_prompts: int = 1, *, limit_s: float = 300.0, gather_s: float = GATHER_S) -> None:
         self._num_prompts, self._limit_s, self._gather_s = num_prompts, limit_s, gather_s
         self._open: dict[object, _Call] = {}  # calls that wait for groups, by what their groups have in common
+        self._running: set[_Call] = set()
+
+    def waits_for(self) -> str:
+        """Describe calls that generate nothing; empty if there are none."""
+        outside = sum(not call.is_waiting for call in self._running)
+        return f"{KEY}, outside of sample in {count_of(outside, 'call')}" if outside else ""
 
     async def run(self, function: RolloutFunction, group: PromptGroup, of: object) -> None:
         """Run the function for a group. All its samples have ended afterwards, or the round is halted.
@@ -349,9 +374,11 @@ class RolloutCalls:
         if len(call.groups) == self._num_prompts:
             call.is_full.set()
         if is_first:
+            self._running.add(call)
             try:
                 await call.run(function, self._gather_s)
             finally:
+                self._running.discard(call)
                 if self._open.get(of) is call:
                     del self._open[of]
         else:

@@ -228,8 +228,7 @@ class TaskRunner:
         except* EnginesUnwilling as errors:
             raise InputError(str(flatten(errors)[0])) from errors
         except* POISON as errors:
-            # samples may fail with equal errors
-            reason = "; ".join(dict.fromkeys(str(error) for error in flatten(errors)))
+            reason = _reason_of(errors)
             await self._show(errors)
         finally:
             self._runs.discard(run)
@@ -318,8 +317,12 @@ class TaskRunner:
                 raise InputError(str(flatten(errors)[0])) from errors
             except* POISON as errors:
                 await self._stay_given_up(delivery)
-                log.warning("eval_item_failed", set=task.set, item=task.item, reason=str(flatten(errors)[0]))
+                reason = _reason_of(errors)
+                log.warning("eval_item_failed", set=task.set, item=task.item, reason=reason)
                 await self._show(errors)
+                for sample in samples:
+                    if sample.reward is None:
+                        sample.give_up(sample.reason or reason)
             else:
                 if not run.complete and delivery.num_delivered < EVAL_MAX_TRIES:  # an external client aborted it
                     await delivery.redeliver()
@@ -408,7 +411,7 @@ class TaskRunner:
                 except* EnginesUnwilling as errors:
                     raise InputError(str(flatten(errors)[0])) from errors
                 except* POISON as errors:
-                    reason, is_poison = str(flatten(errors)[0]), True
+                    reason, is_poison = _reason_of(errors), True
                     log.warning("eval_sample_failed", set=task.set, item=task.item, index=sample.index, reason=reason)
                     await self._show(errors)
                     sample.give_up(reason)
@@ -420,3 +423,8 @@ class TaskRunner:
         """Return the task of one prompt of a set."""
         config = next(each for each in self._topology.eval if each.name == task.set)
         return eval_request(self._topology, config, number, prompt, step=task.step, version=task.version, num_samples=1)
+
+
+def _reason_of(errors: BaseException) -> str:
+    """Return why samples failed. Several may fail with equal errors."""
+    return "; ".join(dict.fromkeys(str(error) for error in flatten(errors)))

@@ -416,7 +416,7 @@ async def test_samples_that_fail_alike_give_one_reason(bus: Bus, router_url: str
         await bus.publish(task(0))
         failed, _ = await next_event(bus, GroupFailed)
     assert isinstance(failed, GroupFailed)
-    assert failed.reason == "rollout.custom_generate: ended without a turn of the model: it never called generate"
+    assert failed.reason == "rollout.custom_generate: ended without a turn of the model: it never awaited generate"
 
 
 async def next_entry(bus: Bus, key: str) -> None:

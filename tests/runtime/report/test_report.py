@@ -11,6 +11,7 @@ from messages import (
     BatchReady,
     BatchTrained,
     CheckpointRequested,
+    EvalCompleted,
     EvalEnded,
     EvalIssued,
     GroupAborted,
@@ -262,6 +263,16 @@ def test_metrics_that_a_function_failed_to_compute_are_a_line() -> None:
     )
     assert f"evaluation set t: {why}" in story.lines()
     assert "evaluation after step 1 (weights v2): s 0.500" in story.lines()
+
+
+def test_a_sample_of_an_evaluation_without_a_grade_says_why() -> None:
+    story = Story()
+    graded = SampleSummary(index=0, status=SampleStatus.COMPLETED, reward=1.0, reason="an earlier try")
+    failed = SampleSummary(index=1, status=SampleStatus.FAILED, reason="bad_answer: returned None, not a number")
+    for item in range(5):
+        story.tell(EvalCompleted(step=0, set="s", item=item, version=1, instance="r", samples=(graded, failed)))
+    said = "evaluation set s: sample without a grade: bad_answer: returned None, not a number"
+    assert story.lines() == [said, said, f"{said} (no more of these are shown)"]
 
 
 def test_the_time_of_an_evaluation_is_in_its_row() -> None:

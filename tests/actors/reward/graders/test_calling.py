@@ -39,7 +39,7 @@ def test_numbers_of_any_kind_are_rewards(answer: Any) -> None:
     [
         (None, "returned None, not a number"),
         ("1.0", "returned '1.0' (str), not a number"),
-        ([1.0], "returned [1.0] (list), not a number"),
+        ([1.0], 'returned [1.0] (list), not a number; reward.per = "turn" or "token" allows a list'),
         (float("nan"), "returned nan, not a finite number"),
         (float("inf"), "returned inf, not a finite number"),
         (np.array([1.0, 2.0]), "is not a single number"),

@@ -243,6 +243,22 @@ async def test_a_turn_whose_call_failed_has_not_begun() -> None:
     assert sample.buffer.ids.tolist() == [5, 60, 5]
 
 
+async def test_a_mistake_with_a_conversation_is_named() -> None:
+    async def misspells(talk: Conversation) -> None:
+        talk.rewrad = 1.0  # pyright: ignore[reportAttributeAccessIssue] - a user's mistake
+
+    async def asks_a_plain_function(talk: Conversation) -> None:
+        await talk.generate_by(lambda ids: (ids, [0.0]))  # pyright: ignore[reportArgumentType] - a user's mistake
+
+    for function, said in (
+        (misspells, "a conversation has no 'rewrad' to set; allowed: reward, rewards"),
+        (asks_a_plain_function, r"the service is not async and returned \(\[7, 8\], \[0.0\]\): write `async def`"),
+    ):
+        talk, _ = conversation(Answers())
+        with pytest.raises(ValueError, match=said):
+            await talk.run(function)
+
+
 CUT = {"top_p": 0.9, "top_k": 50}
 LISTED = CUT | {"return_sampling_mask": True}
 GREEDY = {"temperature": 0.0, "top_p": 1.0, "top_k": -1, "return_sampling_mask": False}

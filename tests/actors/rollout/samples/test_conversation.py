@@ -22,12 +22,15 @@ from messages import (
     ScoreRequested,
     Segment,
     SegmentsPublished,
+    StatsGiven,
+    StatsRequested,
     UserFunctionRaised,
 )
 from runtime.bus.bus import Bus
 from runtime.settings.topology import Topology
 from tests.actors.rollout.samples.generate_functions import RUNS
 from tests.build.topology import topology_with
+from tests.fixtures.nats import eventually
 from tests.support.rollout import announcement, completed, grade, next_event, rollout_actor, task
 from tests.support.scripted_engine import ScriptedEngine, serving
 
@@ -152,7 +155,7 @@ async def test_a_conversation_without_end_is_truncated_where_there_is_no_more_ro
         ("hangs", "took more than 0.3 s outside of generate"),
         ("talks_twice_in_a_row", "two turns in a row"),
         ("returns_its_text", "returns_its_text returned '1 2 3 4'; expected nothing: what it does with its"),
-        ("never_asks", "ended without a turn of the model: it never called generate"),
+        ("never_asks", "ended without a turn of the model: it never awaited generate"),
         ("asks_for_nothing", "max_new_tokens = 0: a turn has at least 1 token"),
         ("stops_at_letters", "stop = '</add>': write a list of texts"),
         ("appends_a_number", "append(5): expected a str"),
@@ -220,8 +223,30 @@ async def test_errors_of_an_evaluation_name_the_key_of_its_function(bus: Bus, ro
         await bus.publish(announcement(1))
         await bus.publish(asked)
         raised, _ = await next_event(bus, UserFunctionRaised)
+        ended, _ = await next_event(bus, EvalCompleted)
     assert isinstance(raised, UserFunctionRaised)
     assert raised.function == "eval.1.custom_generate"
+    assert isinstance(ended, EvalCompleted)
+    assert [(s.status, s.reward) for s in ended.samples] == [(SampleStatus.FAILED, None)]
+    assert str(ended.samples[0].reason).startswith("eval.1.custom_generate: ")
+
+
+async def test_a_stall_names_the_key_of_the_function_that_generates_nothing(bus: Bus, router_url: str) -> None:
+    sets = [{"name": "own", "path": "none", "interval": 1, "custom_generate": f"{FUNCTIONS}:hangs"}]
+    prompt = one_sample()
+    asked = EvalRequested(
+        step=0, set="own", item=0, version=1, prompt=prompt.prompt, num_samples=1, sampling=prompt.sampling
+    )
+
+    async def is_named() -> bool:
+        given = await bus.call("rollout", StatsRequested(), StatsGiven, timeout_s=5)
+        return "eval.0.custom_generate, outside of generate and grade in 1 sample" in given.waits_for
+
+    topology = topology_with(eval=sets)
+    async with serving(ScriptedEngine()) as engine, rollout_actor(bus, router_url, [engine], topology):
+        await bus.publish(announcement(1))
+        await bus.publish(asked)
+        await eventually(is_named)
 
 
 def test_the_check_names_the_key_of_a_set() -> None:

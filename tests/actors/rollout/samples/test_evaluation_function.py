@@ -244,7 +244,7 @@ async def test_samples_have_the_seeds_of_an_evaluation_without_a_function(bus: B
         ("asks_and_ignores_the_end", "took more than 0.2 s without generating a sample"),
         ("asks_and_hangs", "took more than 0.2 s without generating a sample"),
         ("returns", "returns returned [0.5]; expected nothing: the samples that it asked for count"),
-        ("asks_for_nothing", "asked for no sample"),
+        ("asks_for_nothing", "asked for no sample: it never awaited sample"),
         ("asks_without_end", "asked for another sample of prompt 2: n_samples_per_eval_prompt allows 2"),
         ("asks_for_another_set", "asked for a sample of prompt 4: the set has the prompts 0 to 3"),
     ],

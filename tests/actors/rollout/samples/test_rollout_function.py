@@ -15,7 +15,17 @@ from actors.rollout.samples.rollout_function import PromptGroup, RolloutCalls
 from actors.rollout.samples.sample import OpenSample, fresh_samples
 from actors.rollout.samples.slots import Slots
 from actors.rollout.samples.tasks import training_task
-from messages import GroupAborted, GroupCompleted, GroupFailed, Int32Array, RoundHalted, SampleStatus, SamplingParams
+from messages import (
+    GroupAborted,
+    GroupCompleted,
+    GroupFailed,
+    Int32Array,
+    RoundHalted,
+    SampleStatus,
+    SamplingParams,
+    StatsGiven,
+    StatsRequested,
+)
 from runtime.bus.bus import Bus
 from runtime.bus.errors import BusUnavailable
 from runtime.settings.load import load_topology
@@ -23,6 +33,7 @@ from runtime.settings.reading.config import TopologyError
 from runtime.settings.topology import Topology
 from tests.build.topology import topology_with
 from tests.docs.snippets import snippets
+from tests.fixtures.nats import eventually
 from tests.support.rollout import announcement, completed, grade, next_event, rollout_actor, task
 from tests.support.scripted_engine import ScriptedEngine, serving
 
@@ -84,6 +95,10 @@ async def generates_with_a_plain_function(group: PromptGroup) -> None:
         return "x" * 999
 
     await group.sample(0, plain)  # pyright: ignore[reportArgumentType] - a user's mistake
+
+
+async def generates_with_a_name(group: PromptGroup) -> None:
+    await group.sample(0, "mine.py:critic")  # pyright: ignore[reportArgumentType] - a user's mistake
 
 
 class Unprintable:
@@ -204,12 +219,13 @@ async def test_a_halted_group_runs_its_function_again_and_no_ended_sample(bus: B
     ("name", "said"),
     [
         ("leaves_one_out", "rollout.custom_rollout: ended without sample 1"),
-        ("repeats", "rollout.custom_rollout: ValueError('sample 0: each of 0 to 1 is generated once')"),
-        ("raises_in_a_sample", "KeyError('no such page')"),
+        ("repeats", "rollout.custom_rollout: ValueError('sample 0: expected an integer from 0 to 1, each once')"),
+        ("raises_in_a_sample", "rollout.custom_rollout: KeyError('no such page')"),
         ("hangs", "rollout.custom_rollout: took more than 0.2 s without generating a sample"),
         ("raises_without_text", "rollout.custom_rollout: KeyError"),
         ("returns_its_samples", "rollout.custom_rollout: returns_its_samples returned [GeneratedSample(index=0, "),
         ("returns_its_samples", "expected nothing: the samples that it generates count"),
+        ("generates_with_a_name", "rollout.custom_rollout: 'mine.py:critic' is not a function: pass an async function"),
         (
             "generates_with_a_plain_function",
             "rollout.custom_rollout: generates_with_a_plain_function.<locals>.plain is not async and returned "
@@ -231,6 +247,21 @@ async def test_what_a_function_does_wrong_costs_its_group(bus: Bus, router_url: 
         group.cancel_scope.cancel()
     assert isinstance(failed, GroupFailed)
     assert said in failed.reason
+    assert failed.reason.count("rollout.custom_rollout: ") == 1
+
+
+async def test_a_function_that_generates_nothing_is_named_in_a_stall(bus: Bus, router_url: str) -> None:
+    async def waits_for() -> str:
+        return (await bus.call("rollout", StatsRequested(), StatsGiven, timeout_s=5)).waits_for
+
+    async def is_named() -> bool:
+        return "rollout.custom_rollout, outside of sample in 1 call" in await waits_for()
+
+    async with serving(ScriptedEngine()) as engine, rollout_actor(bus, router_url, [engine], with_function("hangs")):
+        await bus.publish(announcement(1))
+        assert not await is_named()
+        await bus.publish(two_samples())
+        await eventually(is_named)
 
 
 @pytest.mark.parametrize("key", ["custom_rollout", "custom_generate"])
