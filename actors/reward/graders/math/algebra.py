@@ -30,6 +30,8 @@ _DEGREES: Final = re.compile(
     r"(?P<angle>\d+(?:\.\d+)?|\\frac\{\d+\}\{\d+\}|\\?[a-z]+|\([^()]*\)|\{[^{}]*\}) ?\^ ?\\circ"
 )
 _TO_COMPUTE: Final = re.compile(r"\\(?:sum|prod|int|lim)(?![A-Za-z])")
+_INDEX: Final = re.compile(r"\\(?:sum|prod)_\{ ?i ?=")
+_LETTER_I: Final = re.compile(r"(?<![A-Za-z\\])i(?![A-Za-z])")
 MAX_FACTORIAL: Final = 100
 
 
@@ -107,7 +109,9 @@ def _differ_by_little(ours: Any, theirs: Any) -> bool:
         values = complex(ours), complex(theirs)
     except (TypeError, ValueError, OverflowError):
         return False
-    return 0 < max(map(abs, values)) < SMALL and abs(values[0] - values[1]) > max(map(abs, values)) * SAME_PART
+    if not 0 < max(map(abs, values)) < SMALL or abs(values[0] - values[1]) <= max(map(abs, values)) * SAME_PART:
+        return False
+    return not ours.doit().equals(theirs.doit())  # \sin\pi is 0, but for its rounding
 
 
 def numerical_value(text: str) -> float | None:
@@ -123,9 +127,10 @@ def numerical_value(text: str) -> float | None:
 def _parsed(text: str) -> list[Any]:
     """Expressions of a LaTeX text; empty if it is none."""
     library = _math_verify()
-    config = library.LatexExtractionConfig(boxed_match_priority=0)
+    if _INDEX.search(text):  # beside an i, math-verify takes no letter for a real number
+        text = _LETTER_I.sub(r"\\iota ", text)
     boxed = rf"\boxed{{{exact_decimals(text)}}}"
-    found: list[Any] = library.parse(boxed, [config], parsing_timeout=None, fallback_mode="no_fallback")
+    found: list[Any] = library.parse(boxed, [_extraction()], parsing_timeout=None, fallback_mode="no_fallback")
     expressions = [each for each in found if not isinstance(each, str)]
     if _TO_COMPUTE.search(text):
         expressions = [each.doit() if hasattr(each, "doit") else each for each in expressions]
@@ -143,6 +148,15 @@ def _with_imaginary_unit(expression: Any) -> Any:
         return found.expand() if hasattr(found, "expand") else found  # a set has no such method
     except (TypeError, ValueError):  # an order or an interval, in which i is a variable
         return expression
+
+
+@functools.cache
+def _extraction() -> Any:
+    """Settings under which math-verify removes no units: it takes the last letter of 2h and \\pi r^2 h for one."""
+    normalization = importlib.import_module("latex2sympy2_extended").NormalizationConfig(
+        units=False, malformed_operators=True, nits=True
+    )
+    return _math_verify().LatexExtractionConfig(boxed_match_priority=0, normalization_config=normalization)
 
 
 @functools.cache

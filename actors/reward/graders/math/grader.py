@@ -8,6 +8,7 @@ from actors.reward.graders.boxed import FBOX, last_boxed
 from actors.reward.graders.labels import Label, text_of
 from actors.reward.graders.math.algebra import TimeIsUp, cpu_limit, symbolically_equal
 from actors.reward.graders.math.arithmetic import TooLargeError, exact_value
+from actors.reward.graders.math.equations import assignment, is_equation, named_tuple, same_name, solution
 from actors.reward.graders.math.latex import (
     balanced,
     called,
@@ -20,7 +21,7 @@ from actors.reward.graders.math.latex import (
 from actors.reward.graders.math.notations import by_base, by_ratio, by_time
 from actors.reward.graders.math.readings import EQUALS, LIST, other_readings
 from actors.reward.graders.math.sets import CAP, Piece, connective, pieces, says_set
-from actors.reward.graders.math.units import Quantity, quantity
+from actors.reward.graders.math.units import Quantity, glued, quantity
 
 T = TypeVar("T")
 
@@ -32,19 +33,6 @@ _THOUGHT_END: Final = "</think>"
 _RESPONSE: Final = "###Response"
 _COMMA: Final = re.compile(r"[,;]")
 _UNION: Final = re.compile(r"\\cup(?![A-Za-z])|(?<=[\])}]) ?U ?(?=[\[({\\])")
-_LETTER_NAME: Final = r"(?:\\(?!frac|sqrt)[A-Za-z]+|[A-Za-z])(?:_(?:\{[^{}]*\}|\w))?'*"
-_NAME: Final = re.compile(
-    rf"(?:m ?)?{_LETTER_NAME}(?:(?:\^\{{?-1\}}?)?\([^()]*\))?|[A-Z]{{2,3}}|\([a-z](?:,[a-z])+\)"
-    rf"|\\(?:vec|overline|overrightarrow)\{{[A-Za-z]+\}}"
-    r"|\\(?:angle|triangle) ?[A-Z]{1,3}|\\(?:text|mathrm|operatorname)\{[^{}]*\}|\\frac\{d[a-z]\}\{d[a-z]\}"
-    rf"|\|(?:[A-Z]{{2}}|{_LETTER_NAME})\||\\(?:gcd|lcm|max|min|det|deg|arg) ?[({{\\].*"
-    rf"|\\(?:sin|cos|tan|cot|sec|csc|ln|log) ?\(?(?:\\angle)? ?(?:{_LETTER_NAME}|[A-Z]{{3}})\)?"
-    r"|[A-Za-z]{1,2}(?::[A-Za-z]{1,2})+"
-)
-_SUM: Final = re.compile(  # m + n = 5 and a/b = 5 answer 5, but as labels they are lines
-    rf"{_LETTER_NAME}(?:\+{_LETTER_NAME})+|\\frac\{{(?:{_LETTER_NAME}|[A-Z]{{2}})\}}\{{(?:{_LETTER_NAME}|[A-Z]{{2}})\}}"
-    rf"|(?:{_LETTER_NAME}|[A-Z]{{2}})/(?:{_LETTER_NAME}|[A-Z]{{2}})"
-)
 _ELEMENT: Final = re.compile(r"^([A-Za-z]) ?\\in(?![A-Za-z]) ?")
 _MATRIX: Final = re.compile(
     r"\\begin\{(?P<kind>[pbBvV]?matrix|array|cases)\}(?:\{[lcr|]*\})?(?P<body>.*?)\\end\{(?P=kind)\}", re.DOTALL
@@ -56,6 +44,7 @@ _LED_BY_LETTER: Final = re.compile(r"\\(?:text|textbf|mathrm) ?\{ ?\([A-Z]\) ?\}
 _SPACED: Final = re.compile(r"[-+]?\d+(?: \d+)+")
 _WORD: Final = re.compile(r"[a-z][a-z' -]*")
 _SPACE: Final = re.compile(r"(?<!\d) | (?!\d)")
+_CAPITALS: Final = re.compile(r"[A-Z]{3,}")
 _LETTERS: Final = re.compile(r"[A-H]{2,8}")
 _POINT: Final = re.compile(r"^[A-Z](?:_\{?\w\}?)?'* ?(?=\()")
 _COMMAND: Final = re.compile(r"\\[A-Za-z]+")
@@ -78,8 +67,9 @@ def math(response: str, label: Label) -> float:
     text, lists and unions in any order, tuples, intervals and matrices by element. A choice may have its text: (A) 5 is
     A. x=1, y=2 is (1,2). 7 ft 6 in is 7.5 ft. 0,5 is 0.5 if the label is 0.5. An inequality is its interval, 3:1 is
     6:2, 1010_2 is 10, "three" is 3, "no solution" the empty set. An equation equals a value if its sides do, but for a
-    name: m+n=5 and a/b=5 are 5, 8=5 and xy=5 are not. One value said twice (2/5 or 40\%) is that value. All else is
-    compared by algebra (math-verify, extra `math`).
+    name: m+n=5 and a/b=5 are 5, 8=5 and xy=5 are not. One value said twice (2/5 or 40\%) is that value. A sentence
+    before the answer that ends in "is" or ":" does not count. 5cm is 5 \text{ cm}, but 5m is 5 only beside a label in
+    m. All else is compared by algebra (math-verify, extra `math`).
 
     Args:
         response: The whole response.
@@ -208,66 +198,32 @@ def _by_assignment(ours: str, theirs: str) -> bool | None:
     ours, theirs = _ELEMENT.sub(r"\1=", ours), _ELEMENT.sub(r"\1=", theirs)
     if (residue := _RESIDUE.fullmatch(ours)) and exact_value(theirs) is not None:  # 109 (mod 1000) answers 109
         return _equal(residue[1], theirs)
-    equations = _is_equation(ours), _is_equation(theirs)
+    equations = is_equation(ours), is_equation(theirs)
     if not any(equations):
         return None
     ours, theirs = _FOR_ALL.sub("", ours) or ours, _FOR_ALL.sub("", theirs) or theirs
-    for solution, point in ((_solution(ours), theirs), (_solution(theirs), ours)):
-        at = _bracketed(_value_of_tuple(point)) if solution else None
-        values = at[1] if at and at[0] == "()" else split_top(point, LIST)
-        if len(solution) == len(values) and not _is_equation(values[0]):
-            return all(map(_equal, solution, values))
-    left, right = _assignment(ours), _assignment(theirs)
+    for values, point in ((solution(ours), theirs), (solution(theirs), ours)):
+        names, text = named_tuple(point)
+        names = names or sorted(values)
+        at = _bracketed(text) if values else None
+        others = at[1] if at and at[0] == "()" else split_top(point, LIST)
+        if len(values) == len(others) and not is_equation(others[0]) and (text != point or names == [*values]):
+            return {*names} == {*values} and all(
+                _equal(values[name], other) for name, other in zip(names, others, strict=True)
+            )
+    left, right = assignment(ours), assignment(theirs)
     if left and right and left[0] and right[0]:
-        if _same_name(left[0], right[0]):
+        if same_name(left[0], right[0]):
             return all(_equal(side, right[1][-1]) for side in left[1])
         return None if left[0] in right[1][-1] or right[0] in left[1][-1] else False  # y = x is x = y
     if all(equations):
         return None
-    sums = _assignment(ours, sums=True)
+    sums = assignment(ours, sums=True)
     stated, value = (sums, theirs) if equations[0] else (right, ours)
     if stated:
         return all(_equal(side, value) for side in stated[1])
     # A list of assignments equals a list of values
     return None if len(split_top(ours if equations[0] else theirs, LIST)) > 1 else False
-
-
-def _is_equation(text: str) -> bool:
-    return "=" in text and len(split_top(text, EQUALS)) > 1
-
-
-def _assignment(text: str, *, sums: bool = False) -> tuple[str, list[str]] | None:
-    """Name and sides of x = 5, 5 = x, f(x) = 2x, x = 2 + 3 = 5; the name is "" in 2 + 3 = 5. None for x = 1, y = 2."""
-    if len(split_top(text, LIST)) > 1 and len(EQUALS.findall(text)) > 1:
-        return None
-    sides = split_top(text, EQUALS)
-    if len(sides) < 2:
-        return None
-    for name, values in ((sides[0], sides[1:]), (sides[-1], sides[:-1])):
-        plain = name.replace(" ", "")
-        if not plain or _NAME.fullmatch(plain) or (sums and _SUM.fullmatch(plain)):
-            return plain, values
-    return "", sides
-
-
-def _solution(text: str) -> list[str]:
-    """Values of x = 1, y = 2 and of x = y = 1, whose names are letters in alphabetical order; else empty."""
-    found = [split_top(part, EQUALS) for part in split_top(text, LIST) if part]
-    pairs = [(name, part[-1]) for part in found for name in part[:-1]]
-    names = [name for name, _ in pairs]
-    alphabetical = all(len(name) == 1 and name.isalpha() for name in names) and names == sorted({*names})
-    complete = len(pairs) > 1 and all(len(part) > 1 for part in found)
-    return [value for _, value in pairs] if alphabetical and complete else []
-
-
-def _value_of_tuple(text: str) -> str:
-    """(1, 2) of (x, y) = (1, 2); another text as it is."""
-    assigned = _assignment(text)
-    return assigned[1][-1] if assigned and assigned[0].startswith("(") else text
-
-
-def _same_name(ours: str, theirs: str) -> bool:
-    return ours.replace("{", "").replace("}", "") == theirs.replace("{", "").replace("}", "")
 
 
 def _by_text(ours: str, theirs: str) -> bool | None:
@@ -287,6 +243,8 @@ def _by_text(ours: str, theirs: str) -> bool | None:
         return letters[0] == letters[1] or ("(" in ours and letters[0].upper() == letters[1].upper())
     if left == right and (is_text(ours) or is_text(theirs)):
         return True
+    if ours != theirs and _CAPITALS.fullmatch(ours) and _CAPITALS.fullmatch(theirs):
+        return False  # HTH is not HHT, but AB is the segment BA
     if _is_words(ours) or _is_words(theirs):
         lists = [split_top(without_text_commands(text), LIST) for text in (ours, theirs)]
         return left == right or (min(map(len, lists)) > 1 and _in_any_order(*lists))
@@ -314,6 +272,9 @@ def _by_quantity(ours: str, theirs: str) -> bool | None:
     """Compare numbers exactly, with their units; None if either is not a number."""
     left, right = quantity(ours), quantity(theirs)
     values = exact_value(left.number), exact_value(right.number)
+    if (values[0] is None) != (values[1] is None):
+        left, right = (glued(ours, right), right) if values[0] is None else (left, glued(theirs, left))
+        values = exact_value(left.number), exact_value(right.number)
     if values[0] is None or values[1] is None:
         return _by_unit(left, right, ours, theirs)
     if left.unit and right.unit and left.unit != right.unit:

@@ -6,7 +6,7 @@ from typing import Final
 from actors.reward.graders.math.arithmetic import exact_value
 from actors.reward.graders.math.latex import NUMBERS, split_top, without_text_commands
 
-_BASE: Final = re.compile(r"\(?(\d[\dA-Fa-f]*)\)?(?:_\{? ?\(?(?:base )?(\w+)\)? ?\}?| ?\(?base (\w+)\)?)")
+_BASE: Final = re.compile(r"\(?(\d[\dA-Fa-f]*|[A-F][\dA-F]+)\)?(?:_\{? ?\(?(?:base )?(\w+)\)? ?\}?| ?\(?base (\w+)\)?)")
 _TIME: Final = re.compile(r"(\d{1,2})(?::(\d\d))? *(?:([ap])\.? ?m\.?)?", re.IGNORECASE)
 _RATIO: Final = re.compile(r":| to |\\text\{ ?to ?\}")
 MAX_DIGITS: Final = 1_000  # of a number in another base
@@ -18,7 +18,7 @@ def by_base(ours: str, theirs: str) -> bool | None:
     if left and right:
         return left == right
     if right:
-        return ours.upper() == right[0]
+        return without_text_commands(ours).strip().upper() == right[0]
     if left is None:
         return None
     digits, base = left
@@ -35,6 +35,8 @@ def _based(text: str) -> tuple[str, int] | None:
     base = (match[2] or match[3]) if match else ""
     if match is None or not (base in NUMBERS or (base.isdigit() and len(base) < 3)):
         return None
+    if match[1][0].isalpha() and base not in ("16", "sixteen"):
+        return None  # a name, or a product
     return match[1].upper(), NUMBERS.get(base) or int(base)
 
 

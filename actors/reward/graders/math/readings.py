@@ -30,6 +30,16 @@ _FOREIGN: Final = re.compile(  # 1.234,5 and 0,25; 1.234.567; 1'234'567; 12,34,5
     r"(?P<sign>-?)(?:(?P<points>\d{1,3}(?:\.\d{3})+),(?P<behind>\d{1,9})|(?P<whole>\d{1,9}),(?P<part>\d{1,9})"
     r"|(?P<grouped>\d{1,3}(?:\.\d{3}){2,}|\d{1,3}(?:'\d{3})+|\d{1,2}(?:,\d{2})+,\d{3}))"
 )
+_SENTENCE: Final = re.compile(  # "The value of n is" and "Total:" before the answer
+    r"\\(?:text|textbf|mathrm|mbox) ?\{(?P<first>[A-Za-z,' -]+:?) ?\}"
+    r"(?: ?(?:[A-Za-z]|[A-Z]{2,4})(?: ?\\text ?\{ ?(?P<then>[A-Za-z' -]+) ?\}| ?=(?=[^=])))?"
+)
+_LEADS_ON: Final = re.compile(r"(?:\b(?:is|are|equals|so|thus|hence|therefore)|:) ?,?$", re.IGNORECASE)
+_DENIES: Final = re.compile(
+    r"\b(?:not|no|never|cannot|none|neither|nor|if|unless|except|without|wrong|incorrect|impossible|false|other|first|than"
+    r"|least|most|only if|between|over|under|above|below|half|twice|double|negative|minus)\b|n't\b",
+    re.IGNORECASE,
+)
 _CONSTANT: Final = re.compile(r"\+ ?([cC])$")
 
 Pair = tuple[str, str]
@@ -50,6 +60,7 @@ def other_readings(response: str, label: str, ours: str, theirs: str) -> Iterato
     yield from _rounded(response, theirs)
     yield from _foreign(ours, theirs)
     yield from _constants(ours, theirs)
+    yield from _led(ours, theirs)
 
 
 def _lists(response: str, label: str, ours: str, theirs: str) -> Iterator[list[Pair]]:
@@ -129,3 +140,13 @@ def _constants(ours: str, theirs: str) -> Iterator[list[Pair]]:
         texts = ours[: left.start()].strip(), theirs[: right.start()].strip()
         if all(texts) and not any(re.search(r"(?<![A-Za-z\\])[cC](?![A-Za-z])", text) for text in texts):
             yield [texts]
+
+
+def _led(ours: str, theirs: str) -> Iterator[list[Pair]]:
+    """The answer behind a sentence that ends in "is" or ":", and denies nothing."""
+    if (found := _SENTENCE.match(ours)) is None:
+        return
+    said = found["then"] or found["first"]
+    answer = ours[found.end() :].strip()
+    if answer and not _DENIES.search(found[0]) and (_LEADS_ON.search(said.strip()) or found[0].endswith("=")):
+        yield [(answer, theirs)]

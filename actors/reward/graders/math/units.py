@@ -34,7 +34,9 @@ _TAIL: Final = re.compile(  # a name behind a slash belongs to a unit only with 
     r"| [A-Za-z]+(?:\^\{?-?\d\}?)?\.?|(?<=[A-Za-z}])/(?=[A-Za-z\\])"
     r"|(?<=/)[A-Za-z]+(?:\^\{?-?\d\}?)?)+)$"
 )
-_CURRENCY: Final = re.compile(r"^(?P<sign>-?) ?(?P<unit>\\\$|\$|[€£¥])")
+_ONE_LETTER: Final = re.compile(r" [A-Za-z](?:\^\{?-?\d\}?)?")  # behind another one, r^2 h, it is a factor
+_VARIABLE: Final = re.compile(r"(?<![\\A-Za-z])[A-Za-z]")
+_CURRENCY: Final = re.compile(r"^(?P<sign>-?) ?(?:US ?(?=\\?\$))?(?P<unit>\\\$|\$|USD|[€£¥])")
 _NO_UNIT: Final = re.compile("[以或和不非多余至约上下到]")  # "or", "not", "more than" in Chinese
 _PRIMES: Final = re.compile(r"(?P<number>[\d.]+|\\frac\{\d+\}\{\d+\}) ?(?P<primes>'{1,2})")
 _MINUTES: Final = re.compile(r"([\d.]+) ?(?P<unit>\^\\circ|') ?([\d.]+)(?:'(?: ?([\d.]+)'')?|'')")
@@ -45,6 +47,9 @@ _PARTS: Final = {
     ("l", "ml"): 1000, ("$", "cent"): 100, ("degree", "min"): 60,
 }  # fmt: skip  # how many of the second unit make one of the first
 _TRIGONOMETRY: Final = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])")
+
+
+_GLUED: Final = re.compile(r"(-?\d+(?:\.\d+)?)([A-Za-z]{1,3}(?:\^\{?[23]\}?)?)")
 
 
 class Quantity(NamedTuple):
@@ -75,13 +80,23 @@ def quantity(text: str) -> Quantity:
     unit = ""
     if currency := _CURRENCY.match(text):
         text, unit = currency["sign"] + text[currency.end() :].strip(), currency["unit"]
-    if (tail := _TAIL.search(text)) and tail.start() > 0 and text[tail.start() - 1] != "," and _is_unit(tail["unit"]):
+    tail = _TAIL.search(text)
+    if tail and tail.start() > 0 and text[tail.start() - 1] != "," and _is_unit(tail["unit"], text[: tail.start()]):
         text, unit = text[: tail.start()].strip(), f"{unit} {tail['unit']}"
     if unit.strip() == r"^\circ" and _TRIGONOMETRY.search(text):  # of the argument
         text, unit = text + unit, ""
     percent = "%" in unit or "percent" in unit.lower()
     plain = re.sub(r"\\?%|\bper ?cents?\b|\bpercentage\b", " ", unit, flags=re.IGNORECASE)
     return Quantity(number=text, unit=unit_name(plain), percent=percent)
+
+
+def glued(text: str, other: Quantity) -> Quantity:
+    """Read 5cm beside a number, and 5m beside 5 m. Beside a number alone, 5m is a product."""
+    match = _GLUED.fullmatch(text)
+    letters = match[2].rstrip("^{}23").lower() if match else ""
+    if match is None or letters not in _SHORT or not (other.unit or len(letters) > 1):
+        return Quantity(number=text, unit="")
+    return Quantity(number=match[1], unit=unit_name(match[2]))
 
 
 def _spaced(text: str) -> str:
@@ -125,8 +140,8 @@ def _singular(word: str) -> str:
     return word[:-1] if word.endswith("s") and len(word) > 2 else word
 
 
-def _is_unit(text: str) -> bool:
-    if _NO_UNIT.search(text):
+def _is_unit(text: str, number: str) -> bool:
+    if _NO_UNIT.search(text) or (_ONE_LETTER.fullmatch(text) and _VARIABLE.search(number)):
         return False
     inside = _TEXT.sub(lambda match: f" {match[1]} ", text)
     found = [word.lower() for word in _UNIT_WORD.findall(inside.replace(r"^\circ", ""))]
