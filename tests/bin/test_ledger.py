@@ -31,7 +31,6 @@ from runtime.node.claims.claim import Claim
 from tests.build.events import announced, completed, issued, snapshot
 from tests.fixtures.nats import TEST_LIMITS, TEST_STREAMS
 from tests.support.commands import called
-from tests.support.cpu import interpreter_starts
 from tests.support.log_of_a_run import LOG, THE_END
 from tests.support.running_server import running_server
 
@@ -323,8 +322,8 @@ def _child_of(process: subprocess.Popen[bytes]) -> psutil.Process:
 
 
 def test_help_answers_at_once_and_loads_no_bus() -> None:
-    assert interpreter_starts([sys.executable, COMMAND, "--help"]) < 12
     command = [sys.executable, "-X", "importtime", str(COMMAND), "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-    loaded = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()}
-    assert not loaded & {"nats", "msgspec", "anyio"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=True)
+    loaded = [line.rpartition("|")[2].strip() for line in done.stderr.splitlines()]
+    assert not {name.partition(".")[0] for name in loaded} & {"nats", "msgspec", "anyio"}
+    assert len(loaded) < 160  # 113 in 2026, of which a bare interpreter has 26

@@ -32,7 +32,7 @@ SAID = (
     CheckpointSetAside,
     WeightsAnnounced,
 )
-TIMEOUT_S = 20.0
+TIMEOUT_S = 40.0
 
 
 @asynccontextmanager

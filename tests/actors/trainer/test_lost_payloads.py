@@ -202,16 +202,16 @@ async def test_a_checkpoint_that_was_asked_for_before_a_crash_is_saved_when_the_
 
 async def test_a_trainer_says_which_batch_it_waits_for(topology: Topology, bus: Bus, tmp_path: Path) -> None:
     async def told(beginning: str) -> None:
-        with anyio.fail_after(10):
+        with anyio.fail_after(40):
             while True:
-                answer = await bus.call("trainer", StatsRequested(), StatsGiven, timeout_s=5.0)
+                answer = await bus.call("trainer", StatsRequested(), StatsGiven, timeout_s=40.0)
                 if answer.waits_for.startswith(beginning):
                     return
 
     async with running(topology, bus, tmp_path / "run"):
         await publish_batch(bus, 0)
         await said_until(bus, WeightsAnnounced, 2)
-        await told("batch 1, for 0 s")
+        await told("batch 1, for ")
         groups = await publish_groups(bus, 1)
         await bus.publish(BatchReady(incarnation=1, step=1, groups=(replace(groups[0], event_seq=1), *groups[1:])))
         await told("batch 1, which is assembled again because some of its payloads are lost, for ")

@@ -65,7 +65,7 @@ async def test_every_batch_passes_and_every_step_announces_the_same_weights(bus:
         for step in range(2):
             await put_batch(bus, step)
         while len(told) < 8:
-            received = await events.next(15)
+            received = await events.next(40)
             assert received is not None, told
             message = received.message
             told.append(type(message).__name__)
@@ -86,13 +86,13 @@ async def two_starts(bus: Bus, topology: Topology, run_dir: Path) -> None:
     """The second while the first is at work, and until that one ends."""
     async with no_op_trainer(bus, topology, run_dir), bus.read(BatchTrained) as trained:
         await put_batch(bus, 0)
-        assert await trained.next(15) is not None
+        assert await trained.next(40) is not None
         async with no_op_trainer(bus, topology, run_dir), bus.read(TrainerStarted) as starts:
-            await starts.next(15)
-            second = await starts.next(15)
+            await starts.next(40)
+            second = await starts.next(40)
             assert second is not None
             assert (second.message.incarnation, second.message.step) == (2, 1)
-            with anyio.fail_after(15):
+            with anyio.fail_after(40):
                 await anyio.sleep_forever()
 
 
@@ -107,9 +107,9 @@ async def test_a_checkpoint_is_told_when_a_stream_fills_up(bus: Bus, tmp_path: P
     topology = topology_of(write_model(tmp_path / "model"), save_interval=None)
     async with no_op_trainer(bus, topology, tmp_path), bus.read(BatchTrained, CheckpointSaved) as events:
         await put_batch(bus, 0)
-        await events.next(15)
+        await events.next(40)
         await bus.publish(CheckpointRequested(step=1, stream="data", used=0.7))
-        saved = await events.next(15)
+        saved = await events.next(40)
     assert saved is not None
     assert isinstance(saved.message, CheckpointSaved)
     assert (saved.message.step, saved.message.oldest_step) == (1, 1)
@@ -119,11 +119,11 @@ async def test_a_start_goes_on_behind_a_log_whose_older_part_is_gone(bus: Bus, t
     topology = topology_of(write_model(tmp_path / "model"))
     async with no_op_trainer(bus, topology, tmp_path), bus.read(CheckpointSaved) as saved:
         await put_batch(bus, 0)
-        assert await saved.next(15) is not None
+        assert await saved.next(40) is not None
     state, covers = await take_snapshot(bus)
     assert await trim(bus, state, covers) > 1
     async with no_op_trainer(bus, topology, tmp_path), bus.read(TrainerStarted, from_seq=covers + 1) as starts:
-        second = await starts.next(15)
+        second = await starts.next(40)
     assert second is not None
     assert (second.message.incarnation, second.message.step) == (2, 1)
 
@@ -134,7 +134,7 @@ async def test_weights_are_drawn_as_the_trainer_would_draw_them(bus: Bus, tmp_pa
     topology = topology_of(MODEL, random_init=True)
     for _ in range(2):  # the second start finds them
         async with no_op_trainer(bus, topology, tmp_path), bus.read(WeightsAnnounced) as events:
-            received = await events.next(30)
+            received = await events.next(40)
             assert received is not None
             path = Path(received.message.path)
     trained = topology_with(model={"hf_checkpoint": str(MODEL), "random_init": True}, trainer={"device": "cpu"})

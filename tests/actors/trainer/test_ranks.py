@@ -113,7 +113,7 @@ def test_a_rank_that_waits_for_a_call_stops_when_it_is_told_to() -> None:
     following = threading.Thread(target=rank.calls.follow)
     following.start()
     rank.calls.stop()
-    following.join(10)
+    following.join(40)
     assert not following.is_alive()
 
 

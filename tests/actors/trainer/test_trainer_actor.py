@@ -91,7 +91,7 @@ async def test_training_goes_on_while_a_checkpoint_is_written_and_it_is_told_whe
     held, write = Event(), _DeferredWriter.write
 
     def write_late(writer: _DeferredWriter) -> None:
-        assert held.wait(30)
+        assert held.wait(40)
         write(writer)
 
     monkeypatch.setattr(_DeferredWriter, "write", write_late)
@@ -139,7 +139,7 @@ async def test_training_goes_on_while_a_copy_of_the_weights_is_written(
         return trained
 
     def write_late(writer: ShardWriter, name: str, data: memoryview) -> None:
-        assert "v000002" not in str(writer._directory) or second.wait(20)
+        assert "v000002" not in str(writer._directory) or second.wait(40)
         write(writer, name, data)
 
     monkeypatch.setattr(TrainerRank, "train", train_and_say)

@@ -93,13 +93,12 @@ async def test_a_second_signal_ends_the_wait_for_them(tmp_path: Path) -> None:
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(running.run)
         await running.shown("waiting for tracker.hangs to send the rest")
-        began = anyio.current_time()
         os.kill(os.getpid(), signal.SIGINT)
         await running.shown("SIGINT: stopping; send it again to stop at once")
         os.kill(os.getpid(), signal.SIGINT)
     assert running.outcome is not None
     assert running.outcome.finished
-    assert anyio.current_time() - began < 50
+    assert not [line for line in running.lines if "was killed after" in line]
 
 
 async def test_a_page_that_is_killed_comes_back_with_its_token_and_the_run_does_not_notice(tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ from runtime.settings.load import load_topology
 from runtime.settings.placement import data_parallel_size, num_engines, num_ranks
 from runtime.settings.topology import decode_topology, encode_topology
 from tests.runtime.settings.shipped import COLOCATE, DISAGGREGATE, LAPTOP, ROOT, SHIPPED
-from tests.support.cpu import interpreter_starts
 
 
 @pytest.fixture
@@ -171,13 +170,14 @@ def test_checking_a_topology_is_quick_and_loads_nothing_heavy() -> None:
     code = (
         "import sys; from pathlib import Path; from runtime.settings.load import load_topology; "
         f"from runtime.node.checks.check import check_here; check_here(load_topology(Path({str(LAPTOP)!r}))); "
-        "print(sorted({'torch', 'nats', 'transformers', 'anyio'} & set(sys.modules)))"
+        "print(sorted({'torch', 'nats', 'transformers', 'anyio'} & set(sys.modules)), len(sys.modules))"
     )
     environment: dict[str, Any] = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", code]
-    result = subprocess.run(command, env=environment, capture_output=True, check=True, timeout=20)
-    assert result.stdout.decode().strip() == "[]"
-    assert interpreter_starts(command, env=environment) < 40  # numpy, of the messages, is ten of them
+    result = subprocess.run(command, env=environment, capture_output=True, check=True, timeout=50)
+    heavy, _, number = result.stdout.decode().strip().rpartition(" ")
+    assert heavy == "[]"
+    assert int(number) < 450  # 351 in 2026, of which numpy, of the messages, has 86
 
 
 def test_the_schema_has_no_mutable_table() -> None:

@@ -201,7 +201,7 @@ async def test_an_engine_that_answers_one_token_is_not_killed() -> None:
         killed.append(reason)
 
     async with serving(ScriptedJudge(None, "1", "7")) as scripted:
-        async with judge_of(server_at(scripted, kill=kill), is_pool=True, timeout_s=0.5) as judge:
+        async with judge_of(server_at(scripted, kill=kill), is_pool=True, timeout_s=2.0) as judge:
             assert (await judge.ask(BODY)).text == "7"
     assert killed == []
 

@@ -26,7 +26,7 @@ from tests.build.topology import MakeTopology
 from tests.support.checkpoints import save
 from tests.support.small_disk import fill, small_disk
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 40.0
 
 
 @pytest.fixture

@@ -59,7 +59,7 @@ async def test_two_processes_of_the_actor_meet_over_the_bus(
     finally:
         for rank in ranks:
             rank.terminate()
-        with anyio.fail_after(15):
+        with anyio.fail_after(60):
             codes = [await rank.wait() for rank in ranks]
     assert codes == [0, 0]
 

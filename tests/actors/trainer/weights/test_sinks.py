@@ -142,19 +142,19 @@ def advance(export: WeightExport[Any]) -> None:
     for _ in range(len(SIZES) - 1):
         export.advance()
         if export.pending is not None:
-            export.pending.result(10)
+            export.pending.result(40)
     export.finish()
 
 
 def all_advances(export: WeightExport[Any]) -> None:
     while export.advance():
         if export.pending is not None:
-            export.pending.result(10)
+            export.pending.result(40)
     export.finish()
 
 
 def in_background(export: WeightExport[Any]) -> None:
-    export.continue_in_background().result(10)
+    export.continue_in_background().result(40)
     export.finish()
 
 

@@ -60,7 +60,7 @@ def test_a_copy_is_written_as_it_was_while_the_model_changes(tmp_path: Path) -> 
         with torch.no_grad():
             built.decoder.final_layernorm.weight.add_(1.0)
         if export.pending is not None:
-            export.pending.result(10)
+            export.pending.result(40)
         steps += 1
     assert steps > 3
     assert export.finish().checksum == checksums_of(out).total == checksums_of(tmp_path).total
