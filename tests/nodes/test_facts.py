@@ -11,6 +11,7 @@ from runtime.bus.nats.server import server_binary
 from runtime.node.claims.rundir import FORMAT, FORMAT_FILE
 from runtime.settings.load import load_topology
 from runtime.settings.topology import encode_topology
+from tests.chaos.pace import Pace
 from tests.nodes.two_machines import REFUSED_S, RUN_S, apart, check_books, copy_join, ends, finishes, start
 from tests.support.machines.lan import ROOT, machines
 
@@ -104,7 +105,7 @@ def test_a_home_that_cannot_start_again_ends_the_node_that_runs_and_both_resume(
         home, other = start(n0, file, "local"), start(n1, file, "n1")
         home.wait_for("step    2/", 120)
         home.signal(signal.SIGKILL)
-        home.wait(10)
+        home.wait(60)
         shutil.rmtree(n0.path(model))
         home = start(n0, file, "local")
         ends(home, other, within_s=REFUSED_S, code=2)
@@ -121,7 +122,9 @@ def test_a_node_that_does_not_fit_is_refused_alone_once_the_run_has_trained(tmp_
     file = apart(tmp_path, transport="disk", steps=40, nodes=("local", "n1"))
     with machines(shared=[tmp_path]) as lan:
         n0, n1 = lan.add("n0"), lan.add("n1")
-        home = start(n0, file, "local")
+        pace = Pace(tmp_path / "pace")
+        pace.allow(2)
+        home = start(n0, file, "local", env=pace.environment())
         home.wait_for("step  2/", 120)
         assert start(n1, file, "n1", "--check").wait(REFUSED_S) == 0  # compares with the run
         other = start(n1, file, "n1", "--set", "train.num_steps=9")
@@ -129,6 +132,7 @@ def test_a_node_that_does_not_fit_is_refused_alone_once_the_run_has_trained(tmp_
         reason = "node n1: train.num_steps = 9: home has 40; start all nodes with one topology and the same --set"
         assert reason in other.output()
         home.wait_for(f"refused {reason}", 60)
+        pace.free()
         ends(home, within_s=RUN_S, code=0)
         check_books(tmp_path / "runs" / "apart", 40)
 
@@ -156,12 +160,15 @@ def test_nodes_that_meet_on_an_existing_server_are_compared_too(tmp_path: Path) 
         n0, n1 = lan.add("n0"), lan.add("n1")
         store = tmp_path / "store"
         server = [server_binary(), "--jetstream", "--store_dir", store, "--addr", n0.address, "--port", "4333"]
-        n0.start(server).wait_for("Server is ready", 20)
+        n0.start(server).wait_for("Server is ready", 60)
         file = apart(tmp_path, transport="disk", more=f'bus.url = "nats://{n0.address}:4333"')
         file.write_text(file.read_text().replace('bus.node = "local"\n', ""))
         other = start(n1, file, "n1")  # in any order
-        home = start(n0, file, "local")
+        pace = Pace(tmp_path / "pace")
+        pace.allow(0)
+        home = start(n0, file, "local", env=pace.environment())
         home.wait_for("node n1 joined: process", 60)
         wrong = start(lan.add("n2"), file, "n1", "--set", "rollout.max_response_len=9")
         ends(wrong, within_s=REFUSED_S, code=2)
+        pace.free()
         finishes(home, other)

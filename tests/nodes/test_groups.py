@@ -3,12 +3,12 @@
 import signal
 import time
 from collections.abc import Iterable
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.chaos.pace import Pace
 from tests.nodes.two_machines import changes, check_books, check_learned, finishes, pids, start, topology
 from tests.sglang.recipe import RECIPE
 from tests.support.machines.lan import machines
@@ -43,9 +43,8 @@ LAYOUTS = {
 STEPS = 12
 RESTART_S = 120.0
 ENGINE_S = 500.0  # of SGLang's start beside other work
-STOP_S = 15.0
+STOP_S = 60.0
 CUT_S = 15.0
-KILL_S = 5.0  # from the death of a rank on one machine to the end of the ranks on the other
 
 
 def wait_for_starts(run_dir: Path, processes: Iterable[str], number: int) -> None:
@@ -78,20 +77,22 @@ def test_ranks_on_two_machines_restart_together(tmp_path: Path, layout: str, six
         n0, n1 = lan.add("n0"), lan.add("n1", clock=7200.0)
         home, other = (n0.address6, n1.address6) if six else ("auto", "auto")
         file = topology(tmp_path, RANKS.format(layout=LAYOUTS[layout]), home=home, other=other, steps=STEPS)
-        first, later = start(n0, file, "local"), start(n1, file, "n1")
+        pace = Pace(tmp_path / "pace")
+        pace.allow(2)
+        first, later = start(n0, file, "local", env=pace.environment()), start(n1, file, "n1")
         first.wait_for("step  3/", 180)
         kill(n1, run_dir, "trainer.1")
         wait_for_starts(run_dir, RANKS_ON, 2)
-        (killed,), (other,) = exits(run_dir, "trainer.1"), exits(run_dir, "trainer.0")
+        (killed,), (_,) = exits(run_dir, "trainer.1"), exits(run_dir, "trainer.0")
         assert killed["reason"] == "killed by SIGKILL"
-        took = datetime.fromisoformat(other["time"]) - datetime.fromisoformat(killed["time"])
-        assert took.total_seconds() < KILL_S
+        pace.allow(5)
         first.wait_for("step  6/", RESTART_S)
         assert starts(run_dir, RANKS_ON) == {2}
         later.signal(signal.SIGKILL)
-        later.wait(10)
+        later.wait(60)
         later = start(n1, file, "n1")
         wait_for_starts(run_dir, RANKS_ON, 3)
+        pace.free()
         finishes(first, later)
     assert starts(run_dir, RANKS_ON) == {3}
     check_books(run_dir, STEPS)

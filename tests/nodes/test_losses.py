@@ -14,7 +14,7 @@ import pytest
 from runtime.node.claims.claim import is_lock
 from tests.chaos.audit import audit
 from tests.chaos.harness import Run
-from tests.nodes.two_machines import finishes, pids, start, topology
+from tests.nodes.two_machines import WAIT_S, finishes, pids, start, topology
 from tests.support.machines.lan import Lan, machines
 from tests.support.machines.machine import Machine, Process
 
@@ -45,7 +45,7 @@ class Two:
 
 
 @contextmanager
-def two(directory: Path, *, steps: int = STEPS, wait_s: int = 60, clock: float = 0.0) -> Generator[Two]:
+def two(directory: Path, *, steps: int = STEPS, wait_s: int = WAIT_S, clock: float = 0.0) -> Generator[Two]:
     """Start a run on two machines, of which the second one's clock is ahead by `clock` seconds."""
     file = topology(directory, runs=directory / "runs", home="eth0", wait_s=wait_s)
     run = Run(directory, num_steps=steps, topology=file)
@@ -62,17 +62,17 @@ async def test_a_node_is_killed_cut_off_and_replaced_by_another_machine(tmp_path
         home.wait_for("step  8/", 120)
 
         nodes.other.signal(signal.SIGKILL)
-        nodes.other.wait(10)
+        nodes.other.wait(60)
         nodes.other = nodes.start(lan["n1"], "n1")
         nodes.other.wait_for("node n1 joins run", 60)
         home.wait_for("step 16/", 120)
 
         lan.cut("n1")
         cut_at = time.monotonic()
-        home.wait_for("node n1 has been silent for", 30)  # within the cut
+        home.wait_for("node n1 has been silent for", CUT_S)  # within the cut
         await anyio.sleep(max(0.0, cut_at + CUT_S - time.monotonic()))  # the cut itself, not a condition
         lan.heal("n1")
-        nodes.other.wait_for("the bus answers again, after", 30)
+        nodes.other.wait_for("the bus answers again, after", 60)
         home.wait_for("step 24/", 120)
 
         lan["n1"].unplug()
@@ -87,7 +87,7 @@ async def test_home_moves_to_another_machine_and_the_other_node_keeps_its_engine
         nodes.home.wait_for("step  8/", 120)
         before = pids(nodes.run.directory, "n1", "engine.policy.0")
         nodes.lan["n0"].unplug()
-        nodes.other.wait_for("does not answer; this node goes on without it for up to 600 s (bus.outage_s)", 15)
+        nodes.other.wait_for("does not answer; this node goes on without it for up to 600 s (bus.outage_s)", 60)
         nodes.home = nodes.start(nodes.lan.add("n2", address_of="n0", clock=-3600.0), "local")
         nodes.home.wait_for("resuming run", 90)
         nodes.other.wait_for("the bus answers again, after", 90)
@@ -113,7 +113,7 @@ async def test_home_is_taken_over_and_the_old_one_ends_before_its_network_return
         assert refused.wait(60) == 2
         assert "--take-over" in refused.output()
         nodes.home = nodes.start(new, "local", "--take-over")
-        assert old.wait(30) == 1
+        assert old.wait(60) == 1
         assert "is home now" in old.output()
         lan.heal("n0")
         nodes.other.wait_for("the bus answers again, after", 90)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.nodes.two_machines import REWARD_ON_N1, check_books, finishes, pids, start, topology
+from tests.nodes.two_machines import REWARD_ON_N1, WAIT_S, check_books, finishes, pids, start, topology
 from tests.support.machines.lan import machines
 
 pytestmark = [pytest.mark.nodes, pytest.mark.timeout(400)]  # above RUN_S and the starts
@@ -27,14 +27,12 @@ def test_a_node_that_is_cut_off_for_40_s_keeps_its_engine_and_takes_part_again(t
         first.wait_for("step  5/", 120)
         lan.cut("n1")
         cut_at = time.monotonic()
-        first.wait_for("node n1 has been silent for", 12)
-        later.wait_for("does not answer; this node goes on without it for up to 600 s (bus.outage_s)", 12)
-        shown_after_s = time.monotonic() - cut_at
-        assert shown_after_s < 12
+        first.wait_for("node n1 has been silent for", CUT_S)
+        later.wait_for("does not answer; this node goes on without it for up to 600 s (bus.outage_s)", CUT_S)
         time.sleep(max(0.0, cut_at + CUT_S - time.monotonic()))  # the cut itself, not a condition
         lan.heal("n1")
-        later.wait_for("the bus answers again, after", 20)
-        first.wait_for("node n1 is back", 30)
+        later.wait_for("the bus answers again, after", 60)
+        first.wait_for("node n1 is back", 60)
         finishes(first, later)
     run_dir = tmp_path / "two"
     check_books(run_dir, 40)
@@ -49,18 +47,18 @@ def test_ctrl_c_on_a_node_makes_it_leave_and_at_home_stops_the_run_everywhere(tm
         first, later = start(lan["n0"], file, "local"), start(lan["n1"], file, "n1")
         first.wait_for("step    3/", 120)
         later.signal(signal.SIGINT)
-        assert later.wait(20) == 128 + signal.SIGINT, later.output()
-        first.wait_for("node n1 left the run: SIGINT", 30)
+        assert later.wait(60) == 128 + signal.SIGINT, later.output()
+        first.wait_for("node n1 left the run: SIGINT", 60)
         first.wait_for(
-            "waiting for node n1, up to 60 s (nodes.n1.wait_s): "
+            f"waiting for node n1, up to {WAIT_S} s (nodes.n1.wait_s): "
             "1 of 2 engines are left, fewer than engines.policy.min_engines = 2",
-            30,
+            60,
         )
         left_at = last_step(first.output())
         first.wait_for(f"step {left_at + 3:>4}/", 120)  # its tasks are taken up at home
         again = start(lan["n1"], file, "n1")
         again.wait_for(" | reward ", 60)  # of a train step
         first.signal(signal.SIGINT)
-        assert first.wait(20) == 128 + signal.SIGINT, first.output()
-        assert again.wait(20) == 128 + signal.SIGINT, again.output()
+        assert first.wait(60) == 128 + signal.SIGINT, first.output()
+        assert again.wait(60) == 128 + signal.SIGINT, again.output()
         assert "run two stopped by node local: SIGINT" in again.output()

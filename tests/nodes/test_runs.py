@@ -43,7 +43,7 @@ def test_a_run_on_two_machines_learns_and_its_books_close(tmp_path: Path, six: b
         assert took is not None, later.output()
         assert 0 <= float(took[1]) < RUN_S, later.output()  # by its own clock
         again = start(n1, file, "n1")  # as a job system does with a job that ended
-        assert again.wait(30) == 0, again.output()
+        assert again.wait(60) == 0, again.output()
         assert "run two is finished" in again.output()
     run_dir = tmp_path / "two"
     assert ready_hosts(run_dir) == {f"local {own[0]}", f"n1 {own[1]}"}

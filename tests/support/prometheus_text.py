@@ -1,7 +1,6 @@
 """Metrics as Prometheus's own client library reads them, which is installed for the tests that ask for it."""
 
 import importlib
-import socket
 import sys
 from collections import Counter
 from functools import cache
@@ -9,6 +8,7 @@ from typing import Any, Final
 
 import aiohttp
 
+from runtime.node.supervisor.ports import free_port
 from tests.support.extra_packages import installed
 
 OPENMETRICS: Final = {"Accept": "application/openmetrics-text; version=1.0.0"}
@@ -38,7 +38,7 @@ async def scrape(address: str) -> Series:
             url = f"http://{address}/metrics"
             plain = await (await client.get(url)).text()
             open_metrics = await (await client.get(url, headers=OPENMETRICS)).text()
-    except aiohttp.ClientError:
+    except (aiohttp.ClientError, TimeoutError):
         return {}
     found = parsed(open_metrics, openmetrics=True)
     assert {name for name, _ in parsed(plain, openmetrics=False)} <= {name for name, _ in found}
@@ -52,7 +52,5 @@ def value(series: Series, name: str, **labels: str) -> float:
 
 
 def free_address() -> str:
-    """Return a loopback address with a port that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
+    """Return a loopback address with a free port that the kernel gives to no connection."""
+    return f"127.0.0.1:{free_port()}"

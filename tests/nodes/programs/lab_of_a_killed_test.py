@@ -16,7 +16,7 @@ def main() -> None:
         stopped = lan["n1"].start(PRINT_SHM)
         running = lan["n0"].start(PRINT_SHM)
         for process in (stopped, running):
-            process.wait_for("ready", 20)
+            process.wait_for("ready", 60)
         stopped.pause()
         both = (lan["n0"], lan["n1"])
         pids = [lan.pid, *(machine.pid for machine in both), stopped.pid, running.pid]

@@ -18,7 +18,7 @@ from tests.support.machines.switch import Card, Switch, mac_of
 
 LAB: Final = "PHYSARUM_TEST_MACHINES"  # in the environment of every process that a test starts in a machine
 LOOK_S: Final = 0.2  # between two looks at whether the parent lives
-END_S: Final = 10.0  # for killed machines to end
+END_S: Final = 30.0  # for killed machines to end
 MAX_REQUEST: Final = 1 << 16
 
 

@@ -28,7 +28,7 @@ HUB: Final = "import sys; sys.path.insert(0, {!r}); from tests.support.machines.
 FIRST: Final = 10  # number of the first machine, which ends its addresses
 NETWORKS: Final = (("10.77.0", "fd77:"), ("10.78.0", "fd78:"))  # of the first and of the second card
 REQUEST_S: Final = 60.0
-END_S: Final = 20.0
+END_S: Final = 60.0
 MAX_ANSWER: Final = 1 << 16
 NSSWITCH: Final = "passwd: files\ngroup: files\nshadow: files\nhosts: files dns\nservices: files\nprotocols: files\n"
 

@@ -19,7 +19,7 @@ CLOCK: Final = Path(__file__).parent / "clock"  # its sitecustomize shifts the c
 SHIFT: Final = "PHYSARUM_TEST_CLOCK_SHIFT_S"
 OF_THE_HOST: Final = ("TMPDIR", "XDG_CACHE_HOME", "XDG_RUNTIME_DIR", "XDG_CONFIG_HOME", "XDG_DATA_HOME")
 HOME: Final = Path("/tmp/home")  # in the machine's own directory
-START_S: Final = 20.0
+START_S: Final = 60.0
 SHOWN: Final = 4000  # characters of a program's output in an error
 LISTEN: Final = "0A"  # state of a socket in /proc/net/tcp
 
