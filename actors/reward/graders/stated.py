@@ -16,6 +16,7 @@ from actors.reward.graders.thoughts import after_thought
 READ_CHARS: Final = 300  # of the end of the response
 NO_ANSWER: Final = "[INVALID]"
 _ANSWER: Final = re.compile(r"answer[*_]*\s*[:：]\s*([^\n]+)", re.IGNORECASE)
+_MODULUS: Final = re.compile(r" ?\\pmod\{\w+\}$")
 _MARKUP: Final = re.compile(r"^[*_`]+\s*")
 
 
@@ -71,7 +72,9 @@ def _value(text: str) -> Fraction | None:
     """Value of a number, with or without a unit, after the last equals sign; None if another side differs from it."""
     text = without_text_commands(text) if is_text(text.strip()) else text
     try:
-        *sides, value = (exact_value(quantity(side.strip()).number) for side in normal(text).split("="))
+        *sides, value = (
+            exact_value(quantity(side.strip()).number) for side in _MODULUS.sub("", normal(text)).split("=")
+        )
     except TooLargeError:
         return None
     return value if all(side is None or side == value for side in sides) else None

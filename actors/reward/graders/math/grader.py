@@ -44,12 +44,15 @@ _LED_BY_LETTER: Final = re.compile(r"\\(?:text|textbf|mathrm) ?\{ ?\([A-Z]\) ?\}
 _SPACED: Final = re.compile(r"[-+]?\d+(?: \d+)+")
 _WORD: Final = re.compile(r"[a-z][a-z' -]*")
 _SPACE: Final = re.compile(r"(?<!\d) | (?!\d)")
+_SUCH_THAT: Final = re.compile(r"\\\{ ?([^|:,]+?) ?(?::|\||\\mid(?![A-Za-z])) ?(.+)\\\}")
 _CAPITALS: Final = re.compile(r"[A-Z]{3,}")
 _LETTERS: Final = re.compile(r"[A-H]{2,8}")
 _POINT: Final = re.compile(r"^[A-Z](?:_\{?\w\}?)?'* ?(?=\()")
 _COMMAND: Final = re.compile(r"\\[A-Za-z]+")
 _JOINS: Final = re.compile(r"\\l(?:and|or)(?![A-Za-z])")
-_DROPPED: Final = re.compile(r"\\frac\{d[a-z]\}\{d[a-z]\}|\^(?=T|\{T\}|\{?\\top(?![A-Za-z]))")
+_DROPPED: Final = re.compile(
+    r"\\frac\{(?:d|\\partial )[a-z]\}\{(?:d|\\partial )[a-z]\}|\^(?=T|\{T\}|\{?\\top(?![A-Za-z]))"
+)
 _CAPITAL: Final = re.compile(r"\\[A-Z][a-z]+")
 _BOARD: Final = re.compile(r"\\mathbb\{([A-Z])\}")
 _PLUS_MINUS: Final = re.compile(r"\\(?:pm|mp)(?![A-Za-z])")
@@ -356,6 +359,9 @@ def _by_bracket(ours: str, theirs: str) -> bool | None:
         return _by_one_bracket(left or right, theirs if left else ours) if left or right else None
     sets = [each[0].startswith(r"\{") for each in (left, right)]
     if sets == [True, True]:
+        builders = [_SUCH_THAT.fullmatch(text) for text in (ours, theirs)]
+        if builders[0] and builders[1]:
+            return _equal(builders[0][1], builders[1][1]) and _equal(builders[0][2], builders[1][2])
         return _same_set(_expanded(left[1]), _expanded(right[1]))
     if any(sets) and len((left if sets[0] else right)[1]) == 1:
         return _equal(left[1][0], theirs) if sets[0] else _equal(ours, right[1][0])
@@ -385,8 +391,12 @@ def _same_set(ours: list[str], theirs: list[str]) -> bool:
     """Whether each element of one set is in the other: an element counts once."""
     if len(ours) > MAX_PARTS or len(theirs) > MAX_PARTS:
         return False
-    return all(any(_equal(part, other) for other in theirs) for part in ours) and all(
-        any(_equal(part, other) for part in ours) for other in theirs
+
+    def same(part: str, other: str) -> bool:  # {1} is no element of {1, 2}
+        return part.startswith(r"\{") == other.startswith(r"\{") and _equal(part, other)
+
+    return all(any(same(part, other) for other in theirs) for part in ours) and all(
+        any(same(part, other) for part in ours) for other in theirs
     )
 
 
