@@ -144,7 +144,7 @@ def test_a_comparison_ends_with_its_cpu_time() -> None:
         ("**Answer:** 42", "42", 1.0, "42"),
         ("**Answer**: 42", "42", 1.0, "42"),
         ("Answer: 6*7 = 42", "42", 1.0, "6*7 = 42"),
-        ("Answer: N = 42 (mod 1000)", "42", 1.0, r"N = 42 \pmod{1000}"),
+        ("Answer: N = 42 (mod 1000)", "42", 1.0, r"N = 42  \pmod{1000}"),
         ("Answer: 8 = 42", "42", -1.0, "8 = 42"),
         (r"Answer: \fbox{42}", "42", 1.0, "42"),
         (r"Answer: \(42\)", "42", 1.0, "42"),
