@@ -132,7 +132,7 @@ def prompt_problems(topology: Topology, shape: HfConfig, broken: set[str], outpu
                 if found.problem is None and not trains_demonstrations(topology):
                     found.problem = _ungraded(source, usable, known, topology.reward)
         except (DataError, PluginError) as error:
-            yield Problem.of(source.place_key, source.place, str(error))
+            yield Problem.of(source.place_key, source.place, str(error).removeprefix(f"{source.place}: "))
             continue
         if found.problem is not None:
             yield found.problem

@@ -225,6 +225,8 @@ def _try_groups(args: argparse.Namespace) -> Iterator[tuple[str, bool]]:
 
     is_rollout = args.kind == "rollout"
     key = "rollout.custom_rollout" if is_rollout else "eval.0.custom_evaluation"
+    if not is_rollout and not _prompts(args)[0].eval:
+        raise WrongInput(f"{args.topology}: has no [[eval]] table; write one, whose sampling and grader are used")
     topology, rows = _prompts(args, f"{key}={args.function}")
     data = topology.data[0] if is_rollout else eval_data(topology, topology.eval[0])
     rm_type = data.rm_type or ""

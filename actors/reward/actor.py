@@ -342,14 +342,21 @@ class RewardActor(Actor):
     ) -> list[Graded]:
         spec, limits = GraderSpec(name=self._names.get(name, name), group=group), self._limits.get(name)
         batches = self._batches.get(name)
-        return await graded_again(
+        timeout_s = self._settings.timeout_s if limits is None else limits.timeout_s
+        grades = await graded_again(
             (lambda some: pool.grade(spec, some, limits)) if batches is None else batches.grade,
             samples,
             causes=self._retried,
             max_tries=self._settings.max_tries,
-            max_wait_s=self._settings.timeout_s if limits is None else limits.timeout_s,
+            max_wait_s=timeout_s,
             group=group,
         )
+        return [self._explained(graded, timeout_s) for graded in grades] if is_plugin(spec.name) else grades
+
+    def _explained(self, graded: Graded, timeout_s: float) -> Graded:
+        """Add to a timeout that judges, for which the function may have waited, limited the rate."""
+        limited = "" if self._judges is None or graded.cause != "timeout" else self._judges.rate_limited(timeout_s)
+        return msgspec.structs.replace(graded, error=f"{graded.error}; meanwhile {limited}") if limited else graded
 
     def _is_judge(self, name: str) -> bool:
         return self._judges is not None and name in self._judges

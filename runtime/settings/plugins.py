@@ -293,7 +293,7 @@ def _refuse_generators(key: str, value: str, function: Callable[..., Any], attri
     """Refuse a function with `yield`: it returns a generator, not a value."""
     calls = (function, getattr(type(function), "__call__"))  # noqa: B004, B009 - of an object that can be called
     if any(inspect.isgeneratorfunction(call) or inspect.isasyncgenfunction(call) for call in calls):
-        raise PluginError(key, value, f"{attribute} is a generator: it has yield where return is needed")
+        raise PluginError(key, value, f"{attribute} is a generator: write it without yield")
 
 
 def _is_async(function: Callable[..., Any]) -> bool:

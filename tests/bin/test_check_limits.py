@@ -35,6 +35,10 @@ def sleeping(sample):
     import time
     time.sleep(60)
 def loud(sample): print("LOUD"); return 1.0
+class Levels:
+    def draw(self, number): raise KeyError(number)
+    def state(self): return 0
+    def restore(self, state): pass
 """
 
 
@@ -80,6 +84,11 @@ def source(name: str) -> str:
         (source("nothing"), "data.0.source", "expected a dict of JSON values"),
         (source("raising"), "data.0.source", "raised KeyError: 'x'"),
         (source("exiting"), "data.0.source", "raised SystemExit: 3"),
+        (
+            source("Levels").replace("source=", "source_class="),
+            "data.0.source_class",
+            'users.py:Levels": draw(0): raised KeyError: 0',  # the class once
+        ),
         (source("ending"), "data.0.source", "its process exited with code 3, 3 times"),
         (source("foreign"), "model.hf_checkpoint", "token 99"),
         ("data.0.path=TMP/late.jsonl", "data.0.path", "late.jsonl:1101: cannot be tokenised"),

@@ -238,6 +238,17 @@ def test_a_file_without_a_prompt_is_refused(
     assert (code, "empty.jsonl: holds no prompt; expected a JSON object in each line" in text) == (2, True), text
 
 
+def test_an_evaluation_needs_a_set_in_the_topology(
+    functions: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = tmp_path / "own.toml"
+    own.write_text(f'include = "{Path("topologies/laptop.toml").resolve()}"\neval = []\n')
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "4"}\n')
+    given = ("--on", str(tmp_path / "prompts.jsonl"), "--topology", str(own))
+    code, text = said(capsys, "evaluation", f"{functions}:asks_twice", *given)
+    assert (code, "own.toml: has no [[eval]] table; write one" in text) == (2, True), text
+
+
 def test_a_generate_function_on_a_tiny_engine(
     functions: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

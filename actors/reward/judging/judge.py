@@ -67,6 +67,7 @@ class Judge:
         self._num_at_once = float(limits.at_once)  # of `_slots`; less while a server limits the rate
         self._held: dict[str, float] = {}  # servers that want no request until this time
         self._refused_since = math.inf  # when a server first limited the rate since the last answer
+        self._limited_at = -math.inf  # when a server last limited the rate
         self._num_waiting = 0  # requests without an answer
         self._failures: Counter[tuple[str, str]] = Counter()  # by server and cause
         self.counts: Counter[str] = Counter()
@@ -76,6 +77,10 @@ class Judge:
         if not self._num_waiting:
             return ""
         return f"{self._servers.label}: {count_of(self._num_waiting, 'answer')} of the judge {self.name}"
+
+    def was_rate_limited(self, within_s: float) -> bool:
+        """Return whether servers limited the rate in the last seconds, or have answered nothing since they did."""
+        return self._refused_since < math.inf or anyio.current_time() - self._limited_at <= within_s
 
     async def ask(self, request: Mapping[str, Any]) -> JudgeAnswer:
         """Send a request and return its answer.
@@ -191,6 +196,8 @@ class Judge:
 
     def _note(self, server: JudgeServer, error: JudgeError) -> None:
         self.counts[f"{error.cause}_requests"] += 1
+        if error.cause == "rate_limited":
+            self._limited_at = anyio.current_time()
         self._failures[server.name, error.cause] += 1
         number = self._failures[server.name, error.cause]
         log.warning("judge_request_failed", judge=self.name, server=server.name, number=number, error=str(error))

@@ -66,6 +66,11 @@ class Judges:
         """Describe for people whose answers are awaited; empty if none are."""
         return "; ".join(words for judge in self._judges.values() if (words := judge.waits_for()))
 
+    def rate_limited(self, within_s: float) -> str:
+        """Name the judges whose servers limited the rate in the last seconds, for an error; empty if none did."""
+        names = [name for name, judge in self._judges.items() if judge.was_rate_limited(within_s)]
+        return f"status 429 from the judge {', '.join(names)}" if names else ""
+
     def stats(self) -> dict[str, float]:
         """Count requests, and failed ones by cause, since the start."""
         counted = {name: count for judge in self._judges.values() for name, count in judge.counts.items()}

@@ -134,7 +134,7 @@ def test_a_class_that_ends_its_process_while_it_is_imported_cannot_be_used(tmp_p
     ("told", "said"),
     [
         ("async def told(self, outcome): pass", "Source.told is async; a plain method is needed here"),
-        ("def told(self, outcome): yield", "Source.told is a generator: it has yield where return is needed"),
+        ("def told(self, outcome): yield", "Source.told is a generator: write it without yield"),
         ("told = 7", "Source has no method told"),
     ],
 )

@@ -137,6 +137,19 @@ async def test_a_users_grader_calls_the_judge_itself(function: str, bus: Bus, as
     assert (answer.scores[0].reward, answer.scores[0].error) == (18 / judging.MAX_SCORE, None)
 
 
+async def test_a_timeout_of_a_grader_names_the_judge_that_limited_the_rate_meanwhile(bus: Bus, asker: Asker) -> None:
+    graders = {"own": f"{OWN}:asks"}
+    async with serving(ScriptedJudge((429, "slow"))) as judge:
+        async with running(bus, at(judge), graders=graders, limits={"own": {"timeout_s": 0.5}}):
+            await asker.ask("digits", "r", own=False)
+            with anyio.fail_after(AMPLE_S):
+                while len(judge.bodies) < 2:  # noqa: ASYNC110 - the server has no event for it
+                    await anyio.sleep(0.01)
+            (score,) = await asker.scores("own", "r", own=False)
+    assert score.cause == "timeout"
+    assert score.error == "timeout: no answer within 0.5 s (timeout_s); meanwhile status 429 from the judge digits"
+
+
 async def test_a_judge_that_refuses_the_first_scores_ends_the_run(bus: Bus, asker: Asker) -> None:
     async with serving(ScriptedJudge((401, "who are you"))) as judge:
         for group in range(4):
