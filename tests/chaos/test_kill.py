@@ -6,10 +6,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from messages import EvalIssued, StatsGiven, StatsRequested
+from messages import EvalIssued, StatsGiven, StatsRequested, WeightsApplied
 from tests.chaos import evaluation_function
 from tests.chaos.audit import audit
 from tests.chaos.harness import BATCH_SIZE, EVENTS_PER_STEP, Command, Run, moments_of
+from tests.chaos.test_twins import by_hand
 from tests.fixtures.nats import eventually
 
 pytestmark = [pytest.mark.chaos, pytest.mark.anyio, pytest.mark.timeout(400)]
@@ -84,7 +85,10 @@ async def test_processes_are_killed_while_an_evaluation_runs(tmp_path: Path) -> 
 async def test_processes_are_killed_while_an_evaluation_function_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It begins again with its actor, and goes on when another process dies. Its answers count once."""
+    """It begins again, in the other one of two rollout actors or with its own, and goes on when another process dies.
+
+    Its answers count once.
+    """
     gate, names = tmp_path / "gate", ["rollout", "buffer", "engine.policy.0"]
     monkeypatch.setenv(evaluation_function.GATE, str(gate))
     overrides = (
@@ -100,12 +104,14 @@ async def test_processes_are_killed_while_an_evaluation_function_runs(
     async with run.started() as command:
         await command.log.until(lambda event: isinstance(event, EvalIssued))
         await eventually(lambda: starts() == 1, timeout_s=60)
-        command.log.kill("rollout")
-        await eventually(lambda: starts() == 2, timeout_s=60)
-        for name in names[1:]:
-            command.log.kill(name)
-        gate.touch()
-        await finish(run, command)
+        with by_hand(run, "rollout", WORLD_SIZE="2", RANK="1"):
+            await command.log.until(lambda event: isinstance(event, WeightsApplied) and event.instance == "rollout.1")
+            command.log.kill("rollout")
+            await eventually(lambda: starts() == 2, timeout_s=60)
+            for name in names[1:]:
+                command.log.kill(name)
+            gate.touch()
+            await finish(run, command)
     await audit(run, killed=names)
     assert halves.read_text().split() == ["0", "0", "2", "3"]
     of_set, num_asked = f"eval/{run.topology.eval[0].name}", EVAL_ITEMS // 2
