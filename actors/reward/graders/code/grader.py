@@ -24,7 +24,7 @@ _FENCE: Final = re.compile(
     r"(?P<text>.*?)(?:^[ \t]*(?P=fence)(?![A-Za-z0-9{])|(?=^[ \t]*(?P=fence)\w)|\Z)",
     re.M | re.S,
 )
-_PYTHON: Final = frozenset({"python", "py", "python3"})
+_PYTHON: Final = frozenset({"python", "py", "python3", "py3", "ipython", "ipython3", "pypy", "pypy3"})
 CHECKED: Final = "assert "  # what tests that are code have
 
 
@@ -68,14 +68,15 @@ def code(response: str, label: Any, metadata: Mapping[str, Any] | None = None, *
             The cause is `sandbox_lost`.
 
     Edges:
-        Outputs are compared line by line, without space at the ends of lines and empty lines at the end; words that are
-        numbers by value, exactly. Values of functions are compared as JSON: tuples and arrays are lists, floats are
-        equal within 1e-6. If each output is a list of one item, that item is right too, as in APPS. A program that
-        raises, exits with another code than 0, uses over 4 s of CPU time or 1 GiB of memory, writes over 1 MiB more
-        than expected, or starts a process scores 0. So does one that has not ended after `timeout_s`, of which it ran,
-        slept or read for at least nine tenths. The end of its last thread is its end, and what its exit functions write
-        is output. It has no network, no environment and one folder to write in, of 64 MiB and 10,000 files. A response
-        without a program scores 0. So does a label without tests; a run refuses it.
+        Outputs are compared line by line, without the space around the text and around each line; several spaces
+        between words are one. Words that are numbers are compared by value, exactly. Values of functions are compared
+        as JSON: tuples and arrays are lists, floats are equal within 1e-6. If each output is a list of one item, that
+        item is right too, as in APPS. A program that raises, exits with another code than 0, uses over 4 s of CPU time
+        or 1 GiB of memory, writes over 1 MiB more than expected, or starts a process scores 0. So does one that has not
+        ended after `timeout_s`, of which it ran, slept or read for at least nine tenths. The end of its last thread is
+        its end, and what its exit functions write is output. It has no network, no environment and one folder to write
+        in, of 64 MiB and 10,000 files. A response without a program scores 0. So does a label without tests; a run
+        refuses it.
 
     Source:
         The test formats of APPS (arXiv 2105.09938), LiveCodeBench (arXiv 2403.07974), HumanEval (arXiv 2107.03374) and
@@ -97,12 +98,12 @@ def program_in(response: str) -> str:
     programs = [block for block in blocks if block["language"].lower() in _PYTHON] or [
         block for block in blocks if not block["language"] and _is_program(_unindented(block))
     ]
-    return _unindented(programs[-1]) if programs else "" if blocks or "```" in text else text.strip()
+    return _unindented(programs[-1]) if programs else "" if blocks or "```" in text else text.strip().lstrip("\ufeff")
 
 
 def _unindented(block: re.Match[str]) -> str:
     indent = len(block["indent"])
-    return re.sub(rf"^[ \t]{{1,{indent}}}" if indent else "^", "", block["text"], flags=re.M).strip("\n")
+    return re.sub(rf"^[ \t]{{1,{indent}}}" if indent else "^", "", block["text"], flags=re.M).strip("\n\ufeff")
 
 
 def _is_program(text: str) -> bool:
@@ -264,7 +265,7 @@ def _same_words(ours: list[str], theirs: list[str]) -> bool:
 
 def _same_number(ours: str, theirs: str) -> bool:
     try:
-        return "_" not in ours + theirs and Decimal(ours) == Decimal(theirs)
+        return "_" not in (both := ours + theirs) and both.isascii() and Decimal(ours) == Decimal(theirs)
     except ArithmeticError:
         return False
 

@@ -11,12 +11,9 @@ import unicodedata
 from collections.abc import Callable, Mapping
 from typing import Any, Final, cast
 
-from actors.reward.graders.instructions.package import RuleError, checker_of, language_of, sentences_in
+from actors.reward.graders.instructions.ifeval_rules import EDGES, IFEVAL, Arguments, words_in
+from actors.reward.graders.instructions.package import RuleError, checker_of, sentences_in
 
-MIN_WORDS: Final = 8  # that the detector of languages needs
-
-Arguments = Mapping[str, Any]
-_EDGES: Final = string.punctuation + "“”‘’…–— "
 _CAPITALS: Final = (
     "Reykjavik Helsinki Oslo Tallinn Stockholm Riga Moscow Copenhagen Vilnius Minsk Dublin Berlin Amsterdam Warsaw "
     "London Brussels Kyiv Prague Luxembourg Paris Vienna Bratislava Budapest Vaduz Chisinau Bern Ljubljana Zagreb"
@@ -36,88 +33,24 @@ _WHOLE: Final = frozenset(
 )
 _WORD_RULES: Final = (
     "words:prime_lengths", "words:odd_even_syllables", "sentence:increment", "words:no_consecutive", "words:repeats",
-    "sentence:alliteration_increment", "words:palindrome",
+    "sentence:alliteration_increment", "words:palindrome", "words:alphabet",
 )  # fmt: skip
 _ASCII_SIGNS: Final = str.maketrans(
     {"‘": "'", "’": "'", "“": '"', "”": '"', "–": " - ", "—": " - ", "…": " ... ", "\u00a0": " "}
 )
+_AFRICA: Final = (
+    "Zimbabwe Zambia Uganda Tunisia Togo Tanzania Sudan Somalia Leone Seychelles Senegal Tome Rwanda Nigeria Niger "
+    "Namibia Mozambique Morocco Mauritius Mauritania Mali Malawi Madagascar Libya Liberia Lesotho Kenya Guinea Ghana "
+    "Gambia Gabon Ethiopia Eritrea Egypt Djibouti Congo Comoros Chad Cameroon Burundi Burkina Botswana Benin Angola "
+    "Algeria"
+).split()  # a word of each country's name, without those that have two names
+_REVERSED: Final = frozenset("the is it its animal national symbol of united states america bird answer eagle".split())
 _NAMES: Final = re.compile(r"from this list of person names: (.*?)\s*\.$")
-
-
-def _words(text: str) -> list[str]:
-    """The words between spaces, without punctuation around them."""
-    return [word for part in text.split() if (word := part.strip(_EDGES))]
-
-
-def _compared(number: int, relation: str, wanted: int) -> bool:
-    return number < wanted if relation == "less than" else number >= wanted
-
-
-def _language(arguments: Arguments, text: str) -> bool:
-    """Package: text without words passes."""
-    return language_of(text) == arguments["language"]
-
-
-def _english_capital(_: Arguments, text: str) -> bool:
-    """Package: its detector takes "THE DOG RUNS FAST" for German, since it learned from texts in lower case."""
-    found = language_of(text.lower())
-    few = len(text.split()) < MIN_WORDS  # too few for the detector
-    return text.isupper() and (found == "en" or (few and language_of(text) == "en"))
-
-
-def _keywords(arguments: Arguments, text: str) -> bool:
-    """Package: keywords are patterns, so "C++" raises."""
-    return all(str(word).lower() in text.lower() for word in arguments["keywords"])
-
-
-def _keyword_frequency(arguments: Arguments, text: str) -> bool:
-    """Package: the keyword is a pattern."""
-    number = text.lower().count(str(arguments["keyword"]).strip().lower())
-    return _compared(number, arguments["relation"], arguments["frequency"])
-
-
-def _forbidden_words(arguments: Arguments, text: str) -> bool:
-    """Package: the words are patterns, and a word that ends in a sign is never found."""
-    return not any(
-        re.search(rf"(?<!\w){re.escape(str(word))}(?!\w)", text, re.I) for word in arguments["forbidden_words"]
-    )
-
-
-def _letter_frequency(arguments: Arguments, text: str) -> bool:
-    """Package: in place of a sign such as "!" it draws a letter."""
-    number = text.lower().count(str(arguments["letter"]).lower())
-    return _compared(number, arguments["let_relation"], arguments["let_frequency"])
-
-
-def _paragraph_first_word(arguments: Arguments, text: str) -> bool:
-    """Package: further empty lines between paragraphs shift the count."""
-    checker = checker_of("ifeval", "length_constraints:nth_paragraph_first_word", arguments)
-    return checker.check_following(re.sub(r"\n(?:[ \t]*\n)+", "\n\n", text))
-
-
-def _postscript(arguments: Arguments, text: str) -> bool:
-    """Package: a marker other than P.S. and P.P.S is a pattern: "P.S" is found in "pass"."""
-    marker = str(arguments["postscript_marker"]).strip()
-    if marker in ("P.S.", "P.P.S"):
-        return checker_of("ifeval", "detectable_content:postscript", arguments).check_following(text)
-    return marker.lower() in text.lower()
-
-
-def _sections(arguments: Arguments, text: str) -> bool:
-    """Package: the marker is a pattern."""
-    marker = str(arguments["section_spliter"]).strip()
-    return len(re.findall(re.escape(marker) + r"\s?\d+", text)) >= arguments["num_sections"]
-
-
-def _end(arguments: Arguments, text: str) -> bool:
-    """Package: quotation marks are taken from the end of the response, but not of the phrase."""
-    phrase = str(arguments["end_phrase"]).strip()
-    return text.strip().strip('"').lower().endswith(phrase.strip('"').lower())
 
 
 def _unique_words(arguments: Arguments, text: str) -> bool:
     """Package: a lone dash counts as a word."""
-    return len({word.lower() for word in _words(text)}) >= arguments["N"]
+    return len({word.lower() for word in words_in(text)}) >= arguments["N"]
 
 
 def _sentence_types(_: Arguments, text: str) -> bool:
@@ -134,7 +67,7 @@ def _sentence_balance(_: Arguments, text: str) -> bool:
 
 def _conjunctions(arguments: Arguments, text: str) -> bool:
     """Package: "and", "And" and "and," count as three."""
-    return len(_CONJUNCTIONS.intersection(word.lower() for word in _words(text))) >= arguments["small_n"]
+    return len(_CONJUNCTIONS.intersection(word.lower() for word in words_in(text))) >= arguments["small_n"]
 
 
 def _person_names(arguments: Arguments, text: str) -> bool:
@@ -164,38 +97,44 @@ def _parentheses(_: Arguments, text: str) -> bool:
 
 def _options(arguments: Arguments, text: str) -> bool:
     """Package: the "or" within a word parts options ("more, less")."""
-    given = str(arguments["options"])
+    given, text = str(arguments["options"]).replace("’", "'"), text.replace("’", "'")
     parted = given.split("/") if "/" in given else re.split(r"\bor\b" if re.search(r"\bor\b", given) else ",", given)
     options = [option.strip() for option in parted if option.strip()]
     if re.match(r"\W*[aA]\W*[bB]\W*[cC]\W*", given):
         return text in options
-    return text.strip(_EDGES).lower() in [option.strip(_EDGES).lower() for option in options]
+    return text.strip(EDGES).lower() in [option.strip(EDGES).lower() for option in options]
 
 
 def _different_words(arguments: Arguments, text: str) -> bool:
     """Package: whether the words differ is not checked."""
     if not checker_of("ifbench", "ratio:sentence_words", arguments).check_following(text):
         return False
-    used = [{word.lower() for word in _words(sentence)} for sentence in sentences_in(text)]
+    used = [{word.lower() for word in words_in(sentence)} for sentence in sentences_in(text)]
     return not (used[0] & used[1] or used[0] & used[2] or used[1] & used[2])
 
 
 def _paragraph_ends(_: Arguments, text: str) -> bool:
     """Package: a sign after the first word makes it another word."""
-    paragraphs = [_words(line.lower()) for line in text.split("\n")]
+    paragraphs = [words_in(line.lower()) for line in text.split("\n")]
     return all(words[0] == words[-1] for words in paragraphs if words)
 
 
 def _stairs(_: Arguments, text: str) -> bool:
-    """Package: two empty lines in a row count as one without indent."""
-    depths = [len(line) - len(line.lstrip(" ")) for line in text.split("\n") if line.strip()]
-    return all(lower < deeper for lower, deeper in itertools.pairwise(depths))
+    """Package: two empty lines in a row count as one without indent, tabs as none, and one line is stairs."""
+    lines = [line.expandtabs() for line in text.split("\n") if line.strip()]
+    depths = [len(line) - len(line.lstrip(" ")) for line in lines]
+    return len(depths) > 1 and all(lower < deeper for lower, deeper in itertools.pairwise(depths))
 
 
 def _thesis(_: Arguments, text: str) -> bool:
-    """Package: with <em> an empty thesis passes, and one that nothing follows."""
-    found = re.search(r"<(i|em)>(.*?)</\1>(.*)", text, re.S)
-    return found is not None and bool(found[2].strip()) and bool(found[3].strip())
+    """Package: with <em> an empty thesis passes, and one that nothing follows; so do later sections without one."""
+    parts = re.split(r"(?m)^#{1,6} .*$", text)
+    sections = [part for part in parts[1:] if part.strip()] or parts[:1]
+    found = [re.match(r"([^\n]*?)<(i|em)>(.*?)</\2>(.*)", section.strip(), re.S) for section in sections]
+    return all(
+        each is not None and not re.search(r"\w\w[.!?]\W*$", each[1]) and each[3].strip() and each[4].strip()
+        for each in found
+    )
 
 
 def _sub_bullets(_: Arguments, text: str) -> bool:
@@ -208,10 +147,10 @@ def _sub_bullets(_: Arguments, text: str) -> bool:
 def _bullets_after_sentences(_: Arguments, text: str) -> bool:
     """Package: an empty line ends the sentences, or fails the response after the first bullet; any sentence counts."""
     lines = [line.strip() for line in text.split("\n") if line.strip()]
-    first = next((index for index, line in enumerate(lines) if line.startswith("*")), len(lines))
+    first = next((index for index, line in enumerate(lines) if re.match(r"\*(?!\*)", line)), len(lines))
     before, bullets = " ".join(lines[:first]), lines[first:]
     statements = [sentence for sentence in sentences_in(before) if sentence.endswith(".")] if before else []
-    return len(statements) >= 2 and len(bullets) >= 2 and all(line.startswith("*") for line in bullets)
+    return len(statements) >= 2 and len(bullets) >= 2 and all(re.match(r"\*(?!\*)", line) for line in bullets)
 
 
 def _capitals(_: Arguments, text: str) -> bool:
@@ -238,20 +177,20 @@ def _dates(_: Arguments, text: str) -> bool:
 def _keyword_position(arguments: Arguments, text: str) -> bool:
     """Package: a comma counts as a word."""
     sentences, n, m = sentences_in(text), int(arguments["n"]), int(arguments["m"])
-    words = _words(sentences[n - 1]) if len(sentences) >= n else []
+    words = words_in(sentences[n - 1]) if len(sentences) >= n else []
     return len(words) >= m and words[m - 1] == str(arguments["keyword"]).strip()
 
 
 def _word_positions(arguments: Arguments, text: str) -> bool:
     """Package: the full stop counts as the last word."""
-    words, keyword = _words(text), str(arguments["keyword"]).strip()
+    words, keyword = words_in(text), str(arguments["keyword"]).strip()
     return len(words) >= 2 and words[1] == words[-2] == keyword
 
 
 def _repeat_change(arguments: Arguments, text: str) -> bool:
-    """Package: the unchanged request passes with another space in it."""
+    """Package: the unchanged request passes with another space in it, or with the first word in lower case."""
     wanted, given = str(arguments["prompt_to_repeat"]).split(), text.split()
-    return bool(given) and given[1:] == wanted[1:] and given[0] != wanted[0]
+    return bool(given) and given[1:] == wanted[1:] and given[0].strip(EDGES).lower() != wanted[0].strip(EDGES).lower()
 
 
 def _repeat_span(arguments: Arguments, text: str) -> bool:
@@ -267,7 +206,7 @@ def _repeat_span(arguments: Arguments, text: str) -> bool:
 
 def _title_case(_: Arguments, text: str) -> bool:
     """Package: "of" and "the" must have capitals, and "Don't" is wrong."""
-    words = [word for word in _words(text) if any(char.isalpha() for char in word)]
+    words = [word for word in words_in(text.translate(_ASCII_SIGNS)) if any(char.isalpha() for char in word)]
     if not words or text.isupper():
         return False
     capital = [not word[0].isalpha() or word[0].isupper() for word in words]
@@ -275,8 +214,29 @@ def _title_case(_: Arguments, text: str) -> bool:
 
 
 def _template(_: Arguments, text: str) -> bool:
-    """Package: the parts may stand in any order."""
-    return re.search(r"My Answer:.*My Conclusion:.*Future Outlook:", text, re.S) is not None
+    """Package: the parts may stand in any order, be empty, and follow other text."""
+    found = re.fullmatch(r"\W*My Answer:(.*?)My Conclusion:(.*?)Future Outlook:(.*)", text, re.S)
+    return found is not None and all(re.search(r"\w", part) for part in found.groups())
+
+
+def _japanese(arguments: Arguments, text: str) -> bool:
+    """Package: fewer than N words pass, and so do digits alone; a lone dash is a word."""
+    nth = words_in(text)[arguments["N"] - 1 :: arguments["N"]]
+    japanese = [re.search("[\u3040-\u30ff\u4e00-\u9fff]", word) is not None for word in nth]
+    return any(japanese) and all(is_so or word.isdigit() for is_so, word in zip(japanese, nth, strict=True))
+
+
+def _african_countries(arguments: Arguments, text: str) -> bool:
+    """Package: any 52 lines in falling order pass if the first names Zimbabwe."""
+    plain = unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode()
+    named = sum(re.search(rf"\b{word}\b", plain) is not None for word in _AFRICA)
+    checker = checker_of("ifbench", "custom:reverse_newline", arguments)
+    return named >= len(_AFRICA) - 2 and bool(checker.check_following(text))
+
+
+def _letters_reversed(_: Arguments, text: str) -> bool:
+    """Package: "It is the elgae dlab" passes."""
+    return "elgae dlab" in text.lower() and not _REVERSED.intersection(word.lower() for word in words_in(text))
 
 
 def _by_ascii(rule: str) -> Callable[[Arguments, str], bool]:
@@ -290,7 +250,7 @@ def _by_ascii(rule: str) -> Callable[[Arguments, str], bool]:
 
 def _consonants(_: Arguments, text: str) -> bool:
     """Package: a lone dash or asterisk is a word without consonants."""
-    words = _words(text.translate(_ASCII_SIGNS).lower())
+    words = words_in(text.translate(_ASCII_SIGNS).lower())
     return bool(words) and all(re.search("[bcdfghjklmnpqrstvwxyz]{2}", word) for word in words)
 
 
@@ -319,14 +279,14 @@ def _word_lines(_: Arguments, text: str) -> bool:
 
 def _chain(_: Arguments, text: str) -> bool:
     """Package: a curly quotation mark at a word makes it another word."""
-    words = [_words(sentence.lower()) for sentence in sentences_in(text)]
+    words = [words_in(sentence.lower()) for sentence in sentences_in(text)]
     return all(words) and all(before[-1] == after[0] for before, after in itertools.pairwise(words))
 
 
 def _emoji(_: Arguments, text: str) -> bool:
     """Package: flags and keycaps are none, and a curly quotation mark after an emoji hides it."""
     emoji = importlib.import_module("emoji")
-    sentences = [sentence.strip(_EDGES) for sentence in sentences_in(text)]
+    sentences = [sentence.strip(EDGES) for sentence in sentences_in(text)]
     ends = [bool(found := emoji.emoji_list(each)) and found[-1]["match_end"] == len(each) for each in sentences]
     starts = [bool(found := emoji.emoji_list(each)) and found[0]["match_start"] == 0 for each in sentences]
     return bool(sentences) and all(end or start for end, start in zip(ends, [*starts[1:], False], strict=True))
@@ -356,7 +316,7 @@ def _special_csv(arguments: Arguments, text: str) -> bool:
 
 def _alphabet_sentences(_: Arguments, text: str) -> bool:
     """Package: a sentence that begins with a quotation mark does not begin with its letter."""
-    words = [_words(sentence) for sentence in sentences_in(text)]
+    words = [words_in(sentence) for sentence in sentences_in(text)]
     return "".join(each[0][0].lower() if each else "-" for each in words) == string.ascii_lowercase
 
 
@@ -379,6 +339,9 @@ def check_types(arguments: Arguments) -> None:
             raise RuleError(f"{name} must be a text that is not blank, not {value!r}")
         if name in _WHOLE and (not isinstance(value, int) or isinstance(value, bool)):
             raise RuleError(f"{name} must be a whole number, not {value!r}")
+    least, most = arguments.get("min_words"), arguments.get("max_words")
+    if least is not None and most is not None and most < least:
+        raise RuleError(f"max_words must be at least min_words, which is {least}, not {most!r}")
 
 
 def _is_text(value: Any) -> bool:
@@ -398,20 +361,11 @@ def _check_span(arguments: Arguments) -> None:
     if not isinstance(arguments.get("prompt_to_repeat"), str):
         raise RuleError("prompt_to_repeat is missing")
     _whole(arguments, "n_start")
-    _whole(arguments, "n_end", least=1)
+    _whole(arguments, "n_end", least=max(1, arguments["n_start"]))
 
 
 CORRECTED: Final[Mapping[str, Callable[[Arguments, str], bool]]] = {
-    "language:response_language": _language,
-    "change_case:english_capital": _english_capital,
-    "keywords:existence": _keywords,
-    "keywords:frequency": _keyword_frequency,
-    "keywords:forbidden_words": _forbidden_words,
-    "keywords:letter_frequency": _letter_frequency,
-    "length_constraints:nth_paragraph_first_word": _paragraph_first_word,
-    "detectable_content:postscript": _postscript,
-    "detectable_format:multiple_sections": _sections,
-    "startend:end_checker": _end,
+    **IFEVAL,
     "count:unique_word_count": _unique_words,
     "ratio:sentence_type": _sentence_types,
     "ratio:sentence_balance": _sentence_balance,
@@ -433,6 +387,9 @@ CORRECTED: Final[Mapping[str, Callable[[Arguments, str], bool]]] = {
     "repeat:repeat_span": _repeat_span,
     "format:title_case": _title_case,
     "format:output_template": _template,
+    "count:words_japanese": _japanese,
+    "custom:reverse_newline": _african_countries,
+    "custom:character_reverse": _letters_reversed,
     "words:consonants": _consonants,
     "words:last_first": _chain,
     "count:pronouns": _pronouns,

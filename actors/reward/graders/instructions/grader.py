@@ -81,7 +81,7 @@ def ifbench(response: str, label: Any = None, metadata: Metadata = None) -> floa
 
 def _score(benchmark: str, response: str, label: Any, metadata: Metadata) -> float:
     checks = checks_of(benchmark, label, metadata)
-    said = after_thought(response).strip()
+    said = after_thought(response).strip().replace("\r\n", "\n")
     return float(bool(said) and all(_follows(check, said) for check in checks))
 
 

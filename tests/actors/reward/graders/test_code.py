@@ -105,6 +105,8 @@ def test_a_program_is_right_if_all_tests_pass(program: str, label: Any, expected
         ("<think>```python\na\n```</think>b = 2", "b = 2"),
         ("1. So:\n   ```python\n   def f():\n       return 1\n\n   f()\n   ```", "def f():\n    return 1\n\nf()"),
         ("  ```\n  a = [\n 1]\n  ```", "a = [\n1]"),  # no more than the indent of the fence
+        ("```py3\na\n```\n```\nb()\n```", "a"),
+        ("```python\n\ufeffa\n```", "a"),  # the mark with which some files begin
         ("```json\n{}\n```", ""),
         ("  \n", ""),
         ("", ""),
@@ -153,6 +155,10 @@ def test_tests_are_read_in_the_formats_of_data_sets(label: Any, metadata: dict[s
         ("0.30000001", "0.3", False),
         ("YES", "yes", False),
         ("1_0", "10", False),  # as Python writes a number, and nothing else
+        ("１２", "12", False),  # digits of another width are other text
+        ("\n1\n2", "1\n2", True),
+        ("a  b", "a b", True),
+        ("a\n\nb", "a\nb", False),
         ("1 2", "1\n2", False),
         ("", "0", False),
         ("nan", "nan", True),

@@ -177,6 +177,18 @@ def test_an_argument_that_would_fail_each_response_is_refused(rule: str, argumen
         find_grader("ifbench")(GradedSample(metadata=row))
 
 
+@pytest.mark.parametrize(
+    ("rule", "arguments", "reason"),
+    [
+        ("repeat:repeat_span", {"prompt_to_repeat": "a b", "n_start": 2, "n_end": 1}, "n_end must be .* at least 2"),
+        ("count:word_count_range", {"min_words": 5, "max_words": 4}, "max_words must be at least min_words"),
+    ],
+)
+def test_a_range_that_no_response_can_meet_is_refused(rule: str, arguments: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=f"the rule '{rule}': {reason}"):
+        find_grader("ifbench")(GradedSample(metadata={"instruction_id_list": [rule], "kwargs": [arguments]}))
+
+
 def test_check_refuses_the_row_and_finds_data_in_the_folder_of_the_setting(tmp_path: Path, nltk_data: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     paths = (f"run.dir={tmp_path}", f"data.0.path={rows}", f"reward.nltk_data={nltk_data}")
