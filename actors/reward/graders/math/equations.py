@@ -11,7 +11,8 @@ _NAME: Final = re.compile(
     rf"(?:m ?)?{_LETTER_NAME}(?:(?:\^\{{?-1\}}?)?\([^()]*\))?|[A-Z]{{2,3}}|\([a-z](?:,[a-z])+\)"
     rf"|\\(?:vec|overline|overrightarrow)\{{[A-Za-z]+\}}"
     r"|\\(?:angle|triangle) ?[A-Z]{1,3}|\\(?:text|mathrm|operatorname)\{[^{}]*\}|\\frac\{d[a-z]\}\{d[a-z]\}"
-    rf"|\|(?:[A-Z]{{2}}|{_LETTER_NAME})\||\\(?:gcd|lcm|max|min|det|deg|arg) ?[({{\\].*|\[[A-Z]{{3,6}}\]|\\lim_.*"
+    rf"|\|(?:[A-Z]{{2}}|{_LETTER_NAME})\||\\(?:gcd|lcm|max|min|det|deg|arg) ?[({{\\].*"
+    r"|\[[A-Z]{3,6}\]|(?:[EP]|\\mathbb\{[EP]\})\[[^\[\]]*\]|\\lim_.*"
     rf"|\\(?:sin|cos|tan|cot|sec|csc|ln|log) ?\(?(?:\\angle)? ?(?:{_LETTER_NAME}|[A-Z]{{3}})\)?"
     r"|[A-Za-z]{1,2}(?::[A-Za-z]{1,2})+"
 )

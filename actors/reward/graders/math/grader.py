@@ -51,7 +51,8 @@ _POINT: Final = re.compile(r"^[A-Z](?:_\{?\w\}?)?'* ?(?=\()")
 _COMMAND: Final = re.compile(r"\\[A-Za-z]+")
 _JOINS: Final = re.compile(r"\\l(?:and|or)(?![A-Za-z])")
 _DROPPED: Final = re.compile(
-    r"\\frac\{(?:d|\\partial )[a-z]\}\{(?:d|\\partial )[a-z]\}|\^(?=T|\{T\}|\{?\\top(?![A-Za-z]))"
+    r"[EP]\}?\[[^\[\]]*\](?:\^\{?\w\}?)?"
+    r"|\\frac\{(?:d|\\partial )[a-z]\}\{(?:d|\\partial )[a-z]\}|\^(?=T|\{T\}|\{?\\top(?![A-Za-z]))"
 )
 _CAPITAL: Final = re.compile(r"\\[A-Z][a-z]+")
 _BOARD: Final = re.compile(r"\\mathbb\{([A-Z])\}")
@@ -177,7 +178,7 @@ def _equal(ours: str, theirs: str) -> bool:
     if r"\ldots" in ours or r"\ldots" in theirs or _CAPITAL.findall(ours) != _CAPITAL.findall(theirs):
         return False  # math-verify drops the dots, and takes \Pi for \pi
     if sorted(_DROPPED.findall(ours)) != sorted(_DROPPED.findall(theirs)):
-        return False  # it takes A^T for A, and dy/dx for dx/dy
+        return False  # it takes A^T for A, dy/dx for dx/dy, and E[X^2] for E[X]^2
     return symbolically_equal(without_text_commands(ours), without_text_commands(theirs))
 
 
