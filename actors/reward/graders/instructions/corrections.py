@@ -66,8 +66,11 @@ def _sentence_balance(_: Arguments, text: str) -> bool:
 
 
 def _conjunctions(arguments: Arguments, text: str) -> bool:
-    """Package: "and", "And" and "and," count as three."""
-    return len(_CONJUNCTIONS.intersection(word.lower() for word in words_in(text))) >= arguments["small_n"]
+    """Package: "and", "And" and "and," count as three, and "and/or" as none."""
+    return (
+        len(_CONJUNCTIONS.intersection(word.lower() for word in words_in(text.replace("/", " "))))
+        >= arguments["small_n"]
+    )
 
 
 def _person_names(arguments: Arguments, text: str) -> bool:
@@ -114,9 +117,9 @@ def _different_words(arguments: Arguments, text: str) -> bool:
 
 
 def _paragraph_ends(_: Arguments, text: str) -> bool:
-    """Package: a sign after the first word makes it another word."""
-    paragraphs = [words_in(line.lower()) for line in text.split("\n")]
-    return all(words[0] == words[-1] for words in paragraphs if words)
+    """Package: a sign after the first word makes it another word, and no word at all passes."""
+    paragraphs = [words for line in text.split("\n") if (words := words_in(line.lower()))]
+    return bool(paragraphs) and all(words[0] == words[-1] for words in paragraphs)
 
 
 def _stairs(_: Arguments, text: str) -> bool:
@@ -232,6 +235,12 @@ def _african_countries(arguments: Arguments, text: str) -> bool:
     named = sum(re.search(rf"\b{word}\b", plain) is not None for word in _AFRICA)
     checker = checker_of("ifbench", "custom:reverse_newline", arguments)
     return named >= len(_AFRICA) - 2 and bool(checker.check_following(text))
+
+
+def _words_reversed(arguments: Arguments, text: str) -> bool:
+    """Package: "It is the eagle bald" passes, and a second sentence."""
+    is_right = checker_of("ifbench", "custom:word_reverse", arguments).check_following(text)
+    return bool(is_right) and not re.search(r"(?i)\bthe\W+eagle\W+bald|[a-z]{2}[.!?]\s+\w", text)
 
 
 def _letters_reversed(_: Arguments, text: str) -> bool:
@@ -389,6 +398,7 @@ CORRECTED: Final[Mapping[str, Callable[[Arguments, str], bool]]] = {
     "format:output_template": _template,
     "count:words_japanese": _japanese,
     "custom:reverse_newline": _african_countries,
+    "custom:word_reverse": _words_reversed,
     "custom:character_reverse": _letters_reversed,
     "words:consonants": _consonants,
     "words:last_first": _chain,

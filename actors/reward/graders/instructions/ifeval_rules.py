@@ -7,7 +7,7 @@ import unicodedata
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from actors.reward.graders.instructions.package import checker_of, language_of
+from actors.reward.graders.instructions.package import language_of
 
 MIN_WORDS: Final = 8  # that the detector of languages needs
 
@@ -126,11 +126,22 @@ def _no_comma(_: Arguments, text: str) -> bool:
 
 
 def _postscript(arguments: Arguments, text: str) -> bool:
-    """Package: a marker other than P.S. and P.P.S is a pattern: "P.S" is found in "pass"."""
+    """Package: "p.s." is found within a word, and a marker other than P.S. and P.P.S is a pattern."""
     marker = str(arguments["postscript_marker"]).strip()
-    if marker in ("P.S.", "P.P.S"):
-        return checker_of("ifeval", "detectable_content:postscript", arguments).check_following(text)
+    written = {"P.S.": r"p\.\s?s\.", "P.P.S": r"p\.\s?p\.\s?s"}.get(marker)
+    if written is not None:
+        return re.search(rf"(?<!\w){written}", text.lower()) is not None
     return marker.lower() in text.lower()
+
+
+def _title(_: Arguments, text: str) -> bool:
+    """Package: a full stop is a title."""
+    return any(re.search(r"\w", title) for title in re.findall(r"<<([^\n]+)>>", text))
+
+
+def _repeated(arguments: Arguments, text: str) -> bool:
+    """Package: with another kind of apostrophe it is another request."""
+    return _plain(text).startswith(_plain(str(arguments["prompt_to_repeat"]).strip()))
 
 
 def _sections(arguments: Arguments, text: str) -> bool:
@@ -140,9 +151,9 @@ def _sections(arguments: Arguments, text: str) -> bool:
 
 
 def _end(arguments: Arguments, text: str) -> bool:
-    """Package: quotation marks are taken from the end of the response, but not of the phrase."""
+    """Package: quotation marks are taken from the end of the response, but not of the phrase; curly ones stay."""
     phrase = str(arguments["end_phrase"]).strip()
-    return text.strip().strip('"').lower().endswith(phrase.strip('"').lower())
+    return _plain(text).strip(' "').endswith(_plain(phrase).strip('"'))
 
 
 IFEVAL: Final[Mapping[str, Callable[[Arguments, str], bool]]] = {
@@ -162,4 +173,6 @@ IFEVAL: Final[Mapping[str, Callable[[Arguments, str], bool]]] = {
     "punctuation:no_comma": _no_comma,
     "detectable_format:multiple_sections": _sections,
     "startend:end_checker": _end,
+    "detectable_format:title": _title,
+    "combination:repeat_prompt": _repeated,
 }
