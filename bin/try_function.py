@@ -267,7 +267,8 @@ def _generated_groups(trial: "FunctionTrial") -> Iterator[tuple[str, bool]]:
             reward = "" if sample.reward is None else f", reward {sample.reward:g}"
             size = f"{sample.buffer.num_tokens} tokens"
             reason = "" if sample.reason is None else f": {sample.reason}"
-            yield f"  sample {sample.index}: {_short(sample.text)}, {size}, {sample.status}{reward}{reason}", True
+            good = sample.status != "failed" or reason.endswith(" left it out")
+            yield f"  sample {sample.index}: {_short(sample.text)}, {size}, {sample.status}{reward}{reason}", good
         if number in trial.errors:
             yield f"  failed: {trial.errors[number]}", False
     if trial.error:
@@ -332,7 +333,10 @@ def _try_filter(args: argparse.Namespace) -> Iterator[tuple[str, bool]]:
         rewards = ", ".join("-" if sample.reward is None else f"{sample.reward:g}" for sample in group.samples)
         reason = "" if verdict.reason is None else f" ({verdict.reason})"
         was = "" if before is None else f"; in the run {before}"
-        yield f"group {group.group_id}: rewards {rewards}: {verdict.outcome}{reason}{was}, {took_s:.4f} s", True
+        yield (
+            f"group {group.group_id}: rewards {rewards}: {verdict.outcome}{reason}{was}, {took_s:.4f} s",
+            verdict.outcome != "failed",
+        )
 
 
 def _try_metrics(args: argparse.Namespace) -> Iterator[tuple[str, bool]]:

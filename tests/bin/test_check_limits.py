@@ -19,6 +19,7 @@ import os, sys
 
 def nothing(number): return None
 def raising(number): raise KeyError("x")
+def odd(number): return {"input": "12", "label": float("nan")}
 def exiting(number): sys.exit(3)
 def ending(number): os._exit(3)
 def waiting(number):
@@ -83,6 +84,7 @@ def source(name: str) -> str:
         ("optimizer.weight_decay=nan", "optimizer.weight_decay = nan", "is not finite"),
         (source("nothing"), "data.0.source", "expected a dict of JSON values"),
         (source("raising"), "data.0.source", "raised KeyError: 'x'"),
+        (source("odd"), "data.0.source", "expected a dict of JSON values: Out of range float"),
         (source("exiting"), "data.0.source", "raised SystemExit: 3"),
         (
             source("Levels").replace("source=", "source_class="),

@@ -179,13 +179,15 @@ def test_metrics_on_a_dump(functions: str, tmp_path: Path, capsys: pytest.Captur
     assert (code, text.splitlines()[:2]) == (0, ["eval/<set>/mean 0.75", "eval/<set>/prompts 2"])
 
 
-def test_a_filter_on_a_dump(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_filter_on_a_dump(functions: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_pair(tmp_path, 0, [group(1, (1.0, 0.0), 0), group(2, (1.0, 1.0), 0)], (1, 0))
     code, text = said(capsys, "filter", "nonzero_std", "--on", str(tmp_path))
     first, second = text.splitlines()
     assert code == 0
     assert first.startswith("group 1: rewards 1, 0: keep; in the run ")
     assert second.startswith("group 2: rewards 1, 1: drop (zero_std_1.0); in the run ")
+    code, text = said(capsys, "filter", f"{functions}:equal", "--on", str(tmp_path))  # reads what a group has not
+    assert (code, text.count("failed (AttributeError")) == (1, 2)
 
 
 def test_a_grader_reads_the_tokens_of_a_dump(

@@ -4,6 +4,7 @@ Run as `python -m actors.buffer.prompts.source_worker`, with frames on stdin and
 """
 
 import inspect
+import json
 import os
 import sys
 from collections.abc import Callable
@@ -182,6 +183,7 @@ def _columns(name: str, row: Any) -> bytes:
     try:
         content = msgspec.json.encode(row)
         msgspec.json.decode(content, type=dict[str, Any])
+        json.dumps(msgspec.to_builtins(row), allow_nan=False)  # msgspec writes NaN as null
     except (TypeError, ValueError, RecursionError) as error:
         raise UserError(f"{name}: expected a dict of JSON values: {error}") from error
     return content
