@@ -77,7 +77,7 @@ class LogTrimmedAway(BusError):
 
 
 class Fenced(BusError):
-    """Another instance took over; this one must stop (exit code 3)."""
+    """Another instance took over; this one must stop (EXIT_FENCED)."""
 
 
 class PayloadLost(BusError):

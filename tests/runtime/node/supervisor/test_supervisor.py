@@ -27,6 +27,7 @@ from runtime.settings.processes import (
     WhenConfirmed,
     WhenListening,
 )
+from runtime.util.exit_codes import EXIT_FENCED, EXIT_INPUT_ERROR
 
 pytestmark = pytest.mark.anyio
 
@@ -171,7 +172,15 @@ async def test_a_crashing_process_is_restarted_with_growing_delays_then_given_up
     assert Path(given_up.log).name == "crasher.jsonl"
 
 
-@pytest.mark.parametrize("code", [2, 3])
+async def test_a_process_that_a_users_function_ended_is_restarted(tmp_path: Path) -> None:
+    """With 3, which once said that another process has its role, so that the run stood still."""
+    async with supervising(tmp_path) as (supervision, changes):
+        supervision.start(python("actor", "import os; os._exit(3)", max_restarts=1))
+        await changes.until(lambda: bool(changes.of(GivenUp)))
+    assert [change.restarts for change in changes.of(Started)] == [0, 1]
+
+
+@pytest.mark.parametrize("code", [EXIT_INPUT_ERROR, EXIT_FENCED])
 async def test_input_errors_and_fencing_are_not_restarted(tmp_path: Path, code: int) -> None:
     async with supervising(tmp_path) as (supervision, changes):
         supervision.start(python("actor", f"import sys; sys.exit({code})"))
