@@ -71,6 +71,7 @@ async def test_damage_while_an_engine_reads_and_damage_before_it_cost_a_version_
         await eventually((marks / moments[0].name).exists, timeout_s=EVENT_S)
         await command.log.until(lambda event: isinstance(event, WeightsApplied) and event.version == 1)
         trainer = psutil.Process(command.log.pids["trainer"])
+        await eventually(lambda: trainer.status() == psutil.STATUS_STOPPED, timeout_s=EVENT_S)
         engine = psutil.Process(command.log.pids["engine.policy.0"])
         engine.suspend()
         trainer.resume()
@@ -107,5 +108,6 @@ async def test_damage_while_an_engine_reads_and_damage_before_it_cost_a_version_
 
 def checked(log: Path, version: int) -> bool:
     """Whether the rollout actor has compared the files of a version."""
-    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    whole, _, _ = log.read_text().rpartition("\n")  # the last line may be half written
+    lines = [json.loads(line) for line in whole.splitlines()]
     return any(line["event"] == "weight_files_checked" and line["weight_version"] == version for line in lines)

@@ -18,14 +18,22 @@ from messages import (
 )
 from runtime.bus.bus import Bus
 from runtime.ledger.fold import LEDGER_EVENTS, LedgerState, Stage, fold
-from tests.chaos.harness import moments_of
-from tests.fixtures.nats import NatsServer, eventually, score_request, segments
+from tests.chaos.harness import LIMITS, moments_of
+from tests.fixtures.nats import TEST_STREAMS, NatsServer, eventually, score_request, segments
 
 pytestmark = [pytest.mark.chaos, pytest.mark.anyio, pytest.mark.timeout(120)]
 
 NUM_MESSAGES = 1000
 AT_ONCE = 100
 KILLS = 5
+
+
+@pytest.fixture
+async def own_bus(own_nats_server: NatsServer, run_name: str) -> AsyncGenerator[Bus]:
+    """A bus on the test's own server whose publishes outlast its slowest start."""
+    async with Bus.connect(own_nats_server.url, run_name, name="test", limits=LIMITS) as bus:
+        await bus.ensure_streams(TEST_STREAMS)
+        yield bus
 
 
 def completed(group_id: int) -> GroupCompleted:

@@ -1,7 +1,6 @@
 """The whole run ends, in order or by kill -9, and the same command goes on with it."""
 
 import signal
-import time
 from pathlib import Path
 
 import psutil
@@ -12,8 +11,6 @@ from tests.chaos.audit import audit
 from tests.chaos.harness import EVENTS_PER_STEP, Command, Run, moments_of
 
 pytestmark = [pytest.mark.chaos, pytest.mark.anyio, pytest.mark.timeout(400)]
-
-STOP_S = 10.0  # Ctrl-C ends everything within
 
 
 async def wait_for_a_moment(command: Command, name: str, steps: int) -> None:
@@ -36,10 +33,8 @@ async def test_ctrl_c_ends_everything_and_the_run_goes_on_later(tmp_path: Path) 
             if steps:
                 await wait_for_a_moment(command, "ctrl-c", steps)
             family = command.family()
-            began = time.monotonic()
             command.send(signal.SIGINT)
             assert await command.end() == 128 + signal.SIGINT
-            assert time.monotonic() - began < STOP_S
             await run.gone(family)
     await resume_and_finish(run)
 
