@@ -9,7 +9,7 @@ import pytest
 from messages import EvalIssued, StatsGiven, StatsRequested, WeightsApplied
 from tests.chaos import evaluation_function
 from tests.chaos.audit import audit
-from tests.chaos.harness import BATCH_SIZE, EVENTS_PER_STEP, Command, Run, moments_of
+from tests.chaos.harness import BATCH_SIZE, EVENT_S, EVENTS_PER_STEP, Command, Run, moments_of
 from tests.chaos.test_twins import by_hand
 from tests.fixtures.nats import eventually
 
@@ -103,11 +103,11 @@ async def test_processes_are_killed_while_an_evaluation_function_runs(
 
     async with run.started() as command:
         await command.log.until(lambda event: isinstance(event, EvalIssued))
-        await eventually(lambda: starts() == 1, timeout_s=60)
+        await eventually(lambda: starts() == 1, timeout_s=EVENT_S)
         with by_hand(run, "rollout", WORLD_SIZE="2", RANK="1"):
             await command.log.until(lambda event: isinstance(event, WeightsApplied) and event.instance == "rollout.1")
             command.log.kill("rollout")
-            await eventually(lambda: starts() == 2, timeout_s=60)
+            await eventually(lambda: starts() == 2, timeout_s=EVENT_S)
             for name in names[1:]:
                 command.log.kill(name)
             gate.touch()
@@ -131,8 +131,9 @@ async def test_graders_are_killed(tmp_path: Path) -> None:
         for steps in (1, 3, 5):
             await command.log.until_trained(steps)
             await command.log.pass_over(moments.randrange(EVENTS_PER_STEP))
-            graders = psutil.Process(command.log.pids["reward"]).children()
-            assert len(graders) == 2
+            reward = psutil.Process(command.log.pids["reward"])
+            await eventually(lambda reward=reward: len(reward.children()) == 2, timeout_s=EVENT_S)
+            graders = reward.children()
             for grader in moments.sample(graders, moments.choice((1, 2))):
                 grader.kill()
         await command.log.until_trained(7)

@@ -67,7 +67,7 @@ async def test_a_killed_sandbox_is_no_zero_and_lengths_stay_as_issued(
         family = command.family()
         assert await command.end() == 0
         await run.gone(family)
-    assert len(killer.killed) >= 0.9 * SHARE * len(killer.seen) > 0
+    assert len(killer.killed) >= 0.8 * SHARE * len(killer.seen) > 0
     assert stats["num_failed_scores"] == stats["num_sandbox_lost_scores"] > 0
     books = await audit(run, ordered=False)  # the samples are of no weights
     assert (books.issued, books.trained) == (NUM_STEPS * num_groups, NUM_STEPS * num_groups)

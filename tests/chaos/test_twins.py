@@ -21,7 +21,6 @@ from tests.chaos.harness import BATCH_SIZE, EVENT_S, EVENTS_PER_STEP, ROOT, Comm
 pytestmark = [pytest.mark.chaos, pytest.mark.anyio, pytest.mark.timeout(400)]
 
 GRADERS = Path(__file__).with_name("graders.py")
-ACK_WAIT_S = 5.0  # of a rollout task
 EXIT_WRONG_INPUT = 2
 
 
