@@ -9,7 +9,7 @@ import msgspec
 
 from runtime.settings.derived import EVAL_FUNCTIONS, TRAINER_FUNCTIONS, trainer_functions
 from runtime.settings.halves import half_of
-from runtime.settings.plugins import PluginError, find_file
+from runtime.settings.plugins import PluginError, file_of, find_file
 from runtime.settings.reading.config import Problem, TopologyError
 from runtime.settings.reading.toml import SET, Loaded, convert, load_tables
 from runtime.settings.rules.validate import validate
@@ -135,7 +135,7 @@ def _missing_files(topology: Topology, loaded: Loaded) -> Iterator[Problem]:
     named |= {f"reward.graders.{name}": value for name, value in reward.graders.items()}
     named |= {f"reward.judges.{name}.parser": judge.parser for name, judge in reward.judges.items()}
     for key, value in named.items():
-        file = Path((value or "").rpartition(":")[0])
+        file = Path(file_of(value or ""))
         if value is None or file.suffix != ".py":
             continue
         try:
