@@ -315,7 +315,7 @@ def _settle_sample(conversation: Conversation, router: EngineRouter, sample: Any
     tokens = [int(token) for token in sample.tokens]
     holding = [talk for talk in router.talks if talk.starts and not talk.is_taken and _holds(tokens, talk)]
     if not holding:
-        raise ValueError("its tokens are not those that the engines gave")
+        raise ValueError("sample.tokens must be the tokens of the prompt and those that the engines gave")
     talk = min(holding, key=lambda talk: abs(len(talk.generated) - len(tokens)))
     talk.is_taken, context = True, talk.context
     if len(tokens) - int(sample.response_length) != len(context.prompt_ids):

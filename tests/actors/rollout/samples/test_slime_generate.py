@@ -377,7 +377,11 @@ async def test_masks_exclude_tokens_from_the_loss(folder: Path, name: str, expec
         ("aborts", SampleStatus.ABORTED, "returned it as aborted"),
         ("aborts_by_text", SampleStatus.ABORTED, "returned it as aborted"),
         ("has_no_such_status", SampleStatus.FAILED, "'done' is not a valid"),
-        ("other_tokens", SampleStatus.FAILED, "its tokens are not those that the engines gave"),
+        (
+            "other_tokens",
+            SampleStatus.FAILED,
+            "sample.tokens must be the tokens of the prompt and those that the engines gave",
+        ),
         ("trains_input", SampleStatus.FAILED, "loss_mask[4] is 1, and no engine generated that token"),
         ("short_mask", SampleStatus.FAILED, "loss_mask has 1 values, response_length = 4"),
         ("wrong_length", SampleStatus.FAILED, "response_length = 3, with 8 tokens, of which 4 are the prompt"),

@@ -444,7 +444,7 @@ async def test_a_sample_with_other_tokens_than_the_engine_gave_fails_alone(
         bus, router_url, with_function(folder, "changes_tokens", custom_rollout_prompts=1), ["1"]
     )
     first, second = ended[0].samples
-    assert "its tokens are not those that the engines gave" in first.reason
+    assert "sample.tokens must be the tokens of the prompt and those that the engines gave" in first.reason
     assert second.reward == 1.0
 
 
