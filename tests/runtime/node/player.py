@@ -28,6 +28,7 @@ from messages import (
     VerdictGiven,
 )
 from runtime.bus.bus import Bus
+from runtime.util.exit_codes import EXIT_FENCED, EXIT_INPUT_ERROR
 
 
 async def play(bus: Bus, step: int) -> None:
@@ -82,7 +83,7 @@ async def main() -> int:
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)  # noqa: ASYNC220
     if args.then in ("finish", "fail", "sleep", "hang", "family"):
         time.sleep(60)  # noqa: ASYNC251 - until it is stopped
-    return {"input_error": 2, "fenced": 3}[args.then]
+    return {"input_error": EXIT_INPUT_ERROR, "fenced": EXIT_FENCED}[args.then]
 
 
 if __name__ == "__main__":
