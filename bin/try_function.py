@@ -344,7 +344,8 @@ def _try_metrics(args: argparse.Namespace) -> Iterator[tuple[str, bool]]:
 
     import anyio
 
-    from actors.buffer.deciding.measuring import EvalSample, try_metrics
+    from actors.buffer.deciding.measuring import EvalSample, MetricsError, try_metrics
+    from runtime.process.user_process import UserFunctionError, UserProcessError
 
     samples = [
         EvalSample(
@@ -366,7 +367,7 @@ def _try_metrics(args: argparse.Namespace) -> Iterator[tuple[str, bool]]:
     start = time.perf_counter()
     try:
         metrics = anyio.run(try_metrics, args.function, samples)
-    except Exception as error:  # noqa: BLE001 - a user's function may raise anything
+    except (MetricsError, UserFunctionError, UserProcessError, TimeoutError) as error:
         yield f"failed: {'no answer in time' if isinstance(error, TimeoutError) else error}", False
         return
     for name, value in metrics.items():

@@ -10,7 +10,6 @@ from anyio.abc import TaskStatus
 
 from actors.filter.filters import (
     MAX_REASON_CHARS,
-    FilterError,
     GroupSummary,
     Verdict,
     filter_process,
@@ -160,9 +159,9 @@ class FilterActor(Actor):
             return _failed(str(error))
         except NotReady as error:
             log.warning("filter_not_ready", error=str(error), num_delivered=delivery.num_delivered)
-            return _failed(repr(error)) if delivery.num_delivered >= MAX_DELIVERIES else None
-        except (PayloadLost, FilterError, UserProcessError, ValueError) as error:
-            return _failed(repr(error))
+            return _failed(str(error)) if delivery.num_delivered >= MAX_DELIVERIES else None
+        except (PayloadLost, UserProcessError, ValueError) as error:
+            return _failed(str(error))
         except BusError as error:
             log.warning("filter_without_data", error=str(error))
             return None
@@ -180,7 +179,7 @@ class FilterActor(Actor):
 
         Raises:
             BusError: data of the group cannot be read.
-            FilterError: a sample has no reward.
+            ValueError: a sample has no reward.
             TimeoutError: it took too long; its process is killed.
             NotReady: its process does not start.
             UserFunctionError, UserProcessError: it raised, or its process ended, as did the next one.

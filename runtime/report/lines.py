@@ -88,7 +88,7 @@ def failure_in(event: Message) -> str | None:
         case SelectionFailed():
             return f"rollout.{event.kind} failed, first come first instead: {event.reason}"
         case VerdictGiven(outcome="failed"):
-            return f"filter failed: {event.reason}"
+            return f"rollout.dynamic_filter failed: {event.reason}"
         case _:
             return None
 

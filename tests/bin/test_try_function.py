@@ -177,6 +177,10 @@ def test_metrics_on_a_dump(functions: str, tmp_path: Path, capsys: pytest.Captur
     write_pair(tmp_path, 0, [group(1, (1.0, 0.0), 0), group(2, (1.0, 1.0), 0)], (1, 0))
     code, text = said(capsys, "metrics", f"{functions}:of_set", "--on", str(tmp_path))
     assert (code, text.splitlines()[:2]) == (0, ["eval/<set>/mean 0.75", "eval/<set>/prompts 2"])
+    code, text = said(capsys, "metrics", f"{functions}:of_sets", "--on", str(tmp_path))
+    assert (code, text.startswith("eval.N.custom_metrics = "), "did you mean 'of_set'?" in text) == (2, True, True), (
+        text
+    )
 
 
 def test_a_filter_on_a_dump(functions: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

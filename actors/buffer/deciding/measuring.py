@@ -28,7 +28,7 @@ log = structlog.get_logger()
 TIMEOUT_S: Final = 30.0  # of a call; the buffer decides nothing else meanwhile
 MAX_REASON_CHARS: Final = 500
 NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
-KEY: Final = "custom_metrics"  # of a function that is tried without a recipe
+KEY: Final = "eval.N.custom_metrics"  # of a function that is tried without a recipe
 SEPARATOR: Final = "="  # between key and name, for the process
 
 MetricsFunction = Callable[[list["EvalSample"]], Any]
@@ -217,7 +217,8 @@ async def try_metrics(name: str, samples: Sequence[EvalSample]) -> dict[str, flo
         UserProcessError: the process ended.
         UserFunctionError: the function raised.
         TimeoutError: it took too long.
-        ValueError: it cannot be used, or its answer is invalid.
+        MetricsError: its answer is invalid.
+        ValueError: it cannot be used.
     """
     process = metrics_process(RewardConfig(), KEY, located(KEY, name, (Path.cwd(),)))
     try:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import structlog
 
+from actors.rollout.samples.failures import MAX_REASON_CHARS
 from actors.rollout.samples.garbled import signs_of
 from messages import (
     EvalCompleted,
@@ -28,7 +29,6 @@ if TYPE_CHECKING:  # the offline actor must not import the engine client
 
 log = structlog.get_logger()
 
-MAX_REASON_CHARS = 2000  # errors of user functions may be arbitrarily long
 Ending = GroupCompleted | GroupAborted | GroupFailed
 
 

@@ -10,6 +10,7 @@ from runtime.settings.tables.reward import RewardConfig
 
 Action = Literal["drop_sample", "drop_group"] | float  # a number is the sample's reward
 
+MAX_REASON_CHARS: Final = 2000  # errors of user functions may be arbitrarily long
 _OF_ALL: Final[Mapping[str, Action]] = {"drop": "drop_group", "drop_sample": "drop_sample", "zero": 0.0}
 
 

@@ -10,8 +10,9 @@ import numpy as np
 
 from actors.rollout.requests.request import GenerateRequest
 from actors.rollout.samples.buffer import NOTHING, SampleBuffer
-from actors.rollout.samples.failures import Action, FailurePolicy
+from actors.rollout.samples.failures import MAX_REASON_CHARS, Action, FailurePolicy
 from messages import Int32Array, SampleKey, SampleStatus, SampleSummary, Score, Segment, SegmentRef, TurnSpan
+from messages.plain import clipped
 from runtime.settings.topology import TOKEN_REWARDS
 
 FINISHED = (SampleStatus.COMPLETED, SampleStatus.TRUNCATED)
@@ -223,7 +224,7 @@ class OpenSample:
             is_baseline=self.is_baseline,
             first_version=self.first_version,
             last_version=self.last_version,
-            reason=self.reason,
+            reason=self.reason and clipped(self.reason, MAX_REASON_CHARS),
             metadata=dict(self.metadata),
             columns=dict(self.columns),
             untrained=self.untrained,

@@ -166,6 +166,12 @@ def test_a_sample_without_each_named_reward_is_a_failed_score(details: dict[str,
     assert (lenient.status, lenient.reward, lenient.rewards) == (SampleStatus.COMPLETED, 0.0, dict.fromkeys(KEYS, 0.0))
 
 
+def test_the_reason_of_a_failure_is_cut_in_events() -> None:
+    sample = fresh()
+    sample.give_up("x" * 1_000_000)
+    assert sample.summary().reason == "x" * 2000 + "..."
+
+
 def test_a_sample_that_never_began_counts_as_aborted_and_has_no_reward() -> None:
     summary = fresh().summary()
     assert (summary.status, summary.reward, summary.segments) == (SampleStatus.ABORTED, None, ())
