@@ -267,7 +267,7 @@ def _generated_groups(trial: "FunctionTrial") -> Iterator[tuple[str, bool]]:
             reward = "" if sample.reward is None else f", reward {sample.reward:g}"
             size = f"{sample.buffer.num_tokens} tokens"
             reason = "" if sample.reason is None else f": {sample.reason}"
-            good = sample.status != "failed" or reason.endswith(" left it out")
+            good = sample.status != "failed" or sample.index in trial.left_out.get(number, ())
             yield f"  sample {sample.index}: {_short(sample.text)}, {size}, {sample.status}{reward}{reason}", good
         if number in trial.errors:
             yield f"  failed: {trial.errors[number]}", False

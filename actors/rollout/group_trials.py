@@ -44,6 +44,7 @@ class FunctionTrial:
 
     prompts: Sequence[Prompt]
     samples: list[list[OpenSample]] = field(default_factory=list[list[OpenSample]])  # by prompt
+    left_out: dict[int, set[int]] = field(default_factory=dict[int, set[int]])  # by prompt: indices
     errors: dict[int, str] = field(default_factory=dict[int, str])  # by prompt
     error: str = ""  # of the whole evaluation
     trace: str | None = None  # of the function's own exception
@@ -81,6 +82,7 @@ async def try_rollout(rows: Sequence[GenerateRow], topology: Topology, grade: Gr
 
             task = _task_of(place, trial.prompts[place], topology)
             group = PromptGroup(trial.samples[place], run_sample, slots=own, task=task)
+            trial.left_out[place] = group.left_out
             try:
                 await calls.run(function, group, 0)
             except (ValueError, EngineError) as error:

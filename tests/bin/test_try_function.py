@@ -99,6 +99,11 @@ async def best_of(groups):
             {}["nothing"]
         group.leave_out(1)
 
+async def best_of_short(groups):
+    for group in groups:
+        await group.sample(0)
+        group.leave_out(1, "one is enough")
+
 def of_slime(args, rollout_id, data_buffer, evaluation=False):
     from slime.rollout.sglang_rollout import GenerateState, generate_and_rm_group
     from slime.utils.async_utils import run
@@ -318,6 +323,10 @@ def test_a_rollout_function_on_a_tiny_engine(
     assert 'sample 1: "", 0 tokens, failed: rollout.custom_rollout left it out\n' in first
     assert "  failed: rollout.custom_rollout: KeyError('nothing')\n" in second
     assert '    {}["nothing"]' in second
+    code, text = said(
+        capsys, "rollout", f"{functions}:best_of_short", *given, "--set", "rollout.custom_rollout_prompts=2"
+    )
+    assert (code, text.count(": one is enough")) == (0, 2)
     code, text = said(capsys, "rollout", f"slime:{functions}:of_slime", *on_prompts(tmp_path, "74"))
     assert (code, text.count(", reward 10")) == (0, 2)
     code, text = said(capsys, "rollout", f"{functions}:best_off", *given)

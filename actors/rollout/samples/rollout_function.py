@@ -105,6 +105,7 @@ class PromptGroup:
         self._samples = samples
         self._run_sample = run_sample
         self._slots = slots
+        self.left_out: set[int] = set()  # samples that `leave_out` named
         self._begun: set[int] = set()
         self._error: Exception | None = None  # of this project, raised through the function, which may have caught it
         self._call = _Call()  # until it joins one
@@ -149,6 +150,11 @@ class PromptGroup:
         Raises:
             ValueError: there is no such sample, or it was generated or left out before.
         """
+        self.give_up(index, reason)
+        self.left_out.add(index)
+
+    def give_up(self, index: int, reason: str) -> None:
+        """Let a sample fail before its first turn. Errors are those of `leave_out`."""
         sample = self._begin(index)
         if not _has_ended(sample):
             sample.give_up(reason)

@@ -213,8 +213,10 @@ class Call:
         for held in self._held:
             if held.is_begun:
                 held.done.set()
+            elif held.reason:
+                held.group.give_up(held.index, f"{KEY}: {held.reason}")
             else:
-                held.group.leave_out(held.index, f"{KEY}: {held.reason or LEFT_OUT}")
+                held.group.leave_out(held.index, f"{KEY}: {LEFT_OUT}")
 
     def _posted(self, held: "_HeldSample", sample: Any) -> "_HeldSample | None":
         """Return the sample of the group whose turns the function posted itself, if it has these tokens."""
