@@ -72,8 +72,8 @@ def math(response: str, label: Label) -> float:
     A. x=1, y=2 is (1,2). 7 ft 6 in is 7.5 ft. 0,5 is 0.5 if the label is 0.5. An inequality is its interval, 3:1 is
     6:2, 1010_2 is 10, "three" is 3, "no solution" the empty set. An equation equals a value if its sides do, but for a
     name: m+n=5 and a/b=5 are 5, 8=5 and xy=5 are not. One value said twice (2/5 or 40\%) is that value. A sentence
-    before the answer that ends in "is" or ":" does not count. 5cm is 5 \text{ cm}, but 5m is 5 only beside a label in
-    m. All else is compared by algebra (math-verify, extra `math`).
+    before the answer such as "The value of n is" or "Total:" does not count. 5cm is 5 \text{ cm}, but 5m is 5 only
+    beside a label in m. All else is compared by algebra (math-verify, extra `math`).
 
     Args:
         response: The whole response.

@@ -35,10 +35,12 @@ _SENTENCE: Final = re.compile(  # "The value of n is" and "Total:" before the an
     r"(?: ?(?:[A-Za-z]|[A-Z]{2,4})(?: ?\\text ?\{ ?(?P<then>[A-Za-z' -]+) ?\}| ?=(?=[^=])))?"
 )
 _LEADS_ON: Final = re.compile(r"(?:\b(?:is|are|equals|so|thus|hence|therefore)|:) ?,?$", re.IGNORECASE)
-_DENIES: Final = re.compile(
-    r"\b(?:not|no|never|cannot|none|neither|nor|if|unless|except|without|wrong|incorrect|impossible|false|other|first|than"
-    r"|least|most|only if|between|over|under|above|below|half|twice|double|negative|minus)\b|n't\b",
-    re.IGNORECASE,
+_LEADING: Final = frozenset(  # a sentence of other words may speak of another value: "its reciprocal is", "it is not"
+    "a an and answer answers are area biggest by correct count desired distance equals exact expected expression final"
+    " for found greatest have height hence in integer integers is largest length maximum mean median minimum"
+    " number numbers of our perimeter possible price probability product radius required result root roots side"
+    " simplified slope smallest so solution solutions speed sum that the therefore thus time total value values volume"
+    " we width".split()
 )
 _CONSTANT: Final = re.compile(r"\+ ?([cC])$")
 
@@ -143,10 +145,13 @@ def _constants(ours: str, theirs: str) -> Iterator[list[Pair]]:
 
 
 def _led(ours: str, theirs: str) -> Iterator[list[Pair]]:
-    """The answer behind a sentence that ends in "is" or ":", and denies nothing."""
+    """The answer behind a sentence that ends in "is" or ":", and has only words that name what is asked for."""
     if (found := _SENTENCE.match(ours)) is None:
+        return
+    words = re.findall(r"[A-Za-z'-]+", f"{found['first']} {found['then'] or ''}")
+    if not _LEADING.issuperset(word.lower() for word in words):
         return
     said = found["then"] or found["first"]
     answer = ours[found.end() :].strip()
-    if answer and not _DENIES.search(found[0]) and (_LEADS_ON.search(said.strip()) or found[0].endswith("=")):
+    if answer and (_LEADS_ON.search(said.strip()) or found[0].endswith("=")):
         yield [(answer, theirs)]
