@@ -145,7 +145,7 @@ def _constants(ours: str, theirs: str) -> Iterator[list[Pair]]:
 
 
 def _led(ours: str, theirs: str) -> Iterator[list[Pair]]:
-    """The answer behind a sentence that ends in "is" or ":", and has only words that name what is asked for."""
+    """The answer behind a sentence that ends in "is" or ":", and has only words that name the value."""
     if (found := _SENTENCE.match(ours)) is None:
         return
     words = re.findall(r"[A-Za-z'-]+", f"{found['first']} {found['then'] or ''}")
