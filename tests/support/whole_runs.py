@@ -28,7 +28,7 @@ def best_reward(steps: list[dict[str, Any]]) -> float:
     """Return the best mean reward of five train steps in a row.
 
     At the rates of the small models the reward dips at times, for some steps, depending on the order in which groups
-    arrive. What a run has learnt is therefore not asked of its last steps.
+    arrive. So its last steps do not show what a run has learnt.
     """
     rewards = [row["rollout/raw_reward"] for row in steps]
     return max(sum(rewards[i : i + 5]) / 5 for i in range(len(rewards) - 4))

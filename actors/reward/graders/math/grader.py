@@ -393,7 +393,7 @@ def _same_set(ours: list[str], theirs: list[str]) -> bool:
     if len(ours) > MAX_PARTS or len(theirs) > MAX_PARTS:
         return False
 
-    def same(part: str, other: str) -> bool:  # {1} is no element of {1, 2}
+    def same(part: str, other: str) -> bool:  # the set of 1 is not the number 1
         return part.startswith(r"\{") == other.startswith(r"\{") and _equal(part, other)
 
     return all(any(same(part, other) for other in theirs) for part in ours) and all(
