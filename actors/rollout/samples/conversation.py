@@ -11,7 +11,8 @@ from contextlib import AbstractContextManager
 from typing import Final
 
 from actors.rollout.samples.arguments import checked_ids, checked_text, shown_ids
-from actors.rollout.samples.context import NO_POOLS, Ask, AskPool, Context, FunctionRun, Keep
+from actors.rollout.samples.context import Context
+from actors.rollout.samples.function_run import NO_POOLS, Ask, AskPool, FunctionRun, Keep
 from actors.rollout.samples.generate_function import KEY, WrongCall, call_async
 from actors.rollout.samples.must_end import GiveUp, gives_up_nothing, must_end
 from actors.rollout.samples.sample import FINISHED, OpenSample, tokens_left
