@@ -12,12 +12,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from runtime.node.supervisor.ports import free_port
+from runtime.node.supervisor.ports import free_port, holder_of
 
 ROOT: Final = Path(__file__).parents[2]
 START_TIMEOUT_S: Final = 60.0  # importing torch alone takes 20 s on a loaded machine
 END_TIMEOUT_S: Final = 5.0
 POLL_S: Final = 0.02
+PORTS: Final = 3  # tried one after the other
 
 
 class RunningEngine(NamedTuple):
@@ -51,12 +52,26 @@ def write_config(directory: Path, **changes: Any) -> None:
 @contextlib.contextmanager
 def running_engine(directory: Path, *flags: str) -> Iterator[RunningEngine]:
     """Run a tiny engine in a process of its own on a free port. Yields when ready; ends the process at exit."""
-    port = free_port()
-    command = [sys.executable, "-m", "actors.tiny_engine", "--model-path", str(directory), "--port", str(port)]
-    with running([*command, *flags]) as process:
+    with contextlib.ExitStack() as stack:
+        for _ in range(PORTS):
+            port = free_port()
+            command = [sys.executable, "-m", "actors.tiny_engine", "--model-path", str(directory), "--port", str(port)]
+            process = stack.enter_context(running([*command, *flags]))
+            if _listens(process, port):
+                break
         url = f"http://127.0.0.1:{port}"
         wait_until_200(f"{url}/ready", process)
         yield RunningEngine(url, process)
+
+
+def _listens(process: subprocess.Popen[str], port: int) -> bool:
+    """Wait until a server listens on its port, and return True, or has ended. Another one may have taken the port."""
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while process.poll() is None and time.monotonic() < deadline:
+        if (holder_of(port) or "").startswith(f"process {process.pid} "):
+            return True
+        time.sleep(POLL_S)
+    return False
 
 
 @contextlib.contextmanager
